@@ -1,0 +1,57 @@
+"""Every exception and warning of iobs. Each message says what is wrong and what to do about it."""
+
+
+class IOBSError(Exception):
+    """Base of all errors that iobs raises on purpose."""
+
+
+class PatternError(IOBSError, ValueError):
+    """A sparsity pattern is impossible, or does not fit the matrix that it is asked of."""
+
+
+class ProblemError(IOBSError, ValueError):
+    """A quadratic or an objective is malformed: wrong shapes, wrong dtypes, k larger than d."""
+
+
+class NonFiniteError(IOBSError, ValueError):
+    """NaN or infinity in weights, inputs or gradients; the message names the layer and the batch."""
+
+
+class NotPositiveDefiniteError(IOBSError, ArithmeticError):
+    """A Hessian has no Cholesky factor, even after the damping was raised several times."""
+
+
+class LayerSelectionError(IOBSError, ValueError):
+    """A name pattern matches no layer, or nothing that can be pruned is left."""
+
+
+class CalibrationError(IOBSError, ValueError):
+    """The calibration data is empty, too short, or does not fit the model."""
+
+
+class DataError(IOBSError, ValueError):
+    """A data file or data source cannot be used; the message says which file to put where."""
+
+
+class ModelError(IOBSError, ValueError):
+    """A model cannot be found or loaded, or its files are damaged."""
+
+
+class OutputError(IOBSError, OSError):
+    """An output cannot be written: it exists already, or the disk is full."""
+
+
+class CheckpointError(IOBSError, RuntimeError):
+    """A checkpoint does not belong to this run; the message names the difference."""
+
+
+class AuditError(IOBSError, RuntimeError):
+    """Fewer real zeros were found than were asked for."""
+
+
+class DampingWarning(UserWarning):
+    """The damping of a Hessian was raised because its Cholesky factorisation failed."""
+
+
+class DeadColumnsWarning(UserWarning):
+    """Inputs that are always zero: their weights are removed on top of what was asked."""

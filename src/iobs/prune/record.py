@@ -1,0 +1,128 @@
+"""What a pruning run writes down: plain dataclasses that turn into JSON and back, and know nothing of plots."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class LayerRecord:
+    """One pruned matrix in one round.
+
+    Errors are relative output errors ``||V X - Y||^2 / ||Y||^2`` of the sparse weight V: `error_calibration` and
+    `error_heldout` against the layer's target Y on the inputs that it was solved for and on held-out ones,
+    `error_dense` against the dense network's own weight on the same calibration inputs.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    asked: float
+    zeros: int
+    error_calibration: float
+    error_heldout: float | None
+    error_dense: float
+    damping: float
+    dead_columns: int
+    inputs: int
+    seconds: float
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> int:
+        """Number of entries of the matrix."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def sparsity(self) -> float:
+        """Share of entries that are really zero."""
+        return self.zeros / self.weights
+
+
+@dataclass
+class RoundRecord:
+    """One round of Algorithm 2: project every layer, measure, take the gradient steps that lead to the next round."""
+
+    index: int
+    asked: float
+    loss_calibration: float | None
+    loss_heldout: float | None
+    layers: list[LayerRecord]
+    step_losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    kind: str = "projection"
+
+    @property
+    def sparsity(self) -> float:
+        """Share of all prunable entries that are really zero after the projection of this round."""
+        return sum(layer.zeros for layer in self.layers) / max(1, sum(layer.weights for layer in self.layers))
+
+
+@dataclass
+class AuditRow:
+    """Real zeros of one matrix of the finished model, counted entry by entry."""
+
+    name: str
+    shape: tuple[int, int]
+    zeros: int
+    asked: int
+
+    @property
+    def weights(self) -> int:
+        """Number of entries of the matrix."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def sparsity(self) -> float:
+        """Share of entries that are really zero."""
+        return self.zeros / self.weights
+
+
+@dataclass
+class Report:
+    """The whole story of a run: settings, rounds, the round that won, what was left dense and why, the final audit.
+
+    `loss_name` says what `loss_calibration` and `loss_heldout` of the rounds measure; `dense_loss` is the dense
+    network's own value on the held-out samples. `scores` holds whatever the caller measured, by name.
+    """
+
+    settings: dict[str, Any]
+    loss_name: str
+    dense_loss: float | None
+    rounds: list[RoundRecord]
+    best_round: int
+    skipped: dict[str, str]
+    audit: list[AuditRow]
+    seconds: float
+    peak_memory_bytes: int
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def best(self) -> RoundRecord:
+        """The round whose projected weights are the answer."""
+        return self.rounds[self.best_round]
+
+    @property
+    def sparsity(self) -> float:
+        """Share of audited entries that are really zero."""
+        return sum(row.zeros for row in self.audit) / max(1, sum(row.weights for row in self.audit))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain types, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Report:
+        """Rebuild a report from `as_dict`."""
+        values = dict(values)
+        values["rounds"] = [
+            RoundRecord(**{**entry, "layers": [_layer(layer) for layer in entry["layers"]]})
+            for entry in values["rounds"]
+        ]
+        values["audit"] = [AuditRow(**{**row, "shape": tuple(row["shape"])}) for row in values["audit"]]
+        return cls(**values)
+
+
+def _layer(values: dict[str, Any]) -> LayerRecord:
+    return LayerRecord(**{**values, "shape": tuple(values["shape"])})
