@@ -1,0 +1,1 @@
+"""Pure tensor mathematics: quadratics, sparsity patterns, linear algebra with an explicit failure policy."""

@@ -1,0 +1,169 @@
+"""Sparsity patterns: scores in, an exact boolean mask out.
+
+One idea covers them all. Cut the matrix, read row by row, into consecutive groups of equal size, and keep the same
+number of entries in each: one group is the whole layer (or a row) for unstructured sparsity, `of` neighbouring columns
+for N:M.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from iobs.errors import PatternError
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A partition of a (rows, columns) matrix, read row by row, into `count` groups of `size`, `keep` kept in each."""
+
+    count: int
+    size: int
+    keep: int
+
+
+class Pattern(Protocol):
+    """How many entries of a matrix are kept, and where they compete with each other."""
+
+    def groups(self, shape: tuple[int, int]) -> Groups:
+        """Partition of a matrix of that shape.
+
+        Raises:
+            PatternError: the pattern does not fit the shape.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Unstructured:
+    """Any entry may go: the whole layer (`per="layer"`) or each row (`per="row"`) keeps an exact count.
+
+    Args:
+        sparsity: share of zeros in [0, 1), read as a decimal; keeps floor(n (1 - sparsity) + 1/2) of n.
+        keep: the exact count to keep instead, for the layer or for each row.
+        per: where entries compete.
+
+    Raises:
+        PatternError: a sparsity outside [0, 1), a negative count, or not exactly one of the two given.
+    """
+
+    sparsity: float | None = None
+    per: Literal["layer", "row"] = "layer"
+    keep: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.sparsity is None) == (self.keep is None):
+            raise PatternError("Give exactly one of sparsity= and keep= to Unstructured.")
+        if self.sparsity is not None and not 0 <= self.sparsity < 1:
+            raise PatternError(f"Sparsity must lie in [0, 1), got {self.sparsity}: 0.5 makes half of the weights zero.")
+        if self.keep is not None and self.keep < 0:
+            raise PatternError(f"keep must not be negative, got {self.keep}.")
+        if self.per not in ("layer", "row"):
+            raise PatternError(f'per must be "layer" or "row", got {self.per!r}.')
+
+    def groups(self, shape: tuple[int, int]) -> Groups:
+        """One group for the layer, or one for each row."""
+        rows, columns = shape
+        count, size = (1, rows * columns) if self.per == "layer" else (rows, columns)
+        keep = self.keep if self.sparsity is None else keep_count(size, self.sparsity)
+        assert keep is not None
+        if keep > size:
+            raise PatternError(f"Cannot keep {keep} of {size} entries per {self.per}; keep must be at most {size}.")
+        return Groups(count, size, keep)
+
+    def __str__(self) -> str:
+        amount = f"{self.sparsity:.4g}" if self.sparsity is not None else f"keep {self.keep}"
+        return f"unstructured {amount} per {self.per}"
+
+
+@dataclass(frozen=True)
+class NM:
+    """Keep `keep` of every `of` neighbouring entries along the input columns; NM(2, 4) is the 2:4 of GPUs.
+
+    Raises:
+        PatternError: not 0 < keep <= of; or, later, `of` does not divide a matrix's columns.
+    """
+
+    keep: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= self.of:
+            raise PatternError(f"N:M needs 0 < keep <= of, got keep={self.keep} of={self.of}; 2:4 is NM(keep=2, of=4).")
+
+    def groups(self, shape: tuple[int, int]) -> Groups:
+        """One group for every `of` neighbouring columns of a row."""
+        rows, columns = shape
+        if columns % self.of:
+            raise PatternError(
+                f"The pattern {self} needs a number of columns divisible by {self.of}, got {columns}; "
+                "skip this layer or choose another pattern."
+            )
+        return Groups(rows * columns // self.of, self.of, self.keep)
+
+    @property
+    def sparsity(self) -> float:
+        """Share of zeros."""
+        return 1 - self.keep / self.of
+
+    def __str__(self) -> str:
+        return f"{self.keep}:{self.of}"
+
+
+def keep_count(size: int, sparsity: float) -> int:
+    """floor(size (1 - sparsity) + 1/2) with the sparsity read as the decimal that was typed: 0.3 is 3/10."""
+    kept = Decimal(size) * (1 - Decimal(str(float(sparsity))))
+    return int(kept.quantize(Decimal(1), rounding=ROUND_HALF_UP))
+
+
+def parse(text: str) -> Pattern:
+    """A pattern from text: "2:4", "0.5", "50%".
+
+    Raises:
+        PatternError: the text is none of these.
+    """
+    try:
+        if ":" in text:
+            keep, of = text.split(":")
+            return NM(int(keep), int(of))
+        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise PatternError(
+            f"Cannot read the pattern {text!r}: give a sparsity such as 0.5, or N:M such as 2:4."
+        ) from None
+    return Unstructured(number)
+
+
+def top_mask(scores: Tensor, pattern: Pattern) -> Tensor:
+    """The mask that keeps the highest scores of each group, exactly as many as the pattern says.
+
+    Ties go to the lower index, so that the same scores always give the same mask.
+
+    Args:
+        scores: (rows, columns), any floating dtype, no NaN.
+        pattern: the pattern.
+
+    Returns:
+        Boolean (rows, columns), True where an entry is kept.
+    """
+    shape = (scores.shape[0], scores.shape[1])
+    groups = pattern.groups(shape)
+    table = scores.reshape(groups.count, groups.size)
+    if groups.keep == 0:
+        return torch.zeros(shape, dtype=torch.bool, device=scores.device)
+    if groups.keep == groups.size:
+        return torch.ones(shape, dtype=torch.bool, device=scores.device)
+    if groups.size <= 32:  # a stable sort of short groups is one fast batched call
+        order = table.sort(dim=1, descending=True, stable=True).indices[:, : groups.keep]
+        return torch.zeros_like(table, dtype=torch.bool).scatter_(1, order, True).reshape(shape)
+    threshold = table.kthvalue(groups.size - groups.keep + 1, dim=1, keepdim=True).values
+    mask = table > threshold
+    # Entries equal to the threshold fill the rest, lowest index first.
+    tied = table == threshold
+    missing = groups.keep - mask.sum(1, keepdim=True)
+    mask |= tied & (tied.cumsum(1) <= missing)
+    return mask.reshape(shape)

@@ -1,0 +1,220 @@
+"""The one problem of iobs: quadratics whose rows share a Hessian, and what solvers of them return.
+
+    q(v) = 1/2 v H v^T - b v^T     for every row v of V
+
+The linear term b is stored, not the centre c with c H = b: that needs no inverse and serves singular H.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from iobs.errors import NonFiniteError, ProblemError
+
+
+class HessianOperator(Protocol):
+    """A symmetric positive semi-definite matrix that is only multiplied with, never stored.
+
+    Shapes: `matmul` takes and gives (..., d); `columns(support)` is (d, k); `submatrix(support)` is (k, k), for a
+    support given as int64 indices (k,).
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(d, d)."""
+        ...
+
+    def matmul(self, vectors: Tensor) -> Tensor:
+        """Rows of `vectors` times the matrix."""
+        ...
+
+    def diagonal(self) -> Tensor:
+        """(d,)."""
+        ...
+
+    def columns(self, support: Tensor) -> Tensor:
+        """Columns of the matrix, (d, k)."""
+        ...
+
+    def submatrix(self, support: Tensor) -> Tensor:
+        """Rows and columns of the support, (k, k)."""
+        ...
+
+
+@dataclass(frozen=True)
+class DenseHessian:
+    """A stored matrix as a `HessianOperator`."""
+
+    matrix: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(d, d)."""
+        return self.matrix.shape[0], self.matrix.shape[1]
+
+    def matmul(self, vectors: Tensor) -> Tensor:
+        """Rows of `vectors` times the matrix."""
+        return vectors @ self.matrix
+
+    def diagonal(self) -> Tensor:
+        """(d,)."""
+        return self.matrix.diagonal()
+
+    def columns(self, support: Tensor) -> Tensor:
+        """Columns of the matrix, (d, k)."""
+        return self.matrix[:, support]
+
+    def submatrix(self, support: Tensor) -> Tensor:
+        """Rows and columns of the support, (k, k)."""
+        return self.matrix[support][:, support]
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """q(v) = 1/2 v H v^T - b v^T for every row of a (rows, d) matrix, all rows sharing H.
+
+    Args:
+        hessian: (d, d) symmetric positive semi-definite tensor, or an operator.
+        linear: (rows, d), the rows b.
+        anchor: (rows, d), the weights that damping pulls towards: the current weights of a layer, or the current
+            iterate. Not part of q. Without it the centre H^-1 b takes its place.
+        centred: the anchor is known to be the centre, so that nobody needs to solve for it.
+
+    Raises:
+        ProblemError: shapes or dtypes do not fit together.
+        NonFiniteError: NaN or infinity anywhere.
+    """
+
+    hessian: Tensor | HessianOperator
+    linear: Tensor
+    anchor: Tensor | None = None
+    centred: bool = False
+
+    def __post_init__(self) -> None:
+        d = self.hessian.shape[0]
+        if self.linear.ndim != 2 or self.hessian.shape != (d, d) or self.linear.shape[1] != d:
+            raise ProblemError(
+                f"A quadratic needs a (d, d) Hessian and a (rows, d) linear term, got {tuple(self.hessian.shape)} "
+                f"and {tuple(self.linear.shape)}; one vector is one row: b[None]."
+            )
+        if self.anchor is not None and self.anchor.shape != self.linear.shape:
+            raise ProblemError(f"The anchor has shape {tuple(self.anchor.shape)}, not {tuple(self.linear.shape)}.")
+        for name, tensor in (("Hessian", self.hessian), ("linear term", self.linear), ("anchor", self.anchor)):
+            if isinstance(tensor, Tensor):
+                if not tensor.is_floating_point():
+                    raise ProblemError(f"The {name} must be floating point, got {tensor.dtype}; call .float() first.")
+                if not bool(torch.isfinite(tensor).all()):
+                    raise NonFiniteError(f"The {name} of a quadratic holds NaN or infinity.")
+
+    @classmethod
+    def at(cls, centre: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
+        """1/2 (v - c) H (v - c)^T up to a constant: the layer problem min ||W X - V X||^2 with c = W, H = X X^T."""
+        centre = centre.to(hessian.dtype) if isinstance(hessian, Tensor) else centre
+        return cls(hessian, _operator(hessian).matmul(centre), centre, centred=True)
+
+    @classmethod
+    def newton(cls, point: Tensor, gradient: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
+        """The second-order model of a smooth f at `point` (paper, eq. WT-iter): its centre is the Newton point."""
+        return cls(hessian, _operator(hessian).matmul(point) - gradient, point)
+
+    @property
+    def operator(self) -> HessianOperator:
+        """The Hessian as an operator, whatever it is stored as."""
+        return _operator(self.hessian)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The Hessian as a dense (d, d) tensor; an operator is multiplied out."""
+        if isinstance(self.hessian, Tensor):
+            return self.hessian
+        identity = torch.eye(self.hessian.shape[0], dtype=self.linear.dtype, device=self.linear.device)
+        return self.hessian.matmul(identity)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, d) of the matrix that is sought."""
+        return self.linear.shape[0], self.linear.shape[1]
+
+    def loss(self, weight: Tensor) -> Tensor:
+        """q of every row, (rows,) in float64, whatever dtype the problem is in."""
+        weight = weight.double()
+        product = _double(self.hessian).matmul(weight)
+        return ((0.5 * product - self.linear.double()) * weight).sum(1)
+
+    def gradient(self, weight: Tensor) -> Tensor:
+        """V H - B, (rows, d)."""
+        return self.operator.matmul(weight) - self.linear
+
+    def damped(self, amount: float) -> Quadratic:
+        """With the proximal term 1/2 amount ||v - anchor||^2: H + amount I and b + amount anchor, b never unchanged."""
+        if amount == 0:
+            return self
+        anchor = self.centre() if self.anchor is None else self.anchor
+        matrix = self.matrix.clone()
+        matrix.diagonal().add_(amount)
+        return replace(self, hessian=matrix, linear=self.linear + amount * anchor, anchor=anchor)
+
+    def centre(self) -> Tensor:
+        """The unconstrained minimiser, (rows, d): B H^-1, of least norm where H is singular."""
+        if self.centred:
+            assert self.anchor is not None
+            return self.anchor
+        matrix = self.matrix
+        factor, info = torch.linalg.cholesky_ex(matrix.double())
+        if int(info) == 0:
+            solved: Tensor = torch.cholesky_solve(self.linear.double().T, factor)
+            return solved.T.to(self.linear.dtype)
+        return (self.linear.double() @ torch.linalg.pinv(matrix.double(), hermitian=True)).to(self.linear.dtype)
+
+    def to(self, dtype: torch.dtype) -> Quadratic:
+        """The same problem with dense tensors in another dtype."""
+        anchor = None if self.anchor is None else self.anchor.to(dtype)
+        return Quadratic(self.matrix.to(dtype), self.linear.to(dtype), anchor, self.centred)
+
+    def rows(self, index: Tensor | slice) -> Quadratic:
+        """The problem of some rows only; the Hessian is shared, not copied."""
+        return replace(self, linear=self.linear[index], anchor=None if self.anchor is None else self.anchor[index])
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found.
+
+    Attributes:
+        weight: (rows, d), exactly zero outside the mask.
+        mask: boolean (rows, d).
+        loss: (rows,) float64, q of each row under the undamped Hessian.
+        stats: whatever the solver wants to tell: iterations, damping used, swaps made, seconds.
+    """
+
+    weight: Tensor
+    mask: Tensor
+    loss: Tensor
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, problem: Quadratic, weight: Tensor, mask: Tensor, **stats: Any) -> Solution:
+        """A solution with its loss computed and its zeros made exact."""
+        weight = torch.where(mask, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
+        return cls(weight, mask, problem.loss(weight), stats)
+
+
+def relative_error(problem: Quadratic, weight: Tensor) -> float:
+    """tr((V - C) H (V - C)^T) / tr(C H C^T), under this problem's own Hessian; 0 where C H C^T is zero."""
+    centre, hessian = problem.centre().double(), _double(problem.hessian)
+    difference = weight.double() - centre
+    error = (hessian.matmul(difference) * difference).sum()
+    size = (hessian.matmul(centre) * centre).sum()
+    return float(error / size) if float(size) > 0 else 0.0
+
+
+def _operator(hessian: Tensor | HessianOperator) -> HessianOperator:
+    return DenseHessian(hessian) if isinstance(hessian, Tensor) else hessian
+
+
+def _double(hessian: Tensor | HessianOperator) -> HessianOperator:
+    return DenseHessian(hessian.double()) if isinstance(hessian, Tensor) else hessian

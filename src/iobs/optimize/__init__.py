@@ -1,0 +1,1 @@
+"""Minimise any smooth function under ||theta||_0 <= k."""

@@ -1,0 +1,1 @@
+"""Prune a whole network: Algorithm 2."""

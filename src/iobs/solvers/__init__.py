@@ -1,0 +1,6 @@
+"""Solvers of quadratics under a sparsity pattern, one algorithm a file, one door: `solve`."""
+
+from iobs.solvers.base import Budget, Refinement, Solver
+from iobs.solvers.door import REFINEMENTS, SOLVERS, solve
+
+__all__ = ["REFINEMENTS", "SOLVERS", "Budget", "Refinement", "Solver", "solve"]

@@ -1,0 +1,143 @@
+"""`iobs.solve`: one door to every solver, where damping, dead columns and failures are dealt with once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from iobs.core.patterns import Pattern
+from iobs.core.quadratic import Quadratic, Solution
+from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError
+from iobs.solvers.admm import ADMM
+from iobs.solvers.base import Budget, Refinement, Solver
+from iobs.solvers.magnitude import Magnitude
+from iobs.solvers.refit import Refit
+from iobs.solvers.wanda import Wanda
+
+SOLVERS: dict[str, Callable[..., Solver]] = {
+    "magnitude": Magnitude,
+    "wanda": Wanda,
+    "admm": ADMM,
+}
+REFINEMENTS: dict[str, Callable[..., Refinement]] = {"refit": Refit}
+BUDGETED = {"admm"}  # solvers that trade time for error
+
+_RAISES = 5  # times that a failed factorisation may raise the damping tenfold
+_FIRST_DAMPING = 1e-6  # what a failure at zero damping starts from
+
+
+def solve(
+    quadratic: Quadratic,
+    pattern: Pattern,
+    solver: str | Solver = "admm",
+    *,
+    refine: str | Refinement | None = None,
+    damping: float = 0.0,
+    budget: Budget = "default",
+    name: str = "the quadratic",
+    **options: Any,
+) -> Solution:
+    """Minimise a quadratic under a sparsity pattern.
+
+    Args:
+        quadratic: the problem, (rows, d). Never modified.
+        pattern: how many entries are kept, and where.
+        solver: "magnitude", "wanda", "sparsegpt", "obc", "admm", "exact", or any `Solver`.
+        refine: None, "refit" (exact weights on the support), "swap" (exact 1-swaps), or any `Refinement`.
+        damping: proximal term towards the anchor, relative to the mean of the Hessian's diagonal. Where a Cholesky
+            factorisation fails it is raised tenfold with a `DampingWarning`, at most five times.
+        budget: "fast", "default" or "best": time against error, for solvers that can trade them.
+        name: what to call the problem in warnings and errors.
+        **options: passed to the solver's constructor.
+
+    Returns:
+        The weights in the dtype of the linear term, exactly zero outside the mask; `loss` is that of the undamped
+        problem; `stats["damping"]` is the damping really used, `stats["dead_columns"]` the inputs that never fire.
+
+    Raises:
+        PatternError: the pattern does not fit the shape.
+        ProblemError: an unknown solver, refinement or option.
+        NotPositiveDefiniteError: the Hessian cannot be factorised even with the raised damping.
+    """
+    pattern.groups(quadratic.shape)
+    if not damping >= 0:
+        raise ProblemError(f"damping must not be negative, got {damping}; 0.01 is usual for the layers of a network.")
+    chosen = _solver(solver, budget, options)
+    refinement = _refinement(refine)
+    live, dead = _without_dead_columns(quadratic)
+    mean = float(live.operator.diagonal().double().mean())
+    for attempt in range(_RAISES + 1):
+        try:
+            damped = live.damped(damping * mean)
+            solution = chosen(damped, pattern)
+            if refinement is not None:
+                solution = refinement(damped, pattern, solution)
+            break
+        except NotPositiveDefiniteError as error:
+            if attempt == _RAISES:
+                raise NotPositiveDefiniteError(
+                    f"{name}: the Hessian has no Cholesky factor even with damping {damping:g}. "
+                    "Look for inputs of wildly different scale or NaN, or give more calibration samples."
+                ) from error
+            raised = max(10 * damping, _FIRST_DAMPING)
+            warnings.warn(
+                f"{name}: Cholesky failed with damping {damping:g}; trying {raised:g}.", DampingWarning, stacklevel=2
+            )
+            damping = raised
+    mask = solution.mask if dead is None else solution.mask & ~dead
+    stats = {**solution.stats, "damping": damping, "dead_columns": 0 if dead is None else int(dead.sum())}
+    return Solution.of(quadratic, solution.weight, mask, **stats)
+
+
+def _solver(solver: str | Solver, budget: Budget, options: dict[str, Any]) -> Solver:
+    if budget not in ("fast", "default", "best"):
+        raise ProblemError(f'budget must be "fast", "default" or "best", got {budget!r}.')
+    if not isinstance(solver, str):
+        if options:
+            raise ProblemError(
+                f"Options {sorted(options)} go to the solver's own constructor when an instance is given."
+            )
+        return solver
+    if solver not in SOLVERS:
+        raise ProblemError(f"There is no solver {solver!r}; choose one of {', '.join(sorted(SOLVERS))}.")
+    if solver in BUDGETED:
+        options = {"budget": budget, **options}
+    try:
+        return SOLVERS[solver](**options)
+    except TypeError as error:
+        raise ProblemError(f"The solver {solver!r} does not take these options: {error}") from None
+
+
+def _refinement(refine: str | Refinement | None) -> Refinement | None:
+    if refine is None or not isinstance(refine, str):
+        return refine
+    if refine not in REFINEMENTS:
+        raise ProblemError(f"There is no refinement {refine!r}; choose one of {', '.join(sorted(REFINEMENTS))}.")
+    return REFINEMENTS[refine]()
+
+
+def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | None]:
+    """Dead inputs (zero on the undamped diagonal) become harmless: unit curvature, zero target, zero saliency.
+
+    Their weights are then the last that any solver keeps, so their budget goes to live columns of the same group.
+    """
+    diagonal = quadratic.operator.diagonal()
+    dead = diagonal == 0
+    if not bool(dead.any()):
+        return quadratic, None
+    if bool(dead.all()):
+        raise ProblemError("The Hessian is zero: no input of this problem ever fires; check the calibration data.")
+    matrix = quadratic.matrix.clone()
+    matrix[dead] = 0
+    matrix[:, dead] = 0
+    matrix.diagonal()[dead] = diagonal[~dead].mean()
+    alive = (~dead).to(quadratic.linear.dtype)
+    anchor = None if quadratic.anchor is None else quadratic.anchor * alive
+    return replace(quadratic, hessian=matrix, linear=quadratic.linear * alive, anchor=anchor), dead
+
+
+__all__ = ["BUDGETED", "REFINEMENTS", "SOLVERS", "solve"]
