@@ -1,0 +1,45 @@
+"""Make a torchvision whose compiled operators do not match this torch importable.
+
+The torchvision wheel of the public registry is a CUDA build. Beside a CPU build of torch its import raises
+``RuntimeError: operator torchvision::nms does not exist``, and with it every import of timm and of every transformers
+model. Declaring the two operators that torchvision registers shapes for at import is enough; only detection
+operators (non-maximum suppression) stay unusable.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Literal
+
+import torch
+
+State = Literal["native", "shimmed", "absent"]
+
+
+def ensure_torchvision() -> State:
+    """Import torchvision if it is installed, declaring the missing operators where its import fails for them."""
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        return "absent"
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+    else:
+        return "shimmed" if _declared_operators.cache_info().currsize else "native"
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    _declared_operators()
+    import torchvision  # noqa: F401
+
+    return "shimmed"
+
+
+@functools.cache
+def _declared_operators() -> torch.library.Library:
+    """The declarations live as long as this object, hence the cache."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
