@@ -1,1 +1,1 @@
-"""Minimise any smooth function under ||theta||_0 <= k."""
+"""Sparse optimisation: minimise f(theta) subject to norm(theta)_0 <= k for any smooth f."""

@@ -1,0 +1,316 @@
+"""Smooth functions to minimise: least squares, logistic, Poisson, and any twice differentiable torch function.
+
+An `Objective` speaks float64 NumPy vectors and gives its curvature in whatever part is asked for: products, a block, a
+diagonal. Nothing here ever forms a d x d array unless `hessian_block` is asked for all d coordinates.
+
+    f(theta) = sum_i w_i l(x_i^T theta, y_i) + 1/2 sum_j ridge_j theta_j^2
+
+An intercept is solved for exactly: least squares centres the data, the others carry it as a last coordinate that is
+always in the support, is not counted in k and carries no ridge (`Objective.forced`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy.special import expit, xlogy
+
+from iobs.errors import NonFiniteError, ProblemError
+from iobs.optimize import designs
+from iobs.optimize.autodiff import TorchObjective as TorchObjective
+from iobs.optimize.autodiff import from_torch as from_torch
+from iobs.optimize.designs import Array, Design, Indices
+from iobs.optimize.objective import Objective as Objective
+
+
+class LinearModel:
+    """Shared machinery of f(theta) = sum_i w_i l(x_i^T theta, y_i) + ridge: a subclass gives l and two derivatives."""
+
+    quadratic = False
+
+    def __init__(self, design: Design, target: Array, weights: Array, ridge: Array, forced: Indices) -> None:
+        self.design = design
+        self.target = target
+        self.weights = weights
+        self.ridge = ridge
+        self.forced = forced
+        self.dimension = design.shape[1]
+        self._column_squares: Array | None = None
+
+    def losses(self, margin: Array) -> Array:
+        """l of every sample at margin x_i^T theta."""
+        raise NotImplementedError
+
+    def slopes(self, margin: Array) -> Array:
+        """First derivative of l in the margin."""
+        raise NotImplementedError
+
+    def curvatures(self, margin: Array) -> Array:
+        """Second derivative of l in the margin."""
+        raise NotImplementedError
+
+    @property
+    def column_squares(self) -> Array:
+        """sum_i w_i X_ij^2, (d,): one pass over X, which also tells whether X is finite.
+
+        Raises:
+            NonFiniteError: X holds NaN or infinity.
+        """
+        if self._column_squares is None:
+            squares = self.design.squares(self.weights)
+            bad = np.flatnonzero(~np.isfinite(squares))
+            if bad.size:
+                raise NonFiniteError(
+                    f"Column {bad[0]} of the design matrix holds NaN or infinity ({bad.size} such columns); "
+                    "remove or impute those entries first."
+                )
+            self._column_squares = squares
+        return self._column_squares
+
+    def margin(self, theta: Array) -> Array:
+        """X theta, (n,)."""
+        return self.design.matvec(theta)
+
+    def value(self, theta: Array) -> float:
+        """f(theta)."""
+        return self._value(theta, self.margin(theta))
+
+    def _value(self, theta: Array, margin: Array) -> float:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(self.weights @ self.losses(margin)) + 0.5 * float(self.ridge @ theta**2)
+
+    def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
+        """f and its gradient."""
+        margin = self.margin(theta)
+        with np.errstate(over="ignore", invalid="ignore"):
+            gradient = self.design.rmatvec(self.weights * self.slopes(margin)) + self.ridge * theta
+        return self._value(theta, margin), gradient
+
+    def sample_curvature(self, theta: Array) -> Array:
+        """The diagonal D of H = X^T D X + ridge, (n,)."""
+        with np.errstate(over="ignore"):
+            return self.weights * self.curvatures(self.margin(theta))
+
+    def hessian_product(self, theta: Array, vector: Array) -> Array:
+        """H v."""
+        curvature = self.sample_curvature(theta)
+        return self.design.rmatvec(curvature * self.design.matvec(vector)) + self.ridge * vector
+
+    def hessian_block(self, theta: Array, support: Indices) -> Array:
+        """H_QQ."""
+        columns = self.design.columns(support)
+        block = columns.T @ (self.sample_curvature(theta)[:, None] * columns)
+        block[np.diag_indices_from(block)] += self.ridge[support]
+        return block
+
+    def hessian_columns(self, theta: Array, support: Indices, rows: Indices | None = None) -> Array:
+        """H_:Q, or some rows of it."""
+        weighted = self.sample_curvature(theta)[:, None] * self.design.columns(support)
+        if rows is None:
+            block = self.design.rmatmat(weighted)
+            block[support, np.arange(support.size)] += self.ridge[support]
+            return block
+        block = self.design.columns(rows).T @ weighted
+        block += np.where(rows[:, None] == support[None, :], self.ridge[support][None, :], 0.0)
+        return block
+
+    def hessian_diagonal(self, theta: Array) -> Array:
+        """diag H."""
+        return self.design.squares(self.sample_curvature(theta)) + self.ridge
+
+    def constant_coordinates(self) -> Indices:
+        """Zero columns."""
+        return np.flatnonzero((self.column_squares == 0) & (self.ridge == 0)).astype(np.int64)
+
+    def restricted(self, support: Indices) -> Objective:
+        """The same loss on some columns."""
+        columns = designs.DenseDesign(np.asfortranarray(self.design.columns(support)))
+        return type(self)._over(columns, self.target, self.weights, self.ridge[support])
+
+    @classmethod
+    def _over(cls, design: Design, target: Array, weights: Array, ridge: Array) -> LinearModel:
+        made = cls.__new__(cls)
+        LinearModel.__init__(made, design, target, weights, ridge, np.zeros(0, np.int64))
+        return made
+
+
+class LeastSquares(LinearModel):
+    """1/2 sum_i w_i (y_i - x_i^T theta - b)^2 + 1/2 ridge norm(theta)^2, with the factor 1/2 so that H = X^T X.
+
+    Args:
+        X: (n, d) design, dense NumPy, scipy.sparse or torch; float32 or float64.
+        y: (n,) targets.
+        ridge: weight of 1/2 norm(theta)^2, or one weight a coordinate (d,).
+        intercept: solve for a free constant b; `Result.intercept` tells it.
+        sample_weight: (n,) non-negative.
+
+    Raises:
+        ProblemError: shapes do not fit, or a negative weight.
+        NonFiniteError: NaN or infinity in X, y or the weights.
+    """
+
+    quadratic = True
+
+    def __init__(
+        self, X: Any, y: Any, *, ridge: float | Any = 0.0, intercept: bool = False, sample_weight: Any = None
+    ) -> None:
+        design, target, weights = _prepare(X, y, sample_weight)
+        if sample_weight is not None:
+            design, target = designs.scale_rows(design, np.sqrt(weights)), np.sqrt(weights) * target
+        self.mean: Array | None = None
+        self.level = 0.0
+        if intercept:
+            root = np.sqrt(weights)
+            with np.errstate(invalid="ignore", over="ignore"):
+                self.mean = design.rmatvec(root) / weights.sum()
+            self.level = float(root @ target) / float(weights.sum())
+            _check_finite_columns(self.mean)
+            design, target = designs.centre(design, root, self.mean), target - root * self.level
+        super().__init__(
+            design, target, np.ones(design.shape[0]), _ridge(ridge, design.shape[1]), np.zeros(0, np.int64)
+        )
+        _ = self.column_squares
+
+    def losses(self, margin: Array) -> Array:
+        """1/2 (y - m)^2."""
+        return 0.5 * (self.target - margin) ** 2
+
+    def slopes(self, margin: Array) -> Array:
+        """m - y."""
+        return margin - self.target
+
+    def curvatures(self, margin: Array) -> Array:
+        """1."""
+        return np.ones_like(margin)
+
+    def sample_curvature(self, theta: Array) -> Array:
+        """All ones: the weights are already in X."""
+        return np.ones(self.design.shape[0])
+
+    def intercept(self, theta: Array) -> float:
+        """The constant b that belongs to theta."""
+        return 0.0 if self.mean is None else self.level - float(self.mean @ theta)
+
+
+class Logistic(LinearModel):
+    """sum_i w_i [log(1 + exp(m_i)) - y_i m_i] + ridge, m_i = x_i^T theta + b.
+
+    Args:
+        X: (n, d) design.
+        y: (n,) in [0, 1] (soft labels are allowed), or in {-1, 1}, or boolean.
+        ridge: as `LeastSquares`.
+        intercept: add a constant, always in the support: the last coordinate inside, `Result.intercept` outside.
+        sample_weight: (n,) non-negative.
+
+    Raises:
+        ProblemError: shapes do not fit, or labels outside [0, 1].
+        NonFiniteError: NaN or infinity.
+    """
+
+    def __init__(
+        self, X: Any, y: Any, *, ridge: float | Any = 0.0, intercept: bool = False, sample_weight: Any = None
+    ) -> None:
+        design, target, weights = _prepare(X, y, sample_weight)
+        if np.isin(target, (-1.0, 1.0)).all() and (target == -1).any():
+            target = 0.5 * (target + 1)
+        if target.min() < 0 or target.max() > 1:
+            raise ProblemError("Logistic needs labels in [0, 1] or in {-1, 1}; encode the two classes as 0 and 1.")
+        super().__init__(*_with_intercept(design, target, weights, ridge, intercept))
+        _ = self.column_squares
+
+    def losses(self, margin: Array) -> Array:
+        """log(1 + exp(m)) - y m, less its least possible value, so that soft labels can reach 0.
+
+        Written as y log(1 + exp(-m)) + (1 - y) log(1 + exp(m)), which keeps full relative accuracy at both ends.
+        """
+        y = self.target
+        entropy = xlogy(y, y) + xlogy(1 - y, 1 - y)
+        return np.asarray(y * np.logaddexp(0.0, -margin) + (1 - y) * np.logaddexp(0.0, margin) + entropy)
+
+    def slopes(self, margin: Array) -> Array:
+        """sigma(m) - y."""
+        return np.asarray(expit(margin)) - self.target
+
+    def curvatures(self, margin: Array) -> Array:
+        """sigma(m) sigma(-m), without cancellation in the tails."""
+        return np.asarray(expit(margin) * expit(-margin))
+
+    def intercept(self, theta: Array) -> float:
+        """The constant b."""
+        return float(theta[-1]) if self.forced.size else 0.0
+
+
+class Poisson(LinearModel):
+    """sum_i w_i [exp(m_i) - y_i m_i] + ridge, less the same at m_i = log y_i; m_i = x_i^T theta + b.
+
+    Args:
+        X: (n, d) design.
+        y: (n,) non-negative (noiseless rates are allowed).
+        ridge: as `LeastSquares`.
+        intercept: as `Logistic`.
+        sample_weight: (n,) non-negative.
+
+    Raises:
+        ProblemError: shapes do not fit, or a negative target.
+        NonFiniteError: NaN or infinity.
+    """
+
+    def __init__(
+        self, X: Any, y: Any, *, ridge: float | Any = 0.0, intercept: bool = False, sample_weight: Any = None
+    ) -> None:
+        design, target, weights = _prepare(X, y, sample_weight)
+        if target.min() < 0:
+            raise ProblemError("Poisson needs non-negative targets; for real-valued targets use LeastSquares.")
+        super().__init__(*_with_intercept(design, target, weights, ridge, intercept))
+        _ = self.column_squares
+
+    def losses(self, margin: Array) -> Array:
+        """exp(m) - y m - (y - y log y)."""
+        y = self.target
+        return np.asarray(np.exp(margin) - y * margin - y + xlogy(y, y))
+
+    def slopes(self, margin: Array) -> Array:
+        """exp(m) - y."""
+        return np.asarray(np.exp(margin)) - self.target
+
+    def curvatures(self, margin: Array) -> Array:
+        """exp(m)."""
+        return np.asarray(np.exp(margin))
+
+    def intercept(self, theta: Array) -> float:
+        """The constant b."""
+        return float(theta[-1]) if self.forced.size else 0.0
+
+
+def _prepare(X: Any, y: Any, sample_weight: Any) -> tuple[Design, Array, Array]:
+    design = designs.as_design(X)
+    n = design.shape[0]
+    target = designs.as_vector(y, "target y", n)
+    weights = np.ones(n) if sample_weight is None else designs.as_vector(sample_weight, "sample weights", n)
+    if weights.min() < 0 or weights.sum() == 0:
+        raise ProblemError("Sample weights must not be negative, and not all zero.")
+    return design, target, weights
+
+
+def _ridge(ridge: float | Any, dimension: int) -> Array:
+    values = np.full(dimension, float(ridge)) if np.ndim(ridge) == 0 else designs.as_vector(ridge, "ridge", dimension)
+    if values.min() < 0 or not np.isfinite(values).all():
+        raise ProblemError("The ridge must be finite and not negative.")
+    return values
+
+
+def _with_intercept(
+    design: Design, target: Array, weights: Array, ridge: float | Any, intercept: bool
+) -> tuple[Design, Array, Array, Array, Indices]:
+    d = design.shape[1]
+    penalty = _ridge(ridge, d)
+    if not intercept:
+        return design, target, weights, penalty, np.zeros(0, np.int64)
+    return designs.append_ones(design), target, weights, np.append(penalty, 0.0), np.array([d], np.int64)
+
+
+def _check_finite_columns(values: Array) -> None:
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        raise NonFiniteError(f"Column {bad[0]} of the design matrix holds NaN or infinity; remove or impute it first.")
