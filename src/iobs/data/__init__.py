@@ -1,5 +1,32 @@
-"""Calibration and evaluation data."""
+"""Calibration and evaluation data: text, pictures, arrays, or a function of the user's."""
 
-from .topics import embedded_text
+from iobs.data.documents import CORPORA, Part, read_documents
+from iobs.data.sources import (
+    ArraySource,
+    Batch,
+    BatchSource,
+    Source,
+    TextSource,
+    array_batches,
+    calibration_batches,
+    open_source,
+)
+from iobs.data.topics import embedded_text
+from iobs.data.windows import calibration_windows, token_windows
 
-__all__ = ["embedded_text"]
+__all__ = [
+    "CORPORA",
+    "ArraySource",
+    "Batch",
+    "BatchSource",
+    "Part",
+    "Source",
+    "TextSource",
+    "array_batches",
+    "calibration_batches",
+    "calibration_windows",
+    "embedded_text",
+    "open_source",
+    "read_documents",
+    "token_windows",
+]

@@ -6,7 +6,7 @@ import hashlib
 import re
 from typing import Literal
 
-from ..errors import DataError
+from iobs.errors import DataError
 
 Split = Literal["train", "calibration", "heldout"]
 

@@ -9,6 +9,7 @@ operators (non-maximum suppression) stay unusable.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from typing import Literal
 
@@ -20,7 +21,7 @@ State = Literal["native", "shimmed", "absent"]
 def ensure_torchvision() -> State:
     """Import torchvision if it is installed, declaring the missing operators where its import fails for them."""
     try:
-        import torchvision  # noqa: F401
+        importlib.import_module("torchvision")
     except ImportError:
         return "absent"
     except RuntimeError as error:
@@ -31,7 +32,7 @@ def ensure_torchvision() -> State:
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         del sys.modules[name]
     _declared_operators()
-    import torchvision  # noqa: F401
+    importlib.import_module("torchvision")
 
     return "shimmed"
 
@@ -39,7 +40,7 @@ def ensure_torchvision() -> State:
 @functools.cache
 def _declared_operators() -> torch.library.Library:
     """The declarations live as long as this object, hence the cache."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
     return library

@@ -1,0 +1,142 @@
+"""Documents out of text files and of the corpora that pruning papers calibrate on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from iobs.errors import DataError
+
+Part = Literal["calibration", "evaluation"]
+
+SEPARATOR = "<|endoftext|>"
+TEXT_SUFFIXES = (".txt", ".raw", ".md", ".rst", ".jsonl")
+# For calibration, a longer document is cut into pieces at ends of lines: one file of gigabytes may be one document.
+PIECE = 1 << 20
+
+
+def read_documents(file: Path, piece: int | None = None) -> Iterator[str]:
+    """Documents of a text file, one after the other, never the whole file at once.
+
+    `.jsonl`: one JSON object with a "text" field a line. Everything else is plain text, whose documents are
+    separated by lines ``<|endoftext|>``. Either may be compressed as `.gz`.
+
+    Args:
+        file: the file.
+        piece: cut longer documents into pieces of about so many characters; None leaves every document whole.
+
+    Raises:
+        DataError: the file cannot be read, is not UTF-8, or a line is not such an object.
+    """
+    try:
+        opened: TextIO = (
+            gzip.open(file, "rt", encoding="utf8") if file.suffix == ".gz" else file.open(encoding="utf8")  # noqa: SIM115
+        )
+        with opened:
+            if ".jsonl" in file.suffixes:
+                yield from _json_lines(opened, file)
+            else:
+                yield from _separated(opened, piece)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+    except (OSError, EOFError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _separated(opened: TextIO, piece: int | None) -> Iterator[str]:
+    lines: list[str] = []
+    size = 0
+    while line := opened.readline(piece or -1):
+        at_end = line.strip() == SEPARATOR
+        if not at_end:
+            lines.append(line)
+            size += len(line)
+        if at_end or (piece is not None and size >= piece):
+            document = "".join(lines).removesuffix("\n") if at_end else "".join(lines)
+            if document.strip():
+                yield document
+            lines, size = [], 0
+    document = "".join(lines)
+    if document.strip():
+        yield document
+
+
+def _json_lines(opened: TextIO, file: Path) -> Iterator[str]:
+    for number, line in enumerate(opened, 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f'{file}, line {number}: not a JSON object with a "text" field.') from error
+        if not isinstance(text, str):
+            raise DataError(f'{file}, line {number}: "text" is not a string.')
+        if text.strip():
+            yield text
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A public corpus, read through the `datasets` library."""
+
+    arguments: tuple[str, ...]
+    files: dict[Part, str]
+    splits: dict[Part, str]
+    joined: bool
+
+
+_CORPORA = {
+    # WikiText-2 is one document by convention: all lines joined by empty ones.
+    "wikitext2": Corpus(
+        ("Salesforce/wikitext", "wikitext-2-raw-v1"), {}, {"calibration": "train", "evaluation": "test"}, True
+    ),
+    "c4": Corpus(
+        ("allenai/c4",),
+        {
+            "calibration": "en/c4-train.00000-of-01024.json.gz",
+            "evaluation": "en/c4-validation.00000-of-00008.json.gz",
+        },
+        {"calibration": "train", "evaluation": "train"},
+        False,
+    ),
+    "redpajama": Corpus(
+        ("togethercomputer/RedPajama-Data-1T-Sample",),
+        {},
+        {"calibration": "train", "evaluation": "train"},
+        False,
+    ),
+}
+CORPORA = tuple(_CORPORA)
+# C4's validation part in the literature: its first 1,100 documents.
+_EVALUATION_DOCUMENTS = 1100
+
+
+def corpus_documents(name: str, part: Part) -> Iterator[str]:
+    """Documents of a public corpus, streamed.
+
+    Raises:
+        DataError: `datasets` is not installed, or the corpus is neither cached nor within reach.
+    """
+    corpus = _CORPORA[name]
+    instead = f'Give a local file instead: --data {name}.txt (or .jsonl with a "text" field).'
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"{name} needs the datasets library: pip install 'iobs[eval]'. {instead}") from error
+    options: dict[str, Any] = {"data_files": {corpus.splits[part]: corpus.files[part]}} if corpus.files else {}
+    try:
+        rows = datasets.load_dataset(
+            *corpus.arguments, split=corpus.splits[part], streaming=not corpus.joined, **options
+        )
+        texts = (row["text"] for row in rows)
+        if corpus.joined:
+            yield "\n\n".join(texts)
+        else:
+            yield from texts if part == "calibration" else islice(texts, _EVALUATION_DOCUMENTS)
+    except Exception as error:  # connection errors come as many classes, of several libraries
+        raise DataError(f"{name} is neither cached nor within reach ({type(error).__name__}). {instead}") from error

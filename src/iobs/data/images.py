@@ -1,0 +1,115 @@
+"""Pictures and their labels as tensors."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from iobs.errors import DataError
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+# The statistics of ImageNet, which most public vision networks were trained with.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+def read_arrays(file: Path) -> tuple[Tensor, Tensor | None]:
+    """Images (N, C, H, W) float32 and labels (N,) int64 of an .npz file; labels are None where it has none.
+
+    The arrays are `images` (N, H, W, C) or (N, H, W) or (N, C, H, W), uint8 or floating, and `labels` (N,). Bytes are
+    scaled to [0, 1] and, where there are three channels, normalised with the statistics of ImageNet. Floating images
+    are taken as they are.
+
+    Raises:
+        DataError: the file is damaged or has no array `images`.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in ("images", "labels") if name in archive}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(f"{file} cannot be read as .npz: {error}") from error
+    if "images" not in arrays:
+        raise DataError(f"{file} has no array 'images'; name it so, and 'labels' beside it.")
+    labels = torch.from_numpy(arrays["labels"].astype(np.int64)) if "labels" in arrays else None
+    images = arrays["images"]
+    if labels is not None and len(labels) != len(images):
+        raise DataError(f"{file} has {len(images)} images and {len(labels)} labels.")
+    if not len(images):
+        raise DataError(f"{file} has no images.")
+    return _as_tensor(images), labels
+
+
+def read_pictures(source: Path) -> tuple[Tensor, Tensor | None]:
+    """Pictures of a folder or zip file, all of one size, as (N, 3, H, W) float32, and their labels (N,) int64.
+
+    The label is the number that a picture's name starts with (`207.jpg`, `207_1.png`), or that its folder's name is;
+    folders with other names are numbered in alphabetical order. Without either, labels are None.
+
+    Raises:
+        DataError: Pillow is missing, there are no pictures, or they differ in size.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError("Reading pictures needs Pillow: pip install 'iobs[vision]'.") from error
+    if source.is_dir():
+        files = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+        names = [path.relative_to(source).as_posix() for path in files]
+        contents: Iterable[bytes] = (path.read_bytes() for path in files)
+        return _pictures(Image, source, names, contents)
+    try:
+        with zipfile.ZipFile(source) as archive:
+            names = sorted(name for name in archive.namelist() if Path(name).suffix.lower() in IMAGE_SUFFIXES)
+            return _pictures(Image, source, names, (archive.read(name) for name in names))
+    except zipfile.BadZipFile as error:
+        raise DataError(f"{source} is not a zip file, or is damaged.") from error
+
+
+def _pictures(image: Any, source: Path, names: list[str], contents: Iterable[bytes]) -> tuple[Tensor, Tensor | None]:
+    if not names:
+        raise DataError(f"{source} has no pictures ({', '.join(IMAGE_SUFFIXES)}).")
+    arrays = []
+    for name, content in zip(names, contents, strict=True):
+        try:
+            with image.open(io.BytesIO(content)) as opened:
+                arrays.append(np.asarray(opened.convert("RGB")))
+        except OSError as error:
+            raise DataError(f"{source}: {name} is not a picture, or is damaged.") from error
+        if arrays[-1].shape != arrays[0].shape:
+            raise DataError(f"{source}: {names[0]} and {name} differ in size; resize all pictures to one size.")
+    return _as_tensor(np.stack(arrays)), _labels(names)
+
+
+def _as_tensor(images: np.ndarray) -> Tensor:
+    tensor = torch.from_numpy(images)
+    if tensor.ndim == 3:
+        tensor = tensor.unsqueeze(1)
+    elif tensor.ndim == 4 and tensor.shape[1] not in (1, 3):
+        tensor = tensor.permute(0, 3, 1, 2)
+    if images.dtype != np.uint8:
+        return tensor.float().contiguous()
+    tensor = tensor.float().div(255)
+    if tensor.shape[1] == 3:
+        mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+        tensor = (tensor - mean) / std
+    return tensor.contiguous()
+
+
+def _labels(names: list[str]) -> Tensor | None:
+    stems = [Path(name).stem.split("_")[0].split(".")[0] for name in names]
+    if all(stem.isdigit() for stem in stems) and len(set(stems)) > 1:
+        return torch.tensor([int(stem) for stem in stems])
+    folders = [Path(name).parent.name for name in names]
+    if len(set(folders)) < 2:
+        return None
+    if all(folder.isdigit() for folder in folders):
+        return torch.tensor([int(folder) for folder in folders])
+    order = {folder: index for index, folder in enumerate(sorted(set(folders)))}
+    return torch.tensor([order[folder] for folder in folders])

@@ -1,0 +1,175 @@
+"""Scores of a network: perplexity on text, accuracy on labelled inputs, and the tasks of lm-eval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from iobs.data import ArraySource, Batch, Source, TextSource, array_batches, token_windows
+from iobs.errors import DataError, ModelError, NonFiniteError
+from iobs.models import LoadedModel
+
+Progress = Callable[[int, int], None]
+
+
+def no_progress(done: int, total: int) -> None:
+    """Say nothing."""
+
+
+@torch.no_grad()
+def perplexity(module: nn.Module, windows: Tensor, batch: int = 8, progress: Progress = no_progress) -> float:
+    """exp of the mean negative log-likelihood of every token but the first of each window.
+
+    Args:
+        module: a causal language model, called with `input_ids`, whose output has `logits` (batch, length, vocabulary).
+        windows: (windows, length) int64, from `token_windows`.
+        batch: windows in one forward pass.
+        progress: told (windows done, windows in all).
+
+    Raises:
+        ModelError: the outputs have no logits.
+        NonFiniteError: a logit is NaN; the message names the windows.
+    """
+    total, done = 0.0, 0
+    device = next(module.parameters()).device
+    for part in torch.split(windows, batch):
+        tokens = part.to(device)
+        logits = output_logits(module(input_ids=tokens))[:, :-1].float()
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").item()
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"The model gives NaN or infinity on windows {done} to {done + len(part) - 1}.")
+        total += loss
+        done += len(part)
+        progress(done, len(windows))
+    return math.exp(total / (len(windows) * (windows.shape[1] - 1)))
+
+
+@torch.no_grad()
+def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = no_progress) -> float:
+    """Share of inputs whose highest output is their target, in per cent.
+
+    Args:
+        module: its output, or the `logits` of its output, are (batch, classes).
+        batches: (inputs, targets), or mappings with `labels`.
+        progress: told (batches done, batches in all, 0 where that is unknown).
+
+    Raises:
+        DataError: a batch has no targets, or there is none.
+        NonFiniteError: an output is NaN; the message names the batch.
+    """
+    hits = count = 0
+    total = len(batches) if isinstance(batches, Sequence) else 0
+    device = next(module.parameters()).device
+    for number, batch in enumerate(batches, 1):
+        if isinstance(batch, Tensor) or (isinstance(batch, Mapping) and "labels" not in batch):
+            raise DataError(f"Batch {number} has no targets, so there is no accuracy to measure.")
+        if isinstance(batch, Mapping):
+            targets = batch["labels"].to(device)
+            output = module(**{name: value.to(device) for name, value in batch.items() if name != "labels"})
+        else:
+            inputs, targets = (part.to(device) for part in batch)
+            output = module(inputs)
+        logits = output_logits(output)
+        if torch.isnan(logits).any():
+            raise NonFiniteError(f"The model gives NaN on batch {number}.")
+        hits += int((logits.argmax(-1) == targets).sum())
+        count += targets.numel()
+        progress(number, total)
+    if not count:
+        raise DataError("There is no batch to measure the accuracy on.")
+    return 100 * hits / count
+
+
+def output_logits(output: Any) -> Tensor:
+    """The tensor of scores in a module's output: itself, or its `logits`.
+
+    Raises:
+        ModelError: it is neither.
+    """
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ModelError(f"The model returns {type(output).__name__}, which has no logits to score.")
+    return logits
+
+
+def evaluate(
+    model: LoadedModel,
+    source: Source,
+    *,
+    length: int = 2048,
+    limit: int | None = None,
+    batch: int | None = None,
+    progress: Progress = no_progress,
+) -> dict[str, float]:
+    """Score a model on a source: perplexity on text, accuracy on labelled inputs.
+
+    Args:
+        model: the model.
+        source: what `iobs.data.open_source` gave.
+        length: tokens in a window, shortened to the model's context.
+        limit: windows or pictures at most.
+        batch: samples in one forward pass; by default so many that it holds about 4,096 tokens, or 64 pictures.
+        progress: told (done, in all).
+
+    Raises:
+        DataError: the text is shorter than one window, or the inputs have no targets.
+        ModelError: text was given and the model has no tokenizer or no language head.
+    """
+    if isinstance(source, TextSource):
+        tokenizer = model.require_tokenizer()
+        if model.task != "causal-lm":
+            raise ModelError(f"{model.source} is not a causal language model, so it has no perplexity on text.")
+        window = model.window_length(length)
+        windows = token_windows(tokenizer, source.documents(), window, limit)
+        score = perplexity(model.module, windows, batch or max(1, 4096 // window), progress)
+        return {"perplexity": score, "tokens": float(windows.numel())}
+    if isinstance(source, ArraySource):
+        order = torch.arange(len(source.inputs) if limit is None else min(limit, len(source.inputs)))
+        batches = [*array_batches(source.inputs, source.targets, order, batch or 64)]
+        return {"accuracy": accuracy(model.module, batches, progress), "samples": float(len(order))}
+    if model.task == "causal-lm":
+        windows = _stacked_windows(source.batches)
+        return {
+            "perplexity": perplexity(model.module, windows, batch or 8, progress),
+            "tokens": float(windows.numel()),
+        }
+    return {"accuracy": accuracy(model.module, source.batches, progress)}
+
+
+def evaluate_tasks(model: LoadedModel, tasks: Sequence[str], *, limit: int | None = None) -> dict[str, float]:
+    """Scores of lm-eval tasks, as `task/metric`.
+
+    Raises:
+        DataError: lm-eval is not installed, does not know a task, or cannot reach its data.
+        ModelError: the model has no tokenizer.
+    """
+    tokenizer = model.require_tokenizer()
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise DataError("--tasks needs lm-eval: pip install 'iobs[eval]'.") from error
+    try:
+        results = simple_evaluate(
+            HFLM(pretrained=model.module, tokenizer=tokenizer), tasks=list(tasks), limit=limit, bootstrap_iters=0
+        )
+    except Exception as error:  # unknown tasks and unreachable data come as many classes
+        raise DataError(f"lm-eval cannot run {', '.join(tasks)}: {type(error).__name__}: {error}") from error
+    return {
+        f"{task}/{metric.split(',')[0]}": float(value)
+        for task, metrics in results["results"].items()
+        for metric, value in metrics.items()
+        if isinstance(value, int | float) and "stderr" not in metric
+    }
+
+
+def _stacked_windows(batches: Sequence[Batch]) -> Tensor:
+    windows = [batch["input_ids"] for batch in batches if isinstance(batch, Mapping) and "input_ids" in batch]
+    if len(windows) != len(batches) or len({window.shape[1] for window in windows}) != 1:
+        raise DataError("A language model is scored on batches that are mappings with input_ids of one length.")
+    return torch.cat(windows)

@@ -1,0 +1,80 @@
+"""Where libraries are met: everything that MODEL may be on the command line becomes a `LoadedModel`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from iobs.errors import ModelError
+from iobs.models import factory
+from iobs.models.loaded import LoadedModel, Tokenizer
+from iobs.models.output import check_output, output_directory
+from iobs.models.vision_shim import ensure_torchvision
+
+__all__ = [
+    "EMBEDDED",
+    "LoadedModel",
+    "Tokenizer",
+    "check_output",
+    "ensure_torchvision",
+    "load",
+    "output_directory",
+]
+
+EMBEDDED = Path(__file__).resolve().parents[1] / "embedded"
+
+
+def load(
+    spec: str | Path | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load what MODEL names: a directory, a Hugging Face name, `timm:NAME`, `FILE.py:function`, or None (embedded).
+
+    Args:
+        spec: MODEL.
+        dtype: of the weights; None keeps the stored one, but makes float16 float32 on a CPU.
+        device: where the weights go.
+        allow_pickle: also read pickled weights, which can run any code while they load.
+        trust_remote_code: also run model code that comes with a Hugging Face model.
+
+    Raises:
+        ModelError: nothing is there, or it is damaged; the message says which file.
+    """
+    if spec is None:
+        return load(EMBEDDED, dtype=dtype, device=device)
+    text = str(spec)
+    if text.startswith("timm:"):
+        return _moved(factory.load_from_timm(text.removeprefix("timm:")), dtype, device)
+    if factory.is_function_spec(text):
+        return _moved(factory.load_from_function(text), dtype, device)
+    path = Path(text).expanduser()
+    if path.is_dir() and (path / factory.CONFIG_NAME).is_file():
+        return _moved(factory.load_directory(path), dtype, device)
+    if path.is_file():
+        raise ModelError(f"{text} is a file; give the directory that holds it, or FILE.py:function.")
+    if not path.is_dir() and _reads_like_a_path(text):
+        raise ModelError(f"{text} does not exist; give a model directory, a Hugging Face name or FILE.py:function.")
+    from iobs.models.huggingface import load_pretrained
+
+    return load_pretrained(
+        path if path.is_dir() else text,
+        dtype=dtype,
+        device=device,
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _moved(loaded: LoadedModel, dtype: torch.dtype | None, device: str) -> LoadedModel:
+    loaded.module.to(device=device, dtype=dtype)
+    return loaded
+
+
+def _reads_like_a_path(text: str) -> bool:
+    """Hub names are NAME or OWNER/NAME; everything else was meant as a path."""
+    return text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text or text.endswith("/") or " " in text

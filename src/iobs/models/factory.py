@@ -1,0 +1,141 @@
+"""Networks that a Python function or timm builds, and the small directory format they are saved in."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_model
+from torch import nn
+
+from iobs.errors import ModelError
+from iobs.models.loaded import LoadedModel, Task
+from iobs.models.vision_shim import ensure_torchvision
+
+CONFIG_NAME = "iobs.json"
+WEIGHTS_NAME = "model.safetensors"
+_FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)$")
+
+
+def is_function_spec(spec: str) -> bool:
+    """Whether `spec` reads FILE.py:function."""
+    return _FUNCTION.match(spec) is not None
+
+
+def load_function(spec: str) -> Callable[[], Any]:
+    """The function that FILE.py:function names. The file is run, as `python FILE.py` would, but not as `__main__`.
+
+    Raises:
+        ModelError: no such file, an error while it runs, or no such function in it.
+    """
+    match = _FUNCTION.match(spec)
+    if match is None:
+        raise ModelError(f"{spec!r} does not read FILE.py:function.")
+    file, name = Path(match["file"]).expanduser().resolve(), match["function"]
+    if not file.is_file():
+        raise ModelError(f"{file} does not exist; {spec!r} should name a Python file and a function in it.")
+    definition = importlib.util.spec_from_file_location(f"iobs_user_{file.stem}", file)
+    assert definition is not None
+    assert definition.loader is not None
+    module = importlib.util.module_from_spec(definition)
+    sys.modules[definition.name] = module  # dataclasses look their module up here
+    sys.path.insert(0, str(file.parent))  # the file may import its neighbours
+    try:
+        definition.loader.exec_module(module)
+    except Exception as error:
+        raise ModelError(f"{file} fails when it is run: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(file.parent))
+    function = vars(module).get(name)
+    if not callable(function):
+        raise ModelError(f"{file} has no function {name!r}.")
+    return function  # type: ignore[no-any-return]
+
+
+def call_function(spec: str) -> Any:
+    """What FILE.py:function returns.
+
+    Raises:
+        ModelError: as `load_function`, or the function itself fails.
+    """
+    function = load_function(spec)
+    try:
+        return function()
+    except Exception as error:
+        raise ModelError(f"{spec} fails when it is called: {type(error).__name__}: {error}") from error
+
+
+def load_from_function(spec: str) -> LoadedModel:
+    """The module that FILE.py:function returns.
+
+    Raises:
+        ModelError: as `call_function`, or what it returns is not a module.
+    """
+    module = call_function(spec)
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{spec} returned {type(module).__name__}; it must return a torch.nn.Module.")
+    file, _, function = spec.rpartition(":")
+    factory = f"{Path(file).expanduser().resolve()}:{function}"
+    return _loaded(module, spec, {"factory": factory}, "other")
+
+
+def load_from_timm(name: str, pretrained: bool = True) -> LoadedModel:
+    """A timm network by its name, with its pretrained weights.
+
+    Raises:
+        ModelError: timm is not installed, does not know the name, or cannot reach the weights.
+    """
+    ensure_torchvision()
+    try:
+        import timm
+    except ImportError as error:
+        raise ModelError("timm is not installed; run: pip install 'iobs[vision]'") from error
+    if not timm.is_model(name):
+        close = ", ".join(timm.list_models(f"*{name.split('.')[0].split('_')[0]}*")[:5])
+        raise ModelError(f"timm has no model {name!r}" + (f"; it has {close}, ..." if close else "."))
+    try:
+        module = timm.create_model(name, pretrained=pretrained)
+    except Exception as error:
+        raise ModelError(f"The weights of timm:{name} are neither cached nor within reach: {error}") from error
+    return _loaded(module, f"timm:{name}", {"factory": f"timm:{name}"}, "image-classification")
+
+
+def load_directory(directory: Path) -> LoadedModel:
+    """A directory that was written for a network of `load_from_function` or `load_from_timm`.
+
+    Raises:
+        ModelError: the factory is gone, or the weights are missing, damaged or do not fit the module.
+    """
+    try:
+        config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf8"))
+        factory = str(config["factory"])
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"{directory / CONFIG_NAME} is damaged: it must be JSON with the key 'factory'.") from error
+    if factory.startswith("timm:"):
+        loaded = load_from_timm(factory.removeprefix("timm:"), pretrained=False)
+    else:
+        loaded = load_from_function(factory)
+    weights = directory / WEIGHTS_NAME
+    if not weights.is_file():
+        raise ModelError(f"{directory} has no weights: {WEIGHTS_NAME} is missing.")
+    try:
+        load_model(loaded.module, weights, strict=True)
+    except SafetensorError as error:
+        raise ModelError(f"{weights} is damaged ({error}); copy or write it again.") from error
+    except RuntimeError as error:
+        raise ModelError(f"{weights} does not fit the module that {factory} builds: {error}") from error
+    return _loaded(loaded.module, str(directory), config, loaded.task)
+
+
+def _loaded(module: nn.Module, source: str, config: dict[str, Any], task: Task) -> LoadedModel:
+    def write(model: LoadedModel, directory: Path) -> None:
+        save_model(model.module, str(directory / WEIGHTS_NAME), metadata={"format": "pt"})
+        (directory / CONFIG_NAME).write_text(json.dumps({"format": "iobs-module", **config}, indent=2) + "\n")
+
+    return LoadedModel(module.eval(), None, source, task, None, write)

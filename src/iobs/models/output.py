@@ -1,0 +1,92 @@
+"""Output directories that appear complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from iobs.errors import OutputError
+
+
+def check_output(directory: Path, needed_bytes: int = 0, replaceable: Collection[str] = ()) -> None:
+    """Find out before any work whether an output directory could be written.
+
+    Args:
+        directory: the directory to be.
+        needed_bytes: what will be written, about.
+        replaceable: an existing directory that holds nothing but these names may be replaced.
+
+    Raises:
+        OutputError: it exists and is not empty, its parent cannot be written, or the disk has too little room.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise OutputError(f"{directory} is a file; choose another output directory.")
+    if directory.is_dir() and {entry.name for entry in directory.iterdir()} - set(replaceable):
+        raise OutputError(f"{directory} exists and is not empty; remove it or choose another output directory.")
+    parent = _existing_parent(directory)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{parent} cannot be written; choose another output directory.")
+    free = shutil.disk_usage(parent).free
+    if free < needed_bytes:
+        raise OutputError(
+            f"{directory} needs about {needed_bytes / 1e6:.0f} MB and {parent} has {free / 1e6:.0f} MB left; "
+            "free some space or choose another output directory."
+        )
+
+
+@contextmanager
+def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iterator[Path]:
+    """A temporary sibling to write into, renamed to `directory` at the end, removed on any failure or Ctrl-C.
+
+    Raises:
+        OutputError: as `check_output`, or the disk filled up while writing.
+    """
+    check_output(directory, replaceable=replaceable)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=directory.parent))
+    except OSError as error:
+        raise _explained(directory, error) from error
+    try:
+        yield temporary
+        _publish(temporary, directory)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OutputError):
+            raise
+        raise _explained(directory, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _publish(temporary: Path, directory: Path) -> None:
+    temporary.chmod(0o777 & ~_umask())
+    if directory.exists():
+        # Moved aside first, so that even a replaced directory is at every moment the old one, none, or the new one.
+        old = temporary / ".replaced"
+        directory.rename(old)
+        shutil.rmtree(old)
+    temporary.rename(directory)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _existing_parent(directory: Path) -> Path:
+    for parent in directory.absolute().parents:
+        if parent.exists():
+            return parent
+    return Path("/")
+
+
+def _explained(directory: Path, error: Exception) -> OutputError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return OutputError(f"{directory} could not be written ({reason}); nothing was left behind.")
