@@ -1,1 +1,8 @@
 """Prune a whole network: Algorithm 2."""
+
+from iobs.prune.audit import audit
+from iobs.prune.driver import Progress, prune
+from iobs.prune.record import Report
+from iobs.prune.steps import GradientStep
+
+__all__ = ["GradientStep", "Progress", "Report", "audit", "prune"]

@@ -1,0 +1,107 @@
+"""Count real zeros, entry by entry, in a model or in the files of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from iobs.core.patterns import NM, Pattern
+from iobs.errors import AuditError, ModelError
+from iobs.prune.layers import Layer, find_layers
+from iobs.prune.record import AuditRow
+
+
+def audit(source: nn.Module | str | Path, pattern: Pattern | None = None) -> list[AuditRow]:
+    """What is really zero in every weight matrix of a model, or of a directory of safetensors files.
+
+    Args:
+        source: a network, or a directory (or one file) of safetensors.
+        pattern: if given, layers that hold any zero must satisfy it; fewer zeros than it asks is an error.
+
+    Returns:
+        One row a matrix, with the exact count of zeros.
+
+    Raises:
+        AuditError: a layer has fewer zeros than the pattern asks, or an N:M group keeps too many.
+        ModelError: the directory holds no safetensors file, or one is damaged.
+    """
+    matrices = _of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))
+    rows = []
+    for name, matrix in matrices.items():
+        zeros = int((matrix == 0).sum())
+        shape = (matrix.shape[0], matrix.shape[1])
+        asked = asked_zeros(pattern, shape) if pattern is not None and zeros else 0
+        if pattern is not None and zeros:
+            check(name, matrix, pattern)
+        rows.append(AuditRow(name, shape, zeros, asked))
+    return rows
+
+
+def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
+    """Raise where a matrix (rows, columns) does not have the zeros that a pattern asks for.
+
+    Raises:
+        AuditError: names the layer and both counts.
+    """
+    shape = (matrix.shape[0], matrix.shape[1])
+    groups = pattern.groups(shape)
+    kept = (matrix.reshape(groups.count, groups.size) != 0).sum(1)
+    worst = int(kept.max())
+    if worst > groups.keep:
+        where = f"a group of {groups.size}" if isinstance(pattern, NM) else f"{groups.size} entries"
+        raise AuditError(
+            f"Layer {name!r} keeps {worst} of {where} where the pattern {pattern} allows {groups.keep}. "
+            "Something wrote into the weights after they were pruned."
+        )
+
+
+def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
+    """How many zeros a pattern makes in a matrix of that shape."""
+    groups = pattern.groups(shape)
+    return groups.count * (groups.size - groups.keep)
+
+
+def _of_model(model: nn.Module) -> Mapping[str, Tensor]:
+    return {layer.name: layer.read(model) for layer in find_layers(model)}
+
+
+def _of_files(path: Path) -> Mapping[str, Tensor]:
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{path} holds no .safetensors file; give the directory that iobs prune wrote.")
+    matrices: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    tensor = tensors.get_tensor(name)
+                    if tensor.ndim >= 2 and tensor.is_floating_point() and name.endswith("weight"):
+                        matrices[name.removesuffix(".weight")] = tensor.flatten(1)
+        except Exception as error:
+            raise ModelError(f"{file} cannot be read as safetensors ({error}); it may be truncated.") from error
+    return matrices
+
+
+def audit_layers(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
+    """Check every pruned layer of a model against the pattern that it was asked for.
+
+    Raises:
+        AuditError: less than asked.
+    """
+    rows = []
+    with torch.no_grad():
+        for layer, pattern in patterns.items():
+            matrix = layer.read(model)
+            rows.append(AuditRow(layer.name, layer.shape, int((matrix == 0).sum()), asked_zeros(pattern, layer.shape)))
+            if rows[-1].zeros < rows[-1].asked:
+                raise AuditError(
+                    f"Layer {layer.name!r} has {rows[-1].zeros} zeros, {rows[-1].asked} were asked. "
+                    "Something wrote into the weights after they were pruned."
+                )
+            if isinstance(pattern, NM):
+                check(layer.name, matrix, pattern)
+    return rows

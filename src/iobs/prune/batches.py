@@ -1,0 +1,162 @@
+"""Calibration batches: a tensor, a tuple of inputs and targets, or a mapping as Hugging Face models take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import CalibrationError, NonFiniteError
+
+Batch = Any  # Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
+
+
+def collect(batches: Iterable[Batch] | Batch) -> list[Batch]:
+    """All batches as a list.
+
+    Raises:
+        CalibrationError: there is none, or one is empty or of a type that models cannot take.
+        NonFiniteError: NaN or infinity in a batch; names the batch.
+    """
+    if isinstance(batches, (Tensor, Mapping)):
+        batches = [batches]
+    result = list(batches)
+    if not result:
+        raise CalibrationError("There is no calibration data: give at least one batch of inputs.")
+    for index, batch in enumerate(result):
+        if size(batch, index) == 0:
+            raise CalibrationError(f"Calibration batch {index} is empty.")
+        for tensor in tensors(batch):
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise NonFiniteError(f"Calibration batch {index} holds NaN or infinity; leave it out or repair it.")
+    return result
+
+
+def tensors(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch."""
+    values: Iterable[Any] = batch.values() if isinstance(batch, Mapping) else batch
+    return [batch] if isinstance(batch, Tensor) else [value for value in values if isinstance(value, Tensor)]
+
+
+def size(batch: Batch, index: int = 0) -> int:
+    """Number of samples of a batch: the first dimension that its tensors share."""
+    if not isinstance(batch, (Tensor, Mapping, tuple, list)):
+        raise CalibrationError(
+            f"Calibration batch {index} is a {type(batch).__name__}; "
+            "a batch is a tensor, a tuple (inputs, targets), or a mapping of tensors."
+        )
+    sizes = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
+    if len(sizes) != 1:
+        raise CalibrationError(
+            f"The tensors of calibration batch {index} do not agree on a number of samples: {sizes}."
+        )
+    return sizes.pop()
+
+
+def take(batch: Batch, rows: Tensor) -> Batch:
+    """Some samples of a batch."""
+    return _map(batch, lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on a device."""
+    return _map(batch, lambda tensor: tensor.to(device))
+
+
+def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: change(value) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    return tuple(change(value) if isinstance(value, Tensor) else value for value in batch)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the caller's samples, and for each batch the number of the caller's batch that it comes from."""
+
+    batches: list[Batch] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+    def add(self, batch: Batch, flags: Tensor, number: int) -> None:
+        """Add the flagged samples of a batch, if there are any."""
+        if bool(flags.any()):
+            self.batches.append(batch if bool(flags.all()) else take(batch, flags.nonzero()[:, 0]))
+            self.numbers.append(number)
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return sum(size(batch) for batch in self.batches)
+
+
+def split(batches: Sequence[Batch], share: float, seed: int) -> tuple[Part, Part]:
+    """Hold some samples out, drawn by seed over all batches.
+
+    Returns:
+        What to fit on, and what is held out; the latter is empty where the share rounds to no sample.
+
+    Raises:
+        CalibrationError: a share outside [0, 1), or nothing left to fit on.
+    """
+    if not 0 <= share < 1:
+        raise CalibrationError(f"holdout must lie in [0, 1), got {share}; 0.1 keeps a tenth of the samples aside.")
+    sizes = [size(batch, index) for index, batch in enumerate(batches)]
+    total = sum(sizes)
+    count = min(round(total * share), total - 1)
+    held = torch.zeros(total, dtype=torch.bool)
+    held[torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]] = True
+    fit, kept = Part(), Part()
+    for number, (batch, flags) in enumerate(zip(batches, torch.split(held, sizes), strict=True)):
+        fit.add(batch, ~flags, number)
+        kept.add(batch, flags, number)
+    return fit, kept
+
+
+def divide(part: Part, parts: int, seed: int) -> list[Part]:
+    """Disjoint portions of the samples, one for each round.
+
+    Raises:
+        CalibrationError: fewer samples than portions.
+    """
+    if part.samples < parts:
+        raise CalibrationError(f'data="fresh" needs a sample for each of {parts} rounds, got {part.samples} samples.')
+    sizes = [size(batch) for batch in part.batches]
+    owner = torch.randperm(part.samples, generator=torch.Generator().manual_seed(seed)) % parts
+    portions = [Part() for _ in range(parts)]
+    for batch, owners, number in zip(part.batches, torch.split(owner, sizes), part.numbers, strict=True):
+        for index, portion in enumerate(portions):
+            portion.add(batch, owners == index, number)
+    return portions
+
+
+def inputs(batch: Batch) -> Batch:
+    """What the model is called with: a tuple's first entry, otherwise the whole batch."""
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def forward(model: nn.Module, batch: Batch) -> Any:
+    """Call the model as its kind of batch asks for."""
+    given = inputs(batch)
+    return model(**given) if isinstance(given, Mapping) else model(given)
+
+
+def logits(output: Any) -> Tensor:
+    """The tensor that a model's answer is about: its logits, or its first or only tensor.
+
+    Raises:
+        CalibrationError: the output holds no tensor.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        if "logits" in output:
+            return logits(output["logits"])
+        output = tuple(value for key, value in output.items() if key != "loss")
+    for value in output if isinstance(output, (tuple, list)) else ():
+        if isinstance(value, Tensor):
+            return value
+    raise CalibrationError(f"The model returned a {type(output).__name__} without a tensor in it.")

@@ -1,0 +1,474 @@
+"""Algorithm 2 for any network: project every layer, measure, step, and again; the best projection is the answer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.patterns import NM, Pattern, Unstructured
+from iobs.core.quadratic import Solution
+from iobs.errors import PatternError
+from iobs.prune import batches as data_batches
+from iobs.prune import steps as gradient_steps
+from iobs.prune.allocation import allocate
+from iobs.prune.audit import audit_layers
+from iobs.prune.batches import Batch, Part
+from iobs.prune.gram import Statistics, quadratic, relative_output_error
+from iobs.prune.layers import Layer, Selection, select
+from iobs.prune.memory import MemoryWatch
+from iobs.prune.record import LayerRecord, Report, RoundRecord
+from iobs.prune.settings import Settings, resolve
+from iobs.prune.steps import GradientStep, LossFunction, Trainer
+from iobs.prune.walk import Walk
+from iobs.solvers import Budget, Refinement, Solver, solve
+
+
+class Progress(Protocol):
+    """Is told how a run is getting on; `iobs.prune(progress=...)`."""
+
+    def begin(self, rounds: int, layers: Sequence[str]) -> None:
+        """The run starts: so many rounds over these layers."""
+        ...
+
+    def layer(self, round_index: int, record: LayerRecord) -> None:
+        """A layer has been pruned."""
+        ...
+
+    def step(self, round_index: int, done: int, total: int, loss: float) -> None:
+        """A gradient step has been taken."""
+        ...
+
+    def round(self, record: RoundRecord) -> None:
+        """A round has been measured."""
+        ...
+
+
+class Quiet:
+    """Progress that nobody watches."""
+
+    def begin(self, rounds: int, layers: Sequence[str]) -> None:
+        """Nothing."""
+
+    def layer(self, round_index: int, record: LayerRecord) -> None:
+        """Nothing."""
+
+    def step(self, round_index: int, done: int, total: int, loss: float) -> None:
+        """Nothing."""
+
+    def round(self, record: RoundRecord) -> None:
+        """Nothing."""
+
+
+def prune(
+    model: nn.Module,
+    batches: Iterable[Batch] | Batch,
+    pattern: Pattern,
+    *,
+    solver: str | Solver | None = None,
+    budget: Budget | None = None,
+    refine: str | Refinement | None = None,
+    damping: float | None = None,
+    rounds: int | None = None,
+    schedule: Literal["constant", "cubic"] | None = None,
+    step: GradientStep | None = None,
+    polish: GradientStep | None = None,
+    recipe: Literal["best", "fast", "paper"] | None = None,
+    allocation: str | None = None,
+    target: Literal["current", "dense"] | None = None,
+    inputs: Literal["pruned", "dense"] | None = None,
+    data: Literal["fixed", "fresh"] | None = None,
+    include: str | Sequence[str] | None = None,
+    skip: str | Sequence[str] | None = None,
+    depthwise: bool | None = None,
+    holdout: float | None = None,
+    batch_norm: Literal["keep", "update"] | None = None,
+    seed: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Prune a network in place.
+
+    Args:
+        model: any `nn.Module` on any device. If the run fails or is interrupted its weights are as before.
+        batches: calibration data: tensors, tuples (inputs, targets), or mappings as Hugging Face models take.
+        pattern: `Unstructured` or `NM`, for every pruned layer.
+        solver: of the layer problems: "admm" (default), "sparsegpt", "obc", "magnitude", "wanda", "exact", or any
+            `iobs.solvers.Solver`.
+        budget: "fast", "default" or "best": time against error.
+        refine: "refit", "swap" or None: improves each layer's solution.
+        damping: relative to the mean of the Hessian's diagonal; 0.01 by default.
+        rounds: projections. Between them `step` is taken; the best round by held-out loss wins.
+        schedule: sparsity of the rounds: "constant", or "cubic" growth towards the asked one.
+        step: gradient steps between rounds.
+        polish: gradient steps on the final support, after the last round.
+        recipe: "best", "fast" or "paper" sets solver, rounds, step, target and so on together; what is given
+            explicitly overrides it. More than one round with neither recipe nor step means "best".
+        allocation: how the sparsity is spread over layers; "uniform" gives every layer the same.
+        target: a layer imitates its "current" weights on its own inputs (as the paper), or the "dense" network's
+            output on inputs that have not drifted.
+        inputs: a layer's inputs come through the "pruned" layers before it, or from the "dense" network.
+        data: "fixed": every round sees all data; "fresh": each round sees its own share.
+        include: name patterns of layers to prune, shell style or "re:..."; all by default.
+        skip: name patterns of layers that stay dense.
+        depthwise: prune depthwise convolutions too.
+        holdout: share of the samples kept aside for choosing the best round.
+        batch_norm: "keep" the statistics, or "update" them on the calibration data after every projection.
+        seed: of the split, the order of steps and all else that is drawn.
+        progress: is told how the run is getting on.
+
+    Returns:
+        The report: settings, every round with every layer, the final audit.
+
+    Raises:
+        CalibrationError: no data, or data that does not fit.
+        LayerSelectionError: a name pattern matches nothing.
+        PatternError: the pattern does not fit a layer.
+        NonFiniteError: NaN or infinity in weights, inputs or gradients.
+        NotPositiveDefiniteError: a layer's Hessian cannot be factorised.
+        AuditError: fewer zeros than asked.
+    """
+    names = set(Settings.__dataclass_fields__)
+    settings = resolve(recipe, {name: value for name, value in locals().items() if name in names})
+    selection = select(model, include, skip, depthwise=settings.depthwise)
+    _require_fit(selection, pattern)
+    collected = data_batches.collect(batches)
+    run = _Run(model, selection, pattern, settings, collected, progress or Quiet())
+    with _evaluating(model), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        return run.execute()
+
+
+class _Run:
+    """One call of `prune`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        selection: Selection,
+        pattern: Pattern,
+        settings: Settings,
+        collected: list[Batch],
+        progress: Progress,
+    ) -> None:
+        self.model, self.selection, self.pattern, self.settings = model, selection, pattern, settings
+        self.progress = progress
+        self.memory = MemoryWatch()
+        self.fit, self.heldout = data_batches.split(collected, settings.holdout, settings.seed)
+        self.portions = [self.fit] * settings.rounds
+        if settings.data == "fresh":
+            self.portions = data_batches.divide(self.fit, settings.rounds, settings.seed)
+        changing = {name for name, _ in _changing(model, selection, settings)}
+        self.original = {name: value.detach().clone() for name, value in _state(model) if name in changing}
+        self.reference = self._frozen_copy() if self._needs_reference() else None
+        self.loss_name, self.loss = self._loss(settings.step)
+        self.notes: list[str] = []
+
+    def execute(self) -> Report:
+        """All rounds, the choice among them, the audit; the original weights come back if anything fails."""
+        started = time.perf_counter()
+        try:
+            return self._execute(started)
+        except BaseException:  # an interrupted user must get the weights back too
+            self._restore(self.original)
+            raise
+
+    def _execute(self, started: float) -> Report:
+        settings, layers = self.settings, self.selection.layers
+        final = allocate(settings.allocation, self.pattern, layers)
+        walk_reference = self.reference if "dense" in (settings.target, settings.inputs) else None
+        dense_loss = self._measure(self.heldout)
+        self.progress.begin(settings.rounds, [layer.name for layer in layers])
+        trainer = self._trainer(settings.step, (settings.rounds - 1) * settings.step.steps) if settings.step else None
+        records: list[RoundRecord] = []
+        best: dict[str, Tensor] = {}
+        for index, portion in enumerate(self.portions):
+            began = time.perf_counter()
+            patterns = self._scheduled(final, index)
+            walk = Walk(
+                self.model,
+                portion,
+                self.heldout,
+                layers,
+                walk_reference,
+                dense_inputs=settings.inputs == "dense",
+                seed=settings.seed + index,
+            )
+            record = RoundRecord(index, _asked(patterns), None, None, [])
+            walk.sweep(partial(self._visit, record=record, patterns=patterns, trainer=trainer))
+            if settings.batch_norm == "update":
+                _update_batch_norm(self.model, portion)
+            self._finish_round(record, portion, began)
+            records.append(record)
+            best = self._keep_best(records, best, final)
+            if trainer is not None and index + 1 < settings.rounds:
+                trainer.adopt()
+                record.step_losses = trainer.run(portion, partial(self.progress.step, index))
+            record.seconds = time.perf_counter() - began
+            self.progress.round(record)
+        if settings.polish is not None:
+            records.append(self._polish(settings.polish, records[-1], final))
+            best = self._keep_best(records, best, final)
+        self._restore(best)
+        return Report(
+            settings={**settings.summary(), "pattern": str(self.pattern), "samples": self.fit.samples},
+            loss_name=self.loss_name,
+            dense_loss=dense_loss,
+            rounds=records,
+            best_round=_best_index(records, _asked(final)),
+            skipped=self.selection.skipped,
+            audit=audit_layers(self.model, final),
+            seconds=time.perf_counter() - started,
+            peak_memory_bytes=self.memory.look(),
+            notes=self.notes,
+        )
+
+    # ---- one layer
+    def _visit(
+        self,
+        group: list[Layer],
+        statistics: Statistics,
+        record: RoundRecord,
+        patterns: dict[Layer, Pattern],
+        trainer: Trainer | None,
+    ) -> None:
+        for layer in group:
+            began = time.perf_counter()
+            master = trainer.masters.get(layer.key) if trainer is not None else None
+            current = layer.read(self.model) if master is None else layer.matrix(master)
+            dense = layer.matrix(self.original[layer.key])
+            target = dense if self.settings.target == "dense" else current
+            solutions = self._solve(layer, statistics, target, current, patterns[layer])
+            layer.write(self.model, torch.cat([solution.weight for solution in solutions]))
+            written = layer.read(self.model)
+            gram, heldout = statistics.calibration, statistics.heldout
+            entry = LayerRecord(
+                name=layer.name,
+                shape=layer.shape,
+                asked=_share(patterns[layer], layer),
+                zeros=int((written == 0).sum()),
+                error_calibration=relative_output_error(gram, written, target),
+                error_heldout=None if heldout is None else relative_output_error(heldout, written, target),
+                error_dense=relative_output_error(gram, written, dense),
+                damping=max(solution.stats["damping"] for solution in solutions),
+                dead_columns=sum(solution.stats["dead_columns"] for solution in solutions),
+                inputs=gram.count,
+                seconds=time.perf_counter() - began,
+            )
+            record.layers.append(entry)
+            self.memory.look()
+            self.progress.layer(record.index, entry)
+
+    def _solve(
+        self, layer: Layer, statistics: Statistics, target: Tensor, current: Tensor, pattern: Pattern
+    ) -> list[Solution]:
+        settings = self.settings
+        rows = layer.shape[0] // layer.groups
+        solutions = []
+        for part, piece in enumerate(_pattern_of_groups(layer, pattern)):
+            own = slice(part * rows, (part + 1) * rows)
+            problem = quadratic(statistics.calibration, part, target[own], current[own], same=target is current)
+            solutions.append(
+                solve(
+                    problem,
+                    piece,
+                    settings.solver,
+                    refine=settings.refine,
+                    damping=settings.damping,
+                    budget=settings.budget,
+                    name=layer.name,
+                )
+            )
+        return solutions
+
+    # ---- measuring and choosing
+    def _finish_round(self, record: RoundRecord, portion: Part, began: float) -> None:
+        record.loss_calibration = self._measure(portion)
+        record.loss_heldout = self._measure(self.heldout)
+        record.seconds = time.perf_counter() - began
+
+    def _measure(self, part: Part) -> float | None:
+        if not part.batches:
+            return None
+        return gradient_steps.mean_loss(self.model, part, self.loss)
+
+    def _keep_best(
+        self, records: list[RoundRecord], best: dict[str, Tensor], final: dict[Layer, Pattern]
+    ) -> dict[str, Tensor]:
+        if _best_index(records, _asked(final)) != len(records) - 1:
+            return best
+        return {name: value.detach().clone() for name, value in _state(self.model) if name in self.original}
+
+    def _restore(self, state: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in _state(self.model):
+                if name in state:
+                    value.copy_(state[name])
+
+    # ---- between rounds
+    def _trainer(self, step: GradientStep, total: int, masks: dict[str, Tensor] | None = None) -> Trainer:
+        prunable = {layer.key for layer in self.selection.layers}
+        parameters = {
+            name: value
+            for name, value in self.model.named_parameters()
+            if name in prunable or (step.parameters == "all" and value.is_floating_point())
+        }
+        _, loss = self._loss(step)
+        return Trainer(self.model, parameters, step, loss, total, self.settings.seed, masks)
+
+    def _polish(self, step: GradientStep, last: RoundRecord, final: dict[Layer, Pattern]) -> RoundRecord:
+        began = time.perf_counter()
+        masks = {layer.key: (layer.tensor(self.model) != 0).float() for layer in final if layer.expert is None}
+        trainer = self._trainer(step, step.steps, masks)
+        index = last.index + 1
+        losses = trainer.run(self.fit, partial(self.progress.step, index))
+        record = RoundRecord(index, last.asked, None, None, last.layers, losses, kind="polish")
+        self._finish_round(record, self.fit, began)
+        self.progress.round(record)
+        return record
+
+    def _scheduled(self, final: dict[Layer, Pattern], index: int) -> dict[Layer, Pattern]:
+        last = self.settings.rounds - 1
+        if self.settings.schedule == "constant" or index == last:
+            return final
+        # Cubic growth from 0.72 of the asked sparsity (65 % on the way to 90 %), as measured best in LOG.md.
+        share = 1 - 0.28 * (1 - index / last) ** 3
+        return {layer: _thinner(pattern, layer, share) for layer, pattern in final.items()}
+
+    # ---- losses
+    def _needs_reference(self) -> bool:
+        settings = self.settings
+        losses = [step.loss for step in (settings.step, settings.polish) if step is not None]
+        return "dense" in (settings.target, settings.inputs) or not losses or any(x in ("kl", "block") for x in losses)
+
+    def _frozen_copy(self) -> nn.Module:
+        reference = copy.deepcopy(self.model).eval()
+        return reference.requires_grad_(False)
+
+    def _loss(self, step: GradientStep | None) -> tuple[str, LossFunction]:
+        chosen = "kl" if step is None else step.loss
+        if not isinstance(chosen, str):
+            return "given loss", chosen
+        if chosen == "task":
+            return "task loss", gradient_steps.task_loss
+        assert self.reference is not None
+        if chosen == "kl":
+            return "KL to the dense model", gradient_steps.kl_to(self.reference)
+        walk = Walk(self.model, self.fit, Part(), self.selection.layers)
+        paths = [block.path for block in walk.chain]
+        return "distance of block outputs", gradient_steps.block_distance_to(self.reference, paths)
+
+
+# ---- helpers without state
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _changing(model: nn.Module, selection: Selection, settings: Settings) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that a run may change."""
+    everything = any(step is not None and step.parameters == "all" for step in (settings.step, settings.polish))
+    prunable = {layer.key for layer in selection.layers}
+    for name, value in model.named_parameters():
+        if name in prunable or everything:
+            yield name, value
+    if settings.batch_norm == "update":
+        yield from model.named_buffers()
+
+
+def _require_fit(selection: Selection, pattern: Pattern) -> None:
+    """Every layer fits the pattern, or one error names all that do not."""
+    misfits, reason = [], ""
+    for layer in selection.layers:
+        try:
+            pattern.groups(layer.shape)
+        except PatternError as error:
+            misfits.append(f"{layer.name} ({layer.shape[0]} x {layer.shape[1]})")
+            reason = str(error)
+    if misfits:
+        raise PatternError(f"{reason} Layers that do not fit {pattern}: {', '.join(misfits)}.")
+
+
+def _pattern_of_groups(layer: Layer, pattern: Pattern) -> list[Pattern]:
+    """The pattern of each group's rows; a layer's exact count is spread evenly over its groups."""
+    if layer.groups == 1 or isinstance(pattern, NM) or (isinstance(pattern, Unstructured) and pattern.per == "row"):
+        return [pattern] * layer.groups
+    keep = pattern.groups(layer.shape).keep
+    bounds = [keep * part // layer.groups for part in range(layer.groups + 1)]
+    return [Unstructured(keep=high - low) for low, high in itertools.pairwise(bounds)]
+
+
+def _thinner(pattern: Pattern, layer: Layer, share: float) -> Pattern:
+    """A share of the sparsity; N:M is all or nothing."""
+    if not isinstance(pattern, Unstructured):
+        return pattern
+    return Unstructured(_share(pattern, layer) * share, per=pattern.per)
+
+
+def _share(pattern: Pattern, layer: Layer) -> float:
+    groups = pattern.groups(layer.shape)
+    return 1 - groups.keep / groups.size
+
+
+def _asked(patterns: dict[Layer, Pattern]) -> float:
+    zeros = sum(_share(pattern, layer) * layer.weights for layer, pattern in patterns.items())
+    return zeros / sum(layer.weights for layer in patterns)
+
+
+def _best_index(records: list[RoundRecord], asked: float) -> int:
+    """Among rounds at the asked sparsity, the one with the least held-out loss (calibration loss without held-out)."""
+
+    def value(index: int) -> float:
+        record = records[index]
+        loss = record.loss_calibration if record.loss_heldout is None else record.loss_heldout
+        assert loss is not None
+        return loss
+
+    eligible = [index for index, record in enumerate(records) if record.asked >= asked - 1e-12]
+    return min(eligible, key=value, default=len(records) - 1)
+
+
+def _update_batch_norm(model: nn.Module, part: Part) -> None:
+    """Replace running statistics by the cumulative average over the calibration data."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    momenta = [module.momentum for module in norms]
+    for module in norms:
+        module.reset_running_stats()
+        module.momentum = None
+        module.train()
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        for batch in part.batches:
+            data_batches.forward(model, data_batches.to_device(batch, device))
+    for module, momentum in zip(norms, momenta, strict=True):
+        module.momentum = momentum
+        module.eval()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off, no key-value cache, everything able to carry gradients; all put back at the end."""
+    training = [(module, module.training) for module in model.modules()]
+    frozen = [value for value in model.parameters() if not value.requires_grad and value.is_floating_point()]
+    config = getattr(model, "config", None)
+    cached = getattr(config, "use_cache", None)
+    model.eval()
+    for value in frozen:
+        value.requires_grad_(True)
+    if cached:
+        config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for module, flag in training:
+            module.training = flag
+        for value in frozen:
+            value.requires_grad_(False)
+        if cached:
+            config.use_cache = cached  # type: ignore[union-attr]

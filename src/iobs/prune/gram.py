@@ -1,0 +1,141 @@
+"""From the inputs of a layer to the quadratic that pruning it means: Gram matrices in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.quadratic import Quadratic
+from iobs.prune.layers import Layer
+
+POSITIONS = 64  # output positions of a convolution that enter its Gram, for each sample; measured: no visible loss
+_CHUNK = 8192  # rows of one float32 product; sums over chunks are float64
+
+
+def input_rows(layer: Layer, module: nn.Module, value: Tensor, positions: Tensor | None) -> Tensor:
+    """The inputs of a layer as rows that its matrix multiplies.
+
+    Args:
+        layer: the layer's address.
+        module: the module that holds it.
+        value: what the module was called with.
+        positions: for convolutions, which output positions to take, int64; from `draw_positions`.
+
+    Returns:
+        (groups, count, columns).
+    """
+    if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return value.reshape(1, -1, layer.shape[1])
+    assert positions is not None
+    spatial = len(module.kernel_size)
+    windows = _windows(module, value if value.ndim == spatial + 2 else value[None])
+    outputs = windows.shape[2 : 2 + spatial]
+    index = torch.unravel_index(positions, tuple(outputs))
+    picked: Tensor = windows[(slice(None), slice(None), *index)]  # type: ignore[index]  # (samples, channels, positions, *kernel)
+    picked = picked.movedim(2, 1).reshape(len(picked) * len(positions), layer.groups, -1)
+    return picked.movedim(1, 0)
+
+
+def _windows(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, value: Tensor) -> Tensor:
+    """A view (samples, channels, *output positions, *kernel) of the padded input."""
+    # The module's own reversed padding list serves "same" and every padding mode.
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    value = nn.functional.pad(value, module._reversed_padding_repeated_twice, mode=mode)
+    spatial = len(module.kernel_size)
+    for axis in range(spatial):
+        reach = module.dilation[axis] * (module.kernel_size[axis] - 1) + 1
+        value = value.unfold(2 + axis, reach, module.stride[axis])[..., :: module.dilation[axis]]
+    return value
+
+
+def draw_positions(module: nn.Module, value: Tensor, generator: torch.Generator) -> Tensor | None:
+    """Output positions of a convolution that stand for all: at most `POSITIONS`, drawn anew for every batch."""
+    if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return None
+    spatial = len(module.kernel_size)
+    windows = _windows(module, value[:1] if value.ndim == spatial + 2 else value[None])
+    count = math.prod(windows.shape[2 : 2 + spatial])
+    order = torch.randperm(count, generator=generator)[:POSITIONS]
+    return order.sort().values.to(value.device)
+
+
+@dataclass
+class Gram:
+    """Second moments of a layer's inputs X (columns are samples): X X^T, and with dense inputs D also D X^T, D D^T.
+
+    Tensors are (groups, columns, columns) float64, sums over `count` samples.
+    """
+
+    own: Tensor
+    cross: Tensor | None = None
+    dense: Tensor | None = None
+    count: int = 0
+
+    @classmethod
+    def empty(cls, layer: Layer, device: torch.device, with_dense: bool) -> Gram:
+        """Zeros of the layer's size."""
+
+        def zeros() -> Tensor:
+            columns = layer.shape[1]
+            return torch.zeros(layer.groups, columns, columns, dtype=torch.float64, device=device)
+
+        return cls(zeros(), zeros() if with_dense else None, zeros() if with_dense else None)
+
+    def add(self, rows: Tensor, dense: Tensor | None = None) -> None:
+        """Count samples in; both arguments are (groups, count, columns), sample by sample the same."""
+        self.count += rows.shape[1]
+        _accumulate(self.own, rows, rows)
+        if self.cross is not None and self.dense is not None:
+            assert dense is not None
+            _accumulate(self.cross, dense, rows)
+            _accumulate(self.dense, dense, dense)
+
+    def target_cross(self) -> Tensor:
+        """D X^T where dense inputs were given, else X X^T: the target is then the layer's own output."""
+        return self.own if self.cross is None else self.cross
+
+    def target_energy(self) -> Tensor:
+        """D D^T where dense inputs were given, else X X^T."""
+        return self.own if self.dense is None else self.dense
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    exact = torch.promote_types(left.dtype, torch.float32)
+    for a, b in zip(torch.split(left, _CHUNK, 1), torch.split(right, _CHUNK, 1), strict=True):
+        total += a.to(exact).transpose(1, 2) @ b.to(exact)
+
+
+@dataclass
+class Statistics:
+    """Grams of one layer's inputs: on the samples that it is solved for, and on held-out ones where there are any."""
+
+    calibration: Gram
+    heldout: Gram | None = field(default=None)
+
+
+def quadratic(gram: Gram, group: int, target: Tensor, current: Tensor, same: bool) -> Quadratic:
+    """min 1/2 ||V X - T D||^2 / count for the rows of one group, damped towards the current weights.
+
+    Args:
+        gram: the layer's Grams; D = X where no dense inputs were kept.
+        group: which group of the rows.
+        target: (rows of the group, columns) weight T of the layer that is imitated.
+        current: (rows of the group, columns) weight that damping pulls towards.
+        same: target and current are the same weights.
+    """
+    hessian = gram.own[group] / gram.count
+    if gram.cross is None and same:
+        return Quadratic.at(current.double(), hessian)
+    return Quadratic(hessian, target.double() @ gram.target_cross()[group] / gram.count, current.double())
+
+
+def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:
+    """||V X - T D||^2 / ||T D||^2 over all groups, from the Grams alone; 0 where the target's output is zero."""
+    parts = gram.own.shape[0]
+    weight, target = (matrix.double().reshape(parts, -1, matrix.shape[1]) for matrix in (weight, target))
+    energy = ((target @ gram.target_energy()) * target).sum()
+    error = ((weight @ gram.own) * weight).sum() - 2 * ((target @ gram.target_cross()) * weight).sum() + energy
+    return max(0.0, float(error / energy)) if float(energy) > 0 else 0.0

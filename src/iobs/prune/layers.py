@@ -1,0 +1,180 @@
+"""Which tensors of a network are matrices that can be pruned, where they live, and how to read and write them."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import LayerSelectionError, NonFiniteError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The address of one weight matrix: (module path, parameter, expert, groups, transposed).
+
+    `matrix` is always (rows, columns) = (outputs, inputs of one group): convolution kernels are flattened, the
+    (in, out) weight of GPT-2's Conv1D is transposed. The rows of a grouped convolution fall into `groups` equal
+    consecutive parts, each with a Gram matrix of its own.
+    """
+
+    path: str
+    shape: tuple[int, int]
+    parameter: str = "weight"
+    expert: int | None = None
+    groups: int = 1
+    transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        """What reports and name patterns call this matrix."""
+        name = self.path if self.parameter == "weight" else f"{self.path}.{self.parameter}"
+        return name if self.expert is None else f"{name}.{self.expert}"
+
+    @property
+    def weights(self) -> int:
+        """Number of entries."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def key(self) -> str:
+        """Name of the parameter that holds it, as `named_parameters` has it."""
+        return f"{self.path}.{self.parameter}" if self.path else self.parameter
+
+    def tensor(self, model: nn.Module) -> Tensor:
+        """The stored tensor (a view of it for an expert's slice)."""
+        parameter = model.get_submodule(self.path).get_parameter(self.parameter).detach()
+        return parameter if self.expert is None else parameter[self.expert]
+
+    def matrix(self, stored: Tensor) -> Tensor:
+        """A copy of a parameter of this layer as its matrix (rows, columns), in float32 (float64 stays)."""
+        stored = stored if self.expert is None or stored.ndim == 2 else stored[self.expert]
+        matrix = stored.T if self.transposed else stored.flatten(1)
+        return matrix.to(torch.promote_types(matrix.dtype, torch.float32), copy=True).contiguous()
+
+    def read(self, model: nn.Module) -> Tensor:
+        """A copy of the model's matrix, (rows, columns), in float32 (float64 stays)."""
+        return self.matrix(self.tensor(model))
+
+    def write(self, model: nn.Module, matrix: Tensor) -> None:
+        """Store a matrix, rounded to the parameter's own dtype; zeros stay exact."""
+        stored = self.tensor(model)
+        stored.copy_(matrix.T if self.transposed else matrix.reshape(stored.shape))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The layers that will be pruned, and every other weight matrix with the reason why it stays dense."""
+
+    layers: tuple[Layer, ...]
+    skipped: dict[str, str]
+
+
+def library_class(module: str, name: str) -> tuple[type, ...]:
+    """A class of a library that whoever built the model has imported, for isinstance; empty if it was not imported."""
+    loaded = sys.modules.get(module)
+    return () if loaded is None else (vars(loaded)[name],)
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Every matrix of a network that can be pruned: Linear, Conv1d-3d, GPT-2's Conv1D, and their subclasses."""
+    transposed = library_class("transformers.pytorch_utils", "Conv1D")
+    layers = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            layers.append(Layer(path, (module.weight.shape[0], module.weight.shape[1])))
+        elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            rows, columns = module.weight.shape[0], module.weight[0].numel()
+            layers.append(Layer(path, (rows, columns), groups=module.groups))
+        elif transposed and isinstance(module, transposed):
+            assert isinstance(module, nn.Module)
+            columns, rows = module.get_parameter("weight").shape
+            layers.append(Layer(path, (rows, columns), transposed=True))
+    return layers
+
+
+def select(
+    model: nn.Module,
+    include: str | Sequence[str] | None = None,
+    skip: str | Sequence[str] | None = None,
+    *,
+    depthwise: bool = False,
+) -> Selection:
+    """Choose the layers to prune.
+
+    Dense by default: output heads of language models, weights tied to an embedding, depthwise convolutions. A layer
+    that `include` names is pruned even so.
+
+    Args:
+        model: any network.
+        include: name patterns, shell style ("model.layers.*.mlp.*") or "re:" and a regular expression; None is all.
+        skip: name patterns of layers that stay dense.
+        depthwise: prune depthwise convolutions too.
+
+    Raises:
+        LayerSelectionError: a pattern matches no layer, or no layer is left.
+        NonFiniteError: a weight holds NaN or infinity.
+    """
+    found = find_layers(model)
+    included, skipped_by_user = _matches(found, include, "include"), _matches(found, skip, "skip")
+    defaults = _dense_by_default(model, found, depthwise)
+    layers, skipped = [], {}
+    for layer in found:
+        if layer.name in skipped_by_user:
+            skipped[layer.name] = "skipped by name"
+        elif include is not None and layer.name not in included:
+            skipped[layer.name] = "not among the included names"
+        elif include is None and layer.name in defaults:
+            skipped[layer.name] = defaults[layer.name]
+        else:
+            layers.append(layer)
+    if not layers:
+        raise LayerSelectionError(
+            f"Nothing is left to prune: the model has {len(found)} weight matrices and all are skipped. "
+            "Change include= or skip=."
+        )
+    for layer in layers:
+        if not bool(torch.isfinite(layer.tensor(model)).all()):
+            raise NonFiniteError(f"The weight of layer {layer.name!r} holds NaN or infinity; repair the model first.")
+    return Selection(tuple(layers), skipped)
+
+
+def _matches(layers: list[Layer], patterns: str | Sequence[str] | None, option: str) -> set[str]:
+    chosen: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or []:
+        expression = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
+        try:
+            matched = {layer.name for layer in layers if re.fullmatch(expression, layer.name)}
+        except re.error as error:
+            raise LayerSelectionError(f"{option}={pattern!r} is not a regular expression: {error}.") from None
+        if not matched:
+            names = ", ".join(layer.name for layer in layers[:5])
+            raise LayerSelectionError(
+                f"{option}={pattern!r} matches none of the model's {len(layers)} layers (the first are {names}). "
+                'Patterns are shell style, "*.mlp.*", or "re:" and a regular expression for the whole name.'
+            )
+        chosen |= matched
+    return chosen
+
+
+def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) -> dict[str, str]:
+    reasons = {}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    heads: set[int] = set()
+    if isinstance(model, library_class("transformers.modeling_utils", "PreTrainedModel")):
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        heads = set() if head is None else {id(head)}
+    for layer in layers:
+        module = model.get_submodule(layer.path)
+        if id(module.get_parameter(layer.parameter)) in embeddings:
+            reasons[layer.name] = "tied to an embedding"
+        elif id(module) in heads:
+            reasons[layer.name] = "output head"
+        elif layer.groups > 1 and layer.groups == layer.shape[0] and not depthwise:
+            reasons[layer.name] = "depthwise convolution"
+    return reasons

@@ -1,0 +1,100 @@
+"""All that can be chosen about a run, and the recipes: named sets of choices."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from iobs.errors import ProblemError
+from iobs.prune.steps import GradientStep
+from iobs.solvers import Budget, Refinement, Solver
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a network is pruned; `iobs.prune` documents every field."""
+
+    solver: str | Solver = "admm"
+    budget: Budget = "default"
+    refine: str | Refinement | None = None
+    damping: float = 0.01
+    rounds: int = 1
+    schedule: Literal["constant", "cubic"] = "constant"
+    step: GradientStep | None = None
+    polish: GradientStep | None = None
+    allocation: str = "uniform"
+    target: Literal["current", "dense"] = "current"
+    inputs: Literal["pruned", "dense"] = "pruned"
+    data: Literal["fixed", "fresh"] = "fixed"
+    batch_norm: Literal["keep", "update"] = "keep"
+    holdout: float = 0.1
+    depthwise: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ProblemError(f"rounds must be at least 1, got {self.rounds}.")
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                choices = ", ".join(f'"{choice}"' for choice in allowed)
+                raise ProblemError(f"{name} must be one of {choices}; got {value!r}.")
+
+    def summary(self) -> dict[str, Any]:
+        """The settings as plain values, for reports."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, GradientStep):
+                values[name] = {key: _plain(entry) for key, entry in asdict(value).items()}
+            else:
+                values[name] = _plain(value)
+        return values
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "schedule": ("constant", "cubic"),
+    "target": ("current", "dense"),
+    "inputs": ("pruned", "dense"),
+    "data": ("fixed", "fresh"),
+    "batch_norm": ("keep", "update"),
+}
+
+# "paper" is Algorithm 2 to the letter. "fast" is the best single projection. "best" steps on the KL divergence to the
+# dense model between projections of growing sparsity, which measured best on every network tried (LOG.md).
+RECIPES: dict[str, dict[str, Any]] = {
+    "fast": {"solver": "admm", "rounds": 1, "target": "dense"},
+    "paper": {
+        "solver": "sparsegpt",
+        "rounds": 10,
+        "step": GradientStep(lr=0.01, optimizer="sgd", steps=1, loss="task"),
+    },
+    "best": {
+        "solver": "admm",
+        "rounds": 6,
+        "step": GradientStep(lr=5e-4, optimizer="adam", steps=20, loss="kl", batch_size=64),
+        "polish": GradientStep(
+            lr=5e-4, optimizer="adam", steps=60, loss="kl", parameters="all", decay=True, batch_size=64
+        ),
+    },
+}
+
+
+def resolve(recipe: str | None, given: dict[str, Any]) -> Settings:
+    """Settings from a recipe and the arguments given explicitly, which override it.
+
+    Raises:
+        ProblemError: an unknown recipe or an impossible setting.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if recipe is None and given.get("rounds", 1) > 1 and "step" not in given:
+        recipe = "best"
+    if recipe is not None and recipe not in RECIPES:
+        raise ProblemError(f"There is no recipe {recipe!r}; choose one of {', '.join(sorted(RECIPES))}.")
+    settings = replace(Settings(), **({} if recipe is None else RECIPES[recipe]))
+    if "rounds" in given and given["rounds"] == 1 and "step" not in given:
+        settings = replace(settings, rounds=1, step=None, polish=None)
+    return replace(settings, **given)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)

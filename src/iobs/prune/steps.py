@@ -1,0 +1,239 @@
+"""The gradient steps between two projections, and the losses that they and the choice of the best round go by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from iobs.errors import CalibrationError, NonFiniteError, ProblemError
+from iobs.prune import batches
+from iobs.prune.batches import Batch, Part
+
+LossFunction = Callable[[nn.Module, Batch], Tensor]
+Loss = Literal["task", "kl", "block"] | LossFunction
+
+
+@dataclass(frozen=True)
+class GradientStep:
+    """What happens between two projections (Algorithm 2, line 9).
+
+    Args:
+        lr: step size.
+        optimizer: "sgd", as the paper, or "adam".
+        steps: how many steps a round; each takes the next batch of the round's data, round and round. With one
+            step of "sgd" the gradient is that of the whole round's data, as in the paper.
+        loss: "task" (cross-entropy with the batch's targets, or the model's own loss), "kl" (to the dense model),
+            "block" (mean squared distance to the dense model's block outputs), or a function (model, batch) -> scalar.
+        parameters: "prunable" steps on the pruned matrices only, as the paper; "all" on every parameter.
+        decay: the learning rate falls linearly to zero over all steps of the run.
+        batch_size: samples a step, or None for the batches as they are.
+        augment: changes a batch before it is used, or None.
+
+    Raises:
+        ProblemError: a setting outside its range.
+    """
+
+    lr: float = 0.01
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    steps: int = 1
+    loss: Loss = "task"
+    parameters: Literal["prunable", "all"] = "prunable"
+    decay: bool = False
+    batch_size: int | None = None
+    augment: Callable[[Batch, torch.Generator], Batch] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or self.steps < 1:
+            raise ProblemError(f"A gradient step needs lr > 0 and steps >= 1, got lr={self.lr}, steps={self.steps}.")
+        if self.optimizer not in ("sgd", "adam"):
+            raise ProblemError(f'optimizer must be "sgd" or "adam", got {self.optimizer!r}.')
+        if self.parameters not in ("prunable", "all"):
+            raise ProblemError(f'parameters must be "prunable" or "all", got {self.parameters!r}.')
+        if isinstance(self.loss, str) and self.loss not in ("task", "kl", "block"):
+            raise ProblemError(f'loss must be "task", "kl", "block" or a function, got {self.loss!r}.')
+
+
+def task_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The model's own loss where its output has one, else cross-entropy with the batch's targets.
+
+    For a batch of token ids without labels it is the next-token loss.
+
+    Raises:
+        CalibrationError: the batch holds no targets.
+    """
+    output = batches.forward(model, batch)
+    own = output.get("loss") if isinstance(output, Mapping) else None
+    if isinstance(own, Tensor):
+        return own
+    values = batches.logits(output).float()
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        return functional.cross_entropy(values.flatten(0, -2), batch[1].flatten())
+    if isinstance(batch, Mapping) and "input_ids" in batch:
+        tokens = batch["input_ids"][:, 1:]
+        if "attention_mask" in batch:
+            tokens = tokens.masked_fill(batch["attention_mask"][:, 1:] == 0, -100)
+        return functional.cross_entropy(values[:, :-1].flatten(0, 1), tokens.flatten())
+    raise CalibrationError('The task loss needs targets: give batches (inputs, targets), or use loss="kl".')
+
+
+def kl_to(reference: nn.Module) -> LossFunction:
+    """Mean over samples (and positions) of KL(dense || sparse) between the models' output distributions, in nats."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            dense = batches.logits(batches.forward(reference, batch)).float()
+        sparse = batches.logits(batches.forward(model, batch)).float()
+        rows = dense.shape[-1]
+        return functional.kl_div(
+            sparse.reshape(-1, rows).log_softmax(-1),
+            dense.reshape(-1, rows).log_softmax(-1),
+            reduction="batchmean",
+            log_target=True,
+        )
+
+    return loss
+
+
+def block_distance_to(reference: nn.Module, paths: list[str]) -> LossFunction:
+    """Mean over blocks of ||sparse output - dense output||^2 / ||dense output||^2."""
+
+    def outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
+        kept: list[Tensor] = []
+
+        def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            kept.append(batches.logits(output))
+
+        handles = [model.get_submodule(path).register_forward_hook(keep) for path in paths]
+        try:
+            kept.append(batches.logits(batches.forward(model, batch)))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return kept
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            dense = outputs(reference, batch)
+        pairs = zip(outputs(model, batch), dense, strict=True)
+        return torch.stack([(s.float() - d.float()).square().sum() / d.float().square().sum() for s, d in pairs]).mean()
+
+    return loss
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, part: Part, loss: LossFunction) -> float:
+    """Average of a loss over samples."""
+    device = next(model.parameters()).device
+    total = 0.0
+    for batch in part.batches:
+        total += float(loss(model, batches.to_device(batch, device))) * batches.size(batch)
+    return total / part.samples
+
+
+@dataclass
+class Trainer:
+    """Takes gradient steps on float32 masters of a model's parameters and writes them back in the model's dtype.
+
+    Args:
+        model: the network; changed in place, in eval mode (dropout off, batch-norm statistics fixed).
+        parameters: by name, what is stepped on.
+        step: the settings.
+        loss: the loss as a function.
+        total: steps in the whole run, which the decay is laid over.
+        seed: order of the samples.
+        masks: by parameter name, entries that may change (others stay zero), or nothing.
+    """
+
+    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    step: GradientStep
+    loss: LossFunction
+    total: int
+    seed: int
+    masks: dict[str, Tensor] | None = None
+    taken: int = 0
+
+    def __post_init__(self) -> None:
+        self.masters = {name: value.detach().float().clone() for name, value in self.parameters.items()}
+        values = list(self.masters.values())
+        if self.step.optimizer == "sgd":
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(values, lr=self.step.lr)
+        else:
+            self.optimizer = torch.optim.Adam(values, lr=self.step.lr)
+
+    def adopt(self) -> None:
+        """Take the model's present weights (after a projection) as the masters."""
+        for name, value in self.parameters.items():
+            self.masters[name].copy_(value.detach())
+
+    def run(self, part: Part, progress: Callable[[int, int, float], None]) -> list[float]:
+        """Take the steps of one round.
+
+        Returns:
+            The loss before each step.
+
+        Raises:
+            NonFiniteError: the loss became NaN or infinite.
+        """
+        device = next(self.model.parameters()).device
+        generator = torch.Generator().manual_seed(self.seed + self.taken)
+        whole = self.step.steps == 1 and self.step.batch_size is None
+        stream = _endless(part, self.step.batch_size, generator)
+        losses = []
+        for index in range(self.step.steps):
+            used = part.batches if whole else [next(stream)]
+            losses.append(self._step([batches.to_device(batch, device) for batch in used], generator))
+            progress(index + 1, self.step.steps, losses[-1])
+        return losses
+
+    def _step(self, used: list[Batch], generator: torch.Generator) -> float:
+        samples = sum(batches.size(batch) for batch in used)
+        gradients = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        value = 0.0
+        names, parameters = list(self.parameters), list(self.parameters.values())
+        for batch in used:
+            share = batches.size(batch) / samples
+            given = batch if self.step.augment is None else self.step.augment(batch, generator)
+            with torch.enable_grad():
+                loss = self.loss(self.model, given) * share
+                found = torch.autograd.grad(loss, parameters, allow_unused=True)
+            value += float(loss)
+            for name, gradient in zip(names, found, strict=True):
+                if gradient is not None:
+                    gradients[name] += gradient
+        if not torch.isfinite(torch.tensor(value)):
+            raise NonFiniteError(f"The loss of gradient step {self.taken + 1} is {value}; lower the learning rate.")
+        self._apply(gradients)
+        return value
+
+    @torch.no_grad()
+    def _apply(self, gradients: dict[str, Tensor]) -> None:
+        rate = self.step.lr * (1 - self.taken / self.total if self.step.decay else 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for name, master in self.masters.items():
+            master.grad = (
+                gradients[name] if not self.masks or name not in self.masks else gradients[name] * self.masks[name]
+            )
+        self.optimizer.step()
+        for name, parameter in self.parameters.items():
+            if self.masks and name in self.masks:
+                self.masters[name] *= self.masks[name]
+            parameter.copy_(self.masters[name])
+        self.taken += 1
+
+
+def _endless(part: Part, batch_size: int | None, generator: torch.Generator) -> Iterator[Batch]:
+    """Batches for ever, in a new random order every time round."""
+    while True:
+        for position in torch.randperm(len(part.batches), generator=generator).tolist():
+            batch = part.batches[position]
+            count = batches.size(batch)
+            order = torch.randperm(count, generator=generator)
+            for rows in torch.split(order, batch_size or count):
+                yield batches.take(batch, rows)

@@ -1,0 +1,143 @@
+"""One network over fixed batches, cut into stages that can be run again and again on the same inputs.
+
+Stages are numbered: `BEFORE` is what runs before the first block of the chain, 0 to n - 1 are the blocks, n is what
+runs after the last. A block is replayed alone on its hidden state; before and after, the whole network runs with its
+blocks standing still. Without a chain there is one stage, the whole network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from iobs.prune import batches
+from iobs.prune.batches import Batch
+from iobs.prune.trace import Block, hidden_of, with_hidden
+
+BEFORE = -1
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class StopForward(Exception):
+    """Raised inside a forward pass to end it early."""
+
+
+@dataclass
+class Stream:
+    """A network, its batches, and how far the batches have come along its chain of blocks."""
+
+    model: nn.Module
+    data: list[Batch]
+    chain: list[Block]
+    arguments: list[list[Arguments]] = field(default_factory=list)  # by batch and block; hidden states left out
+    hidden: list[Tensor] = field(default_factory=list)  # by batch: what the current block is fed
+
+    @property
+    def stages(self) -> range:
+        """Every stage, in order."""
+        return range(BEFORE, len(self.chain) + 1) if self.chain else range(BEFORE, 0)
+
+    def run(self, stage: int, index: int) -> Any:
+        """Run one stage on one batch; hooks see the modules in it being called."""
+        if 0 <= stage < len(self.chain):
+            block = self.chain[stage]
+            args, kwargs = _insert(self.arguments[index][stage], block.hidden, self.hidden[index].clone())
+            return self.model.get_submodule(block.path)(*args, **kwargs)
+        device = next(self.model.parameters()).device
+        batch = batches.to_device(self.data[index], device)
+        with ExitStack() as stack:
+            if self.chain and stage == BEFORE:
+                stack.enter_context(_replaced(self.model, self.chain[:1], self._stop))
+            elif self.chain:
+                stack.enter_context(
+                    _replaced(self.model, self.chain, lambda k, a, kw: self._stand_still(index, k, a, kw))
+                )
+            try:
+                return batches.forward(self.model, batch)
+            except StopForward:
+                return None
+
+    def advance(self, stage: int) -> None:
+        """Compute what the next stage is fed, through the stage as its weights now are."""
+        if not self.chain or stage == len(self.chain):
+            return
+        if stage == BEFORE:
+            self.arguments, self.hidden = [], []
+            for index in range(len(self.data)):
+                self._record(index)
+        else:
+            for index in range(len(self.data)):
+                hidden = hidden_of(self.run(stage, index))
+                assert hidden is not None
+                self.hidden[index] = hidden
+
+    def _record(self, index: int) -> None:
+        """Every block's arguments on one batch, and the first block's hidden state, from a run without blocks."""
+        recorded: list[Arguments] = []
+
+        def record(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            block = self.chain[position]
+            hidden = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
+            if position == 0:
+                self.hidden.append(hidden)
+            recorded.append(_insert((args, kwargs), block.hidden, None))
+            if position == len(self.chain) - 1:
+                raise StopForward
+            return with_hidden(block.template, hidden)
+
+        batch = batches.to_device(self.data[index], next(self.model.parameters()).device)
+        with _replaced(self.model, self.chain, record), suppress(StopForward):
+            batches.forward(self.model, batch)
+        self.arguments.append(recorded)
+
+    def _stop(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise StopForward
+
+    def _stand_still(self, index: int, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        block = self.chain[position]
+        hidden = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
+        last = position == len(self.chain) - 1
+        return with_hidden(block.template, self.hidden[index].clone() if last else hidden)
+
+
+@torch.no_grad()
+def running_along_is_exact(model: nn.Module, chain: list[Block], batch: Batch) -> bool:
+    """Whether block after block gives the network's own output, so that nothing but the hidden state is handed on."""
+    try:
+        stream = Stream(model, [batch], chain)
+        for stage in stream.stages:
+            output = stream.run(stage, 0)
+            stream.advance(stage)
+    except Exception:  # a network that cannot be run in parts is run whole: any failure here says just that
+        return False
+    expected = batches.logits(batches.forward(model, batches.to_device(batch, next(model.parameters()).device)))
+    found = batches.logits(output)
+    return found.shape == expected.shape and torch.equal(found, expected)
+
+
+def _insert(arguments: Arguments, where: int | str, hidden: Tensor | None) -> Arguments:
+    args, kwargs = arguments
+    if isinstance(where, str):
+        return args, {**kwargs, where: hidden}
+    return (*args[:where], hidden, *args[where + 1 :]), kwargs
+
+
+@contextmanager
+def _replaced(
+    model: nn.Module, blocks: list[Block], behaviour: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+) -> Iterator[None]:
+    """Blocks of the model do something else instead of their forward; undone at the end."""
+    modules = [model.get_submodule(block.path) for block in blocks]
+    for position, module in enumerate(modules):
+        module.forward = lambda *args, position=position, **kwargs: behaviour(position, args, kwargs)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward

@@ -1,0 +1,141 @@
+"""What a forward pass does, module by module, and the chain of blocks that it falls apart into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from iobs.prune import batches
+from iobs.prune.batches import Batch
+from iobs.prune.layers import Layer
+
+
+@dataclass
+class Call:
+    """One call of a module: its inputs and output, and when it began and ended (in hook events)."""
+
+    path: str
+    arguments: list[
+        tuple[int | str, Tensor, int]
+    ]  # where, the tensor itself (kept so that its identity lasts), version
+    began: int
+    ended: int = -1
+    output: Tensor | None = None
+    output_version: int = -1
+    returned: Any = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A link of the chain: a module whose hidden state comes from the link before it."""
+
+    path: str
+    hidden: int | str  # position or keyword of the hidden state among its arguments
+    template: Any  # an output of the module, to show its structure
+
+
+@dataclass
+class Tracer:
+    """Records every module call of a forward pass, through hooks that it removes afterwards."""
+
+    calls: list[Call] = field(default_factory=list)
+    events: int = 0
+
+    def run(self, model: nn.Module, batch: Batch) -> Any:
+        """Forward one batch and record it."""
+        stack: list[Call] = []
+
+        def enter(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.events += 1
+            named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+            given = [(where, value, value._version) for where, value in named if isinstance(value, Tensor)]
+            stack.append(Call(path, given, self.events))
+            self.calls.append(stack[-1])
+
+        def leave(output: Any) -> None:
+            self.events += 1
+            call = stack.pop()
+            call.ended = self.events
+            call.returned = output
+            call.output = hidden_of(output)
+            call.output_version = -1 if call.output is None else call.output._version
+
+        handles = []
+        for path, module in model.named_modules():
+            handles.append(
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs, path=path: enter(path, args, kwargs), with_kwargs=True
+                )
+            )
+            handles.append(module.register_forward_hook(lambda _, __, output: leave(output)))
+        try:
+            return batches.forward(model, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def hidden_of(output: Any) -> Tensor | None:
+    """The hidden state in a module's output: the tensor, or the first entry of a tuple."""
+    if isinstance(output, (tuple, list)) and not isinstance(output, Mapping) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) else None
+
+
+def with_hidden(output: Any, hidden: Tensor) -> Any:
+    """The output with another hidden state in its place."""
+    return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+
+def inside(layer: Layer, path: str) -> bool:
+    """Whether a layer is the module at a path or one of its parts."""
+    return layer.path == path or layer.path.startswith(f"{path}.")
+
+
+@torch.no_grad()
+def find_chain(model: nn.Module, batch: Batch, layers: tuple[Layer, ...]) -> list[Block]:
+    """The longest chain of modules, each fed by the one before, that holds the most of the layers.
+
+    Modules may be nested anywhere; what a network computes between, before and after them is left to the network.
+    Whether running along the chain is exact is for the caller to check, on real data.
+    """
+    tracer = Tracer()
+    tracer.run(model, batch)
+    counts: dict[str, int] = {}
+    for call in tracer.calls:
+        counts[call.path] = counts.get(call.path, 0) + 1
+    once = [call for call in tracer.calls if counts[call.path] == 1 and call.path and call.output is not None]
+    held = {call.path: sum(inside(layer, call.path) for layer in layers) for call in once}
+    makers: dict[tuple[int, int], list[Call]] = {}
+    best: dict[str, tuple[tuple[int, int], Call | None, int | str]] = {}
+    for call in sorted(once, key=lambda one: one.ended):
+        # Calls are taken as they end, so every call that may precede this one has been scored already.
+        own = (held[call.path], 1)
+        first = next((where for where, _, _ in call.arguments), None)
+        if first is None:
+            continue
+        score, before, hidden = own, None, first
+        for where, value, version in call.arguments:
+            for maker in makers.get((id(value), version), []):
+                reached = best[maker.path][0]
+                total = (reached[0] + own[0], reached[1] + 1)
+                if maker.ended < call.began and total > score:
+                    score, before, hidden = total, maker, where
+        best[call.path] = (score, before, hidden)
+        assert call.output is not None
+        makers.setdefault((id(call.output), call.output_version), []).append(call)
+    if not best:
+        return []
+    end = max(best, key=lambda path: best[path][0])
+    by_path = {call.path: call for call in once}
+    chain: list[Block] = []
+    link: Call | None = by_path[end]
+    while link is not None:
+        _, before, hidden = best[link.path]
+        chain.append(Block(link.path, hidden, link.returned))
+        link = before
+    return chain[::-1]
