@@ -1,0 +1,42 @@
+"""A run's report: tables on a terminal, `report.json`, and `report.html` with its pictures inside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from iobs.errors import DataError
+from iobs.prune.record import Report
+from iobs.report.page import render_page
+from iobs.report.tables import audit_table, layers_table, rounds_table, scores_table, summary_lines
+
+__all__ = [
+    "audit_table",
+    "layers_table",
+    "read_report",
+    "render_page",
+    "rounds_table",
+    "scores_table",
+    "summary_lines",
+    "write_report",
+]
+
+
+def write_report(report: Report, directory: Path) -> None:
+    """Write `report.json` and `report.html` into an existing directory."""
+    (directory / "report.json").write_text(json.dumps(report.as_dict(), indent=1, default=str) + "\n", encoding="utf8")
+    (directory / "report.html").write_text(render_page(report), encoding="utf8")
+
+
+def read_report(file: Path) -> Report:
+    """Read a `report.json`.
+
+    Raises:
+        DataError: the file is missing or is not such a report.
+    """
+    try:
+        return Report.from_dict(json.loads(file.read_text(encoding="utf8")))
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} is not a report of iobs.") from error

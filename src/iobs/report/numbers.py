@@ -1,0 +1,45 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """0.5 -> "50.0 %"."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """Three significant digits, a dash for None; scientific only where a plain number would be unreadable."""
+    if value is None:
+        return "–"
+    if value != 0 and not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.{digits - 1}e}"
+    text = f"{value:#.{digits}g}"
+    return f"{value:,.0f}" if "e" in text else text.rstrip(".")
+
+
+def score(value: float) -> str:
+    """A perplexity, an accuracy, a count: two decimals, none where they say nothing."""
+    if value == int(value) and abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:,.2f}" if abs(value) < 1e5 else significant(value)
+
+
+def duration(seconds: float) -> str:
+    """12.3 s, 4 min 05 s, 2 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def size(count: float) -> str:
+    """Bytes in MB or GB."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def higher_is_better(metric: str) -> bool:
+    """Whether a larger value of a metric is the better one."""
+    return not any(word in metric for word in ("perplexity", "loss", "kl", "error", "seconds"))

@@ -1,0 +1,191 @@
+"""The report as one self-contained page of HTML."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from iobs.prune.record import Report
+from iobs.report import plots
+from iobs.report.numbers import duration, percent, score, significant, size
+from iobs.report.tables import best_of, mean_error
+
+_COUNTS = ("tokens", "samples")
+
+
+def render_page(report: Report) -> str:
+    """HTML with its style and pictures inside; nothing is fetched from anywhere."""
+    title = f"{report.settings.get('model', 'model')} at {percent(report.sparsity)} zeros"
+    sections = [
+        _facts(report),
+        _scores(report),
+        _rounds(report),
+        _picture("Error by layer", _ERROR_CAPTION, plots.error_by_layer(report)) if report.best.layers else "",
+        _sparsity(report),
+        _picture("Time by layer", "Seconds spent on each layer in the best round.", plots.seconds_by_layer(report))
+        if report.best.layers
+        else "",
+        _notes(report),
+        _layers(report),
+        _settings(report),
+    ]
+    body = "\n".join(section for section in sections if section)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style></head>\n"
+        f"<body><main><h1>{escape(title)}</h1>\n{body}\n<footer>Written by iobs.</footer></main></body></html>\n"
+    )
+
+
+def _facts(report: Report) -> str:
+    weights = sum(row.weights for row in report.audit)
+    zeros = sum(row.zeros for row in report.audit)
+    facts = [(percent(report.sparsity, 2), f"zeros, counted one by one: {zeros:,} of {weights:,}")]
+    dense, pruned = report.scores.get("dense", {}), report.scores.get("pruned", {})
+    facts += [
+        (f"{score(dense[metric])} → {score(pruned[metric])}", f"{metric}, dense → pruned")
+        for metric in pruned
+        if metric in dense and metric not in _COUNTS
+    ]
+    if report.best.loss_heldout is not None:
+        text = f"{report.loss_name} on held-out samples"
+        text += f"; dense {significant(report.dense_loss, 4)}" if report.dense_loss is not None else ""
+        facts.append((significant(report.best.loss_heldout, 4), text))
+    if len(report.rounds) > 1:
+        facts.append((f"{report.best.index + 1} of {len(report.rounds)}", "best round, by held-out samples"))
+    facts.append((duration(report.seconds), f"and {size(report.peak_memory_bytes)} of memory at the peak"))
+    cards = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in facts)
+    return f'<div class="facts">{cards}</div>'
+
+
+def _scores(report: Report) -> str:
+    if not report.scores:
+        return ""
+    metrics = list(dict.fromkeys(name for values in report.scores.values() for name in values if name not in _COUNTS))
+    rows = []
+    for name, values in report.scores.items():
+        cells = [
+            f"<b>{score(values[metric])}</b>"
+            if metric in values and name == best_of(report.scores, metric)
+            else score(values[metric])
+            if metric in values
+            else "–"
+            for metric in metrics
+        ]
+        rows.append([escape(name), *cells])
+    pictures = "".join(
+        _image(plots.comparison(report.scores, metric), f"{metric} by method")
+        for metric in metrics
+        if metric != "seconds" and sum(metric in values for values in report.scores.values()) > 2
+    )
+    return f"<section><h2>Scores</h2>{_table(['model', *metrics], rows)}{pictures}</section>"
+
+
+def _rounds(report: Report) -> str:
+    if len(report.rounds) < 2:
+        return ""
+    rows = [
+        [
+            f"{record.index + 1}{' ★' if record.index == report.best.index else ''}",
+            percent(record.sparsity),
+            significant(record.loss_calibration, 4),
+            significant(record.loss_heldout, 4),
+            significant(mean_error(record)),
+            duration(record.seconds),
+        ]
+        for record in report.rounds
+    ]
+    headings = ["round", "zeros", f"{report.loss_name}, calibration", "held-out", "mean layer error", "time"]
+    caption = "The starred round has the lowest loss on samples that were held out; its weights are the answer."
+    return _picture("Rounds", caption, plots.rounds(report), after=_table(headings, rows))
+
+
+def _sparsity(report: Report) -> str:
+    if not report.best.layers:
+        return ""
+    caption = "Share of zeros that each layer was asked for, and that it really has."
+    return _picture("Zeros by layer", caption, plots.sparsity_by_layer(report))
+
+
+def _notes(report: Report) -> str:
+    lines = [escape(note) for note in report.notes]
+    if report.skipped:
+        rows = [[escape(name), escape(reason)] for name, reason in report.skipped.items()]
+        lines.append(f"<details><summary>{len(rows)} left dense</summary>{_table(['layer', 'why'], rows)}</details>")
+    if not lines:
+        return ""
+    return "<section><h2>Notes</h2><ul>" + "".join(f"<li>{line}</li>" for line in lines) + "</ul></section>"
+
+
+def _layers(report: Report) -> str:
+    rows = [
+        [
+            escape(layer.name),
+            " × ".join(map(str, layer.shape)),
+            percent(layer.sparsity, 2),
+            significant(layer.error_calibration),
+            significant(layer.error_heldout),
+            significant(layer.error_dense),
+            significant(layer.damping),
+            f"{layer.dead_columns}",
+            f"{layer.seconds:.2f}",
+        ]
+        for layer in report.best.layers
+    ]
+    headings = ["layer", "shape", "zeros", "error", "held-out", "against dense", "damping", "dead inputs", "seconds"]
+    table = _table(headings, rows)
+    return f"<section><h2>Layers</h2><details><summary>All {len(rows)} layers</summary>{table}</details></section>"
+
+
+def _settings(report: Report) -> str:
+    rows = [[escape(str(name)), escape(str(value))] for name, value in report.settings.items()]
+    return f"<section><h2>Settings</h2>{_table(['setting', 'value'], rows, words=True)}</section>"
+
+
+def _picture(title: str, caption: str, svg: str, after: str = "") -> str:
+    return f"<section><h2>{title}</h2><p>{caption}</p>{_image(svg, title)}{after}</section>"
+
+
+def _image(svg: str, text: str) -> str:
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<img alt="{escape(text)}" src="data:image/svg+xml;base64,{data}">'
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: bool = False) -> str:
+    """Cells are HTML already; headings are text. The wrapper scrolls sideways on a narrow screen."""
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    kind = ' class="words"' if words else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+_ERROR_CAPTION = (
+    "‖VX − Y‖² / ‖Y‖² of each layer's sparse weight V in the best round, on the samples it was solved for and on "
+    "samples held out."
+)
+
+_STYLE = """
+:root { color: #243b53; background: #f5f7fa; font: 16px/1.5 system-ui, sans-serif; }
+body { margin: 0; }
+main { max-width: 52rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; line-height: 1.25; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 0 0 .5rem; }
+p { margin: 0 0 .75rem; color: #52606d; font-size: .9rem; }
+section { background: #fff; border-radius: .6rem; padding: 1rem; margin: 1rem 0; box-shadow: 0 1px 2px #0001; }
+.facts { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); }
+.facts div { background: #fff; border-radius: .6rem; padding: .8rem 1rem; box-shadow: 0 1px 2px #0001; }
+.facts b { display: block; font-size: 1.35rem; }
+.facts span { color: #52606d; font-size: .85rem; }
+img { display: block; width: 100%; max-width: 42rem; margin: .5rem auto; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .85rem; width: 100%; margin: .5rem 0; }
+th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid #e4e7eb; }
+td { white-space: nowrap; font-variant-numeric: tabular-nums; }
+th:first-child, td:first-child, .words td, .words th { text-align: left; }
+.words td { white-space: normal; overflow-wrap: anywhere; }
+summary { cursor: pointer; color: #2f6f9f; }
+ul { padding-left: 1.2rem; margin: 0; }
+footer { color: #829ab1; font-size: .8rem; text-align: center; padding: 1rem; }
+"""

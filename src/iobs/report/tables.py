@@ -1,0 +1,122 @@
+"""The report on a terminal."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from iobs.prune.record import AuditRow, LayerRecord, Report, RoundRecord
+from iobs.report.numbers import duration, higher_is_better, percent, score, significant, size
+
+# What accompanies a score rather than being one.
+_COUNTS = ("tokens", "samples")
+
+
+def summary_lines(report: Report) -> list[str]:
+    """What the run amounts to, in a few lines."""
+    audited = sum(row.weights for row in report.audit)
+    zeros = sum(row.zeros for row in report.audit)
+    lines = [f"{percent(report.sparsity, 2)} zeros: {zeros:,} of {audited:,} weights in {len(report.audit)} layers"]
+    if report.best.loss_heldout is not None:
+        text = f"{report.loss_name} on held-out samples: {significant(report.best.loss_heldout, 4)}"
+        lines.append(text + (f" (dense {significant(report.dense_loss, 4)})" if report.dense_loss is not None else ""))
+    if len(report.rounds) > 1:
+        lines.append(f"best round: {report.best.index + 1} of {len(report.rounds)}")
+    lines.append(f"{duration(report.seconds)}, peak memory {size(report.peak_memory_bytes)}")
+    return lines
+
+
+def layers_table(report: Report, limit: int | None = None) -> Table:
+    """The layers of the best round; with a limit, those with the largest errors."""
+    layers = report.best.layers
+    chosen = layers
+    title = f"Layers of round {report.best.index + 1}" if len(report.rounds) > 1 else "Layers"
+    if limit is not None and len(layers) > limit:
+        worst = {id(layer) for layer in sorted(layers, key=_error, reverse=True)[:limit]}
+        chosen = [layer for layer in layers if id(layer) in worst]
+        title += f" (the {limit} with the largest errors of {len(layers)})"
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("layer", overflow="fold")
+    for name in ("shape", "asked", "zeros", "error", "held-out", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layer in chosen:
+        table.add_row(
+            layer.name,
+            " x ".join(map(str, layer.shape)),
+            percent(layer.asked),
+            percent(layer.sparsity),
+            significant(layer.error_calibration),
+            significant(layer.error_heldout),
+            f"{layer.seconds:.2f}",
+        )
+    return table
+
+
+def rounds_table(report: Report) -> Table:
+    """Every round: its losses, the mean error of its layers against the dense weights, its time."""
+    table = Table(title="Rounds", title_justify="left", header_style="bold")
+    table.add_column("round", justify="right")
+    for name in ("zeros", f"{report.loss_name}, calibration", "held-out", "layer error", "seconds"):
+        table.add_column(name, justify="right")
+    for record in report.rounds:
+        best = record.index == report.best.index
+        table.add_row(
+            f"{record.index + 1}{' *' if best else '  '}",
+            percent(record.sparsity),
+            significant(record.loss_calibration, 4),
+            significant(record.loss_heldout, 4),
+            significant(mean_error(record)),
+            f"{record.seconds:.1f}",
+            style="bold" if best else None,
+        )
+    return table
+
+
+def scores_table(scores: dict[str, dict[str, float]], title: str = "Scores") -> Table:
+    """Methods by metrics, the best of each metric among the sparse ones in bold."""
+    metrics = list(dict.fromkeys(metric for values in scores.values() for metric in values if metric not in _COUNTS))
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("model")
+    for metric in metrics:
+        table.add_column(metric, justify="right")
+    for name, values in scores.items():
+        cells = [
+            Text(score(values[metric]), style="bold green" if name == best_of(scores, metric) else "")
+            if metric in values
+            else Text("–")
+            for metric in metrics
+        ]
+        table.add_row(name, *cells)
+    return table
+
+
+def audit_table(rows: list[AuditRow], limit: int | None = None) -> Table:
+    """Zeros of every matrix of an audited model."""
+    table = Table(title="Audit: zeros counted one by one", title_justify="left", header_style="bold")
+    table.add_column("layer", overflow="fold")
+    for name in ("shape", "weights", "zeros", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows[:limit]:
+        table.add_row(
+            row.name, " x ".join(map(str, row.shape)), f"{row.weights:,}", f"{row.zeros:,}", percent(row.sparsity, 2)
+        )
+    if limit is not None and len(rows) > limit:
+        table.add_row(f"... and {len(rows) - limit} more", "", "", "", "")
+    return table
+
+
+def best_of(scores: dict[str, dict[str, float]], metric: str) -> str | None:
+    """The best sparse entry of a metric, where there are at least two to choose from."""
+    entries = {name: values[metric] for name, values in scores.items() if name != "dense" and metric in values}
+    if len(entries) < 2:
+        return None
+    return (max if higher_is_better(metric) else min)(entries, key=lambda name: entries[name])
+
+
+def mean_error(record: RoundRecord) -> float | None:
+    """Mean over layers of the error against the dense weights."""
+    return sum(layer.error_dense for layer in record.layers) / len(record.layers) if record.layers else None
+
+
+def _error(layer: LayerRecord) -> float:
+    return layer.error_calibration
