@@ -8,7 +8,7 @@ import torch
 
 from iobs.errors import ModelError
 from iobs.models import factory
-from iobs.models.loaded import LoadedModel, Tokenizer
+from iobs.models.loaded import LoadedModel, Tokenizer, parameter_count, size_in_bytes
 from iobs.models.output import check_output, output_directory
 from iobs.models.vision_shim import ensure_torchvision
 
@@ -20,6 +20,8 @@ __all__ = [
     "ensure_torchvision",
     "load",
     "output_directory",
+    "parameter_count",
+    "size_in_bytes",
 ]
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "embedded"

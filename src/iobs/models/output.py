@@ -65,7 +65,11 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
 
 
 def _publish(temporary: Path, directory: Path) -> None:
-    temporary.chmod(0o777 & ~_umask())
+    # The temporary directory, and the weights that safetensors writes, start out readable by their owner alone.
+    mask = _umask()
+    temporary.chmod(0o777 & ~mask)
+    for file in temporary.rglob("*"):
+        file.chmod((0o777 if file.is_dir() else 0o666) & ~mask)
     if directory.exists():
         # Moved aside first, so that even a replaced directory is at every moment the old one, none, or the new one.
         old = temporary / ".replaced"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from iobs.errors import DataError
 from iobs.prune.record import Report
+from iobs.report.card import render_card
 from iobs.report.page import render_page
 from iobs.report.tables import audit_table, layers_table, rounds_table, scores_table, summary_lines
 
@@ -14,6 +15,7 @@ __all__ = [
     "audit_table",
     "layers_table",
     "read_report",
+    "render_card",
     "render_page",
     "rounds_table",
     "scores_table",

@@ -19,10 +19,12 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 
 def score(value: float) -> str:
-    """A perplexity, an accuracy, a count: two decimals, none where they say nothing."""
+    """A perplexity, an accuracy, a count: two or three decimals, none where they say nothing."""
     if value == int(value) and abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:,.2f}" if abs(value) < 1e5 else significant(value)
+    if abs(value) >= 1e5:
+        return significant(value)
+    return f"{value:,.2f}" if abs(value) >= 10 else f"{value:.3f}"
 
 
 def duration(seconds: float) -> str:

@@ -9,9 +9,7 @@ from html import escape
 from iobs.prune.record import Report
 from iobs.report import plots
 from iobs.report.numbers import duration, percent, score, significant, size
-from iobs.report.tables import best_of, mean_error
-
-_COUNTS = ("tokens", "samples")
+from iobs.report.tables import COUNTS, best_of, mean_error, round_name, score_names
 
 
 def render_page(report: Report) -> str:
@@ -47,14 +45,14 @@ def _facts(report: Report) -> str:
     facts += [
         (f"{score(dense[metric])} → {score(pruned[metric])}", f"{metric}, dense → pruned")
         for metric in pruned
-        if metric in dense and metric not in _COUNTS
+        if metric in dense and metric not in COUNTS
     ]
     if report.best.loss_heldout is not None:
         text = f"{report.loss_name} on held-out samples"
         text += f"; dense {significant(report.dense_loss, 4)}" if report.dense_loss is not None else ""
         facts.append((significant(report.best.loss_heldout, 4), text))
     if len(report.rounds) > 1:
-        facts.append((f"{report.best.index + 1} of {len(report.rounds)}", "best round, by held-out samples"))
+        facts.append((round_name(report.best).capitalize(), f"best of {len(report.rounds)}, by held-out samples"))
     facts.append((duration(report.seconds), f"and {size(report.peak_memory_bytes)} of memory at the peak"))
     cards = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in facts)
     return f'<div class="facts">{cards}</div>'
@@ -63,7 +61,7 @@ def _facts(report: Report) -> str:
 def _scores(report: Report) -> str:
     if not report.scores:
         return ""
-    metrics = list(dict.fromkeys(name for values in report.scores.values() for name in values if name not in _COUNTS))
+    metrics = score_names(report.scores)
     rows = []
     for name, values in report.scores.items():
         cells = [
@@ -88,7 +86,7 @@ def _rounds(report: Report) -> str:
         return ""
     rows = [
         [
-            f"{record.index + 1}{' ★' if record.index == report.best.index else ''}",
+            f"{escape(round_name(record))}{' ★' if record.index == report.best.index else ''}",
             percent(record.sparsity),
             significant(record.loss_calibration, 4),
             significant(record.loss_heldout, 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -9,7 +10,7 @@ from iobs.prune.record import AuditRow, LayerRecord, Report, RoundRecord
 from iobs.report.numbers import duration, higher_is_better, percent, score, significant, size
 
 # What accompanies a score rather than being one.
-_COUNTS = ("tokens", "samples")
+COUNTS = ("tokens", "samples")
 
 
 def summary_lines(report: Report) -> list[str]:
@@ -21,7 +22,7 @@ def summary_lines(report: Report) -> list[str]:
         text = f"{report.loss_name} on held-out samples: {significant(report.best.loss_heldout, 4)}"
         lines.append(text + (f" (dense {significant(report.dense_loss, 4)})" if report.dense_loss is not None else ""))
     if len(report.rounds) > 1:
-        lines.append(f"best round: {report.best.index + 1} of {len(report.rounds)}")
+        lines.append(f"best by held-out samples: {round_name(report.best)} of {len(report.rounds)}")
     lines.append(f"{duration(report.seconds)}, peak memory {size(report.peak_memory_bytes)}")
     return lines
 
@@ -30,20 +31,21 @@ def layers_table(report: Report, limit: int | None = None) -> Table:
     """The layers of the best round; with a limit, those with the largest errors."""
     layers = report.best.layers
     chosen = layers
-    title = f"Layers of round {report.best.index + 1}" if len(report.rounds) > 1 else "Layers"
+    title = f"Layers of {round_name(report.best)}" if len(report.rounds) > 1 else "Layers"
     if limit is not None and len(layers) > limit:
         worst = {id(layer) for layer in sorted(layers, key=_error, reverse=True)[:limit]}
         chosen = [layer for layer in layers if id(layer) in worst]
         title += f" (the {limit} with the largest errors of {len(layers)})"
-    table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("layer", overflow="fold")
-    for name in ("shape", "asked", "zeros", "error", "held-out", "seconds"):
+    as_asked = all(percent(layer.asked) == percent(layer.sparsity) for layer in layers)
+    table = _table(title)
+    table.add_column("layer", overflow="fold", min_width=24)
+    for name in ("shape", *(() if as_asked else ("asked",)), "zeros", "error", "held-out", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     for layer in chosen:
         table.add_row(
             layer.name,
             " x ".join(map(str, layer.shape)),
-            percent(layer.asked),
+            *(() if as_asked else (percent(layer.asked),)),
             percent(layer.sparsity),
             significant(layer.error_calibration),
             significant(layer.error_heldout),
@@ -54,14 +56,14 @@ def layers_table(report: Report, limit: int | None = None) -> Table:
 
 def rounds_table(report: Report) -> Table:
     """Every round: its losses, the mean error of its layers against the dense weights, its time."""
-    table = Table(title="Rounds", title_justify="left", header_style="bold")
+    table = _table("Rounds")
     table.add_column("round", justify="right")
     for name in ("zeros", f"{report.loss_name}, calibration", "held-out", "layer error", "seconds"):
         table.add_column(name, justify="right")
     for record in report.rounds:
         best = record.index == report.best.index
         table.add_row(
-            f"{record.index + 1}{' *' if best else '  '}",
+            f"{round_name(record).removeprefix('round ')}{' *' if best else '  '}",
             percent(record.sparsity),
             significant(record.loss_calibration, 4),
             significant(record.loss_heldout, 4),
@@ -72,10 +74,12 @@ def rounds_table(report: Report) -> Table:
     return table
 
 
-def scores_table(scores: dict[str, dict[str, float]], title: str = "Scores") -> Table:
-    """Methods by metrics, the best of each metric among the sparse ones in bold."""
-    metrics = list(dict.fromkeys(metric for values in scores.values() for metric in values if metric not in _COUNTS))
-    table = Table(title=title, title_justify="left", header_style="bold")
+def scores_table(scores: dict[str, dict[str, float]], title: str = "Scores", counts: bool = False) -> Table:
+    """Methods by metrics, the best of each metric among the sparse ones in bold; with `counts`, what was scored too."""
+    metrics = (
+        score_names(scores) if not counts else list(dict.fromkeys(name for each in scores.values() for name in each))
+    )
+    table = _table(title)
     table.add_column("model")
     for metric in metrics:
         table.add_column(metric, justify="right")
@@ -92,8 +96,8 @@ def scores_table(scores: dict[str, dict[str, float]], title: str = "Scores") -> 
 
 def audit_table(rows: list[AuditRow], limit: int | None = None) -> Table:
     """Zeros of every matrix of an audited model."""
-    table = Table(title="Audit: zeros counted one by one", title_justify="left", header_style="bold")
-    table.add_column("layer", overflow="fold")
+    table = _table("Audit: zeros counted one by one")
+    table.add_column("layer", overflow="fold", min_width=24)
     for name in ("shape", "weights", "zeros", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows[:limit]:
@@ -105,6 +109,11 @@ def audit_table(rows: list[AuditRow], limit: int | None = None) -> Table:
     return table
 
 
+def score_names(scores: dict[str, dict[str, float]]) -> list[str]:
+    """The metrics in order, without the counts of what was scored."""
+    return list(dict.fromkeys(name for values in scores.values() for name in values if name not in COUNTS))
+
+
 def best_of(scores: dict[str, dict[str, float]], metric: str) -> str | None:
     """The best sparse entry of a metric, where there are at least two to choose from."""
     entries = {name: values[metric] for name, values in scores.items() if name != "dense" and metric in values}
@@ -113,9 +122,18 @@ def best_of(scores: dict[str, dict[str, float]], metric: str) -> str | None:
     return (max if higher_is_better(metric) else min)(entries, key=lambda name: entries[name])
 
 
+def round_name(record: RoundRecord) -> str:
+    """ "round 2", or "polish after round 3" for steps that follow the last projection."""
+    return f"round {record.index + 1}" if record.kind == "projection" else f"{record.kind} after round {record.index}"
+
+
 def mean_error(record: RoundRecord) -> float | None:
     """Mean over layers of the error against the dense weights."""
     return sum(layer.error_dense for layer in record.layers) / len(record.layers) if record.layers else None
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
 
 
 def _error(layer: LayerRecord) -> float:

@@ -1,0 +1,46 @@
+"""The command line: this file only assembles the commands, each of which lives in its own module."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated
+
+import typer
+
+import iobs
+from iobs.cli.console import ErrorsAsLines, output_console
+
+app = typer.Typer(
+    cls=ErrorsAsLines,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+# In the order of the help page. Each module defines a function of its own name.
+COMMANDS = ("demo", "prune", "evaluate", "inspect", "reproduce")
+for _name in COMMANDS:
+    app.command(_name)(getattr(importlib.import_module(f"iobs.cli.{_name}"), _name))
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        output_console().print(f"iobs {iobs.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Prune networks and solve sparse problems with second-order information, and prove the zeros.
+
+    Start with `iobs demo`.
+    """
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,124 @@
+"""What all commands share: the terminal, errors as one clear line, common options."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from iobs.errors import IOBSError
+
+
+def output_console() -> Console:
+    """Where results go."""
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def error_console() -> Console:
+    """Where progress, warnings and errors go, so that results can be piped."""
+    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+
+def say(text: str) -> None:
+    """One line about what is being done."""
+    error_console().print(text, markup=False)
+
+
+def print_json(value: Any) -> None:
+    """A result for other programs."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+class ErrorsAsLines(TyperGroup):
+    """A group of commands that shows the errors of iobs as one line, without a traceback, and exits with 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command."""
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            try:
+                return super().invoke(ctx)
+            except IOBSError as error:
+                error_console().print(f"[bold red]Error:[/] {_escaped(str(error))}")
+                raise typer.Exit(1) from error
+            except KeyboardInterrupt:
+                error_console().print("Stopped. Nothing half-written was left behind.")
+                raise typer.Exit(130) from None
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    if not issubclass(category, DeprecationWarning | FutureWarning):
+        error_console().print(f"[yellow]Warning:[/] {_escaped(str(message))}")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+# Panels of the help pages.
+DATA_PANEL, MACHINE_PANEL = "Data", "Machine and files"
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="Hugging Face directory or name, timm:NAME, FILE.py:function, or nothing for the embedded model.",
+        show_default=False,
+    ),
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SOURCE",
+        help="Text files (.txt, .jsonl, .gz; repeat the option), an .npz, a folder or zip of pictures, "
+        "FILE.py:function that returns batches, or wikitext2, c4, redpajama.",
+        show_default=False,
+        rich_help_panel=DATA_PANEL,
+    ),
+]
+SequenceLength = Annotated[
+    int,
+    typer.Option(
+        "--seq-len",
+        min=2,
+        metavar="N",
+        help="Tokens in a window; never more than the model's context.",
+        rich_help_panel=DATA_PANEL,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="cpu, cuda, ...; the first GPU if there is one.",
+        show_default=False,
+        rich_help_panel=MACHINE_PANEL,
+    ),
+]
+DType = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="float32 or bfloat16; as stored if not given.",
+        show_default=False,
+        rich_help_panel=MACHINE_PANEL,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AllowPickle = Annotated[
+    bool,
+    typer.Option(
+        "--allow-pickle", help="Also read pickled weights, which can run any code.", rich_help_panel=MACHINE_PANEL
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Also run model code that comes with the weights.", rich_help_panel=MACHINE_PANEL
+    ),
+]

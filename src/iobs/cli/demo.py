@@ -1,0 +1,154 @@
+"""`iobs demo`: the main job on the embedded model and text, from nothing but the package."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from iobs.cli import console
+
+if TYPE_CHECKING:
+    from iobs.core.patterns import Pattern
+    from iobs.models import LoadedModel
+    from iobs.prune.record import Report
+
+MODEL_FOLDER = "model"
+# A directory that holds only these is an earlier demo and may be replaced.
+_OWN_FILES = ("report.html", "report.json", MODEL_FOLDER)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the comparison: a name and the arguments of `iobs.prune`."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the report and the model.")] = Path(
+        "iobs-demo"
+    ),
+    sparsity: Annotated[float, typer.Option(help="Share of zeros in every layer.")] = 0.5,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds of I-OBS.")] = 3,
+    samples: Annotated[int, typer.Option(min=8, help="Calibration windows of 256 tokens.")] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
+) -> None:
+    """Prune the embedded language model with every method, compare them on held-out text, keep the best.
+
+    Writes report.html, report.json and the pruned model, reads the model back and counts its zeros.
+    """
+    from iobs import models
+    from iobs.core.patterns import Unstructured
+    from iobs.data import calibration_batches, open_source
+    from iobs.models import check_output, output_directory
+
+    started = time.perf_counter()
+    pattern = Unstructured(sparsity)
+    check_output(output, replaceable=_OWN_FILES)
+    loaded = models.load()
+    batches = calibration_batches(
+        open_source([], "calibration", loaded), loaded, samples=samples, length=256, seed=seed
+    )
+    out = console.output_console()
+    out.print(
+        f"A language model of {models.parameter_count(loaded.module) / 1e6:.1f} million parameters that knows Python's "
+        f"help pages; {sparsity:.0%} of the weights of its layers go.",
+        markup=False,
+    )
+    report = compare(loaded, batches, pattern, methods(rounds), seed)
+    with output_directory(output, replaceable=_OWN_FILES) as temporary:
+        from iobs.cli.results import write_results
+
+        write_results(loaded, report, temporary, MODEL_FOLDER)
+    _show(report)
+    _prove(output, report)
+    out.print(f"Done in {time.perf_counter() - started:.0f} s. Look at {output / 'report.html'}", markup=False)
+    out.print(f"Next: iobs inspect {output / MODEL_FOLDER}, or prune a model of yours: iobs prune --help", markup=False)
+
+
+def methods(rounds: int) -> list[Method]:
+    """What is compared: the one-shot solvers, and Algorithm 2 with the best of them, which comes last."""
+    from iobs.prune.steps import GradientStep
+
+    step = GradientStep(lr=5e-4, optimizer="adam", steps=12, loss="kl", batch_size=16)
+    return [
+        Method("magnitude", {"solver": "magnitude"}),
+        Method("Wanda", {"solver": "wanda"}),
+        Method("SparseGPT", {"solver": "sparsegpt"}),
+        Method("ADMM", {"solver": "admm"}),
+        Method(f"I-OBS, {rounds} rounds", {"solver": "admm", "rounds": rounds, "step": step}),
+    ]
+
+
+def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, chosen: list[Method], seed: int) -> Report:
+    """Prune the same dense model with each method and score it; the model is left as the last one made it.
+
+    Returns:
+        The report of the last method, with the scores of all.
+    """
+    from iobs.cli.progress import Steps
+    from iobs.cli.results import score
+    from iobs.cli.watch import Watch
+    from iobs.prune import prune
+
+    length = loaded.window_length(2048)
+    dense = {name: value.clone() for name, value in loaded.module.state_dict().items()}
+    scores = {"dense": score(loaded, [], length, "scoring the dense model")}
+    report = None
+    for method in chosen:
+        loaded.module.load_state_dict(dense)
+        with Steps(method.name) as steps:
+            watch = Watch(steps, f"{method.name}: ")
+            report = prune(loaded.module, batches, pattern, seed=seed, progress=watch, **method.options)
+        scores[method.name] = score(loaded, [], length, f"scoring {method.name}")
+        scores[method.name]["seconds"] = report.seconds
+    assert report is not None
+    report.scores = scores
+    report.settings = {"model": "embedded", "data": "embedded text", "seq_len": length, **report.settings}
+    return report
+
+
+def _show(report: Report) -> None:
+    from iobs.report import rounds_table, scores_table, summary_lines
+
+    out = console.output_console()
+    out.print(scores_table(report.scores, "On held-out text"))
+    out.print(rounds_table(report))
+    for line in summary_lines(report):
+        out.print(line, markup=False)
+
+
+def _prove(output: Path, report: Report) -> None:
+    """Read the model back as any user would, score it again and count its zeros.
+
+    Raises:
+        AuditError: a zero or the score was lost on the way.
+    """
+    from iobs import models
+    from iobs.errors import AuditError
+    from iobs.prune.audit import audit
+
+    folder = output / MODEL_FOLDER
+    zeros, promised = sum(row.zeros for row in audit(folder)), sum(row.zeros for row in report.audit)
+    if zeros < promised:
+        raise AuditError(f"{folder} holds {zeros:,} zeros, {promised:,} were made.")
+    reloaded = models.load(folder)
+    again = _embedded_score(reloaded)
+    expected = list(report.scores.values())[-1]["perplexity"]
+    if abs(again - expected) > 1e-3 * expected:
+        raise AuditError(f"{folder} scores {again:.3f} after reloading, {expected:.3f} before.")
+    line = f"Reloaded {folder}: {zeros:,} real zeros, perplexity {again:.2f}, as before it was written."
+    console.output_console().print(line, markup=False)
+
+
+def _embedded_score(model: LoadedModel) -> float:
+    from iobs.data import embedded_text, token_windows
+    from iobs.evaluate import perplexity
+
+    windows = token_windows(model.require_tokenizer(), embedded_text("heldout"), model.window_length(2048))
+    return perplexity(model.module, windows, batch=16)

@@ -1,0 +1,41 @@
+"""From the options of a command to a model on its device."""
+
+from __future__ import annotations
+
+import torch
+import typer
+
+from iobs import models
+from iobs.models import LoadedModel
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    spec: str | None, dtype: str | None, device: str | None, allow_pickle: bool, trust_remote_code: bool
+) -> LoadedModel:
+    """Load MODEL as the options say.
+
+    Raises:
+        typer.BadParameter: an unknown dtype or device.
+        ModelError: the model cannot be loaded.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(_DTYPES)}", param_hint="--dtype")
+    return models.load(
+        spec,
+        dtype=None if dtype is None else _DTYPES[dtype],
+        device=_device(device),
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _device(device: str | None) -> str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise typer.BadParameter(f"{device!r} cannot be used here", param_hint="--device") from error
+    return device

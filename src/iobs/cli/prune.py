@@ -1,0 +1,202 @@
+"""`iobs prune`: a network in, a sparse network with proven zeros and a report out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from iobs.cli import console
+
+if TYPE_CHECKING:
+    from iobs.core.patterns import Pattern
+    from iobs.models import LoadedModel
+    from iobs.prune.record import Report
+
+
+_METHOD, _LAYERS = "Method", "Layers"
+
+
+def _option(metavar: str, text: str, panel: str | None = None, default: bool = False) -> Any:
+    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, show_default=default)
+
+
+def prune(
+    model: console.Model = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Directory to write; must not exist.", show_default=False),
+    ] = None,
+    sparsity: Annotated[
+        float | None, _option("SHARE", "Share of zeros in every layer; 0.5 if nothing is given.")
+    ] = None,
+    pattern: Annotated[str | None, _option("N:M", "Instead: keep N of every M neighbours, as 2:4 or 4:8.")] = None,
+    rounds: Annotated[int | None, _option("N", "Rounds of I-OBS: projections with gradient steps between.")] = None,
+    recipe: Annotated[str | None, _option("NAME", "best, fast or paper: sets all that is not given.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show which layers would be pruned, and stop.")] = False,
+    data: console.Data = None,
+    samples: Annotated[int, _option("N", "Calibration samples.", console.DATA_PANEL, default=True)] = 128,
+    seq_len: console.SequenceLength = 2048,
+    batch_size: Annotated[int, _option("N", "Samples in one forward pass.", console.DATA_PANEL, default=True)] = 8,
+    holdout: Annotated[
+        float | None, _option("SHARE", "Samples kept aside to choose the best round; 0.1.", console.DATA_PANEL)
+    ] = None,
+    eval_data: Annotated[
+        list[str] | None, _option("SOURCE", "Score the model before and after on this.", console.DATA_PANEL)
+    ] = None,
+    solver: Annotated[
+        str | None, _option("NAME", "admm (default), sparsegpt, obc, wanda, magnitude or exact.", _METHOD)
+    ] = None,
+    refine: Annotated[str | None, _option("NAME", "refit or swap, after the solver.", _METHOD)] = None,
+    budget: Annotated[str | None, _option("NAME", "fast, default or best: time against error.", _METHOD)] = None,
+    allocation: Annotated[str | None, _option("NAME", "How sparsity is spread over layers; uniform.", _METHOD)] = None,
+    target: Annotated[str | None, _option("NAME", "What a layer imitates: current or dense.", _METHOD)] = None,
+    damping: Annotated[float | None, _option("SHARE", "Of the mean diagonal of the Hessian; 0.01.", _METHOD)] = None,
+    batch_norm: Annotated[str | None, _option("NAME", "keep its statistics or update them.", _METHOD)] = None,
+    seed: Annotated[int, _option("N", "Seed of every random choice.", _METHOD, default=True)] = 0,
+    include: Annotated[
+        list[str] | None, _option("PATTERN", "Prune only these layers, as '*.mlp.*' or re:...", _LAYERS)
+    ] = None,
+    skip: Annotated[list[str] | None, _option("PATTERN", "Leave these layers dense.", _LAYERS)] = None,
+    depthwise: Annotated[
+        bool, typer.Option("--depthwise", help="Prune depthwise convolutions too.", rich_help_panel=_LAYERS)
+    ] = False,
+    device: console.Device = None,
+    dtype: console.DType = None,
+    allow_pickle: console.AllowPickle = False,
+    trust_remote_code: console.TrustRemoteCode = False,
+) -> None:
+    """Prune MODEL and write it to a directory that loads as before, with report.json and report.html beside it."""
+    from iobs.cli.loading import load_model
+    from iobs.cli.results import write_results
+    from iobs.models import check_output, output_directory, size_in_bytes
+
+    wanted = _pattern(sparsity, pattern)
+    if output is None and not dry_run:
+        raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
+    if output is not None:
+        check_output(output)
+    loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
+    if dry_run:
+        _show_plan(loaded, wanted, include, skip, depthwise)
+        return
+    assert output is not None
+    check_output(output, needed_bytes=size_in_bytes(loaded.module))
+    options = {
+        "solver": solver,
+        "refine": refine,
+        "budget": budget,
+        "recipe": recipe,
+        "rounds": rounds,
+        "allocation": allocation,
+        "target": target,
+        "batch_norm": batch_norm,
+        "depthwise": depthwise or None,
+        "include": include,
+        "skip": skip,
+        "holdout": holdout,
+        "damping": damping,
+        "seed": seed,
+    }
+    calibration = _Calibration(data or [], samples, seq_len, batch_size, seed)
+    report = _run(loaded, wanted, calibration, _scoring_data(loaded, eval_data), options)
+    with output_directory(output) as temporary:
+        write_results(loaded, report, temporary, model_folder=None)
+    _show(report, output)
+
+
+class _Calibration:
+    """What the network is shown, as the options say."""
+
+    def __init__(self, specs: list[str], samples: int, length: int, batch: int, seed: int) -> None:
+        self.specs, self.samples, self.length, self.batch, self.seed = specs, samples, length, batch, seed
+
+    def batches(self, loaded: LoadedModel) -> tuple[str, list[Any]]:
+        """The source's name and its batches."""
+        from iobs.data import calibration_batches, open_source
+
+        source = open_source(self.specs, "calibration", loaded)
+        return source.name, [
+            *calibration_batches(
+                source, loaded, samples=self.samples, length=self.length, seed=self.seed, batch=self.batch
+            )
+        ]
+
+
+def _pattern(sparsity: float | None, text: str | None) -> Pattern:
+    from iobs.core import patterns
+
+    if text is not None and sparsity is not None:
+        raise typer.BadParameter("give --sparsity or --pattern, not both", param_hint="--pattern")
+    if text is not None:
+        return patterns.parse(text)
+    return patterns.Unstructured(0.5 if sparsity is None else sparsity)
+
+
+def _scoring_data(loaded: LoadedModel, specs: list[str] | None) -> list[str] | None:
+    """What to score on: as asked, for the embedded model its held-out text, otherwise nothing."""
+    from iobs.models import EMBEDDED
+
+    if specs:
+        return specs
+    return [] if loaded.source == str(EMBEDDED) else None
+
+
+def _run(
+    loaded: LoadedModel,
+    pattern: Pattern,
+    calibration: _Calibration,
+    scoring: list[str] | None,
+    options: dict[str, Any],
+) -> Report:
+    from iobs.cli.progress import Steps
+    from iobs.cli.results import score
+    from iobs.cli.watch import Watch
+    from iobs.prune import prune as prune_network
+
+    name, batches = calibration.batches(loaded)
+    dense = score(loaded, scoring, calibration.length, "scoring the dense model")
+    with Steps("pruning") as steps:
+        report = prune_network(loaded.module, batches, pattern, progress=Watch(steps), **options)
+    report.settings = {"model": loaded.source, "data": name, "seq_len": calibration.length, **report.settings}
+    pruned = score(loaded, scoring, calibration.length, "scoring the pruned model")
+    if dense:
+        report.scores = {"dense": dense, "pruned": pruned}
+    return report
+
+
+def _show_plan(
+    loaded: LoadedModel, pattern: Pattern, include: list[str] | None, skip: list[str] | None, depthwise: bool
+) -> None:
+    from rich.table import Table
+
+    from iobs.prune.audit import asked_zeros
+    from iobs.prune.layers import select
+
+    selection = select(loaded.module, include, skip, depthwise=depthwise)
+    table = Table(title=f"{pattern}: what would be pruned", title_justify="left", header_style="bold")
+    table.add_column("layer", overflow="fold")
+    table.add_column("shape", justify="right", no_wrap=True)
+    table.add_column("zeros", justify="right", no_wrap=True)
+    for layer in selection.layers:
+        zeros = asked_zeros(pattern, layer.shape)
+        table.add_row(layer.name, " x ".join(map(str, layer.shape)), f"{zeros:,} of {layer.weights:,}")
+    out = console.output_console()
+    out.print(table)
+    for name, reason in selection.skipped.items():
+        out.print(f"left dense: {name} ({reason})", markup=False)
+
+
+def _show(report: Report, output: Path) -> None:
+    from iobs.report import layers_table, rounds_table, scores_table, summary_lines
+
+    out = console.output_console()
+    out.print(layers_table(report, limit=12))
+    if len(report.rounds) > 1:
+        out.print(rounds_table(report))
+    if report.scores:
+        out.print(scores_table(report.scores))
+    for line in summary_lines(report):
+        out.print(line, markup=False)
+    out.print(f"Written: {output} (read {output / 'report.html'}; check it with: iobs inspect {output})", markup=False)

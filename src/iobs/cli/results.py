@@ -1,0 +1,56 @@
+"""What prune and demo do with a pruned model: score it, write it, prove its zeros."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import safe_open
+
+from iobs.cli.progress import Steps
+from iobs.data import open_source
+from iobs.errors import AuditError
+from iobs.evaluate import evaluate
+from iobs.models import LoadedModel
+from iobs.prune.record import Report
+from iobs.report import render_card, write_report
+
+
+def score(loaded: LoadedModel, specs: list[str] | None, length: int, description: str) -> dict[str, float]:
+    """Scores on evaluation data; none where there is no data to score on (None, not an empty list)."""
+    if specs is None:
+        return {}
+    with Steps(description) as steps:
+        return evaluate(loaded, open_source(specs, "evaluation", loaded), length=length, progress=steps.update)
+
+
+def write_results(loaded: LoadedModel, report: Report, directory: Path, model_folder: str | None) -> None:
+    """Write the model with its card, count the zeros in its files, and write the report.
+
+    Args:
+        loaded: the pruned model.
+        report: its report.
+        directory: an existing directory, where the report goes.
+        model_folder: the folder inside it for the model, or None for the directory itself.
+
+    Raises:
+        AuditError: the files hold fewer zeros than the report says.
+    """
+    folder = directory if model_folder is None else directory / model_folder
+    folder.mkdir(exist_ok=True)
+    loaded.write(folder)
+    _verify(folder, report)
+    library = "transformers" if (folder / "config.json").is_file() else None
+    (folder / "README.md").write_text(render_card(report, str(report.settings["model"]), library), encoding="utf8")
+    write_report(report, directory)
+
+
+def _verify(folder: Path, report: Report) -> None:
+    """Count entry by entry in the files; a conversion on the way to the disk could have lost a zero."""
+    written = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                written += int((tensors.get_tensor(name) == 0).sum())
+    counted = sum(row.zeros for row in report.audit)
+    if written < counted:
+        raise AuditError(f"The files hold {written:,} zeros, the pruned model {counted:,}; nothing was kept.")

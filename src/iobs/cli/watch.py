@@ -1,0 +1,67 @@
+"""Shows how a pruning run is getting on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from iobs.cli.console import say
+from iobs.cli.progress import Steps
+from iobs.prune.record import LayerRecord, RoundRecord
+from iobs.report.numbers import duration, percent, significant
+
+
+class Watch:
+    """Progress of `iobs.prune` as a bar of layers and gradient steps, and a line after every round.
+
+    Args:
+        steps: the bar, already shown.
+        prefix: put before every description, such as the name of the method.
+        quiet: leave out the lines after the rounds.
+    """
+
+    def __init__(self, steps: Steps, prefix: str = "", quiet: bool = False) -> None:
+        self._steps = steps
+        self._prefix = prefix
+        self._quiet = quiet
+        self._rounds = self._done = self._total = 0
+        self._steps_counted: set[str] = set()
+
+    def begin(self, rounds: int, layers: Sequence[str]) -> None:
+        """The run starts."""
+        self._rounds, self._total, self._done = rounds, rounds * len(layers), 0
+        self._show("")
+
+    def layer(self, round_index: int, record: LayerRecord) -> None:
+        """A layer has been pruned."""
+        self._advance(f"{self._round(round_index)}{record.name}")
+
+    def step(self, round_index: int, done: int, total: int, loss: float) -> None:
+        """A gradient step has been taken. How many there will be becomes known with the first."""
+        polishing = round_index >= self._rounds
+        kind = "polish" if polishing else "steps"
+        if kind not in self._steps_counted:
+            self._steps_counted.add(kind)
+            self._total += total if polishing else (self._rounds - 1) * total
+        name = "polish: " if polishing else self._round(round_index)
+        self._advance(f"{name}step {done} of {total}, loss {significant(loss)}")
+
+    def round(self, record: RoundRecord) -> None:
+        """A round has been measured."""
+        if self._quiet or self._rounds < 2:
+            return
+        name = "polish" if record.kind == "polish" else f"round {record.index + 1} of {self._rounds}"
+        loss = record.loss_heldout if record.loss_heldout is not None else record.loss_calibration
+        say(
+            f"{self._prefix}{name}: {percent(record.sparsity)} zeros, loss {significant(loss, 4)}, "
+            f"{duration(record.seconds)}"
+        )
+
+    def _round(self, index: int) -> str:
+        return f"round {index + 1} of {self._rounds}, " if self._rounds > 1 else ""
+
+    def _advance(self, description: str) -> None:
+        self._done += 1
+        self._show(description)
+
+    def _show(self, description: str) -> None:
+        self._steps.update(self._done, self._total, self._prefix + description)

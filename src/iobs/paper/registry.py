@@ -1,0 +1,99 @@
+"""The registry that `iobs reproduce` reads: every module of this package that defines `EXPERIMENT`.
+
+Adding a table or figure is adding one file. Its import must be cheap: networks, data and solvers are imported inside
+`run`, since the list of experiments imports every file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from iobs.errors import DataError
+
+
+@dataclass(frozen=True)
+class Request:
+    """How to run an experiment.
+
+    Attributes:
+        stand_in: run the small stand-in for a network or data set that has to be fetched first.
+        seed: of every random choice.
+        output: folder for pictures and logs, or None to write nothing.
+        say: told, in one line each, what is being done.
+    """
+
+    stand_in: bool
+    seed: int
+    output: Path | None
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of the paper beside the one measured; None where there is none."""
+
+    setting: str
+    method: str
+    published: float | None
+    measured: float | None
+
+
+@dataclass(frozen=True)
+class Results:
+    """What an experiment gave.
+
+    Attributes:
+        measure: what the numbers are, with their unit and direction.
+        rows: the numbers.
+        notes: what a reader must know to compare them, one sentence each.
+    """
+
+    measure: str
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One table or figure of the paper.
+
+    Attributes:
+        name: what the command line calls it, such as "table2".
+        place: where it is in the paper, such as "Table 2".
+        title: what it shows, in a few words.
+        run: runs it.
+        stand_in: what is used with --stand-in, or "" where nothing needs to be replaced.
+    """
+
+    name: str
+    place: str
+    title: str
+    run: Callable[[Request], Results]
+    stand_in: str = ""
+
+
+def experiments() -> list[Experiment]:
+    """Every experiment, by name."""
+    package = Path(__file__).parent
+    found = []
+    for module in pkgutil.iter_modules([str(package)]):
+        entry = vars(importlib.import_module(f"iobs.paper.{module.name}")).get("EXPERIMENT")
+        if isinstance(entry, Experiment):
+            found.append(entry)
+    return sorted(found, key=lambda entry: entry.name)
+
+
+def find(name: str) -> Experiment:
+    """The experiment of that name.
+
+    Raises:
+        DataError: there is none; the message lists those that there are.
+    """
+    known = {entry.name: entry for entry in experiments()}
+    if name not in known:
+        raise DataError(f"There is no experiment {name!r}; there are: {', '.join(known) or 'none yet'}.")
+    return known[name]

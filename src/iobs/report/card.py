@@ -1,0 +1,50 @@
+"""The model card of a pruned network."""
+
+from __future__ import annotations
+
+from iobs.prune.record import Report
+from iobs.report.numbers import percent, score
+from iobs.report.tables import score_names
+
+
+def render_card(report: Report, base_model: str, library: str | None) -> str:
+    """README.md of an output directory: what was done, what is zero, what it scores.
+
+    Args:
+        report: the run's report.
+        base_model: what was pruned, as the user named it.
+        library: "transformers" or "timm" where the directory loads with it.
+    """
+    settings = report.settings
+    zeros, weights = sum(row.zeros for row in report.audit), sum(row.weights for row in report.audit)
+    front = ["---", "tags:", "- sparse", "- pruned", "- iobs"]
+    front += [f"library_name: {library}"] if library else []
+    lines = [
+        *front,
+        "---",
+        "",
+        f"# {base_model}, {percent(report.sparsity)} sparse",
+        "",
+        f"{base_model} with {zeros:,} of the {weights:,} weights in {len(report.audit)} layers set to zero "
+        f"(pattern: {settings.get('pattern')}; solver: {settings.get('solver')}; rounds: {settings.get('rounds')}).",
+        "The zeros are stored as ordinary zeros, so the directory loads like any other; `iobs inspect` counts them.",
+        "",
+    ]
+    lines += _scores(report)
+    lines += ["`report.html` tells the whole story, `report.json` holds it for programs.", ""]
+    return "\n".join(lines)
+
+
+def _scores(report: Report) -> list[str]:
+    metrics = score_names(report.scores)
+    if not metrics:
+        return []
+    return [
+        f"| model | {' | '.join(metrics)} |",
+        f"| --- |{' ---: |' * len(metrics)}",
+        *(
+            f"| {name} | {' | '.join(score(values[m]) if m in values else '–' for m in metrics)} |"
+            for name, values in report.scores.items()
+        ),
+        "",
+    ]
