@@ -138,4 +138,7 @@ def find_chain(model: nn.Module, batch: Batch, layers: tuple[Layer, ...]) -> lis
         _, before, hidden = best[link.path]
         chain.append(Block(link.path, hidden, link.returned))
         link = before
-    return chain[::-1]
+    chain.reverse()
+    # Links at the ends that hold nothing to prune (embeddings, a last norm) are left to the network itself.
+    useful = [index for index, block in enumerate(chain) if held[block.path]]
+    return chain[useful[0] : useful[-1] + 1] if useful else []
