@@ -35,7 +35,7 @@ def demo(
     ),
     sparsity: Annotated[float, typer.Option(help="Share of zeros in every layer.")] = 0.5,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of I-OBS.")] = 3,
-    samples: Annotated[int, typer.Option(min=8, help="Calibration windows of 256 tokens.")] = 128,
+    samples: Annotated[int, typer.Option(min=8, help="Calibration windows of 256 tokens.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
 ) -> None:
     """Prune the embedded language model with every method, compare them on held-out text, keep the best.

@@ -1,0 +1,295 @@
+"""Documents, windows and sources."""
+
+import gzip
+import itertools
+import json
+import sys
+import types
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from iobs import data, models
+from iobs.data import documents
+from iobs.data.images import IMAGENET_MEAN, IMAGENET_STD
+from iobs.data.topics import percentile
+from iobs.errors import CalibrationError, DataError, ModelError
+
+
+class Characters:
+    """A tokenizer of code points that puts 1 before each document, and counts what it is given."""
+
+    def __init__(self):
+        self.documents = 0
+
+    def __call__(self, text, *, verbose):
+        self.documents += len(text)
+        return {"input_ids": [[1, *map(ord, document)] for document in text]}
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return models.load()
+
+
+# ---- the embedded text
+def test_embedded_splits_share_no_paragraph():
+    parts = {split: data.embedded_text(split) for split in ("heldout", "calibration", "train")}
+    paragraphs = {
+        split: {" ".join(p.split()) for document in texts for p in document.split("\n\n") if len(p) >= 60}
+        for split, texts in parts.items()
+    }
+    for first, second in itertools.combinations(paragraphs.values(), 2):
+        assert not {p for p in first & second if len(p) >= 40}
+    assert all(sum(map(len, texts)) > 40_000 for texts in parts.values())
+
+
+def test_embedded_split_goes_by_the_hash_of_the_name():
+    assert (percentile("assert"), percentile("string-methods")) == (46, 10)
+    with pytest.raises(DataError, match="no split 'test'"):
+        data.embedded_text("test")
+
+
+def test_embedded_text_needs_the_help_topics(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data", None)
+    with pytest.raises(DataError, match="pydoc_data"):
+        data.embedded_text("train")
+
+
+# ---- windows
+@pytest.mark.parametrize("length", [2, 3, 7])
+def test_windows_are_the_concatenated_documents_cut_without_overlap(length):
+    texts = ["abc", "d", "efghijk"]
+    stream = [token for text in texts for token in [1, *map(ord, text)]]
+    windows = data.token_windows(Characters(), texts, length)
+    count = len(stream) // length
+    assert windows.tolist() == [stream[i * length : (i + 1) * length] for i in range(count)]
+
+
+def test_windows_stop_reading_at_the_limit():
+    tokenizer = Characters()
+    windows = data.token_windows(tokenizer, ("x" * 9 for _ in itertools.count()), 10, limit=5)
+    assert windows.shape == (5, 10)
+    assert tokenizer.documents <= 64
+
+
+def test_text_shorter_than_a_window_is_an_error():
+    with pytest.raises(DataError, match="4 tokens, less than one window of 5"):
+        data.token_windows(Characters(), ["abc"], 5)
+    with pytest.raises(CalibrationError, match="less than one window"):
+        data.calibration_windows(Characters(), ["abc"], 1, 5, seed=0)
+    with pytest.raises(CalibrationError, match="0 calibration samples"):
+        data.calibration_windows(Characters(), ["abc"], 0, 2, seed=0)
+
+
+def test_calibration_draws_by_seed_without_repetition_from_a_bounded_part_of_the_text():
+    def draw(seed):
+        tokenizer = Characters()
+        endless = (chr(100 + i % 1000) * 9 for i in itertools.count())
+        batches = data.calibration_windows(tokenizer, endless, 20, 10, seed, batch=8)
+        assert tokenizer.documents <= 8 * 20 + 64
+        assert [len(batch["input_ids"]) for batch in batches] == [8, 8, 4]
+        assert all(batch["labels"] is batch["input_ids"] for batch in batches)
+        return torch.cat([batch["input_ids"] for batch in batches])
+
+    first = draw(0)
+    assert torch.equal(first, draw(0))
+    assert not torch.equal(first, draw(1))
+    assert len(first.unique(dim=0)) == 20
+
+
+def test_calibration_gives_all_windows_of_a_short_text():
+    batches = data.calibration_windows(Characters(), ["abcdefghi"], 128, 5, seed=0, labels=False)
+    assert [*batches[0]] == ["input_ids"]
+    assert batches[0]["input_ids"].shape == (2, 5)
+
+
+# ---- files
+def test_text_files_are_split_at_separators(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("one\nmore\n<|endoftext|>\n\n<|endoftext|>\ntwo\n", encoding="utf8")
+    assert [*data.read_documents(file)] == ["one\nmore", "two\n"]
+    with gzip.open(tmp_path / "a.txt.gz", "wt", encoding="utf8") as compressed:
+        compressed.write(file.read_text())
+    assert [*data.read_documents(tmp_path / "a.txt.gz")] == ["one\nmore", "two\n"]
+
+
+def test_separators_give_the_documents_of_a_plain_split(shared_data):
+    file = shared_data / "tinystories" / "validation.txt"
+    assert [*data.read_documents(file)] == file.read_text(encoding="utf8").split("\n<|endoftext|>\n")
+
+
+def test_a_huge_document_comes_in_pieces(tmp_path):
+    file = tmp_path / "a.txt"
+    text = "".join(f"line {i}\n" for i in range(1000)) + "x" * 500
+    file.write_text(text)
+    pieces = [*data.read_documents(file, piece=100)]
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) < 200
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_json_lines(tmp_path, suffix):
+    file = tmp_path / f"a{suffix}"
+    content = '{"text": "one"}\n\n{"text": "two", "other": 1}\n{"text": " "}\n'
+    file.write_bytes(gzip.compress(content.encode()) if suffix.endswith("gz") else content.encode())
+    assert [*data.read_documents(file)] == ["one", "two"]
+
+
+@pytest.mark.parametrize("line", ["not json", '{"body": "x"}', '{"text": 3}', "[1]"])
+def test_a_bad_json_line_is_named(tmp_path, line):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "one"}\n' + line + "\n")
+    with pytest.raises(DataError, match="line 2"):
+        [*data.read_documents(file)]
+
+
+def test_binary_truncated_and_missing_files(tmp_path, embedded):
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="not UTF-8"):
+        [*data.read_documents(tmp_path / "a.txt")]
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"text" * 1000)[:20])
+    with pytest.raises(DataError, match="cannot be read"):
+        [*data.read_documents(tmp_path / "b.txt.gz")]
+    with pytest.raises(DataError, match="is not a file"):
+        data.open_source([str(tmp_path / "none.txt")], "calibration", embedded)
+
+
+# ---- corpora
+def test_corpora_without_the_library_or_the_network_say_what_to_give_instead(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"pip install .*c4.txt"):
+        next(documents.corpus_documents("c4", "calibration"))
+
+    def offline(*arguments, **options):
+        raise ConnectionError("no route")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=offline))
+    for name in data.CORPORA:
+        with pytest.raises(DataError, match=f"{name} is neither cached nor within reach"):
+            next(documents.corpus_documents(name, "evaluation"))
+
+
+def test_corpora_are_read_by_their_conventions(monkeypatch):
+    asked = []
+
+    def load(*arguments, **options):
+        asked.append((arguments, options))
+        return ({"text": f"line {i}"} for i in range(3000))
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    (whole,) = documents.corpus_documents("wikitext2", "evaluation")
+    assert whole.startswith("line 0\n\nline 1\n\n")
+    assert asked[-1] == (("Salesforce/wikitext", "wikitext-2-raw-v1"), {"split": "test", "streaming": False})
+    assert len([*documents.corpus_documents("c4", "evaluation")]) == 1100
+    assert len([*documents.corpus_documents("c4", "calibration")]) == 3000
+
+
+# ---- arrays and pictures
+def test_arrays(tmp_path, embedded):
+    images = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", images=images, labels=np.arange(5, dtype=np.uint8))
+    source = data.open_source([str(tmp_path / "a.npz")], "calibration", embedded)
+    expected = (images / 255 - np.array(IMAGENET_MEAN)) / np.array(IMAGENET_STD)
+    torch.testing.assert_close(source.inputs, torch.tensor(expected).permute(0, 3, 1, 2).float())
+    assert source.targets.tolist() == [0, 1, 2, 3, 4]
+    batches = data.calibration_batches(source, embedded, samples=3, length=9, seed=0, batch=2)
+    assert [len(inputs) for inputs, _ in batches] == [2, 1]
+    for inputs, targets in batches:
+        assert torch.equal(inputs, source.inputs[targets])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"pixels": np.zeros(3)}, "no array 'images'"),
+        ({"images": np.zeros((3, 2, 2)), "labels": np.zeros(2)}, "3 images and 2 labels"),
+        ({"images": np.zeros((0, 2, 2))}, "no images"),
+    ],
+)
+def test_unusable_arrays(tmp_path, embedded, arrays, message):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(DataError, match=message):
+        data.open_source([str(tmp_path / "a.npz")], "calibration", embedded)
+
+
+def test_pictures_in_a_folder_and_in_a_zip(tmp_path, embedded):
+    image = pytest.importorskip("PIL.Image")
+    folder = tmp_path / "pictures"
+    for label in ("cat", "dog"):
+        (folder / label).mkdir(parents=True)
+        for index in range(2):
+            image.new("RGB", (6, 5), (index * 90, 10, 20)).save(folder / label / f"p{index}.png")
+    source = data.open_source([str(folder)], "calibration", embedded)
+    assert source.inputs.shape == (4, 3, 5, 6)
+    assert source.targets.tolist() == [0, 0, 1, 1]
+    with zipfile.ZipFile(tmp_path / "p.zip", "w") as archive:
+        for index, file in enumerate(sorted(folder.rglob("*.png"))):
+            archive.write(file, f"{7 + index}.png")
+    zipped = data.open_source([str(tmp_path / "p.zip")], "calibration", embedded)
+    assert torch.equal(zipped.inputs, source.inputs[torch.tensor([3, 0, 1, 2])])  # 10.png sorts before 7.png
+    assert zipped.targets.tolist() == [10, 7, 8, 9]
+    image.new("RGB", (9, 9)).save(folder / "cat" / "large.png")
+    with pytest.raises(DataError, match="differ in size"):
+        data.open_source([str(folder)], "calibration", embedded)
+
+
+def test_damaged_zip_and_empty_folder(tmp_path, embedded):
+    pytest.importorskip("PIL")
+    (tmp_path / "a.zip").write_bytes(b"PK nothing")
+    with pytest.raises(DataError, match="not a zip"):
+        data.open_source([str(tmp_path / "a.zip")], "calibration", embedded)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no pictures"):
+        data.open_source([str(tmp_path / "empty")], "calibration", embedded)
+
+
+# ---- functions of the user's
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return []", "no batch"),
+        ("return 3", "must return a list"),
+        ("import torch; return torch.ones(3)", "must return a list"),
+        ("return ['text']", "batch 1 is str"),
+        ("raise RuntimeError('mine')", "mine"),
+    ],
+)
+def test_unusable_functions(tmp_path, embedded, body, message):
+    (tmp_path / "mine.py").write_text(f"def batches():\n    {body}\n")
+    with pytest.raises((CalibrationError, ModelError), match=message):
+        data.open_source([f"{tmp_path / 'mine.py'}:batches"], "calibration", embedded)
+
+
+def test_batches_of_a_function_are_taken_as_they_are(tmp_path, embedded):
+    (tmp_path / "mine.py").write_text("import torch\n\ndef batches():\n    yield [torch.ones(2, 3), torch.zeros(2)]\n")
+    source = data.open_source([f"{tmp_path / 'mine.py'}:batches"], "calibration", embedded)
+    ((inputs, targets),) = data.calibration_batches(source, embedded, samples=9, length=9, seed=0)
+    assert inputs.shape == (2, 3)
+    assert targets.shape == (2,)
+
+
+def test_windows_never_exceed_the_context(embedded):
+    source = data.open_source([], "calibration", embedded)
+    batches = data.calibration_batches(source, embedded, samples=3, length=2048, seed=0)
+    assert batches[0]["input_ids"].shape == (3, 256)
+
+
+def test_text_needs_a_tokenizer(tmp_path):
+    (tmp_path / "net.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(2, 2)\n")
+    loaded = models.load(f"{tmp_path / 'net.py'}:build")
+    (tmp_path / "a.txt").write_text("some text")
+    source = data.open_source([str(tmp_path / "a.txt")], "calibration", loaded)
+    with pytest.raises(ModelError, match="no tokenizer"):
+        data.calibration_batches(source, loaded, samples=3, length=8, seed=0)
+    with pytest.raises(DataError, match="needs --data"):
+        data.open_source([], "calibration", loaded)
+
+
+def test_json_of_the_shared_sample(shared_data):
+    texts = [*data.read_documents(shared_data / "c4" / "c4_sample.jsonl.gz")]
+    assert len(texts) == 1480
+    with gzip.open(shared_data / "c4" / "c4_sample.jsonl.gz", "rt", encoding="utf8") as lines:
+        assert texts[0] == json.loads(next(lines))["text"]
