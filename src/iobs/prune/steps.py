@@ -202,7 +202,7 @@ class Trainer:
             with torch.enable_grad():
                 loss = self.loss(self.model, given) * share
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
-            value += float(loss)
+            value += float(loss.detach())
             for name, gradient in zip(names, found, strict=True):
                 if gradient is not None:
                     gradients[name] += gradient
