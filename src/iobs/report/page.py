@@ -41,11 +41,12 @@ def _facts(report: Report) -> str:
     weights = sum(row.weights for row in report.audit)
     zeros = sum(row.zeros for row in report.audit)
     facts = [(percent(report.sparsity, 2), f"zeros, counted one by one: {zeros:,} of {weights:,}")]
-    dense, pruned = report.scores.get("dense", {}), report.scores.get("pruned", {})
+    # The last score is that of the model the report is about; the others are what it is compared with.
+    dense, pruned = report.scores.get("dense", {}), next(reversed(report.scores.values()), {})
     facts += [
         (f"{score(dense[metric])} → {score(pruned[metric])}", f"{metric}, dense → pruned")
         for metric in pruned
-        if metric in dense and metric not in COUNTS
+        if metric in dense and metric not in COUNTS and pruned is not dense
     ]
     if report.best.loss_heldout is not None:
         text = f"{report.loss_name} on held-out samples"
@@ -161,7 +162,8 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: bool =
 
 _ERROR_CAPTION = (
     "‖VX − Y‖² / ‖Y‖² of each layer's sparse weight V in the best round, on the samples it was solved for and on "
-    "samples held out."
+    "samples held out. After gradient steps the target Y is that of the round's own weights; “against dense” takes the "
+    "output of the dense network's weights instead."
 )
 
 _STYLE = """
@@ -176,7 +178,7 @@ section { background: #fff; border-radius: .6rem; padding: 1rem; margin: 1rem 0;
 .facts div { background: #fff; border-radius: .6rem; padding: .8rem 1rem; box-shadow: 0 1px 2px #0001; }
 .facts b { display: block; font-size: 1.35rem; }
 .facts span { color: #52606d; font-size: .85rem; }
-img { display: block; width: 100%; max-width: 42rem; margin: .5rem auto; }
+img { display: block; width: 100%; max-width: 34rem; margin: .5rem auto; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; width: 100%; margin: .5rem 0; }
 th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid #e4e7eb; }

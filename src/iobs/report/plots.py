@@ -21,6 +21,8 @@ def error_by_layer(report: Report) -> str:
     series = [("calibration", [layer.error_calibration for layer in layers], BLUE)]
     if all(value is not None for value in heldout):
         series.append(("held-out", [value for value in heldout if value is not None], ORANGE))
+    if len(report.rounds) > 1:
+        series.append(("against dense", [layer.error_dense for layer in layers], GREEN))
     positive = all(value > 0 for _, values, _ in series for value in values)
     return _by_layer([layer.name for layer in layers], series, "relative output error", logarithmic=positive)
 
@@ -96,12 +98,14 @@ def _by_layer(names: list[str], series: list[tuple[str, list[float], str]], labe
     positions = list(range(len(names)))
     for name, values, colour in series:
         if named:
-            axes.plot(values, positions, marker="o", markersize=6, linestyle="none", color=colour, label=name)
+            # A ring for what was asked, so that it shows around what was got.
+            look = {"markersize": 9, "markerfacecolor": "none"} if name == "asked" else {"markersize": 5.5}
+            axes.plot(values, positions, marker="o", linestyle="none", color=colour, label=name, **look)
         else:
             axes.plot(positions, values, linewidth=1.3, color=colour, label=name)
     value_axis = "x" if named else "y"
     if named:
-        axes.set_yticks(positions, [_short(name) for name in names])
+        axes.set_yticks(positions, _short_names(names))
         axes.invert_yaxis()
         axes.set_xlabel(label)
     else:
@@ -114,21 +118,27 @@ def _by_layer(names: list[str], series: list[tuple[str, list[float], str]], labe
     else:
         axes.set(**{f"{value_axis}lim": (0, None)})
     if len(series) > 1:
-        axes.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+        axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), columnspacing=1, handletextpad=0.3)
     return _svg(figure)
 
 
-def _short(name: str, longest: int = 34) -> str:
-    return name if len(name) <= longest else "…" + name[-longest:]
+def _short_names(names: list[str], longest: int = 26) -> list[str]:
+    """Names without the path that all of them begin with, cut from the left where still long."""
+    paths = [name.split(".") for name in names]
+    shared = 0
+    while len(names) > 1 and all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):
+        shared += 1
+    short = [".".join(path[shared:]) for path in paths]
+    return [name if len(name) <= longest else "…" + name[-longest:] for name in short]
 
 
 def _figure(height: float, rows: int = 1) -> tuple[Any, list[Any]]:
-    """A figure 6.4 inches wide: its text stays readable when a phone shows it 360 points wide."""
+    """A figure 5 inches wide: its text stays readable when a phone shows it 360 points wide."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(_STYLE):
-        figure = Figure(figsize=(6.4, height), layout="constrained")
+        figure = Figure(figsize=(5.0, height), layout="constrained")
         axes = [figure.add_subplot(rows, 1, row + 1) for row in range(rows)]
         for each in axes:
             each.set_axisbelow(True)

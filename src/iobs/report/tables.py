@@ -117,7 +117,7 @@ def score_names(scores: dict[str, dict[str, float]]) -> list[str]:
 def best_of(scores: dict[str, dict[str, float]], metric: str) -> str | None:
     """The best sparse entry of a metric, where there are at least two to choose from."""
     entries = {name: values[metric] for name, values in scores.items() if name != "dense" and metric in values}
-    if len(entries) < 2:
+    if len(entries) < 2 or metric == "seconds":
         return None
     return (max if higher_is_better(metric) else min)(entries, key=lambda name: entries[name])
 
