@@ -166,9 +166,10 @@ class Quadratic:
         matrix = self.matrix
         factor, info = torch.linalg.cholesky_ex(matrix.double())
         if int(info) == 0:
-            solved: Tensor = torch.cholesky_solve(self.linear.double().T, factor)
-            return solved.T.to(self.linear.dtype)
-        return (self.linear.double() @ torch.linalg.pinv(matrix.double(), hermitian=True)).to(self.linear.dtype)
+            solved: Tensor = torch.cholesky_solve(self.linear.double().T, factor).T.to(self.linear.dtype)
+            return solved
+        pseudo_inverse: Tensor = torch.linalg.pinv(matrix.double(), hermitian=True)
+        return (self.linear.double() @ pseudo_inverse).to(self.linear.dtype)
 
     def to(self, dtype: torch.dtype) -> Quadratic:
         """The same problem with dense tensors in another dtype."""

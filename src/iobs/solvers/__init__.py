@@ -2,5 +2,6 @@
 
 from iobs.solvers.base import Budget, Refinement, Solver
 from iobs.solvers.door import REFINEMENTS, SOLVERS, solve
+from iobs.solvers.swap import Swap
 
-__all__ = ["REFINEMENTS", "SOLVERS", "Budget", "Refinement", "Solver", "solve"]
+__all__ = ["REFINEMENTS", "SOLVERS", "Budget", "Refinement", "Solver", "Swap", "solve"]

@@ -14,16 +14,23 @@ from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError
 from iobs.solvers.admm import ADMM
 from iobs.solvers.base import Budget, Refinement, Solver
+from iobs.solvers.exact import Exact
 from iobs.solvers.magnitude import Magnitude
+from iobs.solvers.obc import OBC
 from iobs.solvers.refit import Refit
+from iobs.solvers.sparsegpt import SparseGPT
+from iobs.solvers.swap import Swap
 from iobs.solvers.wanda import Wanda
 
 SOLVERS: dict[str, Callable[..., Solver]] = {
     "magnitude": Magnitude,
     "wanda": Wanda,
+    "sparsegpt": SparseGPT,
+    "obc": OBC,
     "admm": ADMM,
+    "exact": Exact,
 }
-REFINEMENTS: dict[str, Callable[..., Refinement]] = {"refit": Refit}
+REFINEMENTS: dict[str, Callable[..., Refinement]] = {"refit": Refit, "swap": Swap}
 BUDGETED = {"admm"}  # solvers that trade time for error
 
 _RAISES = 5  # times that a failed factorisation may raise the damping tenfold

@@ -1,0 +1,40 @@
+"""Radix select for `select.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_HALF = np.uint32(16)
+_LOW = np.uint32(0xFFFF)
+
+
+@njit(nogil=True, cache=True)
+def kth_largest(bits: NDArray[np.uint32], keep: int) -> tuple[int, int, int]:
+    """Bits of the keep-th largest magnitude, the number of entries above it, and the number equal to it.
+
+    Two passes of 16 bits. Four interleaved counters a bucket keep runs of alike values from waiting on each other.
+    """
+    high = np.zeros((4, 1 << 15), np.int64)
+    for i in range(bits.size):
+        high[i & 3, (bits[i] & _MAGNITUDE) >> _HALF] += 1
+    above = 0
+    bucket = (1 << 15) - 1
+    while True:
+        count = high[0, bucket] + high[1, bucket] + high[2, bucket] + high[3, bucket]
+        if above + count >= keep:
+            break
+        above += count
+        bucket -= 1
+    low = np.zeros(1 << 16, np.int64)
+    for i in range(bits.size):
+        magnitude = bits[i] & _MAGNITUDE
+        if magnitude >> _HALF == bucket:
+            low[magnitude & _LOW] += 1
+    rest = (1 << 16) - 1
+    while above + low[rest] < keep:
+        above += low[rest]
+        rest -= 1
+    return (bucket << 16) | rest, above, low[rest]

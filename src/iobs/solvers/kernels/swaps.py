@@ -1,0 +1,169 @@
+"""Exact 1-swaps inside one row, in closed form, until none helps.
+
+Let S be the support of a row at its own optimum w = A b_S with A = H_SS^-1, P the rest, T = H_PS A, s the diagonal of
+the Schur complement H_PP - T H_SP, and g = b_P - H_PS w. Admitting j gains g_j^2 / (2 s_j), and then removing i costs
+(w_i - T_ji g_j / s_j)^2 / (2 (A_ii + T_ji^2 / s_j)). A swap made is two updates of rank one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from iobs.core import linalg
+
+State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass
+class RowState:
+    """All that swaps need to know of one row. Slots keep their group: the new one takes the place of the old.
+
+    Attributes:
+        support: int64 (k,), the variables of S; ascending when built.
+        rest: int64 (p,), the variables of P; ascending when built.
+        inverse: (k, k), A.
+        spread: (p, k), T.
+        schur: (p,), s.
+        gradient: (p,), g.
+        weight: (k,), w.
+    """
+
+    support: Tensor
+    rest: Tensor
+    inverse: Tensor
+    spread: Tensor
+    schur: Tensor
+    gradient: Tensor
+    weight: Tensor
+
+    @classmethod
+    def build(cls, hessian: Tensor, linear: Tensor, mask: Tensor) -> RowState:
+        """The state of a row with that support.
+
+        Args:
+            hessian: (d, d).
+            linear: (d,).
+            mask: boolean (d,).
+
+        Raises:
+            NotPositiveDefiniteError: H_SS is singular.
+        """
+        support, rest = mask.nonzero().flatten(), (~mask).nonzero().flatten()
+        columns = hessian[:, support]
+        inverse = linalg.inverse(columns[support]).contiguous() if len(support) else columns[support]
+        crossed = columns[rest]
+        spread = crossed @ inverse
+        weight = inverse @ linear[support]
+        schur = hessian.diagonal()[rest] - (spread * crossed).sum(1)
+        # The Schur complement of a definite matrix is positive; rounding must not say otherwise.
+        schur = torch.maximum(schur, torch.finfo(schur.dtype).eps * hessian.diagonal()[rest])
+        return cls(support, rest, inverse, spread, schur, linear[rest] - crossed @ weight, weight)
+
+    def admissions(self) -> Tensor:
+        """(p,): twice what each outsider would gain if it entered alone."""
+        return self.gradient.square() / self.schur
+
+    def removals(self) -> Tensor:
+        """(k,): twice what each member would cost if it left alone."""
+        return self.weight.square() / self.inverse.diagonal()
+
+
+def polish(
+    state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int
+) -> tuple[int, float]:
+    """Make the best swap while it gains more than the tolerance. The state is changed.
+
+    Args:
+        state: of the row.
+        hessian: (d, d) contiguous.
+        inside: slots of S in a group: k for an unstructured row, N for N:M.
+        outside: slots of P in a group: p, or M - N.
+        tolerance: least gain, twice the fall of the loss.
+        limit: at most so many swaps.
+
+    Returns:
+        The number of swaps made, and the sum of their gains.
+    """
+    if state.spread.numel() == 0:
+        return 0, 0.0
+    form = polish_numba if hessian.device.type == "cpu" else polish_torch
+    return form(state, hessian, inside, outside, tolerance, limit)
+
+
+def polish_numba(
+    state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int
+) -> tuple[int, float]:
+    """The CPU form: outsiders by falling gain of admission, ended as soon as that alone does not beat the best."""
+    from iobs.solvers.kernels import swaps_numba
+
+    kernel: Any = swaps_numba.polish
+    made, gained = kernel(
+        *[tensor.numpy() for tensor in vars(state).values()], hessian.numpy(), inside, outside, tolerance, limit
+    )
+    return int(made), float(gained)
+
+
+def polish_torch(
+    state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int
+) -> tuple[int, float]:
+    """The plain form."""
+    made, gained = 0, 0.0
+    while made < limit:
+        gain, leave, enter = best_swap(state, inside, outside)
+        if not gain > tolerance:
+            break
+        make_swap(state, hessian, leave, enter)
+        made, gained = made + 1, gained + gain
+    return made, gained
+
+
+def best_swap(state: RowState, inside: int, outside: int) -> tuple[float, int, int]:
+    """Twice the gain of the best swap within a group, the slot of S that leaves and the slot of P that enters."""
+    groups = len(state.rest) // outside
+    spread = state.spread.reshape(groups, outside, groups, inside).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    schur, step = state.schur.reshape(groups, outside, 1), (state.gradient / state.schur).reshape(groups, outside, 1)
+    weight = state.weight.reshape(groups, 1, inside)
+    variance = state.inverse.diagonal().reshape(groups, 1, inside)
+    removal = (weight - spread * step).square() / (variance + spread.square() / schur)
+    gain = (state.admissions().reshape(groups, outside, 1) - removal).flatten()
+    best = int(gain.argmax())
+    group, pair = divmod(best, inside * outside)
+    enter, leave = divmod(pair, inside)
+    return float(gain[best]), group * inside + leave, group * outside + enter
+
+
+def make_swap(state: RowState, hessian: Tensor, leave: int, enter: int) -> None:
+    """Variable in slot `enter` of P takes slot `leave` of S, and the other way round."""
+    entering = int(state.rest[enter])
+    x, s = state.spread[enter].clone(), float(state.schur[enter])
+    step = float(state.gradient[enter]) / s
+    # Admit: the Schur complement's row of the new one tells every outsider how it is affected.
+    sigma = hessian[entering, state.rest] - state.spread @ hessian[entering, state.support]
+    state.spread.addr_(sigma, x, alpha=-1 / s)
+    state.schur -= sigma.square() / s
+    state.gradient -= sigma * step
+    state.weight -= x * step
+    state.inverse.addr_(x, x, alpha=1 / s)
+    # Remove: v is the leaving one's column of the enlarged inverse, the new one standing in its slot.
+    variance, value = float(state.inverse[leave, leave]), float(state.weight[leave])
+    v = state.inverse[:, leave].clone()
+    v[leave] = -x[leave] / s
+    state.inverse[leave] = state.inverse[:, leave] = -x / s
+    state.inverse[leave, leave] = 1 / s
+    state.weight[leave] = step
+    state.inverse.addr_(v, v, alpha=-1 / variance)
+    state.weight -= v * (value / variance)
+    towards = state.spread[:, leave].clone()
+    state.spread[:, leave] = sigma / s
+    state.spread.addr_(towards, v, alpha=-1 / variance)
+    state.schur += towards.square() / variance
+    state.gradient += towards * (value / variance)
+    state.spread[enter] = -v / variance
+    state.schur[enter] = 1 / variance
+    state.gradient[enter] = value / variance
+    state.rest[enter] = state.support[leave]
+    state.support[leave] = entering

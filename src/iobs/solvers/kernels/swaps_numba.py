@@ -1,0 +1,143 @@
+"""The loop of `swaps.polish`; the same formulas, in the same order, as `best_swap` and `make_swap`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Floats = NDArray[Any]
+Integers = NDArray[np.int64]
+
+
+@njit(nogil=True, cache=True)
+def best_swap(
+    inverse: Floats, spread: Floats, schur: Floats, gradient: Floats, weight: Floats, inside: int, outside: int
+) -> tuple[float, int, int]:
+    """Outsiders by falling admission gain: none after the first that alone does not beat the best can win."""
+    admission = gradient * gradient / schur
+    best, leave, enter = 0.0, 0, 0
+    variance = np.diag(inverse).copy()
+    for q in np.argsort(-admission, kind="mergesort"):
+        if admission[q] <= best:
+            break
+        step = gradient[q] / schur[q]
+        first = q // outside * inside
+        least = np.inf
+        cheapest = 0
+        for i in range(first, first + inside):
+            value = weight[i] - spread[q, i] * step
+            cost = value * value / (variance[i] + spread[q, i] * spread[q, i] / schur[q])
+            if cost < least:
+                least, cheapest = cost, i
+        if admission[q] - least > best:
+            best, leave, enter = admission[q] - least, cheapest, q
+    return best, leave, enter
+
+
+@njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
+def _admit(
+    support: Integers,
+    rest: Integers,
+    inverse: Floats,
+    spread: Floats,
+    schur: Floats,
+    gradient: Floats,
+    weight: Floats,
+    row: Floats,
+    enter: int,
+    sigma: Floats,
+) -> None:
+    x, s = spread[enter].copy(), schur[enter]
+    step = gradient[enter] / s
+    inner = row[support]
+    for q in range(rest.size):
+        total = row[rest[q]]
+        for i in range(support.size):
+            total -= spread[q, i] * inner[i]
+        sigma[q] = total
+        for i in range(support.size):
+            spread[q, i] -= total / s * x[i]
+        schur[q] -= total * total / s
+        gradient[q] -= total * step
+    for i in range(support.size):
+        weight[i] -= x[i] * step
+        scaled = x[i] / s
+        for j in range(support.size):
+            inverse[i, j] += scaled * x[j]
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def make_swap(
+    support: Integers,
+    rest: Integers,
+    inverse: Floats,
+    spread: Floats,
+    schur: Floats,
+    gradient: Floats,
+    weight: Floats,
+    hessian: Floats,
+    leave: int,
+    enter: int,
+) -> None:
+    """`swaps.make_swap`, in place."""
+    entering = rest[enter]
+    x, s = spread[enter].copy(), schur[enter]
+    step = gradient[enter] / s
+    sigma = np.empty_like(schur)
+    _admit(support, rest, inverse, spread, schur, gradient, weight, hessian[entering], enter, sigma)
+    variance, value = inverse[leave, leave], weight[leave]
+    v = inverse[:, leave].copy()
+    v[leave] = -x[leave] / s
+    inverse[leave] = -x / s
+    inverse[:, leave] = -x / s
+    inverse[leave, leave] = 1 / s
+    weight[leave] = step
+    for i in range(support.size):
+        weight[i] -= v[i] * (value / variance)
+        scaled = v[i] / variance
+        for j in range(support.size):
+            inverse[i, j] -= scaled * v[j]
+    for q in range(rest.size):
+        towards = spread[q, leave]
+        spread[q, leave] = sigma[q] / s
+        scaled = towards / variance
+        for i in range(support.size):
+            spread[q, i] -= scaled * v[i]
+        schur[q] += towards * scaled
+        gradient[q] += towards * (value / variance)
+    spread[enter] = -v / variance
+    schur[enter] = 1 / variance
+    gradient[enter] = value / variance
+    rest[enter] = support[leave]
+    support[leave] = entering
+
+
+@njit(nogil=True, cache=True)
+def polish(
+    support: Integers,
+    rest: Integers,
+    inverse: Floats,
+    spread: Floats,
+    schur: Floats,
+    gradient: Floats,
+    weight: Floats,
+    hessian: Floats,
+    inside: int,
+    outside: int,
+    tolerance: float,
+    limit: int,
+) -> tuple[int, float]:
+    """`swaps.polish` on one row, in place."""
+    made = 0
+    gained = 0.0
+    while made < limit:
+        gain, leave, enter = best_swap(inverse, spread, schur, gradient, weight, inside, outside)
+        if not gain > tolerance:
+            break
+        make_swap(support, rest, inverse, spread, schur, gradient, weight, hessian, leave, enter)
+        made += 1
+        gained += gain
+    return made, gained

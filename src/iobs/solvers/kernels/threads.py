@@ -1,0 +1,26 @@
+"""Rows of a matrix dealt out to threads: as many as torch may use, and the same bits for any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import torch
+
+_ROWS_A_THREAD = 16  # fewer rows are not worth a thread
+
+
+def over_rows(work: Callable[[int, int], None], rows: int) -> None:
+    """Call `work(start, stop)` on consecutive parts of range(rows).
+
+    The parts must be independent of each other, and `work` must release the interpreter lock.
+    """
+    threads = max(1, min(torch.get_num_threads(), rows // _ROWS_A_THREAD))
+    if threads == 1:
+        work(0, rows)
+        return
+    bounds = [rows * part // threads for part in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        for future in [pool.submit(work, start, stop) for start, stop in pairwise(bounds)]:
+            future.result()

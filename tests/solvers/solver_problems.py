@@ -1,0 +1,89 @@
+"""Problems shared by the solver tests, and slow references that read like their definitions."""
+
+from itertools import combinations, product
+
+import torch
+
+import iobs
+
+
+def random_problem(rows=6, columns=16, *, seed=0, dtype=torch.float64, condition=50.0):
+    """A layer problem with correlated inputs: eigenvalues from 1 to `condition`."""
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(columns, columns, generator=generator, dtype=torch.float64)).Q
+    spectrum = torch.logspace(0, torch.log10(torch.tensor(condition)).item(), columns, dtype=torch.float64)
+    hessian = (basis * spectrum) @ basis.T
+    hessian = (hessian + hessian.T) / 2
+    weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    return iobs.Quadratic.at(weight.to(dtype), hessian.to(dtype))
+
+
+PATTERNS = [
+    iobs.Unstructured(0.5),
+    iobs.Unstructured(0.7, per="row"),
+    iobs.Unstructured(keep=37),
+    iobs.NM(2, 4),
+    iobs.NM(3, 8),
+    iobs.NM(1, 2),
+]
+
+
+def best_on(problem, mask):
+    """The exact minimiser on a mask, one dense solve a row."""
+    weight = torch.zeros_like(problem.linear)
+    for row, support in enumerate(mask):
+        index = support.nonzero().flatten()
+        weight[row, index] = torch.linalg.solve(problem.matrix[index][:, index], problem.linear[row, index])
+    return weight
+
+
+def row_masks(columns, pattern):
+    """Every mask of one row under a pattern within rows."""
+    groups = pattern.groups((1, columns))
+    choices = [torch.zeros(groups.size, dtype=torch.bool) for _ in combinations(range(groups.size), groups.keep)]
+    for mask, chosen in zip(choices, combinations(range(groups.size), groups.keep), strict=True):
+        mask[list(chosen)] = True
+    return torch.stack([torch.cat(parts) for parts in product(choices, repeat=groups.count)])
+
+
+def losses_of_masks(hessian, linear, masks):
+    """Least loss of one row on each mask, (masks,)."""
+    problem = iobs.Quadratic(hessian, linear.expand(len(masks), -1).contiguous())
+    systems = torch.where(masks[:, :, None] & masks[:, None, :], hessian, torch.zeros_like(hessian))
+    systems = systems + torch.diag_embed((~masks).to(hessian.dtype))
+    weight = torch.linalg.solve(systems, (linear * masks)[:, :, None])[:, :, 0]
+    return problem.loss(weight)
+
+
+def enumerated_optimum(problem, pattern):
+    """The least total loss under a pattern, by trying everything."""
+    columns = problem.shape[1]
+    groups = pattern.groups(problem.shape)
+    if groups.size <= columns:
+        masks = row_masks(columns, pattern)
+        return sum(float(losses_of_masks(problem.matrix, row, masks).min()) for row in problem.linear)
+    best = {0: 0.0}  # by the number kept in the rows so far
+    for row in problem.linear:
+        options = [
+            float(losses_of_masks(problem.matrix, row, row_masks(columns, iobs.Unstructured(keep=k))).min())
+            for k in range(columns + 1)
+        ]
+        longer = {}
+        for used, loss in best.items():
+            for k, option in enumerate(options):
+                longer[used + k] = min(longer.get(used + k, torch.inf), loss + option)
+        best = longer
+    return best[groups.keep]
+
+
+def swapped_masks(mask, pattern):
+    """Every mask one swap away from a layer's mask, that the pattern allows."""
+    groups = pattern.groups(tuple(mask.shape))
+    table = mask.reshape(groups.count, groups.size)
+    for group in range(groups.count):
+        for leave in table[group].nonzero().flatten():
+            for enter in (~table[group]).nonzero().flatten():
+                swapped = table.clone()
+                swapped[group, leave] = False
+                swapped[group, enter] = True
+                yield swapped.reshape(mask.shape)

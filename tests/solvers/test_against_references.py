@@ -1,0 +1,146 @@
+"""Each solver against a slow transcription of its definition."""
+
+import pytest
+import torch
+from solver_problems import best_on, enumerated_optimum, random_problem, swapped_masks
+
+import iobs
+from iobs.core import linalg
+from iobs.core.patterns import top_mask
+
+
+def published_sparsegpt(problem, pattern, block):
+    """Frantar and Alistarh, Algorithm 1, entry by entry, with exact budgets for the blocks."""
+    weight = problem.centre().double().clone()
+    rows, columns = weight.shape
+    groups = pattern.groups(problem.shape)
+    factor = torch.linalg.cholesky(torch.linalg.inv(problem.matrix.double()), upper=True)
+    kept = torch.zeros(rows, columns, dtype=torch.bool)
+    for first in range(0, columns, block):
+        last = min(first + block, columns)
+        saliency = weight[:, first:last].square() / factor.diagonal()[first:last].square()
+        if groups.size >= columns:
+            keep = round(last * groups.keep / columns) - round(first * groups.keep / columns)
+            per = "layer" if groups.count == 1 else "row"
+            kept[:, first:last] = top_mask(saliency, iobs.Unstructured(keep=keep, per=per))
+        for i in range(first, last):
+            if groups.size < columns and i % groups.size == 0:
+                group = slice(i, i + groups.size)
+                kept[:, group] = top_mask(weight[:, group].square() / factor.diagonal()[group].square(), pattern)
+            for row in range(rows):
+                if not kept[row, i]:
+                    weight[row, i:] -= weight[row, i].clone() / factor[i, i] * factor[i, i:]
+                    weight[row, i] = 0
+    return weight, kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "pattern", [iobs.Unstructured(0.6), iobs.Unstructured(0.5, per="row"), iobs.NM(2, 4), iobs.NM(4, 8)], ids=str
+)
+@pytest.mark.parametrize("columns", [8, 32, 88])
+def test_sparsegpt_equals_the_published_algorithm(columns, pattern, dtype):
+    problem = random_problem(5, columns, dtype=dtype)
+    weight, mask = published_sparsegpt(problem, pattern, 16)
+    solution = iobs.solve(problem, pattern, "sparsegpt", block=16)
+    assert torch.equal(solution.mask, mask)
+    # Condition 50: rounding grows by no more than that on its way through the factor.
+    tolerance = 50 * columns * torch.finfo(dtype).eps
+    torch.testing.assert_close(solution.weight.double(), weight, rtol=tolerance, atol=tolerance)
+
+
+def greedy(problem, pattern):
+    """Try every single removal that is allowed, do the cheapest, again and again."""
+    groups = pattern.groups(problem.shape)
+    mask = torch.ones(problem.shape, dtype=torch.bool)
+    while (mask.reshape(groups.count, groups.size).sum(1) > groups.keep).any():
+        open_groups = mask.reshape(groups.count, groups.size).sum(1, keepdim=True) > groups.keep
+        allowed = (mask.reshape(groups.count, groups.size) & open_groups).reshape(mask.shape)
+        # Rows are independent: the change of the total is that of one row.
+        base = problem.loss(best_on(problem, mask))
+        best = (torch.inf, 0, 0)
+        for row, column in allowed.nonzero().tolist():
+            trial = mask[row : row + 1].clone()
+            trial[0, column] = False
+            part = problem.rows(slice(row, row + 1))
+            rise = float(part.loss(best_on(part, trial))[0] - base[row])
+            best = min(best, (rise, row, column))
+        mask[best[1], best[2]] = False
+    return mask
+
+
+@pytest.mark.parametrize(
+    "pattern", [iobs.Unstructured(0.5), iobs.Unstructured(0.6, per="row"), iobs.NM(2, 4), iobs.NM(1, 4)], ids=str
+)
+def test_obc_is_the_brute_force_greedy(pattern):
+    problem = random_problem(3, 12)
+    assert torch.equal(iobs.solve(problem, pattern, "obc").mask, greedy(problem, pattern))
+
+
+def test_obc_goes_on_in_rows_that_are_cheap():
+    problem = random_problem(8, 16)
+    scale = torch.tensor([1e-3] * 4 + [1.0] * 4, dtype=torch.float64)[:, None]
+    problem = iobs.Quadratic.at(problem.centre() * scale, problem.matrix)
+    pattern = iobs.Unstructured(0.5)
+    mask = iobs.solve(problem, pattern, "obc").mask
+    assert torch.equal(mask, greedy(problem, pattern))
+    assert int(mask[:4].sum()) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "pattern",
+    [iobs.Unstructured(0.5), iobs.Unstructured(0.6, per="row"), iobs.NM(2, 4), iobs.Unstructured(keep=5)],
+    ids=str,
+)
+def test_exact_is_enumeration(pattern, seed):
+    problem = random_problem(3, 8, seed=seed, condition=1e3)
+    found = float(iobs.solve(problem, pattern, "exact").loss.sum())
+    assert found == pytest.approx(enumerated_optimum(problem, pattern), rel=1e-10)
+
+
+def test_exact_gives_up_with_advice():
+    with pytest.raises(iobs.errors.ProblemError, match="admm"):
+        iobs.solve(random_problem(2, 30), iobs.Unstructured(0.5, per="row"), "exact", limit=10)
+
+
+@pytest.mark.parametrize("start", ["magnitude", "sparsegpt", "admm"])
+@pytest.mark.parametrize(
+    "pattern", [iobs.Unstructured(0.5), iobs.Unstructured(0.6, per="row"), iobs.NM(2, 4), iobs.NM(1, 4)], ids=str
+)
+def test_swap_ends_where_no_swap_helps(pattern, start):
+    problem = random_problem(4, 12, condition=1e3)
+    solution = iobs.solve(problem, pattern, start, refine="swap")
+    assert solution.stats["certified"]
+    loss = float(solution.loss.sum())
+    best = min(float(problem.loss(best_on(problem, mask)).sum()) for mask in swapped_masks(solution.mask, pattern))
+    scale = abs(float(problem.loss(problem.centre()).sum()))
+    assert best >= loss - 1e-9 * scale
+
+
+def test_swap_moves_entries_between_rows():
+    problem = random_problem(8, 16)
+    scale = torch.tensor([0.1] * 4 + [1.0] * 4, dtype=torch.float64)[:, None]
+    problem = iobs.Quadratic.at(problem.centre() * scale, problem.matrix)
+    even = iobs.solve(problem, iobs.Unstructured(0.5, per="row"), "obc")
+    found = iobs.solvers.Swap()(problem, iobs.Unstructured(0.5), even)
+    assert found.stats["exchanges"] > 0
+    assert int(found.mask.sum()) == int(even.mask.sum())
+    assert float(found.loss.sum()) < float(even.loss.sum())
+    assert not iobs.solvers.Swap(rounds=0)(problem, iobs.Unstructured(0.5), even).stats["certified"]
+
+
+@pytest.mark.parametrize("pattern", [iobs.Unstructured(0.5, per="row"), iobs.NM(2, 4)], ids=str)
+def test_best_budget_finds_the_optimum_of_short_rows(pattern):
+    problem = random_problem(24, 12, condition=1e3)
+    found = iobs.solve(problem, pattern, "admm", budget="best")
+    for row in range(problem.shape[0]):
+        part = problem.rows(slice(row, row + 1))
+        assert float(found.loss[row]) == pytest.approx(enumerated_optimum(part, pattern), rel=1e-6)
+
+
+def test_refit_solves_every_row():
+    problem = random_problem()
+    solution = iobs.solve(problem, iobs.Unstructured(0.5), "sparsegpt", refine="refit")
+    torch.testing.assert_close(solution.weight, best_on(problem, solution.mask))
+    assert torch.equal(solution.weight, linalg.solve_on_support(problem.matrix, problem.linear, solution.mask))

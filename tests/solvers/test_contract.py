@@ -1,0 +1,193 @@
+"""What every solver, with every refinement, on every pattern must do."""
+
+import pytest
+import torch
+from solver_problems import PATTERNS, random_problem
+
+import iobs
+from iobs.core.patterns import top_mask
+from iobs.errors import (
+    DampingWarning,
+    NonFiniteError,
+    NotPositiveDefiniteError,
+    PatternError,
+    ProblemError,
+)
+from iobs.solvers import REFINEMENTS, SOLVERS
+
+EVERY_SOLVER = sorted(SOLVERS)
+EVERY_REFINEMENT = [None, *sorted(REFINEMENTS)]
+SMALL = {"exact": (3, 8)}  # the exact solver proves optima, which takes longer the larger the problem
+
+
+def problem_for(solver, **options):
+    rows, columns = SMALL.get(solver, (6, 16))
+    return random_problem(rows, columns, **options)
+
+
+def pattern_for(solver, pattern):
+    return iobs.Unstructured(keep=10) if solver == "exact" and pattern == iobs.Unstructured(keep=37) else pattern
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("refine", EVERY_REFINEMENT)
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_counts_are_exact_and_zeros_are_zero(solver, refine, pattern):
+    problem, pattern = problem_for(solver), pattern_for(solver, pattern)
+    before = [tensor.clone() for tensor in (problem.hessian, problem.linear, problem.anchor)]
+    solution = iobs.solve(problem, pattern, solver, refine=refine)
+    groups = pattern.groups(problem.shape)
+    assert (solution.mask.reshape(groups.count, groups.size).sum(1) == groups.keep).all()
+    assert (solution.weight[~solution.mask] == 0).all()
+    assert torch.allclose(solution.loss, problem.loss(solution.weight))
+    for tensor, copy in zip((problem.hessian, problem.linear, problem.anchor), before, strict=True):
+        assert torch.equal(tensor, copy)
+    again = iobs.solve(problem, pattern, solver, refine=refine)
+    assert torch.equal(again.weight, solution.weight)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_refit_is_no_worse_and_swap_no_worse_than_refit(solver, pattern):
+    problem, pattern = problem_for(solver), pattern_for(solver, pattern)
+    plain, refit, swap = (
+        float(iobs.solve(problem, pattern, solver, refine=refine).loss.sum()) for refine in (None, "refit", "swap")
+    )
+    slack = 1e-9 * abs(float(problem.loss(problem.centre()).sum()))
+    assert refit <= plain + slack
+    assert swap <= refit + slack
+
+
+@pytest.mark.parametrize("budget", ["fast", "default", "best"])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("solver", [name for name in EVERY_SOLVER if name != "exact"])
+def test_nothing_beats_the_exact_solver(solver, pattern, budget):
+    problem, pattern = problem_for("exact"), pattern_for("exact", pattern)
+    exact = float(iobs.solve(problem, pattern, "exact").loss.sum())
+    other = float(iobs.solve(problem, pattern, solver, refine="swap", budget=budget).loss.sum())
+    assert exact <= other + 1e-9 * abs(exact)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_with_an_identity_hessian_every_solver_is_magnitude(solver, pattern):
+    if solver == "sparsegpt" and pattern.groups((6, 16)).size >= 16:
+        pattern = iobs.Unstructured(0.5)  # its blocks share out the count: one block here, so the same answer
+    problem, pattern = problem_for(solver), pattern_for(solver, pattern)
+    centre = problem.centre()
+    problem = iobs.Quadratic.at(centre, 3 * torch.eye(problem.shape[1], dtype=centre.dtype))
+    expected = centre * top_mask(centre.abs(), pattern)
+    torch.testing.assert_close(iobs.solve(problem, pattern, solver).weight, expected)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_rows_may_come_in_any_order(solver, pattern):
+    problem, pattern = problem_for(solver), pattern_for(solver, pattern)
+    order = torch.randperm(problem.shape[0])
+    straight = iobs.solve(problem, pattern, solver)
+    shuffled = iobs.solve(problem.rows(order), pattern, solver)
+    assert torch.equal(shuffled.mask, straight.mask[order])
+    torch.testing.assert_close(shuffled.weight, straight.weight[order])
+
+
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_float32_problems_give_float32_answers(solver):
+    problem = problem_for(solver, dtype=torch.float32)
+    single = iobs.solve(problem, iobs.NM(2, 4), solver)
+    double = iobs.solve(problem.to(torch.float64), iobs.NM(2, 4), solver)
+    assert single.weight.dtype == torch.float32
+    # Condition 50: the losses agree to a few thousand units of float32 rounding unless a mask differs.
+    torch.testing.assert_close(single.loss.sum(), double.loss.sum(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_dead_columns_are_zero_and_their_budget_goes_to_live_ones(solver):
+    problem = problem_for(solver)
+    columns = problem.shape[1]
+    dead = torch.zeros(columns, dtype=torch.bool)
+    dead[[1, 5, 6]] = True
+    hessian = problem.matrix.clone()
+    hessian[dead] = 0
+    hessian[:, dead] = 0
+    problem = iobs.Quadratic.at(problem.centre(), hessian)
+    for pattern in (iobs.Unstructured(0.5), iobs.Unstructured(0.5, per="row"), iobs.NM(2, 4)):
+        solution = iobs.solve(problem, pattern, solver, damping=0.01)
+        assert solution.stats["dead_columns"] == 3
+        assert not solution.mask[:, dead].any()
+        groups = pattern.groups(problem.shape)
+        live = (~dead).expand(problem.shape).reshape(groups.count, groups.size).sum(1)
+        kept = solution.mask.reshape(groups.count, groups.size).sum(1)
+        assert torch.equal(kept, live.clamp_max(groups.keep))
+
+
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_a_singular_gram_is_damped_with_a_warning(solver):
+    rows, columns = SMALL.get(solver, (6, 16))
+    samples = torch.randn(columns // 2, columns, dtype=torch.float64)
+    problem = iobs.Quadratic.at(torch.randn(rows, columns, dtype=torch.float64), samples.T @ samples)
+    pattern = iobs.Unstructured(0.7)
+    if solver in ("magnitude", "wanda"):  # need no factor
+        assert iobs.solve(problem, pattern, solver).stats["damping"] == 0
+    else:
+        with pytest.warns(DampingWarning, match="layer 3"):
+            solution = iobs.solve(problem, pattern, solver, name="layer 3")
+        assert 0 < solution.stats["damping"] < 1e-3
+    solution = iobs.solve(problem, pattern, solver, damping=0.01)
+    assert torch.isfinite(solution.weight).all()
+    assert solution.stats["damping"] == 0.01
+
+
+def test_an_indefinite_hessian_is_an_error_that_names_the_problem():
+    hessian = torch.diag(torch.tensor([1.0, 1.0, -100.0, 1.0]))
+    with pytest.warns(DampingWarning), pytest.raises(NotPositiveDefiniteError, match="layer 3"):
+        iobs.solve(iobs.Quadratic(hessian, torch.ones(2, 4)), iobs.Unstructured(0.5), "obc", name="layer 3")
+
+
+def test_malformed_problems_are_refused():
+    problem = random_problem()
+    with pytest.raises(NonFiniteError):
+        iobs.Quadratic.at(torch.full((2, 3), torch.nan), torch.eye(3))
+    with pytest.raises(NonFiniteError):
+        iobs.Quadratic.at(torch.ones(2, 3), torch.full((3, 3), torch.inf))
+    with pytest.raises(ProblemError, match="Hessian"):
+        iobs.Quadratic(torch.eye(3), torch.ones(2, 4))
+    with pytest.raises(ProblemError, match="zero"):
+        iobs.solve(iobs.Quadratic.at(torch.ones(2, 4), torch.zeros(4, 4)), iobs.Unstructured(0.5))
+    with pytest.raises(ProblemError, match="no solver"):
+        iobs.solve(problem, iobs.Unstructured(0.5), "gurobi")
+    with pytest.raises(ProblemError, match="no refinement"):
+        iobs.solve(problem, iobs.Unstructured(0.5), refine="anneal")
+    with pytest.raises(ProblemError, match="options"):
+        iobs.solve(problem, iobs.Unstructured(0.5), "sparsegpt", blok=3)
+    with pytest.raises(ProblemError, match="budget"):
+        iobs.solve(problem, iobs.Unstructured(0.5), budget="huge")
+    with pytest.raises(ProblemError, match="damping"):
+        iobs.solve(problem, iobs.Unstructured(0.5), damping=-1.0)
+    with pytest.raises(PatternError, match="divisible"):
+        iobs.solve(random_problem(2, 7), iobs.NM(2, 4))
+
+
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+@pytest.mark.parametrize("keep", [0, 1, 24])
+def test_nothing_one_or_everything_kept(solver, keep):
+    problem = random_problem(3, 8)
+    solution = iobs.solve(problem, iobs.Unstructured(keep=keep), solver, refine="swap")
+    assert int(solution.mask.sum()) == keep
+    if keep == 24:
+        torch.testing.assert_close(solution.weight, problem.centre())
+
+
+@pytest.mark.parametrize("solver", ["sparsegpt", "obc", "admm"])
+def test_one_and_two_threads_give_the_same_bits(solver):
+    problem = random_problem(64, 48, dtype=torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        weights = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            weights.append(iobs.solve(problem, iobs.Unstructured(0.6), solver, refine="swap").mask)
+    finally:
+        torch.set_num_threads(threads)
+    # The kernels give the same bits; a matrix product of another library need only agree but for near-ties.
+    assert (weights[0] == weights[1]).double().mean() >= 0.9999

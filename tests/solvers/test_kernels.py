@@ -1,0 +1,73 @@
+"""The numba loops equal their plain torch forms."""
+
+import pytest
+import torch
+from solver_problems import random_problem
+
+from iobs.core import linalg
+from iobs.solvers.kernels import eliminate, greedy, select, swaps
+
+DTYPES = [torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 500, 999, 1000])
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "tiny"])
+def test_radix_select_is_exact(kind, keep):
+    values = torch.randn(10, 100)
+    if kind == "ties":
+        values = (values * 3).round()
+    if kind == "zeros":
+        values[:, 20:] = 0
+    if kind == "tiny":
+        values *= 1e-42  # subnormal numbers sort too
+    assert select.threshold_numba(values, keep) == select.threshold_torch(values, keep)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eliminate(dtype):
+    factor = linalg.cholesky(random_problem(1, 24).matrix).T.contiguous().to(dtype)
+    current, mask = torch.randn(40, 24, dtype=dtype), torch.rand(40, 24) > 0.5
+    other, other_mask = current.clone(), mask.clone()
+    eliminate.eliminate_torch(current, factor, mask)
+    eliminate.eliminate_numba(other, factor, other_mask)
+    torch.testing.assert_close(other, current)
+    current, other = torch.randn(40, 24, dtype=dtype), None
+    other = current.clone()
+    eliminate.eliminate_groups_torch(current, factor, mask, 3, 8)
+    eliminate.eliminate_groups_numba(other, factor, other_mask, 3, 8)
+    assert torch.equal(mask, other_mask)
+    torch.testing.assert_close(other, current)
+
+
+@pytest.mark.parametrize(("of", "quota"), [(16, 16), (4, 2), (8, 3)])
+def test_greedy(of, quota):
+    problem = random_problem(20, 16)
+    inverse = linalg.inverse(problem.matrix).contiguous()
+    steps = torch.arange(20) % (16 // of * quota + 1)
+    numba = greedy.greedy_removals(inverse, problem.centre(), steps, of, quota)
+    plain = [torch.full_like(numba[0], -1), torch.full_like(numba[1], torch.inf)]
+    greedy._torch(inverse, problem.centre(), steps, of, quota, *plain)
+    assert torch.equal(numba[0], plain[0])
+    torch.testing.assert_close(numba[1], plain[1])
+
+
+@pytest.mark.parametrize(("inside", "outside"), [(8, 8), (2, 2), (1, 1)])
+def test_swaps(inside, outside):
+    problem = random_problem(6, 16, condition=1e3)
+    mask = (torch.arange(16) % (inside + outside)) < inside
+    for row in problem.linear:
+        states = [swaps.RowState.build(problem.matrix, row, mask) for _ in range(2)]
+        made = [
+            form(state, problem.matrix, inside, outside, 1e-9, 5)
+            for form, state in zip((swaps.polish_torch, swaps.polish_numba), states, strict=True)
+        ]
+        assert made[0][0] == made[1][0]
+        assert made[0][1] == pytest.approx(made[1][1])
+        for plain, numba in zip(*[vars(state).values() for state in states], strict=True):
+            torch.testing.assert_close(plain, numba)
+        support = states[0].support.sort().values
+        fresh = swaps.RowState.build(problem.matrix, row, torch.zeros(16).bool().index_fill(0, support, True))
+        order = states[0].support.argsort()
+        torch.testing.assert_close(states[0].weight[order], fresh.weight)
+        torch.testing.assert_close(states[0].schur[states[0].rest.argsort()], fresh.schur)
+        torch.testing.assert_close(states[0].gradient[states[0].rest.argsort()], fresh.gradient)
