@@ -127,6 +127,9 @@ def quadratic(gram: Gram, group: int, target: Tensor, current: Tensor, same: boo
         same: target and current are the same weights.
     """
     hessian = gram.own[group] / gram.count
+    if not bool(hessian.diagonal().any()):
+        # Nothing that these weights are fed ever fires: every choice has the same error, so the largest are kept.
+        return Quadratic.at(current.double(), torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device))
     if gram.cross is None and same:
         return Quadratic.at(current.double(), hessian)
     return Quadratic(hessian, target.double() @ gram.target_cross()[group] / gram.count, current.double())

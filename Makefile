@@ -1,0 +1,35 @@
+# Two commands are enough: `make demo` runs the main job, `make test` checks everything that is quick to check.
+PYTHON ?= python3
+BIN := .venv/bin
+THREADS ?= 2
+
+.PHONY: setup demo test test-all lint bench clean
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "iobs needs Python 3.11 or newer; run: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/iobs demo
+
+test: setup
+	$(BIN)/python -m pytest -q -n $(THREADS)
+
+test-all: setup
+	$(BIN)/python -m pytest -q -m 'slow or not slow'
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/run_all.py
+
+clean:
+	rm -rf .venv iobs-demo build dist *.egg-info

@@ -1,0 +1,41 @@
+"""The audit counts what is really there."""
+
+import pytest
+import torch
+from networks import build
+from safetensors.torch import save_file
+
+import iobs
+from iobs.errors import AuditError, ModelError
+from iobs.prune.audit import audit_layers
+from iobs.prune.layers import find_layers
+
+
+def test_counts_entries_of_a_model_and_of_its_files(tmp_path):
+    model, data = build("perceptron")
+    iobs.prune(model, data, iobs.Unstructured(0.7))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    of_model = {row.name: row.zeros for row in iobs.audit(model)}
+    of_files = {row.name: row.zeros for row in iobs.audit(tmp_path, iobs.Unstructured(0.7))}
+    assert of_model == of_files
+    assert of_model["fc1"] == 192 - 58
+
+
+def test_a_weight_that_grew_back_is_found():
+    model, data = build("perceptron")
+    pattern = iobs.NM(2, 4)
+    iobs.prune(model, data, pattern)
+    with torch.no_grad():
+        model.fc2.weight[0, :4] = 1.0
+    with pytest.raises(AuditError, match="'fc2' keeps 4 of a group of 4"):
+        iobs.audit(model, pattern)
+    with pytest.raises(AuditError, match="zeros"):
+        audit_layers(model, dict.fromkeys(find_layers(model), pattern))
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(ModelError, match="no .safetensors file"):
+        iobs.audit(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\x00")
+    with pytest.raises(ModelError, match="truncated"):
+        iobs.audit(tmp_path)
