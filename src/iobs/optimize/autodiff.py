@@ -24,6 +24,11 @@ class TorchObjective:
         self.forced = np.zeros(0, np.int64)
         self.quadratic = False
 
+    @property
+    def rank(self) -> int:
+        """Nothing is known: d."""
+        return self.dimension
+
     def _tensor(self, theta: Array) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(theta)).to(self.dtype)
 
@@ -94,9 +99,9 @@ class TorchObjective:
         """Unknown for a general function: none."""
         return np.zeros(0, np.int64)
 
-    def intercept(self, theta: Array) -> float:
-        """A general function has none of its own."""
-        return 0.0
+    def split(self, theta: Array) -> tuple[Array, float]:
+        """No intercept of its own."""
+        return theta, 0.0
 
 
 def from_torch(

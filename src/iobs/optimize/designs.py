@@ -18,6 +18,7 @@ from iobs.errors import NonFiniteError, ProblemError
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Indices: TypeAlias = npt.NDArray[np.int64]
+Booleans: TypeAlias = npt.NDArray[np.bool_]
 
 _BLOCK_ELEMENTS = 1 << 22  # entries of a temporary block
 

@@ -14,11 +14,17 @@ class Objective(Protocol):
         dimension: d.
         forced: coordinates that are always in the support and not counted in k.
         quadratic: the Hessian is the same everywhere.
+        rank: what the rank of the Hessian is at most.
     """
 
     dimension: int
     forced: Indices
     quadratic: bool
+
+    @property
+    def rank(self) -> int:
+        """At most d; the number of samples for a linear model without ridge."""
+        ...
 
     def value(self, theta: Array) -> float:
         """f(theta)."""
@@ -46,6 +52,10 @@ class Objective(Protocol):
 
     def restricted(self, support: Indices) -> Objective:
         """z -> f(theta with theta_Q = z and zero elsewhere), a function of k variables."""
+        ...
+
+    def split(self, theta: Array) -> tuple[Array, float]:
+        """The coefficients as the user numbers them, and the intercept (0 where there is none)."""
         ...
 
     def constant_coordinates(self) -> Indices:

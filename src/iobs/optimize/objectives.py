@@ -28,6 +28,7 @@ class LinearModel:
     """Shared machinery of f(theta) = sum_i w_i l(x_i^T theta, y_i) + ridge: a subclass gives l and two derivatives."""
 
     quadratic = False
+    has_intercept = False  # whether the last coordinate is one
 
     def __init__(self, design: Design, target: Array, weights: Array, ridge: Array, forced: Indices) -> None:
         self.design = design
@@ -67,6 +68,18 @@ class LinearModel:
                 )
             self._column_squares = squares
         return self._column_squares
+
+    def sampled_gradient(self, theta: Array, rows: Indices) -> Array:
+        """An unbiased estimate of the gradient from some samples, drawn evenly."""
+        chosen = np.zeros(self.design.shape[0])
+        np.add.at(chosen, rows, self.design.shape[0] / rows.size)
+        slopes = self.weights * self.slopes(self.margin(theta)) * chosen
+        return self.design.rmatvec(slopes) + self.ridge * theta
+
+    @property
+    def rank(self) -> int:
+        """What the rank of the Hessian is at most."""
+        return self.dimension if self.ridge.any() else min(self.design.shape)
 
     def margin(self, theta: Array) -> Array:
         """X theta, (n,)."""
@@ -123,6 +136,10 @@ class LinearModel:
         """Zero columns."""
         return np.flatnonzero((self.column_squares == 0) & (self.ridge == 0)).astype(np.int64)
 
+    def split(self, theta: Array) -> tuple[Array, float]:
+        """The coefficients of the features, and the intercept."""
+        return (theta[:-1], float(theta[-1])) if self.has_intercept else (theta, 0.0)
+
     def restricted(self, support: Indices) -> Objective:
         """The same loss on some columns."""
         columns = designs.DenseDesign(np.asfortranarray(self.design.columns(support)))
@@ -144,6 +161,7 @@ class LeastSquares(LinearModel):
         ridge: weight of 1/2 norm(theta)^2, or one weight a coordinate (d,).
         intercept: solve for a free constant b; `Result.intercept` tells it.
         sample_weight: (n,) non-negative.
+        forced: columns that are always in the support and not counted in k.
 
     Raises:
         ProblemError: shapes do not fit, or a negative weight.
@@ -153,7 +171,14 @@ class LeastSquares(LinearModel):
     quadratic = True
 
     def __init__(
-        self, X: Any, y: Any, *, ridge: float | Any = 0.0, intercept: bool = False, sample_weight: Any = None
+        self,
+        X: Any,
+        y: Any,
+        *,
+        ridge: float | Any = 0.0,
+        intercept: bool = False,
+        sample_weight: Any = None,
+        forced: Any = (),
     ) -> None:
         design, target, weights = _prepare(X, y, sample_weight)
         if sample_weight is not None:
@@ -168,7 +193,7 @@ class LeastSquares(LinearModel):
             _check_finite_columns(self.mean)
             design, target = designs.centre(design, root, self.mean), target - root * self.level
         super().__init__(
-            design, target, np.ones(design.shape[0]), _ridge(ridge, design.shape[1]), np.zeros(0, np.int64)
+            design, target, np.ones(design.shape[0]), _ridge(ridge, design.shape[1]), _forced(forced, design.shape[1])
         )
         _ = self.column_squares
 
@@ -188,9 +213,9 @@ class LeastSquares(LinearModel):
         """All ones: the weights are already in X."""
         return np.ones(self.design.shape[0])
 
-    def intercept(self, theta: Array) -> float:
-        """The constant b that belongs to theta."""
-        return 0.0 if self.mean is None else self.level - float(self.mean @ theta)
+    def split(self, theta: Array) -> tuple[Array, float]:
+        """theta and the constant b that belongs to it."""
+        return theta, 0.0 if self.mean is None else self.level - float(self.mean @ theta)
 
 
 class Logistic(LinearModel):
@@ -202,6 +227,7 @@ class Logistic(LinearModel):
         ridge: as `LeastSquares`.
         intercept: add a constant, always in the support: the last coordinate inside, `Result.intercept` outside.
         sample_weight: (n,) non-negative.
+        forced: columns that are always in the support and not counted in k.
 
     Raises:
         ProblemError: shapes do not fit, or labels outside [0, 1].
@@ -209,14 +235,22 @@ class Logistic(LinearModel):
     """
 
     def __init__(
-        self, X: Any, y: Any, *, ridge: float | Any = 0.0, intercept: bool = False, sample_weight: Any = None
+        self,
+        X: Any,
+        y: Any,
+        *,
+        ridge: float | Any = 0.0,
+        intercept: bool = False,
+        sample_weight: Any = None,
+        forced: Any = (),
     ) -> None:
         design, target, weights = _prepare(X, y, sample_weight)
         if np.isin(target, (-1.0, 1.0)).all() and (target == -1).any():
             target = 0.5 * (target + 1)
         if target.min() < 0 or target.max() > 1:
             raise ProblemError("Logistic needs labels in [0, 1] or in {-1, 1}; encode the two classes as 0 and 1.")
-        super().__init__(*_with_intercept(design, target, weights, ridge, intercept))
+        super().__init__(*_with_intercept(design, target, weights, ridge, intercept, forced))
+        self.has_intercept = intercept
         _ = self.column_squares
 
     def losses(self, margin: Array) -> Array:
@@ -236,10 +270,6 @@ class Logistic(LinearModel):
         """sigma(m) sigma(-m), without cancellation in the tails."""
         return np.asarray(expit(margin) * expit(-margin))
 
-    def intercept(self, theta: Array) -> float:
-        """The constant b."""
-        return float(theta[-1]) if self.forced.size else 0.0
-
 
 class Poisson(LinearModel):
     """sum_i w_i [exp(m_i) - y_i m_i] + ridge, less the same at m_i = log y_i; m_i = x_i^T theta + b.
@@ -250,6 +280,7 @@ class Poisson(LinearModel):
         ridge: as `LeastSquares`.
         intercept: as `Logistic`.
         sample_weight: (n,) non-negative.
+        forced: columns that are always in the support and not counted in k.
 
     Raises:
         ProblemError: shapes do not fit, or a negative target.
@@ -257,12 +288,20 @@ class Poisson(LinearModel):
     """
 
     def __init__(
-        self, X: Any, y: Any, *, ridge: float | Any = 0.0, intercept: bool = False, sample_weight: Any = None
+        self,
+        X: Any,
+        y: Any,
+        *,
+        ridge: float | Any = 0.0,
+        intercept: bool = False,
+        sample_weight: Any = None,
+        forced: Any = (),
     ) -> None:
         design, target, weights = _prepare(X, y, sample_weight)
         if target.min() < 0:
             raise ProblemError("Poisson needs non-negative targets; for real-valued targets use LeastSquares.")
-        super().__init__(*_with_intercept(design, target, weights, ridge, intercept))
+        super().__init__(*_with_intercept(design, target, weights, ridge, intercept, forced))
+        self.has_intercept = intercept
         _ = self.column_squares
 
     def losses(self, margin: Array) -> Array:
@@ -277,10 +316,6 @@ class Poisson(LinearModel):
     def curvatures(self, margin: Array) -> Array:
         """exp(m)."""
         return np.asarray(np.exp(margin))
-
-    def intercept(self, theta: Array) -> float:
-        """The constant b."""
-        return float(theta[-1]) if self.forced.size else 0.0
 
 
 def _prepare(X: Any, y: Any, sample_weight: Any) -> tuple[Design, Array, Array]:
@@ -301,13 +336,21 @@ def _ridge(ridge: float | Any, dimension: int) -> Array:
 
 
 def _with_intercept(
-    design: Design, target: Array, weights: Array, ridge: float | Any, intercept: bool
+    design: Design, target: Array, weights: Array, ridge: float | Any, intercept: bool, forced: Any
 ) -> tuple[Design, Array, Array, Array, Indices]:
     d = design.shape[1]
     penalty = _ridge(ridge, d)
+    always = _forced(forced, d)
     if not intercept:
-        return design, target, weights, penalty, np.zeros(0, np.int64)
-    return designs.append_ones(design), target, weights, np.append(penalty, 0.0), np.array([d], np.int64)
+        return design, target, weights, penalty, always
+    return designs.append_ones(design), target, weights, np.append(penalty, 0.0), np.append(always, d)
+
+
+def _forced(forced: Any, dimension: int) -> Indices:
+    indices = np.unique(np.asarray(forced, dtype=np.int64))
+    if indices.size and not (indices[0] >= 0 and indices[-1] < dimension):
+        raise ProblemError(f"Forced coordinates must lie in 0 ... {dimension - 1}, got {indices.tolist()}.")
+    return indices
 
 
 def _check_finite_columns(values: Array) -> None:

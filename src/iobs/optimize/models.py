@@ -1,0 +1,198 @@
+"""Quadratic models of a function at a point, as objectives of their own: the curvature half of every algorithm.
+
+    m(v) = f(theta) + g^T (v - theta) + 1/2 (v - theta)^T H (v - theta)
+
+What H is tells the algorithm's name: I / step for iterative hard thresholding, the Hessian for I-OBS, its diagonal for
+Optimal Brain Damage, the empirical Fisher matrix for WoodFisher.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from scipy.linalg.lapack import dposv
+
+from iobs.core.quadratic import Quadratic
+from iobs.errors import ProblemError
+from iobs.optimize.designs import Array, Indices
+from iobs.optimize.objective import Objective
+from iobs.optimize.refit import newton_direction
+
+NO_INDICES = np.zeros(0, np.int64)
+
+
+class QuadraticObjective:
+    """1/2 v H v^T - b v^T + c with a stored (d, d) Hessian: one row of an `iobs.Quadratic`.
+
+    Raises:
+        ProblemError: shapes do not fit.
+    """
+
+    quadratic = True
+
+    def __init__(self, hessian: Array, linear: Array, *, constant: float = 0.0, forced: Indices = NO_INDICES) -> None:
+        if hessian.shape != (linear.size, linear.size):
+            raise ProblemError(
+                f"A Hessian of shape {hessian.shape} does not fit a linear term of {linear.size} entries."
+            )
+        self.matrix = hessian
+        self.linear = linear
+        self.constant = constant
+        self.forced = forced
+        self.dimension = linear.size
+
+    @classmethod
+    def of(cls, quadratic: Quadratic) -> QuadraticObjective:
+        """The single row of an `iobs.Quadratic`."""
+        if quadratic.shape[0] != 1:
+            raise ProblemError(f"iobs.minimize takes one row, this quadratic has {quadratic.shape[0]}; use iobs.solve.")
+        matrix, linear = quadratic.matrix.double().cpu().numpy(), quadratic.linear[0].double().cpu().numpy()
+        return cls(np.ascontiguousarray(matrix), np.ascontiguousarray(linear))
+
+    @property
+    def rank(self) -> int:
+        """d."""
+        return self.dimension
+
+    def value(self, theta: Array) -> float:
+        """m(theta)."""
+        return self.constant + float(theta @ (0.5 * (self.matrix @ theta) - self.linear))
+
+    def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
+        """m and H theta - b."""
+        product = self.matrix @ theta
+        return self.constant + float(theta @ (0.5 * product - self.linear)), product - self.linear
+
+    def hessian_product(self, theta: Array, vector: Array) -> Array:
+        """H v."""
+        return np.asarray(self.matrix @ vector)
+
+    def hessian_block(self, theta: Array, support: Indices) -> Array:
+        """H_QQ."""
+        return np.asarray(self.matrix[np.ix_(support, support)])
+
+    def hessian_columns(self, theta: Array, support: Indices, rows: Indices | None = None) -> Array:
+        """H_:Q."""
+        return np.asarray(self.matrix[:, support] if rows is None else self.matrix[np.ix_(rows, support)])
+
+    def hessian_diagonal(self, theta: Array) -> Array:
+        """diag H."""
+        return np.asarray(self.matrix.diagonal())
+
+    def restricted(self, support: Indices) -> Objective:
+        """The quadratic on some coordinates."""
+        block = self.matrix[np.ix_(support, support)]
+        return QuadraticObjective(block, self.linear[support], constant=self.constant)
+
+    def constant_coordinates(self) -> Indices:
+        """Coordinates without curvature."""
+        return np.flatnonzero(self.matrix.diagonal() <= 0).astype(np.int64)
+
+    def split(self, theta: Array) -> tuple[Array, float]:
+        """No intercept of its own."""
+        return theta, 0.0
+
+    def centre(self) -> Array:
+        """H^-1 b, the dense Newton point; of least norm where H is singular."""
+        _, centre, info = dposv(self.matrix, self.linear, lower=1)
+        if info == 0 and np.isfinite(centre).all():
+            return np.asarray(centre)
+        return np.asarray(np.linalg.lstsq(self.matrix, self.linear, rcond=None)[0])
+
+    def as_quadratic(self, anchor: Array | None = None) -> Quadratic:
+        """As the `iobs.Quadratic` that `iobs.solve` takes."""
+        anchor_row = None if anchor is None else torch.from_numpy(anchor)[None]
+        return Quadratic(torch.from_numpy(self.matrix), torch.from_numpy(self.linear)[None], anchor_row)
+
+
+class ProductModel:
+    """The model of a function of many variables: H is only multiplied with, never stored.
+
+    Args:
+        objective: f.
+        point: theta (d,).
+        gradient: at theta.
+        damping: proximal term 1/2 damping norm(v - theta)^2.
+    """
+
+    quadratic = True
+
+    def __init__(self, objective: Objective, point: Array, gradient: Array, damping: float) -> None:
+        self.objective = objective
+        self.point = point
+        self.damping = damping
+        self.dimension = objective.dimension
+        self.forced = objective.forced
+        self.linear = self.hessian_product(point, point) - gradient
+
+    @property
+    def rank(self) -> int:
+        """That of f, or d when damped."""
+        return self.dimension if self.damping else self.objective.rank
+
+    def value(self, theta: Array) -> float:
+        """m(theta) up to a constant."""
+        return self.value_and_gradient(theta)[0]
+
+    def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
+        """m up to a constant, and its gradient."""
+        product = self.hessian_product(theta, theta)
+        return float(theta @ (0.5 * product - self.linear)), product - self.linear
+
+    def hessian_product(self, theta: Array, vector: Array) -> Array:
+        """H v, at the point of the model whatever theta is."""
+        return self.objective.hessian_product(self.point, vector) + self.damping * vector
+
+    def hessian_block(self, theta: Array, support: Indices) -> Array:
+        """H_QQ."""
+        block = self.objective.hessian_block(self.point, support)
+        block[np.diag_indices_from(block)] += self.damping
+        return block
+
+    def hessian_columns(self, theta: Array, support: Indices, rows: Indices | None = None) -> Array:
+        """H_:Q."""
+        block = self.objective.hessian_columns(self.point, support, rows)
+        names = np.arange(self.dimension) if rows is None else rows
+        return np.asarray(block + self.damping * (names[:, None] == support[None, :]))
+
+    def hessian_diagonal(self, theta: Array) -> Array:
+        """diag H."""
+        return self.objective.hessian_diagonal(self.point) + self.damping
+
+    def restricted(self, support: Indices) -> Objective:
+        """The quadratic on some coordinates, stored."""
+        return QuadraticObjective(self.hessian_block(self.point, support), self.linear[support])
+
+    def constant_coordinates(self) -> Indices:
+        """Those of f."""
+        return self.objective.constant_coordinates()
+
+    def split(self, theta: Array) -> tuple[Array, float]:
+        """No intercept of its own."""
+        return theta, 0.0
+
+    def centre(self) -> Array:
+        """H^-1 b by conjugate gradients from the point itself."""
+        residual = self.linear - self.hessian_product(self.point, self.point)
+        estimate, direction = self.point.copy(), residual.copy()
+        size = float(residual @ residual)
+        goal = 1e-24 * float(self.linear @ self.linear)
+        for _ in range(min(self.dimension, 2000)):
+            if size <= goal:
+                break
+            product = self.hessian_product(self.point, direction)
+            length = size / float(direction @ product)
+            estimate += length * direction
+            residual -= length * product
+            next_size = float(residual @ residual)
+            direction = residual + next_size / size * direction
+            size = next_size
+        return estimate
+
+
+def exact_centre(model: QuadraticObjective, support: Indices) -> Array:
+    """The minimiser on a support, (d,): Option 2's update for a given mask."""
+    theta = np.zeros(model.dimension)
+    block, linear = model.hessian_block(theta, support), model.linear[support]
+    theta[support] = newton_direction(block, -linear)
+    return theta

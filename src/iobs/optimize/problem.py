@@ -1,0 +1,96 @@
+"""The problem that every method is given: an objective, a sparsity, and what may and must be in the support."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from iobs.errors import ProblemError
+from iobs.optimize.designs import Array, Booleans, Indices
+from iobs.optimize.objective import Objective
+
+DENSE_LIMIT = 4096  # no d x d array is formed for more coordinates than this
+
+
+@dataclass(frozen=True)
+class Problem:
+    """minimise f(theta) subject to norm(theta)_0 <= k, not counting forced coordinates.
+
+    Attributes:
+        objective: f.
+        k: how many free coordinates may be non-zero.
+        damping: relative to mean diag(H); None lets the method choose.
+        rng: the only source of randomness.
+
+    Raises:
+        ProblemError: k negative or larger than the number of free coordinates.
+    """
+
+    objective: Objective
+    k: int
+    damping: float | None = None
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def __post_init__(self) -> None:
+        free = self.objective.dimension - self.objective.forced.size
+        if not 0 <= self.k <= free:
+            raise ProblemError(f"k must lie between 0 and the {free} coordinates there are, got {self.k}.")
+        if self.damping is not None and not (np.isfinite(self.damping) and self.damping >= 0):
+            raise ProblemError(f"The damping must be finite and not negative, got {self.damping}.")
+
+    @property
+    def dimension(self) -> int:
+        """d."""
+        return self.objective.dimension
+
+    @property
+    def forced(self) -> Indices:
+        """Coordinates that are always in the support."""
+        return self.objective.forced
+
+    @cached_property
+    def scale(self) -> Array:
+        """sqrt(diag H) at zero, (d,): theta * scale is free of the units of the columns; 1 where H_jj is zero."""
+        diagonal = self.objective.hessian_diagonal(np.zeros(self.dimension))
+        usable = (diagonal > 0) & np.isfinite(diagonal)
+        return np.asarray(np.sqrt(np.where(usable, diagonal, 1.0)))
+
+    @cached_property
+    def candidates(self) -> Booleans:
+        """(d,) true where a coordinate competes for the support: neither forced nor constant."""
+        mask = np.ones(self.dimension, dtype=np.bool_)
+        mask[self.forced] = False
+        mask[self.objective.constant_coordinates()] = False
+        return mask
+
+    @property
+    def size(self) -> int:
+        """How many free coordinates a support can really hold."""
+        return min(self.k, int(self.candidates.sum()))
+
+    def top(self, scores: Array, count: int | None = None) -> Indices:
+        """The support of the `count` (k) largest scores among the candidates, and the forced ones; sorted.
+
+        Ties go to the lower index, so equal scores always give the same support.
+        """
+        count = self.size if count is None else min(count, int(self.candidates.sum()))
+        if count == 0:
+            return np.sort(self.forced)
+        masked = np.where(self.candidates, np.nan_to_num(scores, nan=-1.0), -np.inf)
+        threshold = np.partition(masked, masked.size - count)[masked.size - count]
+        above = np.flatnonzero(masked > threshold)
+        tied = np.flatnonzero(masked == threshold)[: count - above.size]
+        return np.sort(np.concatenate([above, tied, self.forced])).astype(np.int64)
+
+    def truncate(self, theta: Array, scores: Array | None = None) -> Array:
+        """T_k: theta with all but its k largest free entries set to zero; forced entries stay."""
+        support = self.top(np.abs(theta) if scores is None else scores)
+        truncated = np.zeros_like(theta)
+        truncated[support] = theta[support]
+        return truncated
+
+    def feasible(self, theta: Array) -> bool:
+        """Whether theta has at most k non-zero free entries."""
+        return int(np.count_nonzero(theta)) - int(np.count_nonzero(theta[self.forced])) <= self.k

@@ -1,0 +1,180 @@
+"""Supports worth improving: quick guesses by matching pursuits, message passing and adaptive damping.
+
+Each works in the scaled variables theta * scale, so the units of the columns do not matter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.linalg.lapack import dposv
+
+from iobs.optimize.designs import Array
+from iobs.optimize.problem import Problem
+from iobs.optimize.refit import Fit, refit
+
+
+def start(problem: Problem, theta: Array | None = None) -> Fit:
+    """The fit of the forced coordinates alone, or of the k largest entries of a given theta."""
+    if theta is None:
+        return refit(problem.objective, np.sort(problem.forced))
+    support = problem.top(np.abs(theta) * problem.scale, min(problem.size, int(np.count_nonzero(theta))))
+    return refit(problem.objective, support, theta)
+
+
+def hard_thresholding_pursuit(problem: Problem, fit: Fit, *, steps: int = 12) -> Fit:
+    """HTP (Foucart 2011) in scaled variables: a gradient step, the k largest, a refit; the best support seen."""
+    best, seen = fit, {fit.support.tobytes()}
+    scale = problem.scale
+    for _ in range(steps):
+        slope = fit.gradient / scale
+        moved = fit.theta * scale - _step_length(problem, fit, slope) * slope
+        support = problem.top(np.abs(moved))
+        if support.tobytes() in seen:
+            break
+        seen.add(support.tobytes())
+        fit = refit(problem.objective, support, fit.theta)
+        if fit.value < best.value or best.support.size < support.size:
+            best = fit
+        if solved(problem, fit):
+            break
+    return best
+
+
+def _step_length(problem: Problem, fit: Fit, slope: Array) -> float:
+    """The exact minimiser along the k steepest coordinates outside the support (normalised iterative thresholding)."""
+    outside = slope.copy()
+    outside[fit.support] = 0.0
+    direction = problem.truncate(outside)
+    size = float(direction @ direction)
+    if size == 0:
+        return 1.0
+    curvature = float(
+        (direction / problem.scale) @ problem.objective.hessian_product(fit.theta, direction / problem.scale)
+    )
+    return size / curvature if curvature > 0 else 1.0
+
+
+def compressive_sampling_pursuit(problem: Problem, fit: Fit, *, steps: int = 20) -> Fit:
+    """CoSaMP (Needell and Tropp 2009) for any f: merge 2k steep coordinates, refit, keep k, refit; the best seen."""
+    best = fit
+    for _ in range(steps):
+        slope = np.abs(fit.gradient) / problem.scale
+        slope[fit.support] = 0.0
+        merged = np.union1d(fit.support, problem.top(slope, _merge_count(problem)))
+        wide = refit(problem.objective, merged.astype(np.int64), fit.theta, steps=8)
+        pruned = refit(problem.objective, problem.top(np.abs(wide.theta) * problem.scale), wide.theta)
+        if pruned.value >= best.value * (1 - 1e-9) and best.support.size == pruned.support.size:
+            break
+        best = fit = pruned
+        if solved(problem, fit):
+            break
+    return best
+
+
+def _merge_count(problem: Problem) -> int:
+    """2k, but never so many that 3k columns exceed the samples of a linear model."""
+    spare = problem.objective.rank - problem.size - problem.forced.size - 1
+    return max(1, min(2 * problem.size, spare))
+
+
+def solved(problem: Problem, fit: Fit, tolerance: float = 1e-9) -> bool:
+    """Whether the whole gradient vanishes, up to rounding: a stationary point without any constraint."""
+    if fit.support.size == problem.forced.size:
+        return False
+    size = np.abs(fit.theta * problem.scale).max()
+    return bool(np.abs(fit.gradient / problem.scale).max() <= tolerance * size)
+
+
+def message_passing(columns: Array, target: Array, k: int, *, steps: int = 250, damping: float = 0.5) -> Array:
+    """Approximate message passing for y = A x, with a prior learned on the way; returns scores |x_j| (d,).
+
+    The prior is a spike at zero and two bells at +-m, whose place and width follow the data (expectation-maximisation,
+    Vila and Schniter 2013). It knows k, so its limit lies far beyond that of convex relaxations on incoherent designs;
+    on coherent ones it diverges, which is noticed, and the last finite scores are returned.
+
+    Args:
+        columns: A (n, d) with columns of norm one.
+        target: y (n,).
+        k: the number of non-zeros.
+        steps: at most so many iterations, 2 n d multiplications each.
+        damping: share of each update that is taken.
+    """
+    n, d = columns.shape
+    energy = float(target @ target)
+    power, share = energy / k, min(k / d, 0.99)
+    place, width = np.sqrt(0.5 * power), 0.5 * power
+    estimate, residual, scores = np.zeros(d), target.copy(), np.zeros(d)
+    for iteration in range(steps):
+        noise = float(residual @ residual) / n
+        if not noise < 1e4 * energy / n or noise < 1e-13 * energy / n:
+            break
+        observed = estimate + columns.T @ residual
+        mean, variance, learned = _posterior(observed, noise, share, place, width)
+        scores = np.abs(observed)
+        if iteration > 3:
+            place, width = learned
+        change = float(np.abs(mean - estimate).max())
+        if change <= 1e-6 * float(np.abs(mean).max()):
+            break
+        estimate = damping * mean + (1 - damping) * estimate
+        onsager = residual * (float(variance.sum()) / noise / n)
+        residual = damping * (target - columns @ estimate + onsager) + (1 - damping) * residual
+    return scores
+
+
+def _posterior(
+    observed: Array, noise: float, share: float, place: float, width: float
+) -> tuple[Array, Array, tuple[float, float]]:
+    """Mean and variance of x given x + noise under the spike and two bells, and the bells' new place and width."""
+    total = width + noise
+    base = np.log(max(1 - share, 1e-12)) - 0.5 * np.log(noise) - 0.5 * observed**2 / noise
+    bell = np.log(share / 2) - 0.5 * np.log(total)
+    plus = np.exp(np.clip(bell - 0.5 * (observed - place) ** 2 / total - base, -500, 500))
+    minus = np.exp(np.clip(bell - 0.5 * (observed + place) ** 2 / total - base, -500, 500))
+    norm = 1 + plus + minus
+    plus, minus = plus / norm, minus / norm
+    up, down = (observed * width + place * noise) / total, (observed * width - place * noise) / total
+    spread = width * noise / total
+    mean = plus * up + minus * down
+    variance = plus * (up**2 + spread) + minus * (down**2 + spread) - mean**2
+    mass = max(float(plus.sum() + minus.sum()), 1e-300)
+    new_place = float(plus @ up - minus @ down) / mass
+    new_width = float(plus @ ((up - new_place) ** 2 + spread) + minus @ ((down + new_place) ** 2 + spread)) / mass
+    return mean, variance, (new_place, max(new_width, 1e-12 * new_place**2 + 1e-300))
+
+
+def adaptive_damping(
+    columns: Array, target: Array, k: int, *, noise: float = 0.0, shrink: float = 0.9, steps: int = 250
+) -> Array:
+    """I-OBS with a diagonal damping 1 / (x_j^2 + eps^2) that follows the iterate; returns scores |x_j| (d,).
+
+    The classical reweighted least squares (FOCUSS; Chartrand and Yin 2008; Daubechies et al. 2010) in its n x n form
+    x = W A^T (A W A^T + noise I)^-1 y with W = diag(x^2 + eps^2). eps never grows, and follows the (k+1)-th largest
+    entry down, so it ends where exactly k entries remain.
+
+    Args:
+        columns: A (n, d) with columns of norm one.
+        target: y (n,).
+        k: the number of non-zeros.
+        noise: variance ratio that keeps the residual from being forced to zero.
+        shrink: how far below the (k+1)-th entry eps is put.
+        steps: at most so many iterations, n^2 d multiplications each.
+    """
+    n, d = columns.shape
+    weights, scores, level = np.ones(d), np.zeros(d), np.inf
+    for iteration in range(steps):
+        weighted = columns * weights
+        system = weighted @ columns.T
+        system[np.diag_indices(n)] += (1e-12 + noise) * float(system.trace()) / n
+        _, dual, info = dposv(system, target, lower=1, overwrite_a=1)
+        if info != 0:
+            break
+        solution = weights * (columns.T @ dual)
+        scores = np.abs(solution)
+        ordered = np.partition(scores, (d - k - 1, d - k))
+        next_size, last_size = float(ordered[d - k - 1]), float(ordered[d - k])
+        level = min(level, shrink * next_size)
+        if level < 1e-5 * scores.max() or (iteration > 4 and next_size < 1e-3 * last_size):
+            break
+        weights = solution**2 + level**2
+    return scores

@@ -1,0 +1,205 @@
+"""Exact exchanges: improve a support by the best of all k (d - k) swaps until none helps.
+
+On a quadratic every swap is judged in closed form (`kernels`). On any other f the same search runs on the second-order
+model at the refitted point, and a new support counts only if the true f, refitted there, is lower.
+
+Only a block of the Hessian is formed: the support and the most promising coordinates. Once that block has nothing more
+to offer, all coordinates are scanned in chunks, so the claim "1-swap optimal" is about every pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from iobs.optimize import kernels
+from iobs.optimize.designs import Array, Booleans, Indices
+from iobs.optimize.problem import Problem
+from iobs.optimize.refit import Fit, inverse_block, refit
+
+_CHUNK = 1 << 21  # entries of one chunk of H_Q:
+_GRAM_LIMIT = 1536  # a quadratic with at most so many coordinates has all of its Hessian formed once
+
+
+@dataclass
+class State:
+    """The quadratic model around a fitted support, restricted to some coordinates; see `kernels`."""
+
+    members: Indices  # coordinates of the block, (m,)
+    hessian: Array  # (m, m)
+    support: Indices  # positions in `members`, (k,)
+    inverse: Array
+    projection: Array
+    schur: Array
+    gradient: Array
+    theta: Array
+    allowed: Array
+    locked: Booleans
+
+
+@dataclass
+class Swapper:
+    """Improves fits of one problem; keeps the Hessian of a small quadratic between calls.
+
+    Attributes:
+        tolerance: least relative decrease of f that counts as an improvement.
+    """
+
+    problem: Problem
+    tolerance: float = 1e-10
+    gram: Array | None = field(default=None, repr=False)
+
+    def improve(self, fit: Fit, *, limit: int = 1000) -> tuple[Fit, bool]:
+        """A fit that is no worse, and whether it is known to be 1-swap optimal.
+
+        For a function that is not quadratic the optimality is that of its second-order model at the fit.
+        """
+        if fit.support.size == self.problem.forced.size or self.problem.size >= int(self.problem.candidates.sum()):
+            return fit, True
+        for _ in range(limit):
+            better = self._improve_in_block(fit, limit)
+            if better is None and not self._whole():
+                better = self._improve_anywhere(fit)
+            if better is None:
+                return fit, True
+            fit = better
+        return fit, False
+
+    def _whole(self) -> bool:
+        return self.problem.objective.quadratic and self.problem.dimension <= _GRAM_LIMIT
+
+    def _improve_in_block(self, fit: Fit, limit: int) -> Fit | None:
+        state = self.state(fit, self._members(fit))
+        quadratic = self.problem.objective.quadratic
+        allowance = limit if quadratic else max(2, fit.support.size // 2)
+        while allowance >= 1:
+            count = self._run(state, fit, allowance)
+            if count == 0:
+                return None
+            better = self._accept(fit, state)
+            if better is not None:
+                return better
+            # The model promised more than f keeps: believe it for fewer swaps.
+            allowance = min(count, allowance) // 2
+            state = self.state(fit, state.members, state.hessian)
+        return None
+
+    def _run(self, state: State, fit: Fit, limit: int) -> int:
+        tolerance = self.tolerance * self._size(fit)
+        return int(
+            kernels.swap_until_optimal(
+                state.hessian,
+                state.support,
+                state.inverse,
+                state.projection,
+                state.schur,
+                state.gradient,
+                state.theta,
+                state.allowed,
+                state.locked,
+                tolerance,
+                limit,
+            )
+        )
+
+    def _size(self, fit: Fit) -> float:
+        """What a change of f is compared with: how far f has fallen from zero, and its value."""
+        return max(abs(fit.value), abs(self._start - fit.value), 1e-300)
+
+    @property
+    def _start(self) -> float:
+        if "_start_value" not in self.__dict__:
+            self.__dict__["_start_value"] = self.problem.objective.value(np.zeros(self.problem.dimension))
+        return float(self.__dict__["_start_value"])
+
+    def _accept(self, fit: Fit, state: State) -> Fit | None:
+        start = np.zeros(self.problem.dimension)
+        chosen = state.members[state.support]
+        start[chosen] = state.theta
+        trial = refit(self.problem.objective, np.sort(chosen), start)
+        gain = fit.value - trial.value
+        return trial if gain > 0.5 * self.tolerance * self._size(fit) else None
+
+    def _members(self, fit: Fit) -> Indices:
+        """The support and the coordinates that would lower f most when added alone."""
+        if self._whole():
+            return np.arange(self.problem.dimension)
+        outside = self.problem.candidates.copy()
+        outside[fit.support] = False
+        count = min(int(outside.sum()), max(100, 3 * fit.support.size))
+        score = np.where(outside, np.abs(fit.gradient) / self.problem.scale, -1.0)
+        best = np.argpartition(-score, count - 1)[:count] if count else np.zeros(0, np.int64)
+        return np.sort(np.concatenate([fit.support, best])).astype(np.int64)
+
+    def state(self, fit: Fit, members: Indices, hessian: Array | None = None) -> State:
+        """The model at a fit on some coordinates that include its support."""
+        if hessian is None:
+            hessian = self._block(fit, members)
+        support = np.searchsorted(members, fit.support).astype(np.int64)
+        rows = hessian[support]
+        inverse = inverse_block(rows[:, support])
+        projection = inverse @ rows
+        allowed = self.problem.candidates[members].astype(np.float64)
+        allowed[support] = 0.0
+        return State(
+            members=members,
+            hessian=hessian,
+            support=support,
+            inverse=np.ascontiguousarray(inverse),
+            projection=np.ascontiguousarray(projection),
+            schur=hessian.diagonal() - np.einsum("ij,ij->j", rows, projection),
+            gradient=fit.gradient[members],
+            theta=fit.theta[fit.support],
+            allowed=allowed,
+            locked=np.isin(fit.support, self.problem.forced),
+        )
+
+    def _block(self, fit: Fit, members: Indices) -> Array:
+        if not self._whole():
+            return np.ascontiguousarray(self.problem.objective.hessian_block(fit.theta, members))
+        if self.gram is None:
+            self.gram = np.ascontiguousarray(self.problem.objective.hessian_block(fit.theta, members))
+        return self.gram
+
+    def _improve_anywhere(self, fit: Fit) -> Fit | None:
+        """The best swap among all pairs, by the model; tried on f for the few most promising."""
+        for leaving, entering, _ in self.best_pairs(fit):
+            support = fit.support.copy()
+            support[leaving] = entering
+            trial = refit(self.problem.objective, np.sort(support), fit.theta)
+            if fit.value - trial.value > 0.5 * self.tolerance * self._size(fit):
+                return trial
+        return None
+
+    def best_pairs(self, fit: Fit) -> list[tuple[int, int, float]]:
+        """(position in Q, coordinate, change of the model) of the best swap of every chunk of coordinates, sorted."""
+        objective, support = self.problem.objective, fit.support
+        inverse = np.ascontiguousarray(inverse_block(objective.hessian_block(fit.theta, support)))
+        diagonal = self._diagonal(fit)
+        locked = np.isin(support, self.problem.forced)
+        outside = self.problem.candidates.copy()
+        outside[support] = False
+        columns = np.flatnonzero(outside)
+        pairs = []
+        for part in np.array_split(columns, max(1, columns.size * support.size // _CHUNK)):
+            rows = objective.hessian_columns(fit.theta, support, part).T
+            projection = np.ascontiguousarray(inverse @ rows)
+            schur = diagonal[part] - np.einsum("ij,ij->j", rows, projection)
+            leaving, entering, change = kernels.best_swap(
+                inverse,
+                projection,
+                schur,
+                diagonal[part],
+                fit.gradient[part],
+                fit.theta[support],
+                np.ones(part.size),
+                locked,
+            )
+            if leaving >= 0 and change < -self.tolerance * self._size(fit):
+                pairs.append((leaving, int(part[entering]), change))
+        return sorted(pairs, key=lambda pair: pair[2])
+
+    def _diagonal(self, fit: Fit) -> Array:
+        objective = self.problem.objective
+        return self.problem.scale**2 if objective.quadratic else objective.hessian_diagonal(fit.theta)
