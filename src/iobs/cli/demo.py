@@ -109,7 +109,7 @@ def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, chosen: l
         scores[method.name]["seconds"] = report.seconds
     assert report is not None
     report.scores = scores
-    report.settings = {"model": "embedded", "data": "embedded text", "seq_len": length, **report.settings}
+    report.settings = {"model": "embedded", "calibration": "embedded text", "seq_len": length, **report.settings}
     return report
 
 

@@ -159,7 +159,7 @@ def _run(
     dense = score(loaded, scoring, calibration.length, "scoring the dense model")
     with Steps("pruning") as steps:
         report = prune_network(loaded.module, batches, pattern, progress=Watch(steps), **options)
-    report.settings = {"model": loaded.source, "data": name, "seq_len": calibration.length, **report.settings}
+    report.settings = {"model": loaded.source, "calibration": name, "seq_len": calibration.length, **report.settings}
     pruned = score(loaded, scoring, calibration.length, "scoring the pruned model")
     if dense:
         report.scores = {"dense": dense, "pruned": pruned}

@@ -139,8 +139,14 @@ def _layers(report: Report) -> str:
 
 
 def _settings(report: Report) -> str:
-    rows = [[escape(str(name)), escape(str(value))] for name, value in report.settings.items()]
+    rows = [[escape(name), escape(_setting(value))] for name, value in report.settings.items()]
     return f"<section><h2>Settings</h2>{_table(['setting', 'value'], rows, words=True)}</section>"
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_setting(entry)}" for name, entry in value.items() if entry is not None)
+    return "–" if value is None else str(value)
 
 
 def _picture(title: str, caption: str, svg: str, after: str = "") -> str:
@@ -185,6 +191,7 @@ th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid #e4e7
 td { white-space: nowrap; font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; }
 .words td { white-space: normal; overflow-wrap: anywhere; }
+.words td:first-child { overflow-wrap: normal; }
 summary { cursor: pointer; color: #2f6f9f; }
 ul { padding-left: 1.2rem; margin: 0; }
 footer { color: #829ab1; font-size: .8rem; text-align: center; padding: 1rem; }

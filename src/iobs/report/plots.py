@@ -118,7 +118,7 @@ def _by_layer(names: list[str], series: list[tuple[str, list[float], str]], labe
     else:
         axes.set(**{f"{value_axis}lim": (0, None)})
     if len(series) > 1:
-        axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), columnspacing=1, handletextpad=0.3)
+        figure.legend(frameon=False, ncols=3, loc="outside upper left", columnspacing=1, handletextpad=0.3)
     return _svg(figure)
 
 
