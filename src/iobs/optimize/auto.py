@@ -5,7 +5,8 @@ The stages run until the gradient vanishes altogether (no support can be better 
 1. hard thresholding pursuit, then exact swaps;
 2. for a quadratic: message passing, then swaps, when the design is incoherent enough for it;
 3. merging pursuit (CoSaMP), then swaps;
-4. kicks: a few members of the best support are exchanged at random for promising outsiders, then swaps;
+4. kicks: a few members of the best support are exchanged at random for promising outsiders, then swaps, until stages
+   have agreed on the same support a few times in a row;
 5. for an under-determined quadratic: adaptive diagonal damping, then swaps.
 
 Every stage may only lower f, and the Top-k support of the Newton step is among the candidates at the end, so the
@@ -29,6 +30,7 @@ from iobs.optimize.swap import Swapper
 GLOBAL = "global minimum: the gradient vanishes, so for a convex f no support can be better"
 LOCAL = "1-swap optimal (by the second-order model where f is not quadratic): no exchange of two coordinates lowers f"
 
+_AGREEMENTS = 2
 _WORK_LIMIT = 4e8  # multiplications of one iteration of adaptive damping
 _PASSING_LIMIT = 4_000_000  # entries of a design that message passing may walk hundreds of times
 
@@ -52,12 +54,16 @@ def stages(problem: Problem, theta: Array | None = None, *, kicks: int = 8) -> I
     if theta is not None:
         best = swapper.improve(best)[0]
         yield Stage("start", best, proposals.solved(problem, best))
+    agreed = 0
     for name, propose in _plan(problem, kicks):
         if proposals.solved(problem, best) and problem.size == best.support.size - problem.forced.size:
             return
+        if name == "kick" and agreed >= _AGREEMENTS:
+            continue
         proposal = propose(best)
         if not proposals.solved(problem, proposal):
             proposal = swapper.improve(proposal)[0]
+        agreed = agreed + 1 if np.array_equal(proposal.support, best.support) else 0
         if proposal.value < best.value or best.support.size < proposal.support.size:
             best = proposal
         yield Stage(name, best, proposals.solved(problem, best))

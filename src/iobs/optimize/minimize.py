@@ -104,7 +104,9 @@ def minimize(
     if max_steps < 1 or not tol >= 0:
         raise ProblemError(f"max_steps must be at least 1 and tol not negative, got {max_steps} and {tol}.")
     problem = Problem(objective, int(k), damping, np.random.default_rng(seed))
-    return run(problem, _method(method), _start(objective, theta0), max_steps, tol, callback)
+    # Overflow far from a minimiser is met everywhere by looking at the value, never by a warning.
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        return run(problem, _method(method), _start(objective, theta0), max_steps, tol, callback)
 
 
 def run(

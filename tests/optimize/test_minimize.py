@@ -1,0 +1,254 @@
+"""The loop, every method in it, and what must hold whatever the method."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+from sparse_problems import correlated_design, sparse_signal
+
+import iobs
+from iobs.errors import NonFiniteError, ProblemError
+from iobs.optimize import auto
+from iobs.optimize.minimize import minimize
+from iobs.optimize.objectives import LeastSquares, Logistic, Poisson, from_torch
+from iobs.optimize.presets import METHODS
+from iobs.optimize.problem import Problem
+from iobs.optimize.refit import refit
+
+CASES = {
+    "least squares": lambda X, m, rng: LeastSquares(X, m + 0.1 * rng.standard_normal(len(m)), intercept=True),
+    "logistic": lambda X, m, rng: Logistic(X, rng.random(len(m)) < 1 / (1 + np.exp(-m)), ridge=0.5, intercept=True),
+    "poisson": lambda X, m, rng: Poisson(X, np.exp(0.3 * m), ridge=0.1),
+}
+
+
+def _case(name, rng, n=60, d=14, k=3):
+    X = correlated_design(rng, n, d, 0.5)
+    return CASES[name](X, X @ sparse_signal(rng, d, k), rng)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_a_feasible_answer_with_its_trace(method, case, rng):
+    objective = _case(case, rng)
+    result = minimize(objective, 3, method=method, max_steps=40)
+    assert result.support.size <= 3
+    np.testing.assert_array_equal(result.support, np.flatnonzero(result.theta))
+    assert result.theta.shape == (14,)
+    assert result.history[0].step == 0
+    assert len(result.history) <= 41
+    full = result.theta if objective.dimension == 14 else np.append(result.theta, result.intercept)
+    assert objective.value(full) == pytest.approx(result.loss, rel=1e-9)
+    again = minimize(objective, 3, method=method, max_steps=40)
+    np.testing.assert_array_equal(result.theta, again.theta)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(4))
+def test_auto_finds_the_best_support_of_small_problems(case, seed):
+    objective = _case(case, np.random.default_rng(seed))
+    result = minimize(objective, 3)
+    supports = (np.union1d(chosen, objective.forced) for chosen in itertools.combinations(range(14), 3))
+    best = min(refit(objective, support.astype(np.int64)).value for support in supports)
+    assert result.loss == pytest.approx(best, rel=1e-9)
+    assert result.converged
+    assert "1-swap optimal" in result.message
+
+
+@pytest.mark.parametrize("convert", [np.asarray, sp.csr_array, torch.from_numpy, lambda X: X.astype(np.float32)])
+def test_storage_does_not_matter(convert, rng):
+    X = correlated_design(rng, 50, 80, 0.3)
+    truth = sparse_signal(rng, 80, 5)
+    result = minimize(LeastSquares(convert(X), X @ truth), 5)
+    np.testing.assert_array_equal(result.support, np.flatnonzero(truth))
+    np.testing.assert_allclose(result.theta, truth, rtol=1e-4 if convert(X).dtype == np.float32 else 1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scaling_columns_does_not_change_the_support(case, rng):
+    X = correlated_design(rng, 60, 30, 0.6)
+    margin = X @ sparse_signal(rng, 30, 4)
+    factors = 10.0 ** rng.uniform(-3, 3, 30)
+    noise = rng.integers(1 << 30)
+    plain, scaled = (
+        {"least squares": LeastSquares, "logistic": Logistic, "poisson": Poisson}[case](
+            matrix, _targets(case, margin, np.random.default_rng(noise))
+        )
+        for matrix in (X, X * factors)
+    )
+    one, other = minimize(plain, 4), minimize(scaled, 4)
+    np.testing.assert_array_equal(one.support, other.support)
+    np.testing.assert_allclose(one.theta, other.theta * factors, rtol=1e-5)
+
+
+def _targets(case, margin, rng):
+    if case == "logistic":
+        return (rng.random(margin.size) < 1 / (1 + np.exp(-margin))).astype(float)
+    return rng.poisson(np.exp(0.5 * margin)) if case == "poisson" else margin + rng.standard_normal(margin.size)
+
+
+def test_torch_functions_take_the_same_road(rng):
+    X = correlated_design(rng, 80, 25, 0.5)
+    truth = sparse_signal(rng, 25, 3)
+    soft = 1 / (1 + np.exp(-X @ truth))
+    tensor, y = torch.from_numpy(X), torch.from_numpy(soft)
+    function = from_torch(lambda t: (torch.nn.functional.softplus(tensor @ t) - y * (tensor @ t)).sum(), 25)
+    result = minimize(function, 3)
+    np.testing.assert_allclose(result.theta, truth, atol=1e-10)
+
+
+@pytest.mark.parametrize(("rho", "k"), [(0.0, 60), (0.0, 70), (0.9, 60)])
+def test_hard_under_determined_recovery(rho, k):
+    rng = np.random.default_rng(77)
+    X = correlated_design(rng, 200, 500, rho)
+    truth = sparse_signal(rng, 500, k)
+    result = minimize(LeastSquares(X, X @ truth), k)
+    np.testing.assert_array_equal(result.support, np.flatnonzero(truth))
+    assert result.message == auto.GLOBAL
+
+
+@pytest.mark.parametrize("method", ["regularised_newton", "cubic_newton", "auto"])
+@pytest.mark.parametrize("kind", ["logistic", "poisson"])
+def test_far_starts_reach_the_minimiser(kind, method):
+    rng = np.random.default_rng(5)
+    X = rng.standard_normal((150, 30)) / (1 if kind == "logistic" else 2)
+    truth = sparse_signal(rng, 30, 4)
+    margin = X @ truth
+    objective = Logistic(X, 1 / (1 + np.exp(-margin))) if kind == "logistic" else Poisson(X, np.exp(margin))
+    start = 10 * rng.standard_normal(30)
+    result = minimize(objective, 4, method=method, theta0=start, max_steps=200)
+    np.testing.assert_allclose(result.theta, truth, atol=1e-7)
+    losses = [record.loss for record in result.history[1:]]
+    assert all(after <= before for before, after in itertools.pairwise(losses))
+
+
+def test_forced_coordinates_stay_and_do_not_count(rng):
+    X = correlated_design(rng, 60, 20, 0.2)
+    truth = sparse_signal(rng, 20, 4)
+    useless = int(np.flatnonzero(truth == 0)[0])
+    for objective in (
+        LeastSquares(X, X @ truth + rng.standard_normal(60), forced=[useless]),
+        Logistic(X, rng.random(60) < 0.5, forced=[useless], intercept=True, ridge=0.1),
+    ):
+        for method in ("auto", "omp", "htp", "iobs", "obc", "iht"):
+            result = minimize(objective, 4, method=method, max_steps=30)
+            assert useless in result.support
+            assert result.support.size <= 5
+
+
+def test_an_iobs_quadratic_of_one_row_is_an_objective(rng):
+    hessian = torch.from_numpy(np.cov(rng.standard_normal((10, 30))))
+    centre = torch.from_numpy(rng.standard_normal(10))
+    result = minimize(iobs.Quadratic.at(centre[None], hessian), 4, method="iobs_exact")
+    swapped = minimize(iobs.Quadratic.at(centre[None], hessian), 4)
+    assert swapped.loss == pytest.approx(result.loss, rel=1e-9)
+    with pytest.raises(ProblemError, match="one row"):
+        minimize(iobs.Quadratic.at(torch.stack([centre, centre]), hessian), 4)
+
+
+@pytest.mark.parametrize("k", [0, 14])
+@pytest.mark.parametrize("case", CASES)
+def test_no_and_all_coordinates(case, k, rng):
+    objective = _case(case, rng)
+    result = minimize(objective, k)
+    assert result.support.size == k
+    full = refit(objective, np.union1d(np.arange(14) if k else [], objective.forced).astype(np.int64))
+    assert result.loss == pytest.approx(full.value, rel=1e-9)
+
+
+def test_duplicate_and_constant_columns(rng):
+    X = correlated_design(rng, 40, 12, 0.3)
+    X[:, 5], X[:, 7], X[:, 8] = X[:, 4], 0.0, 2 * X[:, 4]
+    truth = np.where(np.isin(np.arange(12), [1, 4, 9]), 1.0, 0.0)
+    result = minimize(LeastSquares(X, X @ truth), 3)
+    assert result.loss < 1e-20
+    assert set(result.support) - {4, 5, 8} == {1, 9}
+    wide = minimize(LeastSquares(X, X @ truth + rng.standard_normal(40)), 11)
+    assert 7 not in wide.support
+    assert np.isfinite(wide.loss)
+    nothing = minimize(LeastSquares(np.zeros((5, 3)), np.ones(5)), 2)
+    assert nothing.support.size == 0
+
+
+def test_more_non_zeros_than_samples(rng):
+    X = rng.standard_normal((10, 40))
+    result = minimize(LeastSquares(X, rng.standard_normal(10)), 20)
+    assert result.loss < 1e-15
+    assert result.support.size <= 20
+
+
+def test_separable_classes_and_one_class_end_with_finite_numbers(rng):
+    X = rng.standard_normal((40, 6))
+    for y in (X[:, 2] > 0, np.ones(40), np.zeros(40)):
+        result = minimize(Logistic(X, y, intercept=True), 2)
+        assert np.isfinite(result.theta).all()
+        assert result.loss < 1e-6
+    assert 2 in minimize(Logistic(X, X[:, 2] > 0), 1).support
+
+
+def test_callback_can_stop_and_sees_every_step(rng):
+    seen = []
+    result = minimize(
+        _case("logistic", rng), 3, method="iht", callback=lambda record, theta: seen.append(record) or record.step == 4
+    )
+    assert [record.step for record in seen] == [1, 2, 3, 4]
+    assert not result.converged
+    assert "callback" in result.message
+
+
+def test_inputs_are_not_touched(rng):
+    X, y, start = rng.standard_normal((30, 8)), rng.standard_normal(30), rng.standard_normal(8)
+    copies = X.copy(), y.copy(), start.copy()
+    for method in METHODS:
+        if method != "omp":
+            minimize(LeastSquares(X, y), 3, method=method, theta0=start, max_steps=5)
+    for before, after in zip(copies, (X, y, start), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_large_sparse_designs_stay_matrix_free(rng):
+    X = sp.random_array((400, 20_000), density=0.01, rng=rng, format="csr")
+    truth = np.zeros(20_000)
+    truth[rng.choice(20_000, 8, replace=False)] = 3.0
+    result = minimize(LeastSquares(X, X @ truth), 8)
+    assert result.loss < 1e-15
+    damped = minimize(LeastSquares(X, X @ truth), 8, method="topk_iobs", max_steps=2)
+    assert damped.support.size <= 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"k": -1}, ProblemError, "between 0 and the 14"),
+        ({"k": 15}, ProblemError, "between 0 and the 14"),
+        ({"k": 2.5}, ProblemError, "integer"),
+        ({"k": True}, ProblemError, "integer"),
+        ({"method": "magic"}, ProblemError, "no method 'magic'"),
+        ({"max_steps": 0}, ProblemError, "max_steps"),
+        ({"tol": -1.0}, ProblemError, "tol"),
+        ({"damping": -0.1}, ProblemError, "damping"),
+        ({"theta0": np.ones(3)}, ProblemError, "14 entries"),
+        ({"theta0": np.full(14, np.nan)}, NonFiniteError, "start"),
+        ({"method": "omp", "theta0": np.ones(14)}, ProblemError, "only adds"),
+        ({"method": "iobs_exact", "k": 7, "max_steps": 1}, None, ""),
+    ],
+)
+def test_errors_before_any_work(arguments, error, message, rng):
+    objective = _case("least squares", rng)
+    if error is None:
+        return
+    with pytest.raises(error, match=message):
+        minimize(objective, **{"k": 3, **arguments})
+
+
+def test_candidates_exclude_what_cannot_help(rng):
+    X = rng.standard_normal((20, 5))
+    X[:, 3] = 0
+    problem = Problem(LeastSquares(X, rng.standard_normal(20), forced=[1]), 4)
+    np.testing.assert_array_equal(problem.candidates, [True, False, True, False, True])
+    assert problem.size == 3
+    np.testing.assert_array_equal(problem.top(np.array([1.0, 0, 1, 9, 1]), 2), [0, 1, 2])

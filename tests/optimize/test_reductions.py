@@ -1,0 +1,174 @@
+"""The special cases that the paper claims, as presets that must equal their published formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import iobs
+from iobs.core.patterns import Unstructured
+from iobs.optimize import choices
+from iobs.optimize.curvature import DiagonalHessian, EmpiricalFisher, FullHessian, ScaledIdentity, largest_eigenvalue
+from iobs.optimize.methods import HardThresholding, SparseNewton
+from iobs.optimize.minimize import minimize
+from iobs.optimize.models import QuadraticObjective
+from iobs.optimize.objectives import LeastSquares, Logistic, from_torch
+from iobs.optimize.problem import Problem
+
+D = 12
+
+
+@pytest.fixture
+def least_squares(rng):
+    X = rng.standard_normal((40, D)) @ rng.standard_normal((D, D))
+    return LeastSquares(X, X @ rng.standard_normal(D) + rng.standard_normal(40))
+
+
+def _dense(objective):
+    return np.linalg.solve(
+        objective.hessian_block(np.zeros(D), np.arange(D)), -objective.value_and_gradient(np.zeros(D))[1]
+    )
+
+
+def test_iht_is_the_scaled_identity_with_truncation(least_squares):
+    identity = minimize(least_squares, 4, method=SparseNewton(ScaledIdentity(), choices.Truncate()), max_steps=30)
+    iht = minimize(least_squares, 4, method="iht", max_steps=30)
+    np.testing.assert_allclose(identity.theta, iht.theta, rtol=1e-9, atol=1e-12)
+
+
+def test_iht_steps_by_one_over_the_largest_eigenvalue(least_squares):
+    matrix = least_squares.hessian_block(np.zeros(D), np.arange(D))
+    assert largest_eigenvalue(least_squares, np.zeros(D)) == pytest.approx(np.linalg.eigvalsh(matrix)[-1], rel=1e-10)
+    step = minimize(least_squares, 4, method=HardThresholding(ScaledIdentity(0.01)), max_steps=1, tol=0).theta
+    expected = -0.01 * least_squares.value_and_gradient(np.zeros(D))[1]
+    expected[np.argsort(-np.abs(expected))[4:]] = 0
+    np.testing.assert_allclose(step, expected)
+
+
+def test_topk_iobs_is_magnitude_of_the_newton_point(least_squares):
+    centre = torch.from_numpy(_dense(least_squares))
+    hessian = torch.from_numpy(least_squares.hessian_block(np.zeros(D), np.arange(D)))
+    solution = iobs.solve(iobs.Quadratic.at(centre[None], hessian), Unstructured(keep=4), "magnitude")
+    ours = minimize(least_squares, 4, method="topk_iobs", max_steps=1)
+    np.testing.assert_allclose(ours.theta, solution.weight[0].numpy(), rtol=1e-8)
+
+
+def test_option_2_is_the_formula_of_the_algorithm(least_squares):
+    hessian = least_squares.hessian_block(np.zeros(D), np.arange(D))
+    newton, inverse = _dense(least_squares), np.linalg.inv(hessian)
+    ours = minimize(least_squares, 4, method="iobs_exact", max_steps=1)
+    removed = np.setdiff1d(np.arange(D), ours.support)
+    h_s = np.zeros((D, D))
+    h_s[np.ix_(removed, removed)] = np.linalg.inv(inverse[np.ix_(removed, removed)])
+    np.testing.assert_allclose(ours.theta, newton - inverse @ h_s @ newton, atol=1e-8)
+    assert minimize(least_squares, 4, method="iobs").loss >= ours.loss - 1e-9
+
+
+def test_woodfisher_is_option_2_with_one_removal_and_no_gradient(rng):
+    X = rng.standard_normal((60, D))
+    objective = Logistic(X, (rng.random(60) < 0.5).astype(float), ridge=0.1)
+    theta = rng.standard_normal(D)
+    for curvature in (EmpiricalFisher(), FullHessian(0.0)):
+        inverse = np.linalg.inv(curvature.model(Problem(objective, D - 1), theta, np.zeros(D)).matrix)
+        saliency = theta**2 / inverse.diagonal()
+        i = int(saliency.argmin())
+        expected = theta - theta[i] / inverse[i, i] * inverse[i]  # WoodFisher, eq. 10 and 11
+        for choice in (choices.Greedy(), choices.Enumerate()):
+            method = SparseNewton(curvature, choice, stationary=True)
+            ours = minimize(objective, D - 1, method=method, theta0=theta, max_steps=1)
+            assert i not in ours.support
+            np.testing.assert_allclose(ours.theta, expected, rtol=1e-8, atol=1e-9)
+
+
+def test_woodtaylor_keeps_the_gradient(rng):
+    X = rng.standard_normal((60, D))
+    objective = Logistic(X, (rng.random(60) < 0.5).astype(float), ridge=0.1)
+    theta = rng.standard_normal(D)
+    gradient = objective.value_and_gradient(theta)[1]
+    inverse = np.linalg.inv(EmpiricalFisher().model(Problem(objective, D - 1), theta, gradient).matrix)
+    newton = theta - inverse @ gradient
+    i = int((newton**2 / inverse.diagonal()).argmin())
+    ours = minimize(objective, D - 1, method="woodtaylor", theta0=theta, max_steps=1)
+    np.testing.assert_allclose(ours.theta, newton - newton[i] / inverse[i, i] * inverse[i], rtol=1e-7, atol=1e-9)
+
+
+def test_obc_is_nested_rounds_of_one_removal(least_squares):
+    rounds = minimize(least_squares, 5, method="obc")
+    assert len(rounds.history) == D - 5 + 1
+    model = FullHessian(0.0).model(Problem(least_squares, 5), *_point(least_squares, _dense(least_squares)))
+    at_once = choices.Greedy()(Problem(least_squares, 5), model, 5, np.ones(D, dtype=bool))
+    np.testing.assert_allclose(rounds.theta, at_once, rtol=1e-7)
+    # k = d - 1 again and again, without nested supports, stays at one zero.
+    literal = minimize(least_squares, D - 1, method=SparseNewton(FullHessian(), choices.Enumerate()), max_steps=5)
+    assert literal.support.size == D - 1
+
+
+def test_obc_equals_the_layer_solver(least_squares):
+    if "obc" not in iobs.solvers.SOLVERS:
+        pytest.skip("there is no OBC solver of layers in this build")
+    model = FullHessian(0.0).model(Problem(least_squares, 5), *_point(least_squares, _dense(least_squares)))
+    solution = iobs.solve(model.as_quadratic(), Unstructured(keep=5), "obc")
+    np.testing.assert_allclose(solution.weight[0].numpy(), minimize(least_squares, 5, method="obc").theta, rtol=1e-7)
+
+
+def test_brain_damage_is_the_diagonal_saliency(least_squares):
+    theta = _dense(least_squares)
+    saliency = theta**2 * DiagonalHessian().model(Problem(least_squares, 5), theta, theta).matrix.diagonal()
+    ours = minimize(least_squares, 5, method="obd")
+    assert set(ours.support) == set(np.argsort(-saliency)[:5])
+    np.testing.assert_allclose(ours.theta[ours.support], theta[ours.support], rtol=1e-8)
+
+
+def test_stochastic_step_solves_its_problem_on_any_mask(rng):
+    for _ in range(20):
+        d, lam = 7, float(rng.random()) + 0.1
+        theta, gradient = rng.standard_normal(d), rng.standard_normal(d)
+        mask = rng.random(d) < 0.6
+        hessian = np.outer(gradient, gradient) / np.linalg.norm(gradient) + lam * np.eye(d)
+        model = QuadraticObjective(hessian, hessian @ theta - gradient)
+        support = np.flatnonzero(mask)
+        expected = np.zeros(d)
+        expected[support] = np.linalg.solve(hessian[np.ix_(support, support)], model.linear[support])
+        eta = choices.stochastic_length(theta, gradient, mask, lam)
+        np.testing.assert_allclose(np.where(mask, theta - eta * gradient, 0.0), expected, atol=1e-10)
+    assert choices.stochastic_length(theta, 0 * gradient, mask, 0.5) == 2.0
+    inside = np.where(mask, theta, 0.0)
+    paper = 1 / (lam + (gradient[mask] ** 2).sum() / np.linalg.norm(gradient))
+    assert choices.stochastic_length(inside, gradient, mask, lam) == pytest.approx(paper)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_newton_needs_one_step_where_thresholding_needs_hundreds(seed):
+    """Section 4.1: d 128, k* 16, n 256, k 64; g and H of the same f, whichever its factor."""
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((256, 128)) / 16
+    truth = np.where(np.isin(np.arange(128), rng.choice(128, 16, replace=False)), rng.standard_normal(128), 0.0)
+    target = X @ truth
+    tensor, y = torch.from_numpy(X), torch.from_numpy(target)
+    doubled = from_torch(lambda t: ((y - tensor @ t) ** 2).sum(), 128)
+    for objective in (LeastSquares(X, target), doubled):
+        newton = minimize(objective, 64, method="topk_iobs", max_steps=1)
+        assert np.linalg.norm(newton.theta - truth) <= 1e-12 * np.linalg.norm(truth)
+    thresholding = minimize(LeastSquares(X, target), 64, method="iht", max_steps=200)
+    assert np.linalg.norm(thresholding.theta - truth) > 1e-12 * np.linalg.norm(truth)
+
+
+def test_mixing_two_factors_cycles_for_ever(rng):
+    """The gradient of norm(y - X theta)^2 with the Hessian X^T X, taken literally: 0, 2 theta*, 0, 2 theta*, ..."""
+    X = rng.standard_normal((60, D))
+    truth = np.where(np.arange(D) < 3, 1.0, 0.0)
+    objective = LeastSquares(X, X @ truth)
+
+    class Mixed:
+        def model(self, problem, theta, gradient):
+            return FullHessian(0.0).model(problem, theta, 2 * gradient)
+
+    result = minimize(objective, 6, method=SparseNewton(Mixed(), choices.Truncate()), max_steps=50)
+    assert not result.converged
+    steps = [record.step_norm for record in result.history[1:]]
+    np.testing.assert_allclose(steps, 2 * np.linalg.norm(truth), rtol=1e-6)
+
+
+def _point(objective, theta):
+    return theta, objective.value_and_gradient(theta)[1]
