@@ -1,0 +1,157 @@
+"""Scores against short references."""
+
+import math
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from iobs import data, evaluate, models
+from iobs.data import ArraySource, BatchSource, TextSource
+from iobs.errors import DataError, ModelError, NonFiniteError
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return models.load()
+
+
+@torch.no_grad()
+def reference_perplexity(model, tokenizer, documents, length):
+    """The convention of perplexities, window by window and token by token, in float64."""
+    tokens = [token for text in documents for token in tokenizer(text, verbose=False)["input_ids"]]
+    total, count = 0.0, 0
+    for start in range(0, len(tokens) - length + 1, length):
+        window = torch.tensor(tokens[start : start + length])
+        scores = model(input_ids=window[None]).logits[0].double().log_softmax(-1)
+        for position in range(1, length):
+            total -= scores[position - 1, window[position]].item()
+            count += 1
+    return math.exp(total / count)
+
+
+def test_perplexity_equals_the_reference(embedded):
+    documents = data.embedded_text("heldout")[:3]
+    windows = data.token_windows(embedded.tokenizer, documents, 64)
+    expected = reference_perplexity(embedded.module, embedded.tokenizer, documents, 64)
+    for batch in (1, 3, 100):
+        assert evaluate.perplexity(embedded.module, windows, batch) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_shared_language_model_scores_as_its_convention_says(shared_data):
+    loaded = models.load(shared_data / "llama_stories260K")
+    source = data.open_source([str(shared_data / "tinystories" / "validation.txt")], "evaluation", loaded)
+    scores = evaluate.evaluate(loaded, source, length=2048)
+    assert scores["perplexity"] == pytest.approx(4.644, abs=5e-4)
+    assert scores["tokens"] == 240 * 512
+
+
+def test_accuracy_counts_hits():
+    torch.manual_seed(0)
+    module, inputs = nn.Linear(5, 3), torch.randn(11, 5)
+    targets = torch.randint(3, (11,))
+    expected = 100 * (module(inputs).argmax(1) == targets).double().mean().item()
+    batches = [(inputs[:4], targets[:4]), (inputs[4:], targets[4:])]
+    assert evaluate.accuracy(module, batches) == pytest.approx(expected)
+
+
+def test_accuracy_of_models_that_take_mappings():
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(5, 3)
+
+        def forward(self, pixel_values):
+            return SimpleNamespace(logits=self.inner(pixel_values))
+
+    module, inputs = Classifier(), torch.randn(6, 5)
+    labels = module.inner(inputs).argmax(1)
+    assert evaluate.accuracy(module, [{"pixel_values": inputs, "labels": labels}]) == 100
+
+
+def test_the_shared_residual_network(shared_data, zoo):
+    images, labels = zoo.cifar10("test5000", "resnet20")
+    loaded = models.load(f"{shared_data / 'zoo.py'}:resnet20")
+    source = ArraySource("test", images[:500], labels[:500])
+    expected = zoo.accuracy(zoo.resnet20(), images[:500], labels[:500])
+    assert evaluate.evaluate(loaded, source)["accuracy"] == pytest.approx(expected)
+
+
+def test_nan_is_named(embedded):
+    module = nn.Linear(2, 2)
+    with torch.no_grad():
+        module.weight.fill_(float("nan"))
+    good = nn.Linear(2, 2)
+    batches = [(torch.ones(1, 2), torch.zeros(1))]
+    evaluate.accuracy(good, batches)
+    with pytest.raises(NonFiniteError, match="batch 1"):
+        evaluate.accuracy(module, batches)
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, input_ids):
+            return SimpleNamespace(logits=torch.full((*input_ids.shape, 9), float("nan")))
+
+    with pytest.raises(NonFiniteError, match="windows 0 to 1"):
+        evaluate.perplexity(Broken(), torch.ones(2, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize(("batches", "message"), [([torch.ones(1, 2)], "Batch 1 has no targets"), ([], "no batch")])
+def test_accuracy_needs_targets(batches, message):
+    with pytest.raises(DataError, match=message):
+        evaluate.accuracy(nn.Linear(2, 2), batches)
+
+
+def test_text_needs_a_language_model(tmp_path, embedded):
+    encoder = models.LoadedModel(nn.Linear(2, 2), embedded.tokenizer, "here", "other", None, lambda *_: None)
+    with pytest.raises(ModelError, match="not a causal language model"):
+        evaluate.evaluate(encoder, TextSource("text", lambda: ["text"]))
+    with pytest.raises(ModelError, match="no logits"):
+        evaluate.output_logits((torch.ones(1),))
+
+
+def test_ready_batches(embedded):
+    windows = data.token_windows(embedded.tokenizer, data.embedded_text("heldout"), 32, limit=6)
+    source = BatchSource("mine", [{"input_ids": windows[:4]}, {"input_ids": windows[4:]}])
+    expected = evaluate.perplexity(embedded.module, windows)
+    assert evaluate.evaluate(embedded, source)["perplexity"] == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(DataError, match="input_ids"):
+        evaluate.evaluate(embedded, BatchSource("mine", [torch.ones(2, 3)]))
+
+
+def test_progress_is_told(embedded):
+    windows = data.token_windows(embedded.tokenizer, data.embedded_text("heldout"), 16, limit=5)
+    told = []
+    evaluate.perplexity(embedded.module, windows, 2, lambda done, total: told.append((done, total)))
+    assert told == [(2, 5), (4, 5), (5, 5)]
+
+
+# ---- lm-eval
+def test_tasks_without_the_library(embedded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(DataError, match="pip install"):
+        evaluate.evaluate_tasks(embedded, ["mmlu"])
+
+
+def test_tasks_are_flattened_and_failures_named(embedded, monkeypatch):
+    def run(model, tasks, limit, bootstrap_iters):
+        if tasks == ["unknown"]:
+            raise KeyError("unknown")
+        return {"results": {"mmlu": {"alias": "mmlu", "acc,none": 0.25, "acc_stderr,none": 0.01}}}
+
+    library = types.ModuleType("lm_eval")
+    library.simple_evaluate = run
+    inner = types.ModuleType("lm_eval.models.huggingface")
+    inner.HFLM = lambda pretrained, tokenizer: None
+    monkeypatch.setitem(sys.modules, "lm_eval", library)
+    monkeypatch.setitem(sys.modules, "lm_eval.models", types.ModuleType("lm_eval.models"))
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", inner)
+    assert evaluate.evaluate_tasks(embedded, ["mmlu"]) == {"mmlu/acc": 0.25}
+    with pytest.raises(DataError, match="lm-eval cannot run unknown"):
+        evaluate.evaluate_tasks(embedded, ["unknown"])

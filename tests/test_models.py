@@ -1,0 +1,312 @@
+"""Every MODEL loads, every damaged one gives one clear error, and outputs appear whole or not at all."""
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from iobs import models
+from iobs.errors import ModelError, OutputError
+from iobs.models.loaded import LoadedModel
+from iobs.models.vision_shim import ensure_torchvision
+
+ensure_torchvision()
+
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """A small random language model with the embedded tokenizer's files."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama") / "model"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(models.EMBEDDED / name, folder)
+    return folder
+
+
+@pytest.fixture
+def directory(pristine, tmp_path):
+    return shutil.copytree(pristine, tmp_path / "model")
+
+
+@pytest.fixture
+def factory(tmp_path):
+    """A file with a network whose two layers share their weight, and functions that go wrong."""
+    file = tmp_path / "net.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def build():\n"
+        "    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))\n"
+        "    net[2].weight = net[0].weight\n"
+        "    return net.train()\n\n"
+        "def number():\n    return 3\n\n"
+        "def broken():\n    raise RuntimeError('mine')\n"
+    )
+    return file
+
+
+def same_weights(first: nn.Module, second: nn.Module) -> bool:
+    a, b = first.state_dict(), second.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- loading
+def test_the_embedded_model_is_what_its_recipe_says():
+    loaded = models.load()
+    recipe = json.loads((models.EMBEDDED / "recipe.json").read_text())
+    assert (loaded.task, loaded.context, loaded.module.dtype) == ("causal-lm", 256, torch.float32)
+    assert models.parameter_count(loaded.module) == recipe["parameters"]
+    assert recipe["heldout_perplexity"] < recipe["heldout_perplexity_bigram"] / 2
+    assert sum(file.stat().st_size for file in models.EMBEDDED.iterdir()) < 5e6
+
+
+def test_a_directory_loads_in_eval_mode_and_round_trips(directory, tmp_path):
+    loaded = models.load(directory)
+    assert not loaded.module.training
+    assert loaded.window_length(2048) == 64
+    loaded.save(tmp_path / "copy")
+    again = models.load(tmp_path / "copy")
+    assert same_weights(loaded.module, again.module)
+    assert again.tokenizer is not None
+    assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
+
+    from transformers import AutoModelForCausalLM
+
+    assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "copy"), loaded.module)
+
+
+def test_dtypes(directory):
+    assert models.load(directory, dtype=torch.bfloat16).module.dtype == torch.bfloat16
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    assert models.load(directory).module.dtype == torch.float32
+
+
+def test_image_classifiers_take_their_own_class(tmp_path):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    loaded = models.load(tmp_path / "vit")
+    assert type(loaded.module).__name__ == "ViTForImageClassification"
+    assert loaded.task == "image-classification"
+    assert loaded.tokenizer is None
+
+
+def test_functions(factory, tmp_path):
+    loaded = models.load(f"{factory}:build")
+    assert not loaded.module.training
+    with torch.no_grad():
+        loaded.module[0].weight.fill_(0.25)
+    loaded.save(tmp_path / "out")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"model.safetensors", "iobs.json"}
+    again = models.load(tmp_path / "out")
+    assert same_weights(loaded.module, again.module)
+    assert again.module[0].weight is again.module[2].weight
+    again.save(tmp_path / "out2")
+    assert same_weights(models.load(tmp_path / "out2").module, loaded.module)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("number", "returned int"), ("broken", "RuntimeError: mine"), ("absent", "no function 'absent'")],
+)
+def test_functions_that_go_wrong(factory, function, message):
+    with pytest.raises(ModelError, match=message):
+        models.load(f"{factory}:{function}")
+
+
+def test_files_that_go_wrong(tmp_path):
+    with pytest.raises(ModelError, match="does not exist"):
+        models.load(f"{tmp_path / 'none.py'}:build")
+    (tmp_path / "bad.py").write_text("1 / 0\n")
+    with pytest.raises(ModelError, match="ZeroDivisionError"):
+        models.load(f"{tmp_path / 'bad.py'}:build")
+
+
+def test_a_factory_that_changed_is_noticed(factory, tmp_path):
+    models.load(f"{factory}:build").save(tmp_path / "out")
+    factory.write_text("from torch import nn\n\ndef build():\n    return nn.Linear(3, 3)\n")
+    with pytest.raises(ModelError, match="does not fit"):
+        models.load(tmp_path / "out")
+    factory.unlink()
+    with pytest.raises(ModelError, match="does not exist"):
+        models.load(tmp_path / "out")
+
+
+def test_timm(tmp_path, monkeypatch):
+    timm = pytest.importorskip("timm")
+    build = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: build(name, pretrained=False))
+    loaded = models.load("timm:mobilenetv3_small_050")
+    loaded.save(tmp_path / "out")
+    assert same_weights(models.load(tmp_path / "out").module, loaded.module)
+    with pytest.raises(ModelError, match="no model 'resnet_of_mine'"):
+        models.load("timm:resnet_of_mine")
+
+
+# ---- damage
+def test_missing_and_damaged_files(directory, tmp_path):
+    with pytest.raises(ModelError, match="does not exist"):
+        models.load(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        models.load(tmp_path / "empty")
+    with pytest.raises(ModelError, match="is a file"):
+        models.load(directory / "config.json")
+    weights = directory / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ModelError, match="damaged or cut short"):
+        models.load(directory)
+    weights.unlink()
+    with pytest.raises(ModelError, match="no weights"):
+        models.load(directory)
+    torch.save({}, directory / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="can run any code"):
+        models.load(directory)
+
+
+def test_a_missing_shard_is_named(directory):
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"model-2\.safetensors is missing"):
+        models.load(directory)
+    (directory / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ModelError, match="is damaged"):
+        models.load(directory)
+
+
+def test_weights_that_are_not_there_are_not_made_up(directory):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 of the weights .* model\.layers\.0\.mlp\.up_proj\.weight"):
+        models.load(directory)
+
+
+def test_unknown_classes_and_types(directory):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
+    with pytest.raises(ModelError, match="no model class 'NoSuchModel'"):
+        models.load(directory)
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "nonsense"}))
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        models.load(directory)
+
+
+def test_a_directory_without_tokenizer_loads_and_says_so_when_text_comes(directory):
+    (directory / "tokenizer.json").unlink()
+    loaded = models.load(directory)
+    with pytest.raises(ModelError, match=r"no tokenizer.*tokenizer\.json"):
+        loaded.require_tokenizer()
+
+
+def test_a_damaged_tokenizer(directory):
+    (directory / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="tokenizer"):
+        models.load(directory)
+
+
+# ---- output
+def test_existing_output_is_never_touched(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    with pytest.raises(OutputError, match="not empty"), models.output_directory(tmp_path / "out"):
+        pytest.fail("the body must not run")
+    assert (tmp_path / "out" / "mine").read_text() == "x"
+    with pytest.raises(OutputError, match="is a file"):
+        models.check_output(tmp_path / "out" / "mine")
+    with pytest.raises(OutputError, match="MB left"):
+        models.check_output(tmp_path / "new", needed_bytes=1 << 60)
+    models.check_output(tmp_path / "out", replaceable=("mine",))
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_output_appears_whole(tmp_path, existing):
+    target = tmp_path / "deep" / "out"
+    if existing:
+        target.mkdir(parents=True)
+    with models.output_directory(target) as temporary:
+        (temporary / "file").write_text("x")
+        assert not (target / "file").exists()
+    assert (target / "file").read_text() == "x"
+    assert [entry.name for entry in target.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError, OSError(errno.ENOSPC, "No space left on device")])
+def test_a_failure_leaves_nothing_behind(tmp_path, failure):
+    expected = OutputError if isinstance(failure, OSError) else failure
+
+    def write():
+        with models.output_directory(tmp_path / "out") as temporary:
+            (temporary / "file").write_text("x")
+            raise failure
+
+    with pytest.raises(expected):
+        write()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files by a Linux resource limit")
+def test_a_full_disk_while_weights_are_written(directory, tmp_path):
+    script = (
+        "import resource, signal, sys\n"
+        "from iobs import models\n"
+        "from iobs.errors import OutputError\n"
+        "loaded = models.load(sys.argv[1])\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try:\n    loaded.save(sys.argv[2])\n"
+        "except OutputError as error:\n    print(error)\n"
+    )
+    out = tmp_path / "folder" / "out"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(directory), str(out)], capture_output=True, text=True, timeout=200
+    )
+    assert "could not be written" in done.stdout, done.stderr
+    assert not [*out.parent.iterdir()]
+
+
+def test_replaced_output_is_the_new_one(tmp_path):
+    for content in ("old", "new"):
+        with models.output_directory(tmp_path / "out", replaceable=("file",)) as temporary:
+            (temporary / "file").write_text(content)
+    assert (tmp_path / "out" / "file").read_text() == "new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_import_is_light():
+    script = (
+        "import sys, iobs; print([m for m in ('transformers', 'timm', 'matplotlib', 'sklearn') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_loaded_model_knows_its_size():
+    module = nn.Linear(3, 2)
+    loaded = LoadedModel(module, None, "here", "other", None, lambda model, directory: None)
+    assert (models.parameter_count(loaded.module), models.size_in_bytes(module)) == (8, 32)
+    assert loaded.window_length(77) == 77
