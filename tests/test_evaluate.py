@@ -34,10 +34,10 @@ def reference_perplexity(model, tokenizer, documents, length):
 
 
 def test_perplexity_equals_the_reference(embedded):
-    documents = data.embedded_text("heldout")[:3]
+    documents = [text[:900] for text in data.embedded_text("heldout")[:4]]
     windows = data.token_windows(embedded.tokenizer, documents, 64)
     expected = reference_perplexity(embedded.module, embedded.tokenizer, documents, 64)
-    for batch in (1, 3, 100):
+    for batch in (3, 100):
         assert evaluate.perplexity(embedded.module, windows, batch) == pytest.approx(expected, rel=1e-6)
 
 
@@ -75,8 +75,8 @@ def test_accuracy_of_models_that_take_mappings():
 def test_the_shared_residual_network(shared_data, zoo):
     images, labels = zoo.cifar10("test5000", "resnet20")
     loaded = models.load(f"{shared_data / 'zoo.py'}:resnet20")
-    source = ArraySource("test", images[:500], labels[:500])
-    expected = zoo.accuracy(zoo.resnet20(), images[:500], labels[:500])
+    source = ArraySource("test", images[:200], labels[:200])
+    expected = zoo.accuracy(zoo.resnet20(), images[:200], labels[:200])
     assert evaluate.evaluate(loaded, source)["accuracy"] == pytest.approx(expected)
 
 

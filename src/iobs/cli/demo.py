@@ -66,7 +66,7 @@ def demo(
 
         write_results(loaded, report, temporary, MODEL_FOLDER)
     _show(report)
-    _prove(output, report)
+    _prove(output, loaded, report)
     out.print(f"Done in {time.perf_counter() - started:.0f} s. Look at {output / 'report.html'}", markup=False)
     out.print(f"Next: iobs inspect {output / MODEL_FOLDER}, or prune a model of yours: iobs prune --help", markup=False)
 
@@ -123,14 +123,16 @@ def _show(report: Report) -> None:
         out.print(line, markup=False)
 
 
-def _prove(output: Path, report: Report) -> None:
+def _prove(output: Path, original: LoadedModel, report: Report) -> None:
     """Read the model back as any user would, score it again and count its zeros.
 
     Raises:
         AuditError: a zero or the score was lost on the way.
     """
     from iobs import models
+    from iobs.data import open_source
     from iobs.errors import AuditError
+    from iobs.evaluate import evaluate
     from iobs.prune.audit import audit
 
     folder = output / MODEL_FOLDER
@@ -138,17 +140,9 @@ def _prove(output: Path, report: Report) -> None:
     if zeros < promised:
         raise AuditError(f"{folder} holds {zeros:,} zeros, {promised:,} were made.")
     reloaded = models.load(folder)
-    again = _embedded_score(reloaded)
+    again = evaluate(reloaded, open_source([], "evaluation", original))["perplexity"]
     expected = list(report.scores.values())[-1]["perplexity"]
     if abs(again - expected) > 1e-3 * expected:
         raise AuditError(f"{folder} scores {again:.3f} after reloading, {expected:.3f} before.")
     line = f"Reloaded {folder}: {zeros:,} real zeros, perplexity {again:.2f}, as before it was written."
     console.output_console().print(line, markup=False)
-
-
-def _embedded_score(model: LoadedModel) -> float:
-    from iobs.data import embedded_text, token_windows
-    from iobs.evaluate import perplexity
-
-    windows = token_windows(model.require_tokenizer(), embedded_text("heldout"), model.window_length(2048))
-    return perplexity(model.module, windows, batch=16)

@@ -31,6 +31,11 @@ class Watch:
         self._rounds, self._total, self._done = rounds, rounds * len(layers), 0
         self._show("")
 
+    def note(self, text: str) -> None:
+        """Something has been chosen or estimated."""
+        if not self._quiet:
+            say(f"{self._prefix}{text}")
+
     def layer(self, round_index: int, record: LayerRecord) -> None:
         """A layer has been pruned."""
         self._advance(f"{self._round(round_index)}{record.name}")

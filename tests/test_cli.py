@@ -1,0 +1,298 @@
+"""The command line as a user meets it: commands, errors as one line, nothing half-written."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import iobs
+from iobs import models
+from iobs.cli import COMMANDS, app
+from iobs.cli import demo as demo_command
+from iobs.cli.progress import Steps
+from iobs.cli.watch import Watch
+from iobs.data import sources
+from iobs.paper import Experiment, Results, Row
+from iobs.prune.record import LayerRecord, RoundRecord
+from iobs.report import read_report
+
+# Two prunable matrices of the embedded model: enough to see everything happen.
+SMALL = ("--include", "model.layers.0.mlp.up_proj", "--include", "model.layers.3.mlp.down_proj")
+QUICK = (*SMALL, "--samples", "10", "--seq-len", "32", "--batch-size", "5")
+
+
+@pytest.fixture(autouse=True)
+def embedded_text(monkeypatch):
+    """The embedded text cut short, so that scoring it takes no time."""
+
+    def short(split):
+        return [text[:1500] for text in real(split)[:4]]
+
+    real = sources.embedded_text
+    monkeypatch.setattr(sources, "embedded_text", short)
+    return short
+
+
+@pytest.fixture
+def run():
+    def call(*arguments, code=0):
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exit_code == code, result.output
+        assert "Traceback" not in result.output
+        return result
+
+    return call
+
+
+@pytest.fixture
+def classifier(tmp_path):
+    """A file with a network and its data."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def net():\n"
+        "    torch.manual_seed(0)\n"
+        "    return nn.Sequential(nn.Linear(7, 16), nn.ReLU(), nn.Linear(16, 3))\n\n"
+        "def batches():\n"
+        "    g = torch.Generator().manual_seed(1)\n"
+        "    return [(torch.randn(20, 7, generator=g), torch.randint(3, (20,), generator=g)) for _ in range(3)]\n\n"
+        "def spoiled():\n"
+        "    good = batches()\n"
+        "    good[2][0][4, 1] = float('nan')\n"
+        "    return good\n\n"
+        "def spoiled_net():\n"
+        "    made = net()\n"
+        "    made[0].weight.data[1, 1] = float('nan')\n"
+        "    return made\n\n"
+        "def empty():\n    return []\n"
+    )
+    return file
+
+
+def one_error(result):
+    lines = [line for line in result.stderr.splitlines() if line.startswith("Error:")]
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+# ---- help and version
+def test_help_names_every_command(run):
+    text = run("--help").output
+    assert all(command in text for command in COMMANDS)
+    for command in COMMANDS:
+        assert "Usage" in run(command, "--help").output
+    assert run("--version").output.strip() == f"iobs {iobs.__version__}"
+
+
+# ---- prune, evaluate, inspect
+def test_prune_a_language_model_then_evaluate_and_inspect(run, tmp_path, embedded_text):
+    out = tmp_path / "out"
+    shown = run("prune", "-o", out, *QUICK).output
+    assert "50.00 % zeros" in shown
+    names = {file.name for file in out.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "report.json", "report.html", "README.md"} <= names
+
+    from transformers import AutoModelForCausalLM
+
+    reloaded = AutoModelForCausalLM.from_pretrained(out)
+    pruned = reloaded.model.layers[0].mlp.up_proj.weight
+    assert int((pruned == 0).sum()) == pruned.numel() // 2
+    assert int((reloaded.model.layers[1].mlp.up_proj.weight == 0).sum()) == 0
+
+    report = read_report(out / "report.json")
+    assert report.scores["pruned"]["perplexity"] > report.scores["dense"]["perplexity"]
+    source = tmp_path / "text.txt"
+    source.write_text("\n<|endoftext|>\n".join(embedded_text("heldout")), encoding="utf8")
+    again = json.loads(run("evaluate", out, "--data", source, "--seq-len", 32, "--json").stdout)
+    assert again["perplexity"] == pytest.approx(report.scores["pruned"]["perplexity"], rel=1e-5)
+    text = run("inspect", out).output
+    assert "50.00 % zeros: 69,120 of 138,240 weights in 2 layers" in text
+    assert "27 matrices have no zero" in text
+    assert len(json.loads(run("inspect", out, "--json").stdout)) == 29
+
+
+def test_prune_a_network_of_the_users_own_with_rounds(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    shown = run(
+        "prune", f"{classifier}:net", "--data", f"{classifier}:batches", "--eval-data", f"{classifier}:batches",
+        "-o", out, "--sparsity", 0.4, "--rounds", 2,
+    ).output  # fmt: skip
+    assert "Rounds" in shown
+    assert "accuracy" in shown
+    assert {file.name for file in out.iterdir()} == {
+        "model.safetensors", "iobs.json", "report.json", "report.html", "README.md"
+    }  # fmt: skip
+    run("evaluate", out, "--data", f"{classifier}:batches")
+    assert "zeros" in run("inspect", out).output
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:8"])
+def test_prune_to_a_pattern_and_check_it(run, tmp_path, pattern):
+    out = tmp_path / "out"
+    run("prune", "-o", out, "--pattern", pattern, "--solver", "magnitude", *QUICK)
+    assert pattern in run("inspect", out, "--pattern", pattern).output
+    assert "1:4 allows 1" in one_error(run("inspect", out, "--pattern", "1:4", code=1))
+
+
+def test_dry_run_writes_nothing(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = run("prune", "--dry-run", *SMALL).output
+    assert "model.layers.0.mlp.up_proj" in text
+    assert "left dense" in text
+    assert not [*tmp_path.iterdir()]
+
+
+def test_inspect_notices_weights_that_changed(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    run("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out)
+    loaded = models.load(out)
+    with torch.no_grad():
+        loaded.module[0].weight.add_(1.0)
+    shutil.rmtree(tmp_path / "changed", ignore_errors=True)
+    loaded.save(tmp_path / "changed")
+    shutil.copy(out / "report.json", tmp_path / "changed")
+    assert "promises" in one_error(run("inspect", tmp_path / "changed", code=1))
+
+
+# ---- errors: one line, exit code, nothing left
+@pytest.mark.parametrize(
+    ("network", "data", "options", "message"),
+    [
+        ("net", "spoiled", (), "batch 2"),
+        ("spoiled_net", "batches", (), "NaN"),
+        ("net", "empty", (), "no batch"),
+        ("net", "batches", ("--skip", "nothing*"), "matches none"),
+        ("net", "batches", ("--sparsity", "1.0"), r"\[0, 1\)"),
+        ("net", "batches", ("--pattern", "2:4"), "divisible by 4, got 7"),
+        ("net", "batches", ("--pattern", "x"), "Cannot read the pattern"),
+        ("net", "batches", ("--solver", "wish"), "wish"),
+        ("net", "batches", ("--recipe", "wish"), "wish"),
+        ("absent", "batches", (), "no function"),
+    ],
+)
+def test_each_mistake_gives_one_clear_line(run, classifier, tmp_path, network, data, options, message):
+    import re
+
+    folder = tmp_path / "folder"
+    arguments = (f"{classifier}:{network}", "--data", f"{classifier}:{data}", "-o", folder / "out", *options)
+    assert re.search(message, one_error(run("prune", *arguments, code=1)))
+    assert not folder.exists()
+
+
+def test_an_output_that_exists_is_found_before_any_work(run, tmp_path):
+    (tmp_path / "mine").write_text("x")
+    assert "not empty" in one_error(run("prune", "/no/such/model", "-o", tmp_path, code=1))
+
+
+def test_a_text_that_is_too_short(run, tmp_path):
+    (tmp_path / "a.txt").write_text("few words")
+    message = one_error(run("prune", "-o", tmp_path / "out", "--data", tmp_path / "a.txt", code=1))
+    assert "less than one window of 256" in message
+
+
+def test_wrong_usage_exits_with_2(run, tmp_path):
+    run("prune", code=2)
+    run("prune", "-o", tmp_path / "out", "--sparsity", "0.5", "--pattern", "2:4", code=2)
+    run("evaluate", "--dtype", "float3", code=2)
+    run("evaluate", "--device", "nonsense", code=2)
+
+
+def test_interruption_leaves_nothing(run, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("iobs.cli.results.write_report", interrupted)
+    result = run("prune", "-o", tmp_path / "out", *QUICK, code=130)
+    assert "Nothing half-written" in result.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+def test_inspect_of_what_is_no_model(run, tmp_path):
+    assert "is not a directory" in one_error(run("inspect", tmp_path / "none", code=1))
+    assert "no .safetensors" in one_error(run("inspect", tmp_path, code=1))
+
+
+def test_inspect_of_a_dense_model(run):
+    assert "this model is dense" in run("inspect", models.EMBEDDED).output
+
+
+# ---- demo
+def test_demo(run, tmp_path, monkeypatch):
+    """The demo with its cheapest method and the rounds, on few windows."""
+    real = demo_command.methods
+
+    def two(rounds):
+        from dataclasses import replace
+
+        chosen = [method for method in real(rounds) if method.name == "magnitude" or method.options.get("rounds")]
+        last = chosen[-1]
+        step = replace(last.options["step"], steps=1, batch_size=2)
+        options = {**last.options, "step": step, "include": "model.layers.0.mlp.*", "solver": "magnitude"}
+        return [*chosen[:-1], replace(last, options=options)]
+
+    monkeypatch.setattr(demo_command, "methods", two)
+    out = tmp_path / "iobs-demo"
+    text = run("demo", "-o", out, "--samples", 8, "--rounds", 2).output
+    assert "magnitude" in text
+    assert "Reloaded" in text
+    assert {entry.name for entry in out.iterdir()} == {"report.html", "report.json", "model"}
+    report = read_report(out / "report.json")
+    assert [*report.scores] == ["dense", "magnitude", "I-OBS, 2 rounds"]
+    assert "is not empty" not in run("inspect", out).output
+    (out / "mine.txt").write_text("x")
+    assert "not empty" in one_error(run("demo", "-o", out, code=1))
+
+
+def test_the_demo_compares_what_it_promises():
+    assert [method.name for method in demo_command.methods(3)] == [
+        "magnitude", "Wanda", "SparseGPT", "ADMM", "I-OBS, 3 rounds"
+    ]  # fmt: skip
+
+
+# ---- reproduce
+def test_reproduce(run, monkeypatch):
+    entry = Experiment(
+        "table9",
+        "Table 9",
+        "an example",
+        lambda request: Results("perplexity", [Row("50 %", "I-OBS", 11.0, float(request.seed))], ["A note."]),
+        "a small network",
+    )
+    for module in ("iobs.paper.registry", "iobs.cli.reproduce"):
+        monkeypatch.setattr(f"{module}.experiments", lambda: [entry])
+    assert "table9" in run("reproduce").output
+    text = run("reproduce", "table9", "--seed", 7).output
+    assert all(part in text for part in ("published", "11", "7", "A note."))
+    assert json.loads(run("reproduce", "table9", "--json").stdout)["rows"][0]["published"] == 11.0
+    assert "table9" in one_error(run("reproduce", "table10", code=1))
+
+
+# ---- progress
+def test_progress_counts_layers_and_steps(monkeypatch):
+    told = []
+    steps = SimpleNamespace(update=lambda done, total, text: told.append((done, total, text)))
+    watch = Watch(steps, "x: ")
+    layer = LayerRecord("l", (2, 2), 0.5, 2, 0.1, None, 0.1, 0.01, 0, 5, 0.1)
+    watch.begin(2, ["l", "m"])
+    for round_index in range(2):
+        watch.layer(round_index, layer)
+        watch.layer(round_index, layer)
+        watch.round(RoundRecord(round_index, 0.5, 1.0, None, [layer]))
+        for step in range(3 if round_index == 0 else 0):
+            watch.step(round_index, step + 1, 3, 0.5)
+    assert told[1] == (1, 4, "x: round 1 of 2, l")
+    assert told[3] == (3, 7, "x: round 1 of 2, step 1 of 3, loss 0.500")
+    watch.step(2, 1, 1, 0.25)
+    assert told[-1] == (8, 8, "x: polish: step 1 of 1, loss 0.250")
+
+
+def test_plain_progress_is_a_line_now_and_then(capsys, monkeypatch):
+    clock = iter([0.0, 1.0, 20.0, 21.0])
+    monkeypatch.setattr("iobs.cli.progress.time.monotonic", lambda: next(clock))
+    with Steps("work") as steps:
+        for done in (1, 5, 6):
+            steps.update(done, 10)
+    assert capsys.readouterr().err == "work: 50 %, about 20 s left\n"

@@ -1,0 +1,192 @@
+"""Reports: numbers as people read them, tables, the page, JSON and back."""
+
+import base64
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from rich.console import Console
+
+from iobs import report
+from iobs.errors import DataError
+from iobs.prune.record import AuditRow, LayerRecord, Report, RoundRecord
+from iobs.report import numbers, plots, tables
+
+
+def make_report(layers=4, rounds=3, heldout=True, scores=None, error=0.01):
+    def layer(round_index, index):
+        return LayerRecord(
+            name=f"model.layers.{index}.<mlp>",
+            shape=(8, 6),
+            asked=0.5,
+            zeros=24,
+            error_calibration=error * (index + 1) / (round_index + 1),
+            error_heldout=2 * error if heldout else None,
+            error_dense=error * (round_index + 1),
+            damping=0.01,
+            dead_columns=0,
+            inputs=100,
+            seconds=0.25,
+        )
+
+    records = [
+        RoundRecord(
+            index,
+            0.5,
+            1.0 / (index + 1),
+            (2.0, 1.5, 1.75, 3.0)[index % 4] if heldout else None,
+            [layer(index, i) for i in range(layers)],
+            [0.1],
+            1.5,
+        )
+        for index in range(rounds)
+    ]
+    return Report(
+        settings={"model": "mine & yours", "solver": "admm", "rounds": rounds, "pattern": "unstructured 0.5 per layer"},
+        loss_name="KL to the dense model",
+        dense_loss=0.0 if heldout else None,
+        rounds=records,
+        best_round=min(1, rounds - 1),
+        skipped={"lm_head": "output head"},
+        audit=[AuditRow(f"model.layers.{i}.<mlp>", (8, 6), 24, 24) for i in range(layers)],
+        seconds=75.2,
+        peak_memory_bytes=812_345_678,
+        scores=scores or {},
+        notes=["a note with <b>marks</b>"],
+    )
+
+
+SCORES = {
+    "dense": {"perplexity": 37.66, "tokens": 14592.0},
+    "magnitude": {"perplexity": 47.2, "seconds": 1.0, "tokens": 14592.0},
+    "I-OBS": {"perplexity": 38.5, "seconds": 60.0, "tokens": 14592.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "expected"),
+    [
+        (numbers.percent, 0.5, "50.0 %"),
+        (numbers.significant, None, "–"),
+        (numbers.significant, 0.0, "0.00"),
+        (numbers.significant, 0.012345, "0.0123"),
+        (numbers.significant, 1234.5, "1,234"),
+        (numbers.significant, 123.4, "123"),
+        (numbers.significant, 1.5e-7, "1.50e-07"),
+        (numbers.score, 4.64439, "4.644"),
+        (numbers.score, 37.6623, "37.66"),
+        (numbers.score, 122880.0, "122,880"),
+        (numbers.score, 91.7, "91.70"),
+        (numbers.score, 1.5e7 + 0.5, "1.50e+07"),
+        (numbers.duration, 9.94, "9.9 s"),
+        (numbers.duration, 245.2, "4 min 05 s"),
+        (numbers.duration, 7801, "2 h 10 min"),
+        (numbers.size, 2.5e9, "2.50 GB"),
+        (numbers.size, 812345678, "812 MB"),
+    ],
+)
+def test_numbers(function, value, expected):
+    assert function(value) == expected
+
+
+def test_metrics_have_a_direction():
+    assert tables.best_of(SCORES, "perplexity") == "I-OBS"
+    flipped = {name: {"accuracy": values["perplexity"]} for name, values in SCORES.items()}
+    assert tables.best_of(flipped, "accuracy") == "magnitude"
+    assert tables.best_of({"dense": {"accuracy": 1.0}, "pruned": {"accuracy": 1.0}}, "accuracy") is None
+    assert tables.best_of(SCORES, "seconds") is None
+
+
+def pictures(page):
+    return [base64.b64decode(data).decode() for data in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page)]
+
+
+@pytest.mark.parametrize("layers", [0, 1, 4, 60])
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("heldout", [True, False])
+def test_the_page_is_self_contained_and_escaped(layers, rounds, heldout):
+    made = make_report(layers, rounds, heldout, SCORES if layers == 4 else None, error=0.0 if layers == 1 else 0.01)
+    page = report.render_page(made)
+    drawn = pictures(page)
+    assert len(drawn) == 3 * (layers > 0) + (rounds > 1) + (layers == 4)
+    for picture in drawn:
+        ElementTree.fromstring(picture)
+    outside = re.sub(r"base64,[^\"]+", "", page)
+    assert not re.search(r"(src|href)=\"?http|url\(|<script", outside)
+    assert "mine &amp; yours" in page
+    assert "<mlp>" not in outside
+    assert "<b>marks</b>" not in page
+
+
+def test_pictures_are_the_same_every_time():
+    made = make_report(scores=SCORES)
+    assert plots.rounds(made) == plots.rounds(made)
+
+
+def test_layer_names_lose_what_they_share():
+    assert plots._short_names(["a.b.c.x", "a.b.d.x"]) == ["c.x", "d.x"]
+    assert plots._short_names(["a.b"]) == ["a.b"]
+    assert plots._short_names(["a.b", "a.b"]) == ["b", "b"]
+    assert plots._short_names(["a.b.c", "a"]) == ["a.b.c", "a"]
+
+
+def test_json_and_back(tmp_path):
+    made = make_report(scores=SCORES)
+    report.write_report(made, tmp_path)
+    assert report.read_report(tmp_path / "report.json") == made
+    assert (tmp_path / "report.html").read_text(encoding="utf8").startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"rounds": []}', None])
+def test_what_is_no_report(tmp_path, content):
+    if content is not None:
+        (tmp_path / "report.json").write_text(content)
+    with pytest.raises(DataError, match=r"report\.json"):
+        report.read_report(tmp_path / "report.json")
+
+
+def shown(*tables_):
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        for table in tables_:
+            console.print(table)
+    return console.export_text()
+
+
+def test_tables():
+    made = make_report(layers=9, scores=SCORES)
+    text = shown(
+        report.layers_table(made, limit=3), report.rounds_table(made), report.scores_table(SCORES), *made.notes
+    )
+    assert "the 3 with the largest errors of 9" in text
+    assert text.count("<mlp>") == 3
+    assert re.search(r"2 \* +50\.0 % +0\.5000 +1\.500", text)
+    assert re.search(r"I-OBS +38\.50 +60\.00", text)
+    assert "tokens" not in text
+    assert "14,592" in shown(report.scores_table(SCORES, counts=True))
+    assert "and 7 more" in shown(report.audit_table(made.audit, limit=2))
+
+
+def test_a_difference_between_asked_and_got_is_shown():
+    made = make_report()
+    made.rounds[1].layers[0].zeros = 30
+    assert "asked" in shown(report.layers_table(made))
+    assert "asked" not in shown(report.layers_table(make_report()))
+
+
+def test_summary_names_the_round_that_won():
+    made = make_report()
+    lines = report.summary_lines(made)
+    assert lines[0] == "50.00 % zeros: 96 of 192 weights in 4 layers"
+    assert "round 2 of 3" in " ".join(lines)
+    made.rounds.append(RoundRecord(3, 0.5, 0.1, 0.1, made.rounds[0].layers, kind="polish"))
+    made.best_round = 3
+    assert "polish after round 3" in " ".join(report.summary_lines(made))
+
+
+def test_card():
+    card = report.render_card(make_report(scores=SCORES), "me/model", "transformers")
+    assert card.startswith("---\ntags:\n")
+    assert "library_name: transformers" in card
+    assert "| I-OBS | 38.50 | 60.00 |" in card
+    assert "library_name" not in report.render_card(make_report(), "FILE.py:f", None)
