@@ -124,11 +124,8 @@ def from_torch(
 def _second_derivative(gradient: torch.Tensor, point: torch.Tensor, vectors: torch.Tensor) -> Array:
     if not gradient.requires_grad:
         return np.zeros((vectors.shape[0], point.numel()))
-    try:
-        (products,) = torch.autograd.grad(gradient, point, vectors, is_grads_batched=True, retain_graph=True)
-    except RuntimeError:  # an operation without a batching rule: one at a time
-        rows = [torch.autograd.grad(gradient, point, row, retain_graph=True)[0] for row in vectors]
-        products = torch.stack(rows)
+    # One product at a time: the batched form is slower, and loads half of torch's compiler when it is first used.
+    products = torch.stack([torch.autograd.grad(gradient, point, row, retain_graph=True)[0] for row in vectors])
     return _numpy(products)
 
 

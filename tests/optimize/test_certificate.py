@@ -1,0 +1,114 @@
+"""Branch and bound against enumeration, the theory against measured steps, globalisation of what they assume."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from sparse_problems import correlated_design, sparse_signal
+
+from iobs.errors import NotPositiveDefiniteError, ProblemError
+from iobs.optimize.certificate import certify
+from iobs.optimize.minimize import minimize
+from iobs.optimize.objectives import LeastSquares, Logistic, Poisson
+from iobs.optimize.refit import refit
+from iobs.optimize.theory import compare, constants_on_segment, quadratic_factors
+
+
+def _small(seed):
+    rng = np.random.default_rng(seed)
+    d = int(rng.integers(3, 9))
+    n = int(d * rng.choice([1.5, 3, 10])) + 1
+    X = rng.standard_normal((n, d)) @ (np.eye(d) + rng.choice([0, 0.5]) * rng.standard_normal((d, d)))
+    y = X @ (rng.standard_normal(d) * (rng.random(d) < 0.5)) + rng.choice([0.1, 1]) * rng.standard_normal(n)
+    ridge = float(rng.choice([0.0, 0.1]))
+    return LeastSquares(X, y, ridge=ridge, forced=[0] if rng.random() < 0.3 else []), int(rng.integers(1, d - 1))
+
+
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(5000), marks=pytest.mark.slow)], ids=["60", "5000"])
+def test_enumeration_agrees(seeds):
+    for seed in seeds:
+        objective, k = _small(seed)
+        free = np.setdiff1d(np.arange(objective.dimension), objective.forced)
+        supports = (np.union1d(chosen, objective.forced) for chosen in itertools.combinations(free, k))
+        best = min(refit(objective, support.astype(np.int64)).value for support in supports)
+        bad_start = refit(objective, np.union1d(free[:k], objective.forced).astype(np.int64))
+        for fit in (None, bad_start):
+            found = certify(objective, k, fit=fit)
+            assert found.closed, seed
+            assert found.lower - found.margin <= best <= found.upper + found.margin, seed
+            assert found.upper <= best * (1 + 1e-4) + found.margin, seed
+
+
+def test_a_larger_problem_closes_and_a_limit_reports_the_gap():
+    rng = np.random.default_rng(3)
+    X = correlated_design(rng, 300, 80, 0.5)
+    margin = X @ sparse_signal(rng, 80, 8)
+    objective = LeastSquares(X, margin + np.sqrt(margin.var() / 5) * rng.standard_normal(300))
+    closed = certify(objective, 8)
+    assert closed.closed
+    assert "global minimiser" in closed.message or "within" in closed.message
+    poor = LeastSquares(X[:100], rng.standard_normal(100))
+    cut = certify(poor, 8, max_nodes=3)
+    assert not cut.closed
+    assert 0 < cut.gap <= 1
+    assert "not closed" in cut.message
+    assert cut.gap_explained > 0
+
+
+def test_what_cannot_be_certified_says_so(rng):
+    X = rng.standard_normal((20, 30))
+    with pytest.raises(NotPositiveDefiniteError, match="ridge"):
+        certify(LeastSquares(X, rng.standard_normal(20)), 3)
+    assert certify(LeastSquares(X, rng.standard_normal(20), ridge=30.0), 2).gap <= 1
+    with pytest.raises(ProblemError, match="quadratic"):
+        certify(Logistic(X, rng.random(20) < 0.5), 3)
+    X = np.zeros((2, 5000))
+    X[0, 0] = 1
+    with pytest.raises(ProblemError, match="at most"):
+        certify(LeastSquares(X, np.ones(2)), 1)
+
+
+@pytest.mark.parametrize("kind", ["logistic", "poisson"])
+@pytest.mark.parametrize("method", ["iobs", "topk_iobs"])
+@pytest.mark.parametrize("seed", range(3))
+def test_local_steps_stay_below_the_bounds(kind, method, seed):
+    """Soft labels and noiseless rates: the sparse truth is the global minimiser, as the theorem assumes."""
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((400, 40)) / (1 if kind == "logistic" else 4)
+    truth = sparse_signal(rng, 40, 6)
+    margin = X @ truth
+    objective = Logistic(X, 1 / (1 + np.exp(-margin))) if kind == "logistic" else Poisson(X, np.exp(margin))
+    iterates = [truth * 0.5]
+    minimize(objective, 10, method=method, theta0=iterates[0], callback=lambda record, theta: iterates.append(theta))
+    steps = compare(objective, iterates, truth, 10)
+    rounding = 1e-12
+    assert min(step.after for step in steps) < 1e-11
+    assert len(steps) <= 12
+    for step in steps:
+        bound = step.topk if method == "topk_iobs" else step.tight
+        assert step.after <= bound + rounding
+        assert step.tight <= step.paper
+
+
+def test_the_printed_ratio_fails_at_k_equal_d_where_the_tight_one_is_newtons():
+    constants = constants_on_segment(Poisson(np.eye(3), np.ones(3)), np.full(3, 0.5), np.zeros(3))
+    assert constants.mu == pytest.approx(1.0)
+    assert pytest.approx(np.exp(0.5)) == constants.L
+    tight, paper, _ = quadratic_factors(constants, 3, 3, 1)
+    assert tight == pytest.approx(constants.M / (2 * constants.mu))
+    assert paper == float("inf")
+
+
+def test_the_projection_of_the_lemma_is_not_a_contraction(rng):
+    """norm(H^-1 H^S) exceeds 1 (an oblique projection); norm(H^-1 H^S H^-1) <= norm(H^-1) is what holds."""
+    norms = []
+    for _ in range(50):
+        factor = rng.standard_normal((6, 4))
+        inverse = np.linalg.inv(factor.T @ factor)
+        h_s = np.zeros((4, 4))
+        h_s[:2, :2] = np.linalg.inv(inverse[:2, :2])
+        norms.append(np.linalg.norm(inverse @ h_s, 2))
+        assert np.linalg.norm(inverse @ h_s @ inverse, 2) <= np.linalg.norm(inverse, 2) * (1 + 1e-9)
+    assert max(norms) > 1.1
