@@ -285,6 +285,9 @@ def test_interruption_gives_the_weights_back():
         def begin(self, rounds, layers):
             pass
 
+        def note(self, text):
+            pass
+
         def layer(self, round_index, record):
             self.seen += 1
             if self.seen == 2:

@@ -1,7 +1,8 @@
 """Prune a whole network: Algorithm 2."""
 
 from iobs.prune.audit import audit
-from iobs.prune.driver import Progress, prune
+from iobs.prune.driver import prune
+from iobs.prune.progress import Progress
 from iobs.prune.record import Report
 from iobs.prune.steps import GradientStep
 

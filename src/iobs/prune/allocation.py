@@ -1,18 +1,193 @@
-"""How a network's sparsity is spread over its layers."""
+"""How a network's sparsity is spread over its layers: error curves, weighed by their effect, solved to a global count.
+
+Every layer l has a curve E_l(k), its output error when k weights are kept, and a weight c_l, what a unit of that error
+costs the network. The allocation minimises sum_l c_l E_l(k_l) subject to sum_l k_l = K, exactly K, within bounds.
+"""
 
 from __future__ import annotations
 
-from iobs.core.patterns import Pattern
-from iobs.errors import ProblemError
+import fnmatch
+import heapq
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from iobs.core.patterns import Pattern, Unstructured, keep_count
+from iobs.errors import PatternError, ProblemError
 from iobs.prune.layers import Layer
 
+Criterion = Literal["auto", "uniform", "error", "fisher", "kl", "evolve"]
+CRITERIA = ("auto", "uniform", "error", "fisher", "kl", "evolve")
 
-def allocate(name: str, pattern: Pattern, layers: tuple[Layer, ...]) -> dict[Layer, Pattern]:
-    """The pattern of every layer.
+_STEPS = 400  # points that a curve is read off at; between them the layers trade single weights
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """How sparsity is spread over layers.
+
+    Args:
+        criterion: "uniform": every layer the same. Others weigh every layer's error curve: "error" by the inverse of
+            its output's energy; "fisher" by the mean squared gradient of the log-likelihood with respect to its output;
+            "kl" by the divergence measured when the layer alone is pruned; "evolve" starts from that and moves weights
+            between layers as long as the divergence of the whole network falls. "auto": "fisher" where the pattern
+            leaves something to allocate.
+        least: lowest sparsity of any layer.
+        most: highest sparsity of any layer; None lets a layer keep an eighth of what the mean layer keeps.
+        bounds: (least, most) sparsity by name pattern of layers, shell style or "re:..."; later ones win.
+        generations: trials of "evolve".
 
     Raises:
-        ProblemError: an unknown allocation.
+        ProblemError: an unknown criterion or bounds outside [0, 1).
     """
-    if name != "uniform":
-        raise ProblemError(f'There is no allocation {name!r}; choose "uniform".')
+
+    criterion: Criterion = "fisher"
+    least: float = 0.0
+    most: float | None = None
+    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    generations: int = 40
+
+    def __post_init__(self) -> None:
+        if self.criterion not in CRITERIA:
+            choices = ", ".join(f'"{name}"' for name in CRITERIA)
+            raise ProblemError(f"There is no allocation {self.criterion!r}; choose one of {choices}.")
+        ranges = [(self.least, 0.0 if self.most is None else self.most), *self.bounds.values()]
+        if not all(0 <= end < 1 for ends in ranges for end in ends):
+            raise ProblemError(f"Bounds of an allocation are sparsities in [0, 1), got {ranges}.")
+
+    def range_of(self, layer: Layer, sparsity: float) -> tuple[int, int]:
+        """Fewest and most entries that a layer may keep, when the network is to have a sparsity."""
+        least, most = self.least, 1 - (1 - sparsity) / 8 if self.most is None else self.most
+        for pattern, ends in self.bounds.items():
+            expression = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
+            if re.fullmatch(expression, layer.name):
+                least, most = ends
+        if least > most:
+            raise ProblemError(f"Layer {layer.name!r} is to have at least {least:g} and at most {most:g} zeros.")
+        return math.ceil(layer.weights * (1 - most) - 1e-9), math.floor(layer.weights * (1 - least) + 1e-9)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Output error of one layer at a few counts of kept entries.
+
+    Args:
+        keeps: ascending counts; the last is all entries, where the error is 0.
+        errors: squared output error per input row, float, falling.
+        energy: squared output per input row of the dense layer.
+    """
+
+    keeps: list[int]
+    errors: list[float]
+    energy: float
+
+    def at(self, keep: float) -> float:
+        """The error in between: the logarithm is interpolated, in the last piece the error itself."""
+        keeps, errors = self.keeps, self.errors
+        index = next((i for i in range(1, len(keeps)) if keep <= keeps[i]), len(keeps) - 1)
+        share = (keep - keeps[index - 1]) / (keeps[index] - keeps[index - 1])
+        low, high = errors[index - 1], errors[index]
+        if min(low, high) <= 0:
+            return max(0.0, low + share * (high - low))
+        return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+
+
+def as_allocation(choice: str | Allocation) -> Allocation:
+    """An allocation from its criterion's name."""
+    return choice if isinstance(choice, Allocation) else Allocation(choice)  # type: ignore[arg-type]
+
+
+def can_allocate(pattern: Pattern) -> bool:
+    """Whether a pattern leaves the count of every layer open."""
+    return isinstance(pattern, Unstructured) and pattern.per == "layer" and pattern.sparsity is not None
+
+
+def asked_sparsity(pattern: Pattern) -> float:
+    """The global sparsity that an uneven allocation has to keep to.
+
+    Raises:
+        PatternError: the pattern fixes every layer's own count.
+    """
+    if not isinstance(pattern, Unstructured) or pattern.per != "layer" or pattern.sparsity is None:
+        raise PatternError(
+            f'The pattern {pattern} fixes the count in every layer, so there is nothing to allocate; use "uniform" '
+            "or Unstructured(sparsity)."
+        )
+    return pattern.sparsity
+
+
+def uniform(pattern: Pattern, layers: tuple[Layer, ...]) -> dict[Layer, Pattern]:
+    """The same pattern everywhere."""
     return dict.fromkeys(layers, pattern)
+
+
+def optimal_counts(
+    curves: dict[Layer, Curve], weights: dict[Layer, float], total: int, ranges: dict[Layer, tuple[int, int]]
+) -> dict[Layer, int]:
+    """Counts that minimise sum_l c_l E_l(k_l) with sum_l k_l = total: exact for the curves' lower convex envelopes.
+
+    On convex curves the steepest piece always comes first, so taking pieces in the order of their slopes is optimal;
+    the last piece is taken in part, which gives the exact total.
+
+    Args:
+        curves: every layer's error curve.
+        weights: every layer's c_l.
+        total: how many entries are kept in all.
+        ranges: fewest and most for every layer.
+
+    Raises:
+        PatternError: the bounds do not allow the total.
+    """
+    fewest, most = (sum(ends[side] for ends in ranges.values()) for side in (0, 1))
+    if not fewest <= total <= most:
+        raise PatternError(f"The bounds of the layers keep {fewest} to {most} entries, {total} were asked; widen them.")
+    counts = {layer: ends[0] for layer, ends in ranges.items()}
+    left = total - fewest
+    pieces: list[tuple[float, int, int, Layer, list[tuple[int, float]]]] = []
+    for order, layer in enumerate(curves):
+        hull = _lower_envelope(curves[layer], ranges[layer])
+        _push(pieces, weights[layer], order, 0, layer, hull)
+    while left > 0:
+        _, order, position, layer, hull = heapq.heappop(pieces)
+        taken = min(left, hull[position + 1][0] - hull[position][0])
+        counts[layer] += taken
+        left -= taken
+        _push(pieces, weights[layer], order, position + 1, layer, hull)
+    assert sum(counts.values()) == total
+    return counts
+
+
+def total_kept(layers: tuple[Layer, ...], sparsity: float) -> int:
+    """How many entries a network keeps at a global sparsity."""
+    return keep_count(sum(layer.weights for layer in layers), sparsity)
+
+
+def _push(
+    pieces: list[tuple[float, int, int, Layer, list[tuple[int, float]]]],
+    weight: float,
+    order: int,
+    position: int,
+    layer: Layer,
+    hull: list[tuple[int, float]],
+) -> None:
+    if position + 1 < len(hull):
+        (low, above), (high, below) = hull[position], hull[position + 1]
+        heapq.heappush(pieces, (-weight * (above - below) / (high - low), order, position, layer, hull))
+
+
+def _lower_envelope(curve: Curve, ends: tuple[int, int]) -> list[tuple[int, float]]:
+    """Corners (count, error) of the lower convex envelope of a curve within its range."""
+    low, high = ends
+    counts = sorted({low + round((high - low) * step / _STEPS) for step in range(_STEPS + 1)})
+    hull: list[tuple[int, float]] = []
+    for point in ((count, curve.at(count)) for count in counts):
+        while len(hull) > 1 and _above(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _above(first: tuple[int, float], middle: tuple[int, float], last: tuple[int, float]) -> bool:
+    """Whether the middle point does not lie below the line between the others."""
+    return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])

@@ -7,8 +7,9 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,53 +19,25 @@ from iobs.core.quadratic import Solution
 from iobs.errors import PatternError
 from iobs.prune import batches as data_batches
 from iobs.prune import steps as gradient_steps
-from iobs.prune.allocation import allocate
+from iobs.prune.allocation import Allocation, as_allocation, can_allocate, uniform
 from iobs.prune.audit import audit_layers
+from iobs.prune.augment import suited
 from iobs.prune.batches import Batch, Part
+from iobs.prune.choices import best_rate
 from iobs.prune.gram import Statistics, quadratic, relative_output_error
 from iobs.prune.layers import Layer, Selection, select
 from iobs.prune.memory import MemoryWatch
-from iobs.prune.record import LayerRecord, Report, RoundRecord
+from iobs.prune.progress import Progress, Quiet
+from iobs.prune.record import AllocationRecord, LayerRecord, Report, RoundRecord
+from iobs.prune.sensitivity import Planner
 from iobs.prune.settings import Settings, resolve
-from iobs.prune.steps import GradientStep, LossFunction, Trainer
+from iobs.prune.steps import Augmentation, GradientStep, LossFunction, Trainer
 from iobs.prune.walk import Walk
 from iobs.solvers import Budget, Refinement, Solver, solve
 
-
-class Progress(Protocol):
-    """Is told how a run is getting on; `iobs.prune(progress=...)`."""
-
-    def begin(self, rounds: int, layers: Sequence[str]) -> None:
-        """The run starts: so many rounds over these layers."""
-        ...
-
-    def layer(self, round_index: int, record: LayerRecord) -> None:
-        """A layer has been pruned."""
-        ...
-
-    def step(self, round_index: int, done: int, total: int, loss: float) -> None:
-        """A gradient step has been taken."""
-        ...
-
-    def round(self, record: RoundRecord) -> None:
-        """A round has been measured."""
-        ...
-
-
-class Quiet:
-    """Progress that nobody watches."""
-
-    def begin(self, rounds: int, layers: Sequence[str]) -> None:
-        """Nothing."""
-
-    def layer(self, round_index: int, record: LayerRecord) -> None:
-        """Nothing."""
-
-    def step(self, round_index: int, done: int, total: int, loss: float) -> None:
-        """Nothing."""
-
-    def round(self, record: RoundRecord) -> None:
-        """Nothing."""
+_DAMAGE = 0.01  # held-out KL of the first projection, in nats, above which rounds of growing sparsity pay
+_DENSE_CAUTION = 2.0  # steps on dense weights are this much smaller than those on a fixed support
+_TRIAL_STEPS = 12  # of a learning rate's trial
 
 
 def prune(
@@ -77,12 +50,12 @@ def prune(
     refine: str | Refinement | None = None,
     damping: float | None = None,
     rounds: int | None = None,
-    schedule: Literal["constant", "cubic"] | None = None,
+    schedule: Literal["constant", "cubic", "auto"] | None = None,
     step: GradientStep | None = None,
     polish: GradientStep | None = None,
     recipe: Literal["best", "fast", "paper"] | None = None,
-    allocation: str | None = None,
-    target: Literal["current", "dense"] | None = None,
+    allocation: str | Allocation | None = None,
+    target: Literal["current", "dense", "auto"] | None = None,
     inputs: Literal["pruned", "dense"] | None = None,
     data: Literal["fixed", "fresh"] | None = None,
     include: str | Sequence[str] | None = None,
@@ -105,14 +78,17 @@ def prune(
         refine: "refit", "swap" or None: improves each layer's solution.
         damping: relative to the mean of the Hessian's diagonal; 0.01 by default.
         rounds: projections. Between them `step` is taken; the best round by held-out loss wins.
-        schedule: sparsity of the rounds: "constant", or "cubic" growth towards the asked one.
+        schedule: sparsity of the rounds: "constant", or "cubic" growth towards the asked one. Cubic rounds begin with
+            a projection to the asked sparsity, which stays a candidate, and then start again from the dense weights.
+            "auto" grows only where that first projection does damage, and otherwise goes straight to the polish.
         step: gradient steps between rounds.
         polish: gradient steps on the final support, after the last round.
         recipe: "best", "fast" or "paper" sets solver, rounds, step, target and so on together; what is given
             explicitly overrides it. More than one round with neither recipe nor step means "best".
-        allocation: how the sparsity is spread over layers; "uniform" gives every layer the same.
+        allocation: how the sparsity is spread over layers: "uniform" gives every layer the same; "error", "fisher",
+            "kl" and "evolve" keep the global count and spend it where it matters; or an `Allocation` with bounds.
         target: a layer imitates its "current" weights on its own inputs (as the paper), or the "dense" network's
-            output on inputs that have not drifted.
+            output on inputs that have not drifted. "auto": dense in sweeps that start from dense weights.
         inputs: a layer's inputs come through the "pruned" layers before it, or from the "dense" network.
         data: "fixed": every round sees all data; "fresh": each round sees its own share.
         include: name patterns of layers to prune, shell style or "re:..."; all by default.
@@ -169,6 +145,7 @@ class _Run:
         self.reference = self._frozen_copy() if self._needs_reference() else None
         self.loss_name, self.loss = self._loss(settings.step)
         self.notes: list[str] = []
+        self.suited: tuple[Augmentation | None] | None = None  # once it is known
 
     def execute(self) -> Report:
         """All rounds, the choice among them, the audit; the original weights come back if anything fails."""
@@ -180,44 +157,36 @@ class _Run:
             raise
 
     def _execute(self, started: float) -> Report:
-        settings, layers = self.settings, self.selection.layers
-        final = allocate(settings.allocation, self.pattern, layers)
-        walk_reference = self.reference if "dense" in (settings.target, settings.inputs) else None
         dense_loss = self._measure(self.heldout)
-        self.progress.begin(settings.rounds, [layer.name for layer in layers])
-        trainer = self._trainer(settings.step, (settings.rounds - 1) * settings.step.steps) if settings.step else None
+        self.progress.begin(self.settings.rounds, [layer.name for layer in self.selection.layers])
+        final, curves = self._allocate()
         records: list[RoundRecord] = []
         best: dict[str, Tensor] = {}
-        for index, portion in enumerate(self.portions):
+        trainer: Trainer | None = None
+        while len(records) < self.settings.rounds:
+            index = len(records)
             began = time.perf_counter()
-            patterns = self._scheduled(final, index)
-            walk = Walk(
-                self.model,
-                portion,
-                self.heldout,
-                layers,
-                walk_reference,
-                dense_inputs=settings.inputs == "dense",
-                seed=settings.seed + index,
-            )
-            record = RoundRecord(index, _asked(patterns), None, None, [])
-            walk.sweep(partial(self._visit, record=record, patterns=patterns, trainer=trainer))
-            if settings.batch_norm == "update":
-                _update_batch_norm(self.model, portion)
-            self._finish_round(record, portion, began)
+            record = self._project(index, self._scheduled(final, index), trainer)
             records.append(record)
             best = self._keep_best(records, best, final)
-            if trainer is not None and index + 1 < settings.rounds:
+            if index == 0:
+                self._choose(record)
+            step, last = self.settings.step, index + 1 == self.settings.rounds
+            if step is not None and not last and index == 0 and self.settings.schedule == "cubic":
+                self._restore(self.original)
+                trainer = self._trainer(step, (self.settings.rounds - 2) * step.steps)
+            elif step is not None and not last:
+                trainer = trainer or self._trainer(step, (self.settings.rounds - 1) * step.steps)
                 trainer.adopt()
-                record.step_losses = trainer.run(portion, partial(self.progress.step, index))
+                record.step_losses = trainer.run(self.portions[index], partial(self.progress.step, index))
             record.seconds = time.perf_counter() - began
             self.progress.round(record)
-        if settings.polish is not None:
-            records.append(self._polish(settings.polish, records[-1], final))
+        if self.settings.polish is not None:
+            records.append(self._polish(self.settings.polish, records[-1], final))
             best = self._keep_best(records, best, final)
         self._restore(best)
         return Report(
-            settings={**settings.summary(), "pattern": str(self.pattern), "samples": self.fit.samples},
+            settings={**self.settings.summary(), "pattern": str(self.pattern), "samples": self.fit.samples},
             loss_name=self.loss_name,
             dense_loss=dense_loss,
             rounds=records,
@@ -227,7 +196,35 @@ class _Run:
             seconds=time.perf_counter() - started,
             peak_memory_bytes=self.memory.look(),
             notes=self.notes,
+            allocation=curves,
         )
+
+    def _project(self, index: int, patterns: dict[Layer, Pattern], trainer: Trainer | None) -> RoundRecord:
+        """Sweep over all layers, then measure."""
+        settings, portion = self.settings, self.portions[index]
+        began = time.perf_counter()
+        target = self._target(index)
+        walk = Walk(
+            self.model,
+            portion,
+            self.heldout,
+            self.selection.layers,
+            self.reference if "dense" in (target, settings.inputs) else None,
+            dense_inputs=settings.inputs == "dense",
+            seed=settings.seed + index,
+        )
+        record = RoundRecord(index, _asked(patterns), None, None, [])
+        walk.sweep(partial(self._visit, record=record, patterns=patterns, trainer=trainer, target=target))
+        if settings.batch_norm == "update":
+            _update_batch_norm(self.model, portion)
+        self._finish_round(record, portion, began)
+        return record
+
+    def _target(self, index: int) -> Literal["current", "dense"]:
+        """Sweeps that start from dense weights imitate the dense network, later ones what the steps have made."""
+        if self.settings.target != "auto":
+            return self.settings.target
+        return "dense" if index == 0 or (index == 1 and self.settings.schedule == "cubic") else "current"
 
     # ---- one layer
     def _visit(
@@ -237,14 +234,15 @@ class _Run:
         record: RoundRecord,
         patterns: dict[Layer, Pattern],
         trainer: Trainer | None,
+        target: Literal["current", "dense"],
     ) -> None:
         for layer in group:
             began = time.perf_counter()
             master = trainer.masters.get(layer.key) if trainer is not None else None
             current = layer.read(self.model) if master is None else layer.matrix(master)
             dense = layer.matrix(self.original[layer.key])
-            target = dense if self.settings.target == "dense" else current
-            solutions = self._solve(layer, statistics, target, current, patterns[layer])
+            imitated = dense if target == "dense" else current
+            solutions = self._solve(layer, statistics, imitated, current, patterns[layer])
             layer.write(self.model, torch.cat([solution.weight for solution in solutions]))
             written = layer.read(self.model)
             gram, heldout = statistics.calibration, statistics.heldout
@@ -253,8 +251,8 @@ class _Run:
                 shape=layer.shape,
                 asked=_share(patterns[layer], layer),
                 zeros=int((written == 0).sum()),
-                error_calibration=relative_output_error(gram, written, target),
-                error_heldout=None if heldout is None else relative_output_error(heldout, written, target),
+                error_calibration=relative_output_error(gram, written, imitated),
+                error_heldout=None if heldout is None else relative_output_error(heldout, written, imitated),
                 error_dense=relative_output_error(gram, written, dense),
                 damping=max(solution.stats["damping"] for solution in solutions),
                 dead_columns=sum(solution.stats["dead_columns"] for solution in solutions),
@@ -266,7 +264,13 @@ class _Run:
             self.progress.layer(record.index, entry)
 
     def _solve(
-        self, layer: Layer, statistics: Statistics, target: Tensor, current: Tensor, pattern: Pattern
+        self,
+        layer: Layer,
+        statistics: Statistics,
+        target: Tensor,
+        current: Tensor,
+        pattern: Pattern,
+        budget: Budget | None = None,
     ) -> list[Solution]:
         settings = self.settings
         rows = layer.shape[0] // layer.groups
@@ -281,7 +285,7 @@ class _Run:
                     settings.solver,
                     refine=settings.refine,
                     damping=settings.damping,
-                    budget=settings.budget,
+                    budget=budget or settings.budget,
                     name=layer.name,
                 )
             )
@@ -320,12 +324,85 @@ class _Run:
             if name in prunable or (step.parameters == "all" and value.is_floating_point())
         }
         _, loss = self._loss(step)
-        return Trainer(self.model, parameters, step, loss, total, self.settings.seed, masks)
+        return Trainer(self.model, parameters, step, loss, total, self.settings.seed, masks, self._augmentation(step))
+
+    def _augmentation(self, step: GradientStep) -> Augmentation | None:
+        if step.augment != "auto":
+            return step.augment
+        if self.suited is None:
+            found = suited(self.reference or self.model, self.fit, self.settings.seed)
+            self._note(f"Augmentation of the gradient steps: {found or 'none'}.")
+            self.suited = (found,)
+        return self.suited[0]
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.progress.note(text)
+
+    def _masks(self) -> dict[str, Tensor]:
+        layers = self.selection.layers
+        return {layer.key: (layer.tensor(self.model) != 0).float() for layer in layers if layer.expert is None}
+
+    # ---- choices left to the run
+    def _allocate(self) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
+        layers, allocation = self.selection.layers, as_allocation(self.settings.allocation)
+        if allocation.criterion == "auto":
+            allocation = replace(allocation, criterion="fisher" if can_allocate(self.pattern) else "uniform")
+        if allocation.criterion == "uniform":
+            return uniform(self.pattern, layers), []
+
+        def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:
+            return self._solve(layer, statistics, dense, dense, pattern, budget="fast")
+
+        assert self.reference is not None
+        divergence = gradient_steps.kl_to(self.reference)
+        planner = Planner(self.model, layers, self.fit, self.heldout, solve_fast, divergence, self.settings.seed)
+        return planner.allocate(self.pattern, allocation)
+
+    def _choose(self, first: RoundRecord) -> None:
+        """Settle what depends on the damage of the first projection."""
+        damage = first.loss_calibration if first.loss_heldout is None else first.loss_heldout
+        assert damage is not None
+        settings = self.settings
+        if settings.schedule == "auto":
+            grow = damage > _DAMAGE and settings.rounds > 2
+            self._note(
+                f"The first projection leaves a held-out loss of {damage:.4g}: "
+                + ("sparsity grows over the rounds." if grow else "polished as it is, without further rounds.")
+            )
+            settings = replace(settings, schedule="cubic", rounds=settings.rounds if grow else 1)
+        steps = [step for step in (settings.step, settings.polish) if step is not None]
+        if any(step.lr == "auto" for step in steps):
+            rate = self._best_rate(next(step for step in reversed(steps) if step.lr == "auto"))
+            settings = replace(
+                settings,
+                step=_with_rate(settings.step, rate / _DENSE_CAUTION),
+                polish=_with_rate(settings.polish, rate),
+            )
+        self.settings = settings
+
+    def _best_rate(self, step: GradientStep) -> float:
+        """The learning rate whose short run on the first projection's support leaves the least held-out loss."""
+        start = {name: value.detach().clone() for name, value in _state(self.model) if name in self.original}
+        masks = self._masks()
+
+        def trial(rate: float) -> float:
+            self._restore(start)
+            short = replace(step, lr=rate, steps=_TRIAL_STEPS, decay=True)
+            self._trainer(short, _TRIAL_STEPS, masks).run(self.fit, lambda done, total, loss: None)
+            loss = self._measure(self.heldout if self.heldout.batches else self.fit)
+            assert loss is not None
+            return loss
+
+        rate, losses = best_rate(trial)
+        self._restore(start)
+        tried = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in losses.items())
+        self._note(f"Learning rate {rate:g}, by the held-out loss after {_TRIAL_STEPS} steps ({tried}).")
+        return rate
 
     def _polish(self, step: GradientStep, last: RoundRecord, final: dict[Layer, Pattern]) -> RoundRecord:
         began = time.perf_counter()
-        masks = {layer.key: (layer.tensor(self.model) != 0).float() for layer in final if layer.expert is None}
-        trainer = self._trainer(step, step.steps, masks)
+        trainer = self._trainer(step, step.steps, self._masks())
         index = last.index + 1
         losses = trainer.run(self.fit, partial(self.progress.step, index))
         record = RoundRecord(index, last.asked, None, None, last.layers, losses, kind="polish")
@@ -335,17 +412,23 @@ class _Run:
 
     def _scheduled(self, final: dict[Layer, Pattern], index: int) -> dict[Layer, Pattern]:
         last = self.settings.rounds - 1
-        if self.settings.schedule == "constant" or index == last:
+        if self.settings.schedule == "constant" or index in (0, last):
             return final
         # Cubic growth from 0.72 of the asked sparsity (65 % on the way to 90 %), as measured best in LOG.md.
-        share = 1 - 0.28 * (1 - index / last) ** 3
+        share = 1 - 0.28 * (1 - (index - 1) / (last - 1)) ** 3
         return {layer: _thinner(pattern, layer, share) for layer, pattern in final.items()}
 
     # ---- losses
     def _needs_reference(self) -> bool:
         settings = self.settings
         losses = [step.loss for step in (settings.step, settings.polish) if step is not None]
-        return "dense" in (settings.target, settings.inputs) or not losses or any(x in ("kl", "block") for x in losses)
+        return (
+            settings.target in ("dense", "auto")
+            or settings.inputs == "dense"
+            or as_allocation(settings.allocation).criterion != "uniform"
+            or not losses
+            or any(loss in ("kl", "block") for loss in losses)
+        )
 
     def _frozen_copy(self) -> nn.Module:
         reference = copy.deepcopy(self.model).eval()
@@ -366,6 +449,10 @@ class _Run:
 
 
 # ---- helpers without state
+def _with_rate(step: GradientStep | None, rate: float) -> GradientStep | None:
+    return replace(step, lr=rate) if step is not None and step.lr == "auto" else step
+
+
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()

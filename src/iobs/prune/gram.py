@@ -51,14 +51,16 @@ def _windows(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, value: Tensor) -> Tensor
     return value
 
 
-def draw_positions(module: nn.Module, value: Tensor, generator: torch.Generator) -> Tensor | None:
-    """Output positions of a convolution that stand for all: at most `POSITIONS`, drawn anew for every batch."""
+def draw_positions(
+    module: nn.Module, value: Tensor, generator: torch.Generator, most: int = POSITIONS
+) -> Tensor | None:
+    """Output positions of a convolution that stand for all: at most so many, drawn anew for every batch."""
     if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return None
     spatial = len(module.kernel_size)
     windows = _windows(module, value[:1] if value.ndim == spatial + 2 else value[None])
     count = math.prod(windows.shape[2 : 2 + spatial])
-    order = torch.randperm(count, generator=generator)[:POSITIONS]
+    order = torch.randperm(count, generator=generator)[:most]
     return order.sort().values.to(value.device)
 
 

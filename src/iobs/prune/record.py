@@ -79,6 +79,22 @@ class AuditRow:
 
 
 @dataclass
+class AllocationRecord:
+    """What one layer was allotted and why.
+
+    `errors` are relative output errors of the layer pruned alone to each of `sparsities` (the last is 0, dense),
+    `weight` is what losing its whole output would cost the network by the criterion, `chosen` the sparsity it got.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    sparsities: list[float]
+    errors: list[float]
+    weight: float
+    chosen: float
+
+
+@dataclass
 class Report:
     """The whole story of a run: settings, rounds, the round that won, what was left dense and why, the final audit.
 
@@ -97,6 +113,7 @@ class Report:
     peak_memory_bytes: int
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    allocation: list[AllocationRecord] = field(default_factory=list)
 
     @property
     def best(self) -> RoundRecord:
@@ -121,6 +138,9 @@ class Report:
             for entry in values["rounds"]
         ]
         values["audit"] = [AuditRow(**{**row, "shape": tuple(row["shape"])}) for row in values["audit"]]
+        values["allocation"] = [
+            AllocationRecord(**{**row, "shape": tuple(row["shape"])}) for row in values.get("allocation", [])
+        ]
         return cls(**values)
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from iobs.errors import ProblemError
+from iobs.prune.allocation import Allocation, as_allocation
 from iobs.prune.steps import GradientStep
 from iobs.solvers import Budget, Refinement, Solver
 
@@ -19,11 +20,11 @@ class Settings:
     refine: str | Refinement | None = None
     damping: float = 0.01
     rounds: int = 1
-    schedule: Literal["constant", "cubic"] = "constant"
+    schedule: Literal["constant", "cubic", "auto"] = "constant"
     step: GradientStep | None = None
     polish: GradientStep | None = None
-    allocation: str = "uniform"
-    target: Literal["current", "dense"] = "current"
+    allocation: str | Allocation = "uniform"
+    target: Literal["current", "dense", "auto"] = "current"
     inputs: Literal["pruned", "dense"] = "pruned"
     data: Literal["fixed", "fresh"] = "fixed"
     batch_norm: Literal["keep", "update"] = "keep"
@@ -34,6 +35,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise ProblemError(f"rounds must be at least 1, got {self.rounds}.")
+        as_allocation(self.allocation)
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -44,7 +46,7 @@ class Settings:
         """The settings as plain values, for reports."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
-            if isinstance(value, GradientStep):
+            if isinstance(value, (GradientStep, Allocation)):
                 values[name] = {key: _plain(entry) for key, entry in asdict(value).items()}
             else:
                 values[name] = _plain(value)
@@ -52,8 +54,8 @@ class Settings:
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "schedule": ("constant", "cubic"),
-    "target": ("current", "dense"),
+    "schedule": ("constant", "cubic", "auto"),
+    "target": ("current", "dense", "auto"),
     "inputs": ("pruned", "dense"),
     "data": ("fixed", "fresh"),
     "batch_norm": ("keep", "update"),

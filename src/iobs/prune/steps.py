@@ -16,6 +16,7 @@ from iobs.prune.batches import Batch, Part
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 Loss = Literal["task", "kl", "block"] | LossFunction
+Augmentation = Callable[[Batch, torch.Generator], Batch]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class GradientStep:
     """What happens between two projections (Algorithm 2, line 9).
 
     Args:
-        lr: step size.
+        lr: step size, or "auto": chosen from the calibration data by short trials after the first projection.
         optimizer: "sgd", as the paper, or "adam".
         steps: how many steps a round; each takes the next batch of the round's data, round and round. With one
             step of "sgd" the gradient is that of the whole round's data, as in the paper.
@@ -32,23 +33,24 @@ class GradientStep:
         parameters: "prunable" steps on the pruned matrices only, as the paper; "all" on every parameter.
         decay: the learning rate falls linearly to zero over all steps of the run.
         batch_size: samples a step, or None for the batches as they are.
-        augment: changes a batch before it is used, or None.
+        augment: changes a batch before it is used; "auto" is mirroring and shifts of pictures, as far as the dense
+            network's predictions stay the same under them; None changes nothing.
 
     Raises:
         ProblemError: a setting outside its range.
     """
 
-    lr: float = 0.01
+    lr: float | Literal["auto"] = 0.01
     optimizer: Literal["sgd", "adam"] = "sgd"
     steps: int = 1
     loss: Loss = "task"
     parameters: Literal["prunable", "all"] = "prunable"
     decay: bool = False
     batch_size: int | None = None
-    augment: Callable[[Batch, torch.Generator], Batch] | None = None
+    augment: Augmentation | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
-        if not self.lr > 0 or self.steps < 1:
+        if (self.lr != "auto" and not self.lr > 0) or self.steps < 1:
             raise ProblemError(f"A gradient step needs lr > 0 and steps >= 1, got lr={self.lr}, steps={self.steps}.")
         if self.optimizer not in ("sgd", "adam"):
             raise ProblemError(f'optimizer must be "sgd" or "adam", got {self.optimizer!r}.')
@@ -147,6 +149,7 @@ class Trainer:
         total: steps in the whole run, which the decay is laid over.
         seed: order of the samples.
         masks: by parameter name, entries that may change (others stay zero), or nothing.
+        augmentation: changes every batch before it is used, or nothing.
     """
 
     model: nn.Module
@@ -156,15 +159,18 @@ class Trainer:
     total: int
     seed: int
     masks: dict[str, Tensor] | None = None
+    augmentation: Augmentation | None = None
     taken: int = 0
 
     def __post_init__(self) -> None:
+        assert self.step.lr != "auto"
+        self.rate = self.step.lr
         self.masters = {name: value.detach().float().clone() for name, value in self.parameters.items()}
         values = list(self.masters.values())
         if self.step.optimizer == "sgd":
-            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(values, lr=self.step.lr)
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(values, lr=self.rate)
         else:
-            self.optimizer = torch.optim.Adam(values, lr=self.step.lr)
+            self.optimizer = torch.optim.Adam(values, lr=self.rate)
 
     def adopt(self) -> None:
         """Take the model's present weights (after a projection) as the masters."""
@@ -198,7 +204,7 @@ class Trainer:
         names, parameters = list(self.parameters), list(self.parameters.values())
         for batch in used:
             share = batches.size(batch) / samples
-            given = batch if self.step.augment is None else self.step.augment(batch, generator)
+            given = batch if self.augmentation is None else self.augmentation(batch, generator)
             with torch.enable_grad():
                 loss = self.loss(self.model, given) * share
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -213,7 +219,7 @@ class Trainer:
 
     @torch.no_grad()
     def _apply(self, gradients: dict[str, Tensor]) -> None:
-        rate = self.step.lr * (1 - self.taken / self.total if self.step.decay else 1.0)
+        rate = self.rate * (1 - self.taken / self.total if self.step.decay else 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for name, master in self.masters.items():

@@ -41,6 +41,7 @@ class Walk:
         reference: the dense network, if targets or inputs are to come from it.
         dense_inputs: take the layers' inputs from the reference.
         seed: draws the positions of convolutions that enter the Grams.
+        positions: how many of them for each sample.
     """
 
     model: nn.Module
@@ -50,6 +51,7 @@ class Walk:
     reference: nn.Module | None = None
     dense_inputs: bool = False
     seed: int = 0
+    positions: int = gram.POSITIONS
     chain: list[Block] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +98,7 @@ class Walk:
             values = [_captured(stream, stage, index, shared) for stream in used]
             for call in zip(*values, strict=True):
                 _require_finite(call, layer, number)
-                positions = gram.draw_positions(module, call[0], generator)
+                positions = gram.draw_positions(module, call[0], generator, self.positions)
                 grams[held_out].add(*[gram.input_rows(layer, module, value, positions) for value in call])
         return Statistics(grams[0], grams[1] if self.heldout.batches else None)
 

@@ -1,0 +1,125 @@
+"""Light changes to pictures that keep a thousand of them from being learnt by heart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from iobs.prune import batches
+from iobs.prune.batches import Batch, Part
+
+_AGREEMENT = 0.9  # share of samples whose dense prediction must survive an augmentation
+_PROBE = 256  # samples that the agreement is measured on
+
+
+@dataclass(frozen=True)
+class FlipShift:
+    """Mirrors pictures left to right with probability 1/2, and moves them by up to `shift` pixels.
+
+    Args:
+        flip: whether to mirror.
+        shift: most pixels in either direction; the border is repeated.
+    """
+
+    flip: bool
+    shift: int
+
+    def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """Change the pictures of a batch, every sample in its own way."""
+        return _with_pictures(batch, self._change(_pictures(batch), generator))
+
+    def _change(self, pictures: Tensor, generator: torch.Generator) -> Tensor:
+        count, (height, width) = len(pictures), pictures.shape[-2:]
+        mirrored = torch.rand(count, generator=generator) < 0.5 if self.flip else torch.zeros(count, dtype=torch.bool)
+        down, right = torch.randint(-self.shift, self.shift + 1, (2, count, 1), generator=generator)
+        rows = (torch.arange(height) + down).clamp(0, height - 1)
+        columns = (torch.arange(width) + right).clamp(0, width - 1)
+        columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+        rows, columns = rows.to(pictures.device), columns.to(pictures.device)
+        sample = torch.arange(count, device=pictures.device)[:, None, None]
+        # Channels between sample and place: advanced indices apart put them last, so they are moved first.
+        moved = pictures.movedim((-2, -1), (1, 2))[sample, rows[:, :, None], columns[:, None, :]]
+        return moved.movedim((1, 2), (-2, -1))
+
+    def __str__(self) -> str:
+        parts = [*(["mirroring"] if self.flip else []), *([f"shifts up to {self.shift}"] if self.shift else [])]
+        return " and ".join(parts)
+
+
+@torch.no_grad()
+def suited(model: nn.Module, part: Part, seed: int) -> FlipShift | None:
+    """The strongest augmentation that leaves at least 90 % of a network's predictions as they are.
+
+    Mirroring is judged alone, then shifts by an eighth and a sixteenth of the side and by one pixel. Text and
+    features give None.
+
+    Args:
+        model: the dense network, in eval mode.
+        part: calibration samples.
+        seed: of the trial.
+    """
+    used = _first_samples(part)
+    if not used or not all(_is_picture(batch) for batch in used):
+        return None
+    plain = _predictions(model, used, None, seed)
+    if plain is None:
+        return None
+
+    def keeps(change: FlipShift) -> bool:
+        changed = _predictions(model, used, change, seed)
+        assert plain is not None
+        assert changed is not None
+        return float((plain == changed).float().mean()) >= _AGREEMENT
+
+    flip = keeps(FlipShift(True, 0))
+    side = min(_pictures(used[0]).shape[-2:])
+    sizes = sorted({side // 8, side // 16, 1}, reverse=True)
+    shift = next((size for size in sizes if size and keeps(FlipShift(flip, size))), 0)
+    return FlipShift(flip, shift) if flip or shift else None
+
+
+def _first_samples(part: Part) -> list[Batch]:
+    used, count = [], 0
+    for batch in part.batches:
+        left = _PROBE - count
+        if left <= 0:
+            break
+        used.append(batches.take(batch, torch.arange(min(left, batches.size(batch)))))
+        count += batches.size(used[-1])
+    return used
+
+
+def _predictions(model: nn.Module, used: list[Batch], change: FlipShift | None, seed: int) -> Tensor | None:
+    """The likeliest class of every sample, (samples,) int64; None where the network is no classifier of pictures."""
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    found = []
+    for batch in used:
+        given = batches.to_device(batch if change is None else change(batch, generator), device)
+        scores = batches.logits(batches.forward(model, given))
+        if scores.ndim != 2 or scores.shape[1] < 2:
+            return None
+        found.append(scores.argmax(1))
+    return torch.cat(found)
+
+
+def _pictures(batch: Batch) -> Tensor:
+    value = batch["pixel_values"] if isinstance(batch, dict) else batches.inputs(batch)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _with_pictures(batch: Batch, pictures: Tensor) -> Batch:
+    if isinstance(batch, dict):
+        return {**batch, "pixel_values": pictures}
+    return (pictures, *batch[1:]) if isinstance(batch, (tuple, list)) else pictures
+
+
+def _is_picture(batch: Batch) -> bool:
+    """Whether a batch holds pictures: (samples, height, width) or (samples, 1 to 4 channels, height, width)."""
+    value = batch.get("pixel_values") if isinstance(batch, dict) else batches.inputs(batch)
+    if not isinstance(value, Tensor) or not value.is_floating_point() or min(value.shape[-2:], default=0) < 8:
+        return False
+    return value.ndim == 3 or (value.ndim == 4 and value.shape[1] <= 4)

@@ -1,0 +1,273 @@
+"""What pruning each layer costs the network: error curves, and the weights that make them comparable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.patterns import Pattern, Unstructured
+from iobs.core.quadratic import Solution
+from iobs.prune import batches
+from iobs.prune.allocation import Allocation, Curve, asked_sparsity, optimal_counts, total_kept
+from iobs.prune.batches import Batch, Part
+from iobs.prune.gram import Gram, Statistics, relative_output_error
+from iobs.prune.layers import Layer
+from iobs.prune.record import AllocationRecord
+from iobs.prune.steps import LossFunction, mean_loss
+from iobs.prune.walk import Walk
+
+# What a curve is measured at: multiples of the density that the whole network is to have.
+_LEVELS = (1 / 6, 1 / 3, 2 / 3, 1.0, 1.5, 2.5)
+_DENSEST = 0.9  # measured levels end here; at density 1 the error is zero
+_POSITIONS = 16  # of a convolution, for each sample; curves need less than the weights themselves
+_PROBE = 300  # samples that divergences are measured on
+
+SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
+
+
+@dataclass
+class Measured:
+    """One layer's curve, what its weights are at the network's own density, and its Gram if it is needed later."""
+
+    curve: Curve
+    probe: Tensor
+    probe_error: float
+    statistics: Statistics | None = None
+
+
+@dataclass
+class Planner:
+    """Measures a dense network and allocates its sparsity.
+
+    Args:
+        model: the dense network; put back after every trial.
+        layers: what will be pruned.
+        calibration: samples that layers are solved for.
+        heldout: samples that errors are read off on, where there are any.
+        solve: solves one layer for (layer, statistics, dense weight, pattern).
+        divergence: the loss that "kl" and "evolve" go by.
+        seed: of everything drawn.
+    """
+
+    model: nn.Module
+    layers: tuple[Layer, ...]
+    calibration: Part
+    heldout: Part
+    solve: SolveLayer
+    divergence: LossFunction
+    seed: int
+    measured: dict[Layer, Measured] = field(default_factory=dict)
+
+    def allocate(self, pattern: Pattern, allocation: Allocation) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
+        """The pattern of every layer, and why.
+
+        Raises:
+            PatternError: the pattern fixes every layer's count, or bounds do not allow the sparsity.
+        """
+        sparsity = asked_sparsity(pattern)
+        ranges = {layer: allocation.range_of(layer, sparsity) for layer in self.layers}
+        self._measure(1 - sparsity, keep_statistics=allocation.criterion == "evolve")
+        weights = self._weights(allocation)
+        curves = {layer: self.measured[layer].curve for layer in self.layers}
+        counts = optimal_counts(curves, weights, total_kept(self.layers, sparsity), ranges)
+        if allocation.criterion == "evolve":
+            counts = self._evolve(counts, ranges, allocation.generations)
+        records = [_record(layer, curves[layer], weights[layer], counts[layer]) for layer in self.layers]
+        return {layer: Unstructured(keep=counts[layer]) for layer in self.layers}, records
+
+    # ---- curves
+    def _measure(self, density: float, keep_statistics: bool) -> None:
+        levels = sorted({min(level * density, _DENSEST) for level in _LEVELS})
+
+        def visit(group: list[Layer], statistics: Statistics) -> None:
+            for layer in group:
+                self.measured[layer] = self._measure_layer(layer, statistics, levels, density)
+                if keep_statistics:
+                    self.measured[layer].statistics = statistics
+
+        walk = Walk(self.model, self.calibration, self.heldout, self.layers, seed=self.seed, positions=_POSITIONS)
+        walk.sweep(visit)
+
+    def _measure_layer(self, layer: Layer, statistics: Statistics, levels: list[float], density: float) -> Measured:
+        dense = layer.read(self.model)
+        judged = statistics.heldout or statistics.calibration
+        energy = _energy(judged, dense)
+        keeps: list[int] = []
+        errors: list[float] = []
+        probe, probe_error = dense, 0.0
+        for level in levels:
+            keep = max(1, round(level * layer.weights))
+            if keep >= layer.weights or (keeps and keep <= keeps[-1]):
+                continue
+            weight = self._solved(layer, statistics, dense, keep)
+            error = energy * relative_output_error(judged, weight, dense)
+            keeps.append(keep)
+            errors.append(min([error, *errors]))  # more entries never cost more; noise of the solver aside
+            if level <= density:
+                probe, probe_error = weight, error
+        return Measured(Curve([*keeps, layer.weights], [*errors, 0.0], energy), probe, probe_error)
+
+    def _solved(self, layer: Layer, statistics: Statistics, dense: Tensor, keep: int) -> Tensor:
+        solutions = self.solve(layer, statistics, dense, Unstructured(keep=keep))
+        return torch.cat([solution.weight for solution in solutions])
+
+    # ---- weights
+    def _weights(self, allocation: Allocation) -> dict[Layer, float]:
+        energies = {layer: self.measured[layer].curve.energy for layer in self.layers}
+        if allocation.criterion == "error":
+            return {layer: 1 / max(energy, 1e-30) for layer, energy in energies.items()}
+        if allocation.criterion == "fisher":
+            return complete(output_fisher(self.model, self.layers, self.calibration, self.seed), energies)
+        return {layer: self._divergence_per_error(layer) for layer in self.layers}
+
+    def _divergence_per_error(self, layer: Layer) -> float:
+        measured = self.measured[layer]
+        with self._written({layer: measured.probe}):
+            cost = mean_loss(self.model, self._probe_part, self.divergence)
+        return max(cost, 1e-9) / max(measured.probe_error, 1e-30)
+
+    @property
+    def _probe_part(self) -> Part:
+        part = Part()
+        for batch, number in zip(self.calibration.batches, self.calibration.numbers, strict=True):
+            left = _PROBE - part.samples
+            if left > 0:
+                part.add(batch, torch.arange(batches.size(batch)) < left, number)
+        return part
+
+    # ---- search
+    def _evolve(
+        self, counts: dict[Layer, int], ranges: dict[Layer, tuple[int, int]], generations: int
+    ) -> dict[Layer, int]:
+        """Move weights between two layers at a time, as long as the divergence of the network falls (EvoPress)."""
+        generator = torch.Generator().manual_seed(self.seed)
+        probe = self._probe_part
+        weights = {layer: self._at(layer, counts[layer]) for layer in self.layers}
+        with self._written(weights):
+            best = mean_loss(self.model, probe, self.divergence)
+        for _ in range(generations):
+            giver, taker = (self.layers[i] for i in torch.randperm(len(self.layers), generator=generator)[:2].tolist())
+            share = 0.02 + 0.18 * float(torch.rand((), generator=generator))
+            moved = round(share * min(counts[giver], counts[taker]))
+            moved = min(moved, counts[giver] - ranges[giver][0], ranges[taker][1] - counts[taker])
+            if moved <= 0:
+                continue
+            trial = {giver: counts[giver] - moved, taker: counts[taker] + moved}
+            changed = {layer: self._at(layer, keep) for layer, keep in trial.items()}
+            with self._written({**weights, **changed}):
+                found = mean_loss(self.model, probe, self.divergence)
+            if found < best:
+                best, counts, weights = found, {**counts, **trial}, {**weights, **changed}
+        return counts
+
+    def _at(self, layer: Layer, keep: int) -> Tensor:
+        statistics = self.measured[layer].statistics
+        assert statistics is not None
+        return self._solved(layer, statistics, layer.read(self.model), keep)
+
+    @contextmanager
+    def _written(self, weights: dict[Layer, Tensor]) -> Iterator[None]:
+        """The network with other weights in some layers."""
+        kept = {layer: layer.read(self.model) for layer in weights}
+        with torch.no_grad():
+            try:
+                for layer, weight in weights.items():
+                    layer.write(self.model, weight)
+                yield
+            finally:
+                for layer, weight in kept.items():
+                    layer.write(self.model, weight)
+
+
+def output_fisher(model: nn.Module, layers: tuple[Layer, ...], part: Part, seed: int) -> dict[Layer, float]:
+    """Half the mean squared gradient of the log-likelihood with respect to a layer's output, summed over positions.
+
+    Targets are drawn from the model's own distribution, so that this is the diagonal of the true Fisher information,
+    averaged over a layer's outputs: a unit of squared output error then costs that much divergence, to second order.
+    Layers whose module returns no tensor, or that never run, are left out.
+
+    Args:
+        model: the network, in eval mode.
+        layers: whose outputs.
+        part: samples; at most 300 are used.
+        seed: of the drawn targets.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    sums = {layer.path: 0.0 for layer in layers}
+    samples = 0
+    for batch in part.batches:
+        if samples >= _PROBE:
+            break
+        used = batches.take(batch, torch.arange(min(_PROBE - samples, batches.size(batch))))
+        samples += batches.size(used)
+        for path, square in _output_squares(model, set(sums), batches.to_device(used, device), generator):
+            sums[path] += square
+    return {layer: 0.5 * sums[layer.path] / samples for layer in layers if sums[layer.path] > 0}
+
+
+def _output_squares(
+    model: nn.Module, paths: set[str], batch: Batch, generator: torch.Generator
+) -> list[tuple[str, float]]:
+    """Squared gradients at the outputs of some modules: summed over samples and positions, averaged over channels."""
+    outputs: list[tuple[str, Tensor]] = []
+
+    def keep(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.requires_grad:
+                outputs.append((path, output))
+
+        return hook
+
+    handles = [model.get_submodule(path).register_forward_hook(keep(path)) for path in paths]
+    try:
+        with torch.enable_grad():
+            scores = batches.logits(batches.forward(model, batch)).float()
+            logs = scores.reshape(-1, scores.shape[-1]).log_softmax(-1)
+            drawn = torch.multinomial(logs.detach().exp().cpu(), 1, generator=generator).to(logs.device)
+            likelihood = logs.gather(1, drawn).sum()
+            gradients = torch.autograd.grad(likelihood, [output for _, output in outputs], allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    squares = []
+    for (path, output), gradient in zip(outputs, gradients, strict=True):
+        if gradient is not None:
+            channels = output.shape[1] if _is_convolution(model.get_submodule(path)) else output.shape[-1]
+            squares.append((path, float(gradient.double().square().sum()) / channels))
+    return squares
+
+
+def complete(found: dict[Layer, float], energies: dict[Layer, float]) -> dict[Layer, float]:
+    """Weights for all layers: where none was measured, the others' typical cost of losing the whole output."""
+    known = [weight * energies[layer] for layer, weight in found.items() if energies[layer] > 0]
+    typical = math.exp(sum(map(math.log, known)) / len(known)) if known else 1.0
+    return {layer: found.get(layer, typical / max(energy, 1e-30)) for layer, energy in energies.items()}
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+
+
+def _energy(statistics: Gram, weight: Tensor) -> float:
+    """Squared output of a layer per input row."""
+    parts = statistics.own.shape[0]
+    matrix = weight.double().reshape(parts, -1, weight.shape[1])
+    return float(((matrix @ statistics.own) * matrix).sum()) / statistics.count
+
+
+def _record(layer: Layer, curve: Curve, weight: float, keep: int) -> AllocationRecord:
+    return AllocationRecord(
+        name=layer.name,
+        shape=layer.shape,
+        sparsities=[1 - count / layer.weights for count in curve.keeps],
+        errors=[error / max(curve.energy, 1e-30) for error in curve.errors],
+        weight=weight * curve.energy,
+        chosen=1 - keep / layer.weights,
+    )
