@@ -56,9 +56,9 @@ class Steps:
             self._bar.update(self._task, completed=done, total=total or None, description=self._description)
             return
         now = time.monotonic()
-        if now - self._spoken >= _PLAIN_INTERVAL and total:
+        if now - self._spoken >= _PLAIN_INTERVAL and done and total:
             self._spoken = now
-            left = (now - self._started) * (total - done) / max(done, 1e-9)
+            left = (now - self._started) * (total - done) / done
             self._console.print(
                 f"{self._description}: {100 * done / total:.0f} %, about {left:.0f} s left", markup=False
             )

@@ -29,7 +29,7 @@ class Watch:
     def begin(self, rounds: int, layers: Sequence[str]) -> None:
         """The run starts."""
         self._rounds, self._total, self._done = rounds, rounds * len(layers), 0
-        self._show("")
+        self._show("starting")
 
     def note(self, text: str) -> None:
         """Something has been chosen or estimated."""
