@@ -2,8 +2,8 @@
 
 Theorem (I-OBS, Option 2):   norm(e_{t+1}) <= (1 + sqrt(L / mu * r)) M / (2 mu) norm(e_t)^2,   e_t = theta_t - theta*
 
-The ratio r is printed as (d - k*) / (d - k); the paper's own lemma on the Top-k operator gives (d - k) / (d - k*), which
-is smaller, and finite at k = d. For Top-k-I-OBS the factor is 1 + sqrt(k* / k) (paper, eq. WT-topk,rate).
+The ratio r is printed as (d - k*) / (d - k); the paper's own lemma on the Top-k operator gives (d - k) / (d - k*),
+which is smaller, and finite at k = d. For Top-k-I-OBS the factor is 1 + sqrt(k* / k) (paper, eq. WT-topk,rate).
 """
 
 from __future__ import annotations

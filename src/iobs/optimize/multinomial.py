@@ -1,0 +1,136 @@
+"""Multinomial logistic regression: one row of coefficients a feature, so a feature is a group of coordinates."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import numpy as np
+from scipy.special import logsumexp, softmax
+
+from iobs.errors import NonFiniteError, ProblemError
+from iobs.optimize import designs
+from iobs.optimize.designs import Array, Indices
+from iobs.optimize.objective import Objective
+
+
+class Multinomial:
+    """sum_i w_i [logsumexp(m_i) - m_i,y_i] + 1/2 ridge norm(theta)^2 with margins m_i = Theta^T x_i + b in R^C.
+
+    theta is Theta (d, C) row by row, then the C intercepts, which are forced and carry no ridge.
+
+    Args:
+        X: (n, d) design.
+        y: (n,) class numbers 0 ... C - 1.
+        classes: C.
+        ridge: weight of 1/2 norm(Theta)^2; positive, since softmax is the same for shifted rows.
+        sample_weight: (n,) non-negative.
+
+    Raises:
+        ProblemError: shapes do not fit, classes outside the range, or a ridge that is not positive.
+        NonFiniteError: NaN or infinity in X.
+    """
+
+    quadratic = False
+
+    def __init__(self, X: Any, y: Any, classes: int, *, ridge: float = 1e-3, sample_weight: Any = None) -> None:
+        self.design = designs.append_ones(designs.as_design(X))
+        n = self.design.shape[0]
+        labels = designs.as_vector(y, "target y", n)
+        if labels.min() < 0 or labels.max() >= classes or (labels != np.round(labels)).any():
+            raise ProblemError(f"Multinomial needs class numbers 0 ... {classes - 1}.")
+        if not ridge > 0:
+            raise ProblemError("Multinomial needs a positive ridge: without it rows of Theta can be shifted freely.")
+        self.weights = np.ones(n) if sample_weight is None else designs.as_vector(sample_weight, "sample weights", n)
+        self.classes = classes
+        self.labels = labels.astype(np.int64)
+        self.dimension = self.design.shape[1] * classes
+        self.forced = np.arange(self.dimension - classes, self.dimension)
+        self.ridge = np.full(self.dimension, ridge)
+        self.ridge[self.forced] = 1e-10 * ridge  # fixes the shift of the intercepts, nothing else
+        self.squares = self.design.squares(self.weights)
+        if not np.isfinite(self.squares).all():
+            raise NonFiniteError("The design matrix holds NaN or infinity; remove or impute those entries first.")
+
+    @property
+    def rank(self) -> int:
+        """d, by the ridge."""
+        return self.dimension
+
+    @property
+    def groups(self) -> list[Indices]:
+        """The coordinates of every feature."""
+        features = self.design.shape[1] - 1
+        return [np.arange(j * self.classes, (j + 1) * self.classes) for j in range(features)]
+
+    def margins(self, theta: Array) -> Array:
+        """(n, C)."""
+        table = theta.reshape(-1, self.classes)
+        used = np.flatnonzero(table.any(axis=1)).astype(np.int64)
+        return np.asarray(self.design.columns(used) @ table[used])
+
+    def probabilities(self, theta: Array) -> Array:
+        """(n, C)."""
+        return np.asarray(softmax(self.margins(theta), axis=1))
+
+    def value(self, theta: Array) -> float:
+        """f(theta)."""
+        return self._value(theta, self.margins(theta))
+
+    def _value(self, theta: Array, margins: Array) -> float:
+        losses = logsumexp(margins, axis=1) - margins[np.arange(self.labels.size), self.labels]
+        return float(self.weights @ losses) + 0.5 * float(self.ridge @ theta**2)
+
+    def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
+        """f and its gradient."""
+        margins = self.margins(theta)
+        residual = softmax(margins, axis=1)
+        residual[np.arange(self.labels.size), self.labels] -= 1
+        gradient = self.design.rmatmat(self.weights[:, None] * residual).reshape(-1) + self.ridge * theta
+        return self._value(theta, margins), gradient
+
+    def hessian_product(self, theta: Array, vector: Array) -> Array:
+        """H v."""
+        p = self.probabilities(theta)
+        moved = p * self.margins(vector)
+        moved -= p * moved.sum(axis=1, keepdims=True)
+        return np.asarray(self.design.rmatmat(self.weights[:, None] * moved).reshape(-1) + self.ridge * vector)
+
+    def hessian_columns(self, theta: Array, support: Indices, rows: Indices | None = None) -> Array:
+        """H_:Q, or some rows of it."""
+        rows = np.arange(self.dimension) if rows is None else rows
+        p = self.probabilities(theta)
+        left, right = (self.design.columns(index // self.classes) for index in (rows, support))
+        row_class, column_class = rows % self.classes, support % self.classes
+        weighted = self.weights[:, None] * right * p[:, column_class]
+        same = row_class[:, None] == column_class[None, :]
+        block = same * (left.T @ weighted) - (left * p[:, row_class]).T @ weighted
+        return np.asarray(block + np.where(rows[:, None] == support[None, :], self.ridge[support][None, :], 0.0))
+
+    def hessian_block(self, theta: Array, support: Indices) -> Array:
+        """H_QQ."""
+        return self.hessian_columns(theta, support, support)
+
+    def hessian_diagonal(self, theta: Array) -> Array:
+        """diag H."""
+        p = self.probabilities(theta)
+        per_class = [self.design.squares(self.weights * p[:, c] * (1 - p[:, c])) for c in range(self.classes)]
+        return np.asarray(np.stack(per_class, axis=1).reshape(-1) + self.ridge)
+
+    def constant_coordinates(self) -> Indices:
+        """Those of zero columns."""
+        return np.flatnonzero(np.repeat(self.squares == 0, self.classes)).astype(np.int64)
+
+    def restricted(self, support: Indices) -> Objective:
+        """f on some features: the support must hold all classes of each, and the intercepts."""
+        features = support[:: self.classes] // self.classes
+        assert (support.reshape(-1, self.classes)[:, 0] == features * self.classes).all(), "whole features only"
+        part = copy(self)
+        part.design = designs.DenseDesign(np.asfortranarray(self.design.columns(features)))
+        part.dimension = support.size
+        part.ridge = self.ridge[support]
+        return part
+
+    def split(self, theta: Array) -> tuple[Array, float]:
+        """All of theta; the intercepts are its last C entries."""
+        return theta, 0.0

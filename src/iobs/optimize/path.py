@@ -1,0 +1,130 @@
+"""Solutions for many k, each warm started from the one before, and how to choose among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from iobs.errors import ProblemError
+from iobs.optimize import auto
+from iobs.optimize.designs import Array
+from iobs.optimize.grouped import Groups, group_path
+from iobs.optimize.objective import Objective
+from iobs.optimize.objectives import LeastSquares
+from iobs.optimize.problem import Problem
+from iobs.optimize.refit import Fit, inverse_block, refit
+from iobs.optimize.swap import Swapper
+
+Criterion = Literal["aic", "bic", "ebic"]
+
+
+def path(objective: Objective, sizes: Sequence[int], *, seed: int = 0, thorough: bool = False) -> list[Fit]:
+    """Sparse fits for ascending k.
+
+    Each starts from the one before and the coordinate that helps most, improved by exact swaps.
+
+    Args:
+        objective: f.
+        sizes: ascending values of k.
+        seed: of random restarts.
+        thorough: run every stage of the best known method for every k, not only the warm start.
+    """
+    fits: list[Fit] = []
+    fit: Fit | None = None
+    gram = None
+    for size in sizes:
+        problem = Problem(objective, size, rng=np.random.default_rng(seed))
+        swapper = Swapper(problem, gram=gram)
+        fit = _extend(problem, refit(objective, np.sort(problem.forced)) if fit is None else fit)
+        fit = swapper.improve(fit)[0]
+        gram = swapper.gram
+        if thorough:
+            better = list(auto.stages(problem))[-1].fit
+            fit = better if better.value < fit.value else fit
+        fits.append(fit)
+    return fits
+
+
+def _extend(problem: Problem, fit: Fit) -> Fit:
+    """Add the steepest coordinates one by one."""
+    while fit.support.size - problem.forced.size < problem.size:
+        score = np.where(problem.candidates, np.abs(fit.gradient) / problem.scale, -1.0)
+        score[fit.support] = -1.0
+        support = np.sort(np.append(fit.support, np.argmax(score))).astype(np.int64)
+        fit = refit(problem.objective, support, fit.theta)
+    return fit
+
+
+def paths(objective: Objective, groups: Groups | None, sizes: Sequence[int], thorough: bool, seed: int) -> list[Fit]:
+    """The path over coordinates, or over groups where there are any."""
+    if groups is not None:
+        return group_path(groups, list(sizes))
+    return path(objective, sizes, seed=seed, thorough=thorough)
+
+
+def information(
+    objective: Objective, fit: Fit, criterion: Criterion, samples: float, candidates: int, chosen: int
+) -> float:
+    """Deviance plus a price a parameter; the least is best.
+
+    Args:
+        objective: whose value is a negative log-likelihood; for least squares half the residual sum of squares.
+        fit: the fit.
+        criterion: "aic" (2 a parameter), "bic" (log n), "ebic" (log n, and 2 log of the number of supports; Chen and
+            Chen 2008).
+        samples: n, or the sum of the sample weights.
+        candidates: how many coordinates or groups could be chosen.
+        chosen: how many were.
+
+    Raises:
+        ProblemError: an unknown criterion.
+    """
+    if criterion not in ("aic", "bic", "ebic"):
+        raise ProblemError(f'The criterion must be "aic", "bic" or "ebic", got {criterion!r}.')
+    parameters = int(np.count_nonzero(fit.theta))
+    if isinstance(objective, LeastSquares):
+        floor = max(np.finfo(float).eps ** 2 * float(objective.target @ objective.target), 1e-300)
+        deviance = samples * math.log(max(2 * fit.value, floor) / samples)
+    else:
+        deviance = 2 * fit.value
+    if criterion == "aic":
+        return deviance + 2 * parameters
+    price = deviance + parameters * math.log(max(samples, 2.0))
+    if criterion == "bic":
+        return price
+    choices = math.lgamma(candidates + 1) - math.lgamma(chosen + 1) - math.lgamma(candidates - chosen + 1)
+    return price + 2 * choices
+
+
+@dataclass(frozen=True)
+class Inference:
+    """Classical standard errors on the support, as if it had been known beforehand.
+
+    Attributes:
+        errors: (k,) in the order of `Fit.support`.
+        noise: estimated standard deviation of the noise; 1 for likelihoods.
+    """
+
+    errors: Array
+    noise: float
+
+
+def standard_errors(objective: Objective, fit: Fit, samples: float, intercept: bool) -> Inference:
+    """Square roots of the diagonal of noise^2 H_QQ^-1. They ignore that the support was chosen by the data.
+
+    Args:
+        objective: f.
+        fit: a fit of it.
+        samples: n, or the sum of the sample weights.
+        intercept: whether one more parameter was estimated by centring.
+    """
+    inverse = inverse_block(objective.hessian_block(fit.theta, fit.support))
+    noise = 1.0
+    if isinstance(objective, LeastSquares):
+        freedom = max(samples - fit.support.size - intercept, 1.0)
+        noise = math.sqrt(2 * fit.value / freedom)
+    return Inference(noise * np.sqrt(np.maximum(inverse.diagonal(), 0.0)), noise)

@@ -1,0 +1,170 @@
+"""The scikit-learn faces: its own checks, known answers, and clear errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from sklearn.datasets import load_diabetes, load_iris
+from sklearn.linear_model import LogisticRegression
+from sklearn.utils.estimator_checks import check_estimator
+from sparse_problems import correlated_design, sparse_signal
+
+import iobs
+from iobs.errors import ProblemError
+from iobs.optimize.autodiff import from_torch
+from iobs.optimize.estimators import SparseClassifier, SparseRegressor
+from iobs.optimize.multinomial import Multinomial
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        SparseRegressor(),
+        SparseRegressor(k=1),
+        SparseRegressor(k="cv", cv=2),
+        SparseRegressor(loss="poisson", ridge=0.1, k=1),
+        pytest.param(SparseClassifier(), marks=pytest.mark.slow),
+        SparseClassifier(max_k=2),
+        pytest.param(SparseClassifier(k="cv", cv=3), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_scikit_learn_checks(estimator):
+    # Cross-validation folds differ when rows are repeated instead of weighted; scikit-learn marks its own *CV the same.
+    # A Poisson regression cannot have the negative targets that the generic checks draw.
+    weights = "sample weights and repeated rows fall into different folds"
+    expected = {f"check_sample_weight_equivalence_on_{kind}_data": weights for kind in ("dense", "sparse")}
+    expected = expected if estimator.k == "cv" else {}
+    if getattr(estimator, "loss", "") == "poisson":
+        results = check_estimator(estimator, on_fail=None)
+        failed = [result for result in results if result["status"] == "failed"]
+        assert all("non-negative" in str(result["exception"]) for result in failed), failed
+        return
+    check_estimator(estimator, expected_failed_checks=expected)
+
+
+def test_they_are_public_and_lazy():
+    assert iobs.SparseRegressor is SparseRegressor
+    assert iobs.SparseClassifier is SparseClassifier
+
+
+@pytest.mark.parametrize("k", ["cv", "bic", "ebic", 4])
+@pytest.mark.parametrize("convert", [np.asarray, sp.csr_array, sp.csc_array])
+def test_regression_recovers_the_support(k, convert, rng):
+    X = correlated_design(rng, 120, 30, 0.5)
+    truth = sparse_signal(rng, 30, 4)
+    y = X @ truth + 3.0 + 0.1 * rng.standard_normal(120)
+    model = SparseRegressor(k=k).fit(convert(X), y)
+    assert set(np.flatnonzero(truth)) <= set(model.support_)
+    assert model.k_ <= {"cv": 8, "bic": 6}.get(k, 4)
+    assert model.intercept_ == pytest.approx(3.0, abs=0.1)
+    assert model.score(convert(X), y) > 0.99
+
+
+def test_the_path_is_nested_in_loss_and_best_subset_beats_selection():
+    X, y = load_diabetes(return_X_y=True)
+    model = SparseRegressor(k="bic", max_k=10).fit(X, y)
+    losses = [entry["loss"] for entry in model.path_]
+    assert losses == sorted(losses, reverse=True)
+    assert [entry["k"] for entry in model.path_] == list(range(11))
+    assert set(model.support_) == {1, 2, 3, 6, 8} or model.k_ == 5
+    assert model.coef_[0] == 0
+
+
+def test_poisson_loss(rng):
+    X = 0.5 * correlated_design(rng, 300, 20, 0.3)
+    truth = sparse_signal(rng, 20, 3)
+    y = rng.poisson(np.exp(X @ truth + 0.5))
+    model = SparseRegressor(k=3, loss="poisson").fit(X, y)
+    np.testing.assert_array_equal(model.support_, np.flatnonzero(truth))
+    assert (model.predict(X) > 0).all()
+
+
+def test_binary_equals_scikit_learn_on_all_features(rng):
+    X = correlated_design(rng, 200, 5, 0.3)
+    y = np.where(rng.random(200) < 1 / (1 + np.exp(-X[:, 0] + X[:, 2])), "yes", "no")
+    ours = SparseClassifier(k=5, ridge=2.0).fit(X, y)
+    theirs = LogisticRegression(C=0.5, tol=1e-10, max_iter=1000).fit(X, y)
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-4)
+    np.testing.assert_allclose(ours.predict_proba(X), theirs.predict_proba(X), atol=1e-5)
+    assert set(SparseClassifier(k=2).fit(X, y).support_) == {0, 2}
+
+
+def test_multinomial_equals_scikit_learn_on_all_features():
+    X, y = load_iris(return_X_y=True)
+    ours = SparseClassifier(k=4, ridge=1.0).fit(X, y)
+    theirs = LogisticRegression(C=1.0, tol=1e-10, max_iter=5000).fit(X, y)
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-4, atol=1e-5)
+    two = SparseClassifier(k=2).fit(X, y)
+    assert set(two.support_) == {2, 3}
+    assert (two.coef_ != 0).any(axis=0).sum() == 2
+    assert two.score(X, y) > 0.93
+    np.testing.assert_allclose(two.predict_proba(X).sum(axis=1), 1.0)
+
+
+def test_multinomial_derivatives(rng):
+    import torch
+
+    X, y, weights = rng.standard_normal((15, 3)), rng.integers(0, 3, 15), rng.random(15) + 0.5
+    model = Multinomial(X, y, 3, ridge=0.2, sample_weight=weights)
+    design, labels = torch.from_numpy(np.column_stack([X, np.ones(15)])), torch.from_numpy(y)
+
+    def function(theta):
+        losses = torch.nn.functional.cross_entropy(design @ theta.reshape(4, 3), labels, reduction="none")
+        return (torch.from_numpy(weights) * losses).sum() + 0.5 * (torch.from_numpy(model.ridge) * theta**2).sum()
+
+    reference, theta = from_torch(function, 12), rng.standard_normal(12)
+    everything = np.arange(12)
+    np.testing.assert_allclose(model.value(theta), reference.value(theta))
+    np.testing.assert_allclose(model.value_and_gradient(theta)[1], reference.value_and_gradient(theta)[1], atol=1e-10)
+    hessian = reference.hessian_block(theta, everything)
+    np.testing.assert_allclose(model.hessian_block(theta, everything), hessian, atol=1e-10)
+    np.testing.assert_allclose(model.hessian_diagonal(theta), hessian.diagonal())
+    np.testing.assert_allclose(model.hessian_product(theta, theta), hessian @ theta, atol=1e-10)
+
+
+def test_groups_enter_together_and_forced_features_stay(rng):
+    X = rng.standard_normal((150, 24))
+    labels = np.arange(24) // 3
+    truth = np.where(np.isin(labels, [1, 6]), rng.uniform(0.5, 1, 24), 0.0)
+    y = X @ truth + 0.1 * rng.standard_normal(150)
+    model = SparseRegressor(k=2, groups=labels).fit(X, y)
+    np.testing.assert_array_equal(model.support_, np.flatnonzero(truth))
+    assert SparseRegressor(k="bic", groups=labels).fit(X, y).k_ == 2
+    forced = SparseRegressor(k=2, groups=labels, forced=[0]).fit(X, y)
+    assert set(forced.support_) == {0, 1, 2} | set(np.flatnonzero(truth))
+    single = SparseRegressor(k=6, forced=[0]).fit(X, y)
+    assert 0 in single.support_
+    assert single.support_.size == 7
+    classes = SparseClassifier(k=2, groups=labels).fit(X, np.digitize(y, [-1, 1]))
+    np.testing.assert_array_equal(classes.support_, np.flatnonzero(truth))
+
+
+def test_separable_classes_keep_finite_coefficients(rng):
+    X = rng.standard_normal((50, 6))
+    for y in (X[:, 1] > 0, np.digitize(X[:, 1], [-0.5, 0.5])):
+        model = SparseClassifier(k=1).fit(X, y)
+        assert np.isfinite(model.coef_).all()
+        np.testing.assert_array_equal(model.support_, [1])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda X, y: SparseRegressor(k=7).fit(X, y), "between 0 and the 5"),
+        (lambda X, y: SparseRegressor(k="best").fit(X, y), "integer"),
+        (lambda X, y: SparseRegressor(loss="huber").fit(X, y), "squared"),
+        (lambda X, y: SparseRegressor(loss="poisson").fit(X, y - 10), "non-negative"),
+        (lambda X, y: SparseRegressor(k=1, groups=[0, 1]).fit(X, y), "one label"),
+        (lambda X, y: SparseRegressor(k=1, forced=[9]).fit(X, y), "Forced"),
+        (lambda X, y: SparseClassifier().fit(X, np.ones(20)), "one class"),
+        (lambda X, y: SparseRegressor().fit(np.full_like(X, np.nan), y), "NaN"),
+        (lambda X, y: SparseRegressor().fit(np.full_like(X, np.inf), y), "infinity"),
+        (lambda X, y: SparseRegressor().fit(np.array([["a"]] * 20), y), "convert"),
+    ],
+)
+def test_errors_say_what_is_wrong(make, message, rng):
+    with pytest.raises((ProblemError, ValueError), match=message):
+        make(rng.standard_normal((20, 5)), rng.standard_normal(20))
