@@ -87,6 +87,17 @@ class Part:
             self.batches.append(batch if bool(flags.all()) else take(batch, flags.nonzero()[:, 0]))
             self.numbers.append(number)
 
+    def first(self, count: int) -> Part:
+        """The leading batches that hold at least so many samples, all where there are fewer."""
+        chosen, seen = Part(), 0
+        for batch, number in zip(self.batches, self.numbers, strict=True):
+            if seen >= count:
+                break
+            chosen.batches.append(batch)
+            chosen.numbers.append(number)
+            seen += size(batch)
+        return chosen
+
     @property
     def samples(self) -> int:
         """Number of samples."""

@@ -293,7 +293,10 @@ class _Run:
 
     # ---- measuring and choosing
     def _finish_round(self, record: RoundRecord, portion: Part, began: float) -> None:
-        record.loss_calibration = self._measure(portion)
+        # As many calibration samples as are held out say as much, and a round's measurement stays cheap.
+        record.loss_calibration = self._measure(
+            portion.first(self.heldout.samples) if self.heldout.batches else portion
+        )
         record.loss_heldout = self._measure(self.heldout)
         record.seconds = time.perf_counter() - began
 
