@@ -1,0 +1,233 @@
+"""`iobs solve`: explain one column of a table by k others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from iobs.cli import console
+
+if TYPE_CHECKING:
+    from iobs.optimize.objective import Objective
+    from iobs.optimize.refit import Fit
+    from iobs.optimize.tabular import Table
+
+
+def solve(
+    data: Annotated[Path, typer.Argument(help="A .csv with a header, a .parquet, or an .npz with X and y.")],
+    target: Annotated[str, typer.Option(help="The column to be explained.")] = "y",
+    k: Annotated[
+        str, typer.Option("-k", help="How many columns explain it; or cv, bic, ebic, aic to have it chosen.")
+    ] = "ebic",
+    loss: Annotated[
+        str, typer.Option(help="squared, logistic (two classes) or poisson; auto looks at the target.")
+    ] = "auto",
+    ridge: Annotated[float, typer.Option(min=0.0, help="Weight of half the squared coefficients.")] = 0.0,
+    drop: Annotated[list[str] | None, typer.Option(help="A column to leave out; repeat.", show_default=False)] = None,
+    force: Annotated[
+        list[str] | None, typer.Option(help="A column that is always in, not counted; repeat.", show_default=False)
+    ] = None,
+    certify: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Bound the distance from the best support.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the model as JSON.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw loss and coefficients for every k to a .png.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
+    as_json: console.AsJson = False,
+) -> None:
+    """Choose the k columns of a table that explain another one best, and fit them.
+
+    The coefficients are for the columns as they are; scaling a column never changes the choice.
+    """
+    from iobs.optimize.path import path, standard_errors
+    from iobs.optimize.tabular import read_table
+
+    table = read_table(data, target, drop or [])
+    loss = _loss(loss, table)
+    objective = _objective(table, loss, ridge, force or [])
+    size = _size(table, loss, ridge, k, seed, force or [])
+    fits = path(objective, range(size + 1), seed=seed)
+    best = min(fits[-1], path(objective, [size], seed=seed, thorough=True)[0], key=lambda fit: fit.value)
+    fits[-1] = best
+    inference = standard_errors(objective, best, len(table.y), intercept=True)
+    errors = dict(zip(best.support.tolist(), inference.errors.tolist(), strict=True))
+    model = _model(table, objective, fits, loss, errors)
+    if certify is not None:
+        model["certificate"] = _certificate(objective, size, best, certify)
+    if output is not None:
+        _write(output, model)
+    if plot is not None:
+        _draw(plot, table, objective, fits)
+    if as_json:
+        console.print_json(model)
+        return
+    _show(model, table, inference.noise)
+
+
+def _loss(loss: str, table: Table) -> str:
+    from iobs.errors import DataError
+
+    values = set(table.y[:1000].tolist()) | set(table.y[-1000:].tolist())
+    if loss == "auto":
+        loss = "logistic" if table.classes or values <= {0.0, 1.0} else "squared"
+    if loss not in ("squared", "logistic", "poisson"):
+        raise DataError(f"--loss must be squared, logistic, poisson or auto, got {loss!r}.")
+    if table.classes and loss != "logistic":
+        raise DataError(f"The target holds text ({', '.join(table.classes[:3])}); use --loss logistic.")
+    if len(table.classes) > 2:
+        raise DataError(
+            f"The target has {len(table.classes)} classes; iobs solve takes two, iobs.SparseClassifier takes more."
+        )
+    if loss == "logistic" and len(set(table.y.tolist())) < 2:
+        raise DataError("The target has one value everywhere; there is nothing to tell apart.")
+    return loss
+
+
+def _objective(table: Table, loss: str, ridge: float, force: list[str]) -> Objective:
+    from iobs.errors import DataError
+    from iobs.optimize.objectives import LeastSquares, Logistic, Poisson
+
+    unknown = [name for name in force if name not in table.names]
+    if unknown:
+        raise DataError(f"There is no column {unknown[0]!r} to force in.")
+    forced = [table.names.index(name) for name in force]
+    model = {"squared": LeastSquares, "logistic": Logistic, "poisson": Poisson}[loss]
+    # Classes that can be separated have no finite coefficients without at least a trace of ridge.
+    ridge = max(ridge, 1e-6) if loss == "logistic" else ridge
+    return model(table.X, table.y, ridge=ridge, intercept=True, forced=forced)
+
+
+def _size(table: Table, loss: str, ridge: float, k: str, seed: int, force: list[str]) -> int:
+    from iobs.errors import DataError
+    from iobs.optimize.estimators import SparseClassifier, SparseRegressor
+
+    free = len(table.names) - len(set(force))
+    if k in ("cv", "aic", "bic", "ebic"):
+        choice: Any = k
+        forced = [table.names.index(name) for name in force]
+        settings: dict[str, Any] = {"ridge": ridge, "thorough": False, "random_state": seed, "forced": forced}
+        if loss == "logistic":
+            return int(SparseClassifier(choice, **{**settings, "ridge": max(ridge, 1e-6)}).fit(table.X, table.y).k_)
+        kind: Any = "poisson" if loss == "poisson" else "squared"
+        return int(SparseRegressor(choice, loss=kind, **settings).fit(table.X, table.y).k_)
+    if not k.isdigit() or int(k) > free:
+        raise DataError(f"-k must be a number from 0 to {free}, or cv, aic, bic, ebic; got {k!r}.")
+    return int(k)
+
+
+def _model(table: Table, objective: Objective, fits: list[Fit], loss: str, errors: dict[int, float]) -> dict[str, Any]:
+    best = fits[-1]
+    theta, intercept = objective.split(best.theta)
+    spread = table.X.std(axis=0)
+    features = [
+        {
+            "name": table.names[j],
+            "coefficient": float(theta[j]),
+            "standard_error": errors[j],
+            "per_standard_deviation": float(theta[j] * spread[j]),
+        }
+        for j in sorted(theta.nonzero()[0].tolist(), key=lambda j: -abs(theta[j]) * spread[j])
+    ]
+    return {
+        "loss": loss,
+        "samples": len(table.y),
+        "columns": len(table.names),
+        "k": len(fits) - 1,
+        "value": best.value,
+        "value_without_features": fits[0].value,
+        "intercept": intercept,
+        "classes": table.classes,
+        "features": features,
+        "path": [{"k": k, "value": fit.value, "features": _names(table, objective, fit)} for k, fit in enumerate(fits)],
+    }
+
+
+def _names(table: Table, objective: Objective, fit: Fit) -> list[str]:
+    return [table.names[j] for j in objective.split(fit.theta)[0].nonzero()[0]]
+
+
+def _certificate(objective: Objective, size: int, best: Fit, seconds: float) -> str:
+    from iobs.errors import NotPositiveDefiniteError, ProblemError
+    from iobs.optimize.certificate import certify
+
+    try:
+        return certify(objective, size, fit=best, seconds=seconds).message
+    except (NotPositiveDefiniteError, ProblemError) as error:
+        return f"1-swap optimal; no bound: {error}"
+
+
+def _write(file: Path, model: dict[str, Any]) -> None:
+    import json
+
+    from iobs.errors import OutputError
+
+    try:
+        file.write_text(json.dumps(model, indent=2) + "\n")
+    except OSError as error:
+        raise OutputError(f"Cannot write {file}: {error.strerror}.") from error
+    console.say(f"Wrote {file}")
+
+
+def _draw(file: Path, table: Table, objective: Objective, fits: list[Fit]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    from iobs.errors import OutputError
+
+    sizes = range(len(fits))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    left.plot(sizes, [fit.value for fit in fits], marker="o", markersize=3)
+    left.set(xlabel="k", ylabel="loss", title="loss of the best k columns")
+    coefficients = [objective.split(fit.theta)[0] * table.X.std(axis=0) for fit in fits]
+    for j in coefficients[-1].nonzero()[0]:
+        right.plot(sizes, [values[j] for values in coefficients], marker="o", markersize=3, label=table.names[j])
+    right.set(xlabel="k", ylabel="coefficient per standard deviation", title="coefficients of the last columns")
+    if 0 < len(coefficients[-1].nonzero()[0]) <= 12:
+        right.legend(fontsize="small")
+    try:
+        figure.savefig(file, dpi=130)
+    except (OSError, ValueError) as error:
+        raise OutputError(f"Cannot write {file}: {error}.") from error
+    finally:
+        pyplot.close(figure)
+    console.say(f"Wrote {file}")
+
+
+def _show(model: dict[str, Any], table: Table, noise: float) -> None:
+    from rich.table import Table as RichTable
+
+    out = console.output_console()
+    title = f"{model['k']} of {model['columns']} columns, {model['samples']:,} rows, {model['loss']} loss"
+    shown = RichTable(title=title, title_justify="left", header_style="bold")
+    shown.add_column("column")
+    for heading in ("coefficient", "standard error", "z", "per standard deviation"):
+        shown.add_column(heading, justify="right")
+    for row in model["features"]:
+        error = row["standard_error"]
+        shown.add_row(
+            row["name"],
+            f"{row['coefficient']:.5g}",
+            f"{error:.2g}",
+            f"{row['coefficient'] / error:.1f}" if error else "–",
+            f"{row['per_standard_deviation']:.3g}",
+        )
+    shown.add_row("(intercept)", f"{model['intercept']:.5g}", "", "", "")
+    out.print(shown)
+    empty, value = model["value_without_features"], model["value"]
+    share = f"{1 - value / empty:.1%} of it explained" if empty > 0 else "nothing to explain"
+    out.print(f"loss {value:.6g}, {empty:.6g} without any column: {share}")
+    if model["loss"] == "squared":
+        out.print(f"noise {noise:.4g} (standard deviation)")
+    elif table.classes:
+        out.print(f"coefficients are for {table.classes[1]!r} against {table.classes[0]!r}")
+    out.print("Standard errors ignore that the columns were chosen by the same data.")
+    if "certificate" in model:
+        out.print(f"certificate: {model['certificate']}", markup=False)

@@ -1,0 +1,150 @@
+"""`iobs solve`: files in, a table, a JSON and a picture out; every bad file a clear line."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from iobs.cli.solve import solve
+from iobs.errors import DataError, IOBSError, NonFiniteError
+from iobs.optimize import tabular
+from iobs.optimize.tabular import read_table
+
+app = typer.Typer()
+app.command()(solve)
+
+
+def _run(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def numbers(rng):
+    X = rng.standard_normal((80, 6))
+    return X, 2 * X[:, 1] - 3 * X[:, 4] + 5 + 0.1 * rng.standard_normal(80)
+
+
+def _csv(file, X, y, names=None, separator=","):
+    names = names or [f"c{j}" for j in range(X.shape[1])]
+    lines = [separator.join([*names, "price"])]
+    lines += [separator.join([*(f"{value:.8f}" for value in row), str(t)]) for row, t in zip(X, y, strict=True)]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "npz", "npz columns", "parquet", "csv without pandas"])
+def test_every_format_gives_the_same_answer(kind, numbers, tmp_path, monkeypatch):
+    X, y = numbers
+    columns = {f"c{j}": X[:, j] for j in range(6)}
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        file = tmp_path / "t.parquet"
+        parquet.write_table(pyarrow.table({**columns, "price": y}), file)
+    elif kind.startswith("npz"):
+        file = tmp_path / "t.npz"
+        np.savez(file, **({"X": X, "y": y} if kind == "npz" else {**columns, "price": y}))
+    else:
+        file = _csv(tmp_path / f"t.{kind[:3]}", X, y, separator="\t" if kind == "tsv" else ",")
+    if "without" in kind:
+        monkeypatch.setattr(tabular.importlib.util, "find_spec", lambda name: None)
+    model = json.loads(_run(file, "--target", "price", "-k", 2, "--json"))
+    assert {row["name"][-1] for row in model["features"]} == {"1", "4"}
+    assert model["intercept"] == pytest.approx(5, abs=0.1)
+    assert 0.005 < model["features"][0]["standard_error"] < 0.02
+
+
+def test_table_json_and_picture(numbers, tmp_path):
+    file = _csv(tmp_path / "t.csv", *numbers)
+    text = _run(file, "--target", "price", "-o", tmp_path / "m.json", "--plot", tmp_path / "p.png", "--certify", 5)
+    assert "c4" in text
+    assert "standard error" in text
+    assert "global minimiser" in text
+    assert json.loads((tmp_path / "m.json").read_text())["k"] == 2
+    assert (tmp_path / "p.png").stat().st_size > 1000
+    forced = _run(file, "--target", "price", "-k", 1, "--force", "c0", "--drop", "c4")
+    assert "c0" in forced
+    assert "c4" not in forced
+
+
+@pytest.mark.parametrize("k", ["cv", 1])
+def test_text_targets_are_classes(k, numbers, tmp_path):
+    X, _ = numbers
+    file = _csv(tmp_path / "t.csv", X, np.where(X[:, 3] > 0, "yes", "no"))
+    text = _run(file, "--target", "price", "-k", k)
+    assert "c3" in text
+    assert "'yes' against 'no'" in text
+
+
+def test_counts(numbers, rng, tmp_path):
+    X, _ = numbers
+    file = _csv(tmp_path / "t.csv", X, rng.poisson(np.exp(X[:, 2])))
+    assert "c2" in _run(file, "--target", "price", "-k", "bic", "--loss", "poisson")
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "error", "message"),
+    [
+        (lambda t: t.replace("c2", "city").replace("\n0.", "\nParis.", 1), (), DataError, "text such as"),
+        (lambda t: t, ("--target", "nothing"), DataError, "no column 'nothing'"),
+        (lambda t: t, ("-k", "9"), DataError, "from 0 to 6"),
+        (lambda t: t, ("-k", "many"), DataError, "from 0 to 6"),
+        (lambda t: t, ("--loss", "hinge"), DataError, "--loss must be"),
+        (lambda t: t, ("--force", "zz"), DataError, "force in"),
+        (lambda t: t, ("--drop", "zz"), DataError, "no column 'zz'"),
+        (lambda t: t, ("-o", "/nowhere/at/all.json"), IOBSError, "Cannot write"),
+        (lambda t: "", (), DataError, "Cannot read"),
+        (lambda t: t.split("\n")[0] + "\n", (), DataError, "no rows"),
+        (lambda t: t.replace(t.split("\n")[3].split(",")[2], ""), (), NonFiniteError, "'c2' is missing"),
+        (lambda t: t.replace(t.split("\n")[3].split(",")[2], "inf"), (), NonFiniteError, "infinite in row 3"),
+    ],
+)
+def test_bad_input_is_one_clear_line(change, arguments, error, message, numbers, tmp_path):
+    X, y = numbers
+    file = _csv(tmp_path / "t.csv", np.abs(X), y)
+    file.write_text(change(file.read_text()))
+    with pytest.raises(error, match=message):
+        _run(file, "--target", "price", *arguments)
+
+
+def test_classes_and_files_that_cannot_be(numbers, tmp_path, monkeypatch):
+    X, _ = numbers
+    three = _csv(tmp_path / "t.csv", X, np.array(["a", "b", "c"])[np.arange(80) % 3])
+    with pytest.raises(DataError, match="3 classes"):
+        _run(three, "--target", "price")
+    with pytest.raises(DataError, match="use --loss logistic"):
+        _run(three, "--target", "price", "--loss", "squared")
+    one = _csv(tmp_path / "one.csv", X, np.array(["a"] * 80))
+    with pytest.raises(DataError, match="everywhere"):
+        _run(one, "--target", "price")
+    with pytest.raises(DataError, match="no file"):
+        read_table(tmp_path / "none.csv", "y")
+    (tmp_path / "t.xls").write_text("x")
+    with pytest.raises(DataError, match=r"Cannot read \.xls"):
+        read_table(tmp_path / "t.xls", "y")
+    (tmp_path / "bad.npz").write_text("x")
+    with pytest.raises(DataError, match="Cannot read"):
+        read_table(tmp_path / "bad.npz", "y")
+    np.savez(tmp_path / "odd.npz", a=np.ones(3), b=np.ones(4))
+    with pytest.raises(DataError, match="equal length"):
+        read_table(tmp_path / "odd.npz", "a")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file of holes needs a sparse file system")
+def test_a_file_larger_than_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    file = tmp_path / "large.csv"
+    with file.open("wb") as handle:
+        handle.truncate(2 << 30)  # all holes: takes no space on disk
+    monkeypatch.setattr(tabular.os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 1 << 20)
+    with pytest.raises(DataError, match="GiB are free"):
+        read_table(file, "y")
