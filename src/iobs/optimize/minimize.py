@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import ProblemError
@@ -19,6 +21,13 @@ from iobs.optimize.models import QuadraticObjective
 from iobs.optimize.objective import Objective
 from iobs.optimize.presets import METHODS
 from iobs.optimize.problem import Problem
+
+_ONE_THREAD = 4_000_000  # entries of a design below which linear algebra stays on one thread
+
+
+@cache
+def _blas() -> ThreadpoolController:
+    return ThreadpoolController()
 
 
 @dataclass(frozen=True)
@@ -104,8 +113,10 @@ def minimize(
     if max_steps < 1 or not tol >= 0:
         raise ProblemError(f"max_steps must be at least 1 and tol not negative, got {max_steps} and {tol}.")
     problem = Problem(objective, int(k), damping, np.random.default_rng(seed))
-    # Overflow far from a minimiser is met everywhere by looking at the value, never by a warning.
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+    # Overflow far from a minimiser is met everywhere by looking at the value, never by a warning. Threads only wait for
+    # each other on small systems: on a busy machine they cost a factor of a hundred.
+    limit = 1 if objective.rank * objective.dimension <= _ONE_THREAD else None
+    with _blas().limit(limits=limit, user_api="blas"), np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         return run(problem, _method(method), _start(objective, theta0), max_steps, tol, callback)
 
 

@@ -17,9 +17,9 @@ D, K_STAR, N, K = 128, 16, 256, 64
 STEPS, TRIALS = 750, 20
 
 FACTOR_NOTE = (
-    "The text takes L = norm(y - X theta)^2 and calls X^T X its Hessian, which is half of it. With that mix the Newton step "
-    "is theta - 2 (theta - theta*): from 0 the iterates go 0, 2 theta*, 0, ... for ever. Here gradient and Hessian belong "
-    "to the same function (either factor gives the same iterates), and one undamped step of Top-k-I-OBS is exact."
+    "The text takes L = norm(y - X theta)^2 and calls X^T X its Hessian, which is half of it. With that mix the Newton "
+    "step is theta - 2 (theta - theta*): from 0 the iterates go 0, 2 theta*, 0, ... for ever. Here gradient and "
+    "Hessian belong to the same function (either factor gives the same iterates), and one undamped step is exact."
 )
 
 
@@ -47,8 +47,8 @@ def run(request: Request) -> Results:
         rows.append(Row("steps to 1e-12 (mean)", name, None, float(np.mean(needed[name]))))
     rows.append(Row(f"step {STEPS}", "factors mixed, as printed", None, float(mixed.mean())))
     return Results(
-        "Distance to the signal, mean of 20 trials; the paper prints curves without numbers and claims that Top-k-I-OBS "
-        "converges faster than k-IHT",
+        "Distance to the signal, mean of 20 trials; the paper prints curves without numbers and claims that "
+        "Top-k-I-OBS converges faster than k-IHT",
         rows,
         [FACTOR_NOTE],
     )

@@ -46,8 +46,8 @@ def run(request: Request) -> Results:
         "recovery by Top-k-I-OBS for a fixed number of steps",
         rows,
         [
-            f"Pictures: {source}. k = 2 k*, d = {D}, n = {N}; the figure shows both after 10 steps, clipped to 0 ... 255.",
-            "After 4,000 steps both have converged to rounding in these settings: the difference is in the early steps.",
+            f"Pictures: {source}. k = 2 k*, d = {D}, n = {N}; pictures after 10 steps, clipped to 0...255.",
+            "After 4,000 steps both have converged to rounding in these settings: they differ in the early steps.",
             FACTOR_NOTE,
         ],
     )
