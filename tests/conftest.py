@@ -5,6 +5,10 @@ import pytest
 import torch
 
 
+# Tests are small and run side by side: one thread each, or they wait for one another.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _deterministic():
     torch.manual_seed(0)
