@@ -143,7 +143,7 @@ def test_tasks_are_flattened_and_failures_named(embedded, monkeypatch):
     def run(model, tasks, limit, bootstrap_iters):
         if tasks == ["unknown"]:
             raise KeyError("unknown")
-        return {"results": {"mmlu": {"alias": "mmlu", "acc,none": 0.25, "acc_stderr,none": 0.01}}}
+        return {"results": {"mmlu": {"alias": "mmlu", "sample_len": 2, "acc,none": 0.25, "acc_stderr,none": 0.01}}}
 
     library = types.ModuleType("lm_eval")
     library.simple_evaluate = run

@@ -164,7 +164,7 @@ def evaluate_tasks(model: LoadedModel, tasks: Sequence[str], *, limit: int | Non
         f"{task}/{metric.split(',')[0]}": float(value)
         for task, metrics in results["results"].items()
         for metric, value in metrics.items()
-        if isinstance(value, int | float) and "stderr" not in metric
+        if "," in metric and isinstance(value, int | float) and "stderr" not in metric
     }
 
 
