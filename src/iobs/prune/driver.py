@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -14,9 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from iobs.core.patterns import NM, Pattern, Unstructured
+from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Solution
-from iobs.errors import PatternError
 from iobs.prune import batches as data_batches
 from iobs.prune import steps as gradient_steps
 from iobs.prune.allocation import Allocation, as_allocation, can_allocate, uniform
@@ -27,10 +24,12 @@ from iobs.prune.choices import best_rate
 from iobs.prune.gram import Statistics, quadratic, relative_output_error
 from iobs.prune.layers import Layer, Selection, select
 from iobs.prune.memory import MemoryWatch
+from iobs.prune.network import evaluating, update_batch_norm
 from iobs.prune.progress import Progress, Quiet
 from iobs.prune.record import AllocationRecord, LayerRecord, Report, RoundRecord
 from iobs.prune.sensitivity import Planner
 from iobs.prune.settings import Settings, resolve
+from iobs.prune.spread import asked, patterns_of_groups, require_fit, share_of, thinner
 from iobs.prune.steps import Augmentation, GradientStep, LossFunction, Trainer
 from iobs.prune.walk import Walk
 from iobs.solvers import Budget, Refinement, Solver, solve
@@ -113,10 +112,10 @@ def prune(
     names = set(Settings.__dataclass_fields__)
     settings = resolve(recipe, {name: value for name, value in locals().items() if name in names})
     selection = select(model, include, skip, depthwise=settings.depthwise)
-    _require_fit(selection, pattern)
+    require_fit(selection, pattern)
     collected = data_batches.collect(batches)
     run = _Run(model, selection, pattern, settings, collected, progress or Quiet())
-    with _evaluating(model), torch.random.fork_rng(devices=[]):
+    with evaluating(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         return run.execute()
 
@@ -190,7 +189,7 @@ class _Run:
             loss_name=self.loss_name,
             dense_loss=dense_loss,
             rounds=records,
-            best_round=_best_index(records, _asked(final)),
+            best_round=_best_index(records, asked(final)),
             skipped=self.selection.skipped,
             audit=audit_layers(self.model, final),
             seconds=time.perf_counter() - started,
@@ -213,10 +212,10 @@ class _Run:
             dense_inputs=settings.inputs == "dense",
             seed=settings.seed + index,
         )
-        record = RoundRecord(index, _asked(patterns), None, None, [])
+        record = RoundRecord(index, asked(patterns), None, None, [])
         walk.sweep(partial(self._visit, record=record, patterns=patterns, trainer=trainer, target=target))
         if settings.batch_norm == "update":
-            _update_batch_norm(self.model, portion)
+            update_batch_norm(self.model, portion)
         self._finish_round(record, portion, began)
         return record
 
@@ -249,7 +248,7 @@ class _Run:
             entry = LayerRecord(
                 name=layer.name,
                 shape=layer.shape,
-                asked=_share(patterns[layer], layer),
+                asked=share_of(patterns[layer], layer),
                 zeros=int((written == 0).sum()),
                 error_calibration=relative_output_error(gram, written, imitated),
                 error_heldout=None if heldout is None else relative_output_error(heldout, written, imitated),
@@ -275,7 +274,7 @@ class _Run:
         settings = self.settings
         rows = layer.shape[0] // layer.groups
         solutions = []
-        for part, piece in enumerate(_pattern_of_groups(layer, pattern)):
+        for part, piece in enumerate(patterns_of_groups(layer, pattern)):
             own = slice(part * rows, (part + 1) * rows)
             problem = quadratic(statistics.calibration, part, target[own], current[own], same=target is current)
             solutions.append(
@@ -308,7 +307,7 @@ class _Run:
     def _keep_best(
         self, records: list[RoundRecord], best: dict[str, Tensor], final: dict[Layer, Pattern]
     ) -> dict[str, Tensor]:
-        if _best_index(records, _asked(final)) != len(records) - 1:
+        if _best_index(records, asked(final)) != len(records) - 1:
             return best
         return {name: value.detach().clone() for name, value in _state(self.model) if name in self.original}
 
@@ -419,7 +418,7 @@ class _Run:
             return final
         # Cubic growth from 0.72 of the asked sparsity (65 % on the way to 90 %), as measured best in LOG.md.
         share = 1 - 0.28 * (1 - (index - 1) / (last - 1)) ** 3
-        return {layer: _thinner(pattern, layer, share) for layer, pattern in final.items()}
+        return {layer: thinner(pattern, layer, share) for layer, pattern in final.items()}
 
     # ---- losses
     def _needs_reference(self) -> bool:
@@ -472,45 +471,6 @@ def _changing(model: nn.Module, selection: Selection, settings: Settings) -> Ite
         yield from model.named_buffers()
 
 
-def _require_fit(selection: Selection, pattern: Pattern) -> None:
-    """Every layer fits the pattern, or one error names all that do not."""
-    misfits, reason = [], ""
-    for layer in selection.layers:
-        try:
-            pattern.groups(layer.shape)
-        except PatternError as error:
-            misfits.append(f"{layer.name} ({layer.shape[0]} x {layer.shape[1]})")
-            reason = str(error)
-    if misfits:
-        raise PatternError(f"{reason} Layers that do not fit {pattern}: {', '.join(misfits)}.")
-
-
-def _pattern_of_groups(layer: Layer, pattern: Pattern) -> list[Pattern]:
-    """The pattern of each group's rows; a layer's exact count is spread evenly over its groups."""
-    if layer.groups == 1 or isinstance(pattern, NM) or (isinstance(pattern, Unstructured) and pattern.per == "row"):
-        return [pattern] * layer.groups
-    keep = pattern.groups(layer.shape).keep
-    bounds = [keep * part // layer.groups for part in range(layer.groups + 1)]
-    return [Unstructured(keep=high - low) for low, high in itertools.pairwise(bounds)]
-
-
-def _thinner(pattern: Pattern, layer: Layer, share: float) -> Pattern:
-    """A share of the sparsity; N:M is all or nothing."""
-    if not isinstance(pattern, Unstructured):
-        return pattern
-    return Unstructured(_share(pattern, layer) * share, per=pattern.per)
-
-
-def _share(pattern: Pattern, layer: Layer) -> float:
-    groups = pattern.groups(layer.shape)
-    return 1 - groups.keep / groups.size
-
-
-def _asked(patterns: dict[Layer, Pattern]) -> float:
-    zeros = sum(_share(pattern, layer) * layer.weights for layer, pattern in patterns.items())
-    return zeros / sum(layer.weights for layer in patterns)
-
-
 def _best_index(records: list[RoundRecord], asked: float) -> int:
     """Among rounds at the asked sparsity, the one with the least held-out loss (calibration loss without held-out)."""
 
@@ -522,43 +482,3 @@ def _best_index(records: list[RoundRecord], asked: float) -> int:
 
     eligible = [index for index, record in enumerate(records) if record.asked >= asked - 1e-12]
     return min(eligible, key=value, default=len(records) - 1)
-
-
-def _update_batch_norm(model: nn.Module, part: Part) -> None:
-    """Replace running statistics by the cumulative average over the calibration data."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    momenta = [module.momentum for module in norms]
-    for module in norms:
-        module.reset_running_stats()
-        module.momentum = None
-        module.train()
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        for batch in part.batches:
-            data_batches.forward(model, data_batches.to_device(batch, device))
-    for module, momentum in zip(norms, momenta, strict=True):
-        module.momentum = momentum
-        module.eval()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off, no key-value cache, everything able to carry gradients; all put back at the end."""
-    training = [(module, module.training) for module in model.modules()]
-    frozen = [value for value in model.parameters() if not value.requires_grad and value.is_floating_point()]
-    config = getattr(model, "config", None)
-    cached = getattr(config, "use_cache", None)
-    model.eval()
-    for value in frozen:
-        value.requires_grad_(True)
-    if cached:
-        config.use_cache = False  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        for module, flag in training:
-            module.training = flag
-        for value in frozen:
-            value.requires_grad_(False)
-        if cached:
-            config.use_cache = cached  # type: ignore[union-attr]

@@ -1,0 +1,52 @@
+"""A network while it is being pruned: in eval mode, able to carry gradients, and back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from iobs.prune import batches
+from iobs.prune.batches import Part
+
+
+def update_batch_norm(model: nn.Module, part: Part) -> None:
+    """Replace running statistics by the cumulative average over the calibration data."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    momenta = [module.momentum for module in norms]
+    for module in norms:
+        module.reset_running_stats()
+        module.momentum = None
+        module.train()
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        for batch in part.batches:
+            batches.forward(model, batches.to_device(batch, device))
+    for module, momentum in zip(norms, momenta, strict=True):
+        module.momentum = momentum
+        module.eval()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off, no key-value cache, everything able to carry gradients; all put back at the end."""
+    training = [(module, module.training) for module in model.modules()]
+    frozen = [value for value in model.parameters() if not value.requires_grad and value.is_floating_point()]
+    config = getattr(model, "config", None)
+    cached = getattr(config, "use_cache", None)
+    model.eval()
+    for value in frozen:
+        value.requires_grad_(True)
+    if cached:
+        config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for module, flag in training:
+            module.training = flag
+        for value in frozen:
+            value.requires_grad_(False)
+        if cached:
+            config.use_cache = cached  # type: ignore[union-attr]
