@@ -150,8 +150,12 @@ def top_mask(scores: Tensor, pattern: Pattern) -> Tensor:
     Returns:
         Boolean (rows, columns), True where an entry is kept.
     """
-    shape = (scores.shape[0], scores.shape[1])
-    groups = pattern.groups(shape)
+    return top_mask_of(scores, pattern.groups((scores.shape[0], scores.shape[1])))
+
+
+def top_mask_of(scores: Tensor, groups: Groups) -> Tensor:
+    """`top_mask` for groups that are known already."""
+    shape = scores.shape
     table = scores.reshape(groups.count, groups.size)
     if groups.keep == 0:
         return torch.zeros(shape, dtype=torch.bool, device=scores.device)

@@ -7,7 +7,9 @@ The linear term b is stored, not the centre c with c H = b: that needs no invers
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -73,13 +75,12 @@ class DenseHessian:
         return self.matrix[support][:, support]
 
 
-@dataclass(frozen=True)
 class Quadratic:
-    """q(v) = 1/2 v H v^T - b v^T for every row of a (rows, d) matrix, all rows sharing H.
+    """q(v) = 1/2 v H v^T - b v^T for every row of a (rows, d) matrix, all rows sharing H. Never changed once made.
 
     Args:
         hessian: (d, d) symmetric positive semi-definite tensor, or an operator.
-        linear: (rows, d), the rows b.
+        linear: (rows, d), the rows b; None for a centred problem, which computes anchor H when it is asked for.
         anchor: (rows, d), the weights that damping pulls towards: the current weights of a layer, or the current
             iterate. Not part of q. Without it the centre H^-1 b takes its place.
         centred: the anchor is known to be the centre, so that nobody needs to solve for it.
@@ -89,32 +90,74 @@ class Quadratic:
         NonFiniteError: NaN or infinity anywhere.
     """
 
-    hessian: Tensor | HessianOperator
-    linear: Tensor
-    anchor: Tensor | None = None
-    centred: bool = False
+    def __init__(
+        self,
+        hessian: Tensor | HessianOperator,
+        linear: Tensor | None,
+        anchor: Tensor | None = None,
+        centred: bool = False,
+    ) -> None:
+        self.hessian = hessian
+        self.anchor = anchor
+        self.centred = centred
+        self._linear = linear
+        self._check()
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
+        if self._linear is None and not (self.centred and self.anchor is not None):
+            raise ProblemError("A quadratic needs its linear term, unless it is centred at a given anchor.")
         d = self.hessian.shape[0]
-        if self.linear.ndim != 2 or self.hessian.shape != (d, d) or self.linear.shape[1] != d:
+        rows = self._given
+        if rows.ndim != 2 or self.hessian.shape != (d, d) or rows.shape[1] != d:
             raise ProblemError(
                 f"A quadratic needs a (d, d) Hessian and a (rows, d) linear term, got {tuple(self.hessian.shape)} "
-                f"and {tuple(self.linear.shape)}; one vector is one row: b[None]."
+                f"and {tuple(rows.shape)}; one vector is one row: b[None]."
             )
-        if self.anchor is not None and self.anchor.shape != self.linear.shape:
-            raise ProblemError(f"The anchor has shape {tuple(self.anchor.shape)}, not {tuple(self.linear.shape)}.")
-        for name, tensor in (("Hessian", self.hessian), ("linear term", self.linear), ("anchor", self.anchor)):
+        if self.anchor is not None and self.anchor.shape != rows.shape:
+            raise ProblemError(f"The anchor has shape {tuple(self.anchor.shape)}, not {tuple(rows.shape)}.")
+        for name, tensor in (("Hessian", self.hessian), ("linear term", self._linear), ("anchor", self.anchor)):
             if isinstance(tensor, Tensor):
                 if not tensor.is_floating_point():
                     raise ProblemError(f"The {name} must be floating point, got {tensor.dtype}; call .float() first.")
-                if not bool(torch.isfinite(tensor).all()):
+                if not _is_finite(tensor):
                     raise NonFiniteError(f"The {name} of a quadratic holds NaN or infinity.")
+
+    @property
+    def _given(self) -> Tensor:
+        """The (rows, d) tensor that was given: linear term or centre."""
+        given = self.anchor if self._linear is None else self._linear
+        assert given is not None
+        return given
+
+    def _with(self, hessian: Tensor | HessianOperator, linear: Tensor | None, anchor: Tensor | None) -> Quadratic:
+        """A relative of this problem, made of tensors that were checked already."""
+        changed = object.__new__(Quadratic)
+        changed.hessian, changed._linear, changed.anchor, changed.centred = hessian, linear, anchor, self.centred
+        return changed
 
     @classmethod
     def at(cls, centre: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
         """1/2 (v - c) H (v - c)^T up to a constant: the layer problem min ||W X - V X||^2 with c = W, H = X X^T."""
         centre = centre.to(hessian.dtype) if isinstance(hessian, Tensor) else centre
-        return cls(hessian, _operator(hessian).matmul(centre), centre, centred=True)
+        return cls(hessian, None, centre, centred=True)
+
+    @property
+    def linear(self) -> Tensor:
+        """(rows, d), the rows b."""
+        if self._linear is None:
+            assert self.anchor is not None
+            self._linear = self.operator.matmul(self.anchor)
+        return self._linear
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that are sought."""
+        return self._given.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the problem lies."""
+        return self._given.device
 
     @classmethod
     def newton(cls, point: Tensor, gradient: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
@@ -131,19 +174,22 @@ class Quadratic:
         """The Hessian as a dense (d, d) tensor; an operator is multiplied out."""
         if isinstance(self.hessian, Tensor):
             return self.hessian
-        identity = torch.eye(self.hessian.shape[0], dtype=self.linear.dtype, device=self.linear.device)
+        identity = torch.eye(self.hessian.shape[0], dtype=self.dtype, device=self.device)
         return self.hessian.matmul(identity)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, d) of the matrix that is sought."""
-        return self.linear.shape[0], self.linear.shape[1]
+        return self._given.shape[0], self._given.shape[1]
 
     def loss(self, weight: Tensor) -> Tensor:
         """q of every row, (rows,) in float64, whatever dtype the problem is in."""
         weight = weight.double()
-        product = _double(self.hessian).matmul(weight)
-        return ((0.5 * product - self.linear.double()) * weight).sum(1)
+        hessian = _double(self.hessian)
+        if self.centred:  # (v / 2 - c) H v^T: the same number from one product
+            assert self.anchor is not None
+            return ((0.5 * weight - self.anchor.double()) * hessian.matmul(weight)).sum(1)
+        return ((0.5 * hessian.matmul(weight) - self.linear.double()) * weight).sum(1)
 
     def gradient(self, weight: Tensor) -> Tensor:
         """V H - B, (rows, d)."""
@@ -156,7 +202,8 @@ class Quadratic:
         anchor = self.centre() if self.anchor is None else self.anchor
         matrix = self.matrix.clone()
         matrix.diagonal().add_(amount)
-        return replace(self, hessian=matrix, linear=self.linear + amount * anchor, anchor=anchor)
+        linear = None if self.centred else self.linear + amount * anchor
+        return self._with(matrix, linear, anchor)
 
     def centre(self) -> Tensor:
         """The unconstrained minimiser, (rows, d): B H^-1, of least norm where H is singular."""
@@ -173,12 +220,26 @@ class Quadratic:
 
     def to(self, dtype: torch.dtype) -> Quadratic:
         """The same problem with dense tensors in another dtype."""
+        if dtype == self.dtype == self.matrix.dtype:
+            return self
         anchor = None if self.anchor is None else self.anchor.to(dtype)
-        return Quadratic(self.matrix.to(dtype), self.linear.to(dtype), anchor, self.centred)
+        linear = None if self.centred else self.linear.to(dtype)
+        return Quadratic(self.matrix.to(dtype), linear, anchor, self.centred)
+
+    def without(self, columns: Tensor) -> Quadratic:
+        """Columns (boolean, (d,)) made harmless: unit curvature on the scale of the others, zero target and anchor."""
+        matrix = self.matrix.clone()
+        matrix[columns] = 0
+        matrix[:, columns] = 0
+        matrix.diagonal()[columns] = matrix.diagonal()[~columns].mean()
+        linear = None if self.centred else self.linear.masked_fill(columns, 0)
+        anchor = None if self.anchor is None else self.anchor.masked_fill(columns, 0)
+        return self._with(matrix, linear, anchor)
 
     def rows(self, index: Tensor | slice) -> Quadratic:
         """The problem of some rows only; the Hessian is shared, not copied."""
-        return replace(self, linear=self.linear[index], anchor=None if self.anchor is None else self.anchor[index])
+        linear = None if self._linear is None else self._linear[index]
+        return self._with(self.hessian, linear, None if self.anchor is None else self.anchor[index])
 
 
 @dataclass(frozen=True)
@@ -188,20 +249,25 @@ class Solution:
     Attributes:
         weight: (rows, d), exactly zero outside the mask.
         mask: boolean (rows, d).
-        loss: (rows,) float64, q of each row under the undamped Hessian.
+        problem: whose q is reported, undamped.
         stats: whatever the solver wants to tell: iterations, damping used, swaps made, seconds.
     """
 
     weight: Tensor
     mask: Tensor
-    loss: Tensor
+    problem: Quadratic = field(repr=False)
     stats: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def loss(self) -> Tensor:
+        """(rows,) float64, q of each row. Computed when first asked for: it costs a product in float64."""
+        return self.problem.loss(self.weight)
 
     @classmethod
     def of(cls, problem: Quadratic, weight: Tensor, mask: Tensor, **stats: Any) -> Solution:
-        """A solution with its loss computed and its zeros made exact."""
-        weight = torch.where(mask, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
-        return cls(weight, mask, problem.loss(weight), stats)
+        """A solution with its zeros made exact."""
+        weight = weight.masked_fill(~mask, 0)
+        return cls(weight, mask, problem, stats)
 
 
 def relative_error(problem: Quadratic, weight: Tensor) -> float:
@@ -211,6 +277,11 @@ def relative_error(problem: Quadratic, weight: Tensor) -> float:
     error = (hessian.matmul(difference) * difference).sum()
     size = (hessian.matmul(centre) * centre).sum()
     return float(error / size) if float(size) > 0 else 0.0
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """A finite sum has finite terms, and a sum is the cheaper thing to compute."""
+    return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _operator(hessian: Tensor | HessianOperator) -> HessianOperator:

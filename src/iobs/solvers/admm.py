@@ -8,52 +8,124 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
-from iobs.core.patterns import Pattern, top_mask
+from iobs.core.patterns import Groups, Pattern, top_mask_of
 from iobs.core.quadratic import Quadratic, Solution
+from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.base import Budget
+from iobs.solvers.candidates import best_of, polished
+from iobs.solvers.kernels.conjugate import polish_weights
+from iobs.solvers.kernels.project import project
 
-_SCHEDULES = {"fast": (3, 4), "default": (8, 5), "best": (16, 15)}  # stages, iterations a stage
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the penalty grows, and what the rest costs.
+
+    Attributes:
+        penalties: of the first and of the last stage; the stages between them grow geometrically.
+        stages: one factorisation each, where rows are at least as many as half the columns.
+        iterations: in all; the stages share them evenly.
+        relaxation: over-relaxation of the dense step.
+        refit: conjugate gradient steps on the last support.
+    """
+
+    penalties: tuple[float, float]
+    stages: int
+    iterations: int
+    relaxation: float
+    refit: int
+
+
+SCHEDULES = {
+    "fast": Schedule((0.3, 1.0), stages=3, iterations=6, relaxation=1.5, refit=5),
+    "default": Schedule((0.2, 2.0), stages=8, iterations=40, relaxation=1.0, refit=10),
+    "best": Schedule((0.2, 2.0), stages=10, iterations=120, relaxation=1.0, refit=15),
+}
+_EXACT_WORK = 1 << 27  # multiplications up to which the last weights are factorised for, row by row, in float64
 
 
 @dataclass(frozen=True)
 class ADMM:
     """Alternating direction method of multipliers: a dense least-squares step, a projection, a multiplier.
 
-    Variables are scaled by (H_ii / [H^-1]_ii)^(1/4), the geometric mean of the diagonal's metric and that of OBS.
-    The penalty grows from 0.1 to 1 (relative to the scaled diagonal) in stages, one factorisation each, so that
-    the support first moves freely and then settles; on the last support the weights are solved for exactly.
+    Variables are scaled by (H_ii / [H^-1]_ii)^(1/4), the geometric mean of the diagonal's metric and that of OBS. In
+    that scale the curvature of a variable, alone or with all others free to follow, is k or 1/k: the penalty that sits
+    between them is about 1 whatever the layer, which is how it adapts. It grows in stages, one factorisation each, so
+    that the support first moves freely and then settles. The search runs in float32.
+
+    With budget "best", and on problems so small that it costs nothing, the answer is polished with exact 1-swaps and
+    has to win against the supports of plain magnitude and of exact greedy removal.
     """
 
     budget: Budget = "default"
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
-        """The best support that the iteration settles on, with its exact weights."""
-        hessian, linear = problem.matrix.float(), problem.linear.float()
-        scale = (hessian.diagonal() / linalg.inverse(hessian).diagonal()).clamp_min(0).pow(0.25)
-        mask = self._support(
-            hessian / scale / scale[:, None], linear / scale, problem.centre().float() * scale, pattern
-        )
-        weight = linalg.solve_on_support(problem.matrix, problem.linear, mask)
-        return Solution.of(problem, weight.to(problem.linear.dtype), mask)
+        """The best support found, with its exact weights (small problems) or those of conjugate gradients."""
+        groups = pattern.groups(problem.shape)
+        if groups.keep in (0, groups.size):
+            mask = torch.full(problem.shape, groups.keep > 0, device=problem.device)
+            return Solution.of(problem, problem.centre(), mask)
+        found = self._search(problem, groups)
+        return best_of(problem, pattern, polished(problem, pattern, found, self.budget))
 
-    def _support(self, hessian: Tensor, linear: Tensor, start: Tensor, pattern: Pattern) -> Tensor:
-        stages, iterations = _SCHEDULES[self.budget]
-        mean = float(hessian.diagonal().mean())
-        multiplier = torch.zeros_like(start)  # scaled by the penalty
-        mask = top_mask(start.square(), pattern)
-        sparse = start * mask
-        last = 0.0
-        for stage in range(stages):
-            penalty = mean * 0.1 * 10 ** (stage / max(1, stages - 1))
-            multiplier *= last / penalty
-            last = penalty
-            damped = hessian.clone()
-            damped.diagonal().add_(penalty)
-            solver = linalg.inverse(damped)
-            for _ in range(iterations):
-                dense = (linear + penalty * (sparse - multiplier)) @ solver
-                target = dense + multiplier
-                mask = top_mask(target.square(), pattern)
-                sparse = target * mask
-                multiplier = target - sparse
-        return mask
+    def _search(self, problem: Quadratic, groups: Groups) -> Solution:
+        schedule = SCHEDULES[self.budget]
+        hessian, linear, scale = scaled(problem)
+        start = (problem.centre().float() * scale).contiguous()
+        mask, target = alternate(hessian, linear, start, groups, schedule)
+        longest = int(mask.sum(1).max())
+        if problem.shape[0] * longest**3 <= _EXACT_WORK:
+            weight = linalg.solve_on_support(problem.matrix, problem.linear, mask)
+        else:
+            weight = polish_weights(hessian, linear, mask, target.mul_(mask), schedule.refit).div_(scale)
+        return Solution.of(problem, weight.to(problem.dtype), mask)
+
+
+def scaled(problem: Quadratic) -> tuple[Tensor, Tensor, Tensor]:
+    """Hessian, linear term and scale of the variables u = scale v, in float32."""
+    hessian = problem.matrix.float()
+    try:
+        conditional = linalg.inverse(hessian).diagonal()
+    except NotPositiveDefiniteError:  # beyond float32, perhaps not beyond float64
+        conditional = linalg.inverse(problem.matrix.double()).diagonal().float()
+    scale = (hessian.diagonal() / conditional).clamp_min(torch.finfo(torch.float32).tiny).pow(0.25)
+    hessian = hessian / scale
+    hessian /= scale[:, None]
+    return hessian, problem.linear.float().div(scale).contiguous(), scale
+
+
+def alternate(
+    hessian: Tensor, linear: Tensor, start: Tensor, groups: Groups, schedule: Schedule
+) -> tuple[Tensor, Tensor]:
+    """The iteration itself, in float32.
+
+    Args:
+        hessian: (d, d), scaled.
+        linear: (rows, d) contiguous, scaled.
+        start: (rows, d) contiguous, the scaled centre; overwritten.
+        groups: of the pattern; not trivial.
+        schedule: of the penalty.
+
+    Returns:
+        The last projection's mask, exact in its counts, and its target.
+    """
+    stages = schedule.stages if 2 * len(linear) >= len(hessian) else max(2, schedule.stages * 5 // 8)
+    low, high = schedule.penalties
+    mask = top_mask_of(start.abs(), groups)
+    target = start.mul_(mask)
+    dense, right = torch.empty_like(linear), torch.empty_like(linear)
+    penalty = 0.0
+    for stage in range(stages):
+        previous, penalty = penalty, low * (high / low) ** (stage / (stages - 1))
+        if stage:
+            target.mul_(torch.where(mask, 1.0, previous / penalty))  # the multiplier is scaled by the penalty
+        damped = hessian.clone()
+        damped.diagonal().add_(penalty)
+        solver = linalg.inverse(damped)
+        torch.addcmul(linear, target, torch.where(mask, penalty, -penalty), out=right)
+        steps = schedule.iterations * (stage + 1) // stages - schedule.iterations * stage // stages
+        for _ in range(steps):
+            torch.mm(right, solver, out=dense)
+            project(dense, target, mask, linear, groups, penalty, schedule.relaxation)
+            dense, right = right, dense
+    return top_mask_of(target.abs(), groups), target

@@ -95,9 +95,10 @@ def solve(
                 f"{name}: Cholesky failed with damping {damping:g}; trying {raised:g}.", DampingWarning, stacklevel=2
             )
             damping = raised
-    mask = solution.mask if dead is None else solution.mask & ~dead
     stats = {**solution.stats, "damping": damping, "dead_columns": 0 if dead is None else int(dead.sum())}
-    return Solution.of(quadratic, solution.weight, mask, **stats)
+    if dead is None:
+        return replace(solution, problem=quadratic, stats=stats)
+    return Solution.of(quadratic, solution.weight, solution.mask & ~dead, **stats)
 
 
 def _solver(solver: str | Solver, budget: Budget, options: dict[str, Any]) -> Solver:
@@ -138,13 +139,7 @@ def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | Non
         return quadratic, None
     if bool(dead.all()):
         raise ProblemError("The Hessian is zero: no input of this problem ever fires; check the calibration data.")
-    matrix = quadratic.matrix.clone()
-    matrix[dead] = 0
-    matrix[:, dead] = 0
-    matrix.diagonal()[dead] = diagonal[~dead].mean()
-    alive = (~dead).to(quadratic.linear.dtype)
-    anchor = None if quadratic.anchor is None else quadratic.anchor * alive
-    return replace(quadratic, hessian=matrix, linear=quadratic.linear * alive, anchor=anchor), dead
+    return quadratic.without(dead), dead
 
 
 __all__ = ["BUDGETED", "REFINEMENTS", "SOLVERS", "solve"]

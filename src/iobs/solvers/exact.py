@@ -44,9 +44,9 @@ class Exact:
             masks = _share(inverse, centres, groups.keep, self.limit)
         else:
             masks = np.stack([best_support(inverse, centre, groups, self.limit)[1] for centre in centres])
-        mask = torch.from_numpy(masks).to(problem.linear.device)
+        mask = torch.from_numpy(masks).to(problem.device)
         weight = linalg.solve_on_support(problem.matrix, problem.linear, mask)
-        return Solution.of(problem, weight.to(problem.linear.dtype), mask)
+        return Solution.of(problem, weight.to(problem.dtype), mask)
 
 
 def _share(inverse: Array, centres: Array, keep: int, limit: int) -> Bools:

@@ -16,4 +16,4 @@ class Refit:
     def __call__(self, problem: Quadratic, pattern: Pattern, solution: Solution) -> Solution:
         """The best weights that live on the solution's mask."""
         weight = linalg.solve_on_support(problem.matrix, problem.linear, solution.mask)
-        return Solution.of(problem, weight.to(problem.linear.dtype), solution.mask, **solution.stats)
+        return Solution.of(problem, weight.to(problem.dtype), solution.mask, **solution.stats)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from iobs.core import linalg
 from iobs.core.patterns import Groups, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.swaps import RowState, polish
@@ -20,40 +20,52 @@ class Swap:
     """Local search over supports. What it ends in is certified: a 1-swap optimum, proven from a fresh factorisation.
 
     Swaps stay within a row, or within an N:M group; where the whole layer shares a count, one row may also give an
-    entry to another. Arithmetic is in float64.
+    entry to another.
 
     Args:
         rounds: exchanges between rows, each at most one entry given or taken a row; None goes on to the end.
-        tolerance: a swap must lower its row's loss by this share of the row's own scale, 1/2 b H^-1 b on its support.
+        certify: go on until no swap is left, in float64. Otherwise every row is searched once, in float32, which
+            finds nearly all of the gain in a third of the time.
     """
 
     rounds: int | None = None
-    tolerance: float = 1e-10
+    certify: bool = True
 
     def __call__(self, problem: Quadratic, pattern: Pattern, solution: Solution) -> Solution:
         """A solution at least as good; `stats["swaps"]` are those made, `stats["certified"]` says that none is left."""
         groups = pattern.groups(problem.shape)
-        search = _Search(problem.matrix.double().contiguous(), problem.linear.double(), groups, self.tolerance)
+        hessian, linear, scale = _scaled(problem, torch.float64 if self.certify else torch.float32)
+        search = _Search(hessian, linear, groups, self.certify)
         mask = solution.mask.clone()
-        everyone = torch.arange(len(mask), device=mask.device)
-        search.polish_rows(mask, everyone)
-        certified = groups.size <= problem.shape[1] or search.exchange(mask, self.rounds)
-        weight = linalg.solve_on_support(problem.matrix, problem.linear, mask).to(problem.linear.dtype)
-        stats = {**solution.stats, "swaps": search.swaps, "exchanges": search.exchanges, "certified": certified}
+        weight = torch.zeros_like(linear)
+        search.polish_rows(mask, weight, range(len(mask)))
+        certified = groups.size <= problem.shape[1] or search.exchange(mask, weight, self.rounds)
+        weight = (weight / scale).to(problem.dtype)
+        stats = {**solution.stats, "swaps": search.swaps, "exchanges": search.exchanges}
+        stats["certified"] = certified and self.certify
         found = Solution.of(problem, weight, mask, **stats)
         if float(found.loss.sum()) > float(solution.loss.sum()):  # equal but for the rounding of the dtype
-            return Solution(solution.weight, solution.mask, solution.loss, stats)
+            return replace(solution, stats=stats)
         return found
+
+
+def _scaled(problem: Quadratic, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The problem with unit curvatures, which keeps the small inverses accurate, and the scale of its variables."""
+    scale = problem.matrix.diagonal().to(dtype).sqrt()
+    hessian = problem.matrix.to(dtype) / scale
+    hessian /= scale[:, None]
+    return hessian.contiguous(), problem.linear.to(dtype) / scale, scale
 
 
 class _Search:
     """Best single removal and admission of every row, kept up to date as rows change."""
 
-    def __init__(self, hessian: Tensor, linear: Tensor, groups: Groups, tolerance: float) -> None:
+    def __init__(self, hessian: Tensor, linear: Tensor, groups: Groups, certify: bool) -> None:
         self.hessian = hessian
         self.linear = linear
         self.groups = groups
-        self.tolerance = tolerance
+        self.certify = certify
+        self.tolerance = 1e-10 if certify else 1e-6  # of the row's own scale, b H^-1 b on its support
         self.swaps = 0
         self.exchanges = 0
         rows = len(linear)
@@ -63,30 +75,34 @@ class _Search:
         self.leaves = torch.zeros(rows, dtype=torch.int64)
         self.enters = torch.zeros(rows, dtype=torch.int64)
 
-    def polish_rows(self, mask: Tensor, rows: Tensor) -> None:
-        """Swap within rows to the end. The mask is changed."""
-        for row in rows.tolist():
-            self._polish_row(mask, row)
+    def polish_rows(self, mask: Tensor, weight: Tensor, rows: Iterable[int]) -> None:
+        """Swap within rows; mask and weight are changed."""
+        for row in rows:
+            state = self._polish_row(mask, row)
+            weight[row] = 0
+            weight[row, state.support] = state.weight
+            self.removal[row], self.leaves[row] = _first(state.removals(), state.support, torch.inf)
+            admission, self.enters[row] = _first(-state.admissions(), state.rest, 0.0)
+            self.admission[row] = -admission
 
-    def _polish_row(self, mask: Tensor, row: int) -> None:
+    def _polish_row(self, mask: Tensor, row: int) -> RowState:
         inside, outside = self.groups.keep, self.groups.size - self.groups.keep
         while True:
             state = RowState.build(self.hessian, self.linear[row], mask[row])
             if self.groups.size >= mask.shape[1]:
                 inside, outside = len(state.support), len(state.rest)
-            scale = float(state.weight @ self.linear[row, state.support])
-            made, _ = polish(state, self.hessian, inside, outside, self.tolerance * scale, _REBUILD)
-            if made == 0:
-                break
-            self.swaps += made
-            mask[row] = False
-            mask[row, state.support] = True
-        self.scale[row] = scale
-        self.removal[row], self.leaves[row] = _first(state.removals(), state.support, torch.inf)
-        admission, self.enters[row] = _first(-state.admissions(), state.rest, 0.0)
-        self.admission[row] = -admission
+            self.scale[row] = float(state.weight @ self.linear[row, state.support])
+            least = self.tolerance * float(self.scale[row])
+            made = polish(state, self.hessian, inside, outside, least, _REBUILD)
+            if made:
+                self.swaps += made
+                mask[row] = False
+                mask[row, state.support] = True
+            # Where swaps were made, rounding may have built up: only a fresh state that needs none is a certificate.
+            if made == 0 or (made < _REBUILD and not self.certify):
+                return state
 
-    def exchange(self, mask: Tensor, rounds: int | None) -> bool:
+    def exchange(self, mask: Tensor, weight: Tensor, rounds: int | None) -> bool:
         """Entries move from row to row while that helps: the cheapest to lose pays for the best to gain.
 
         Returns:
@@ -103,7 +119,7 @@ class _Search:
             mask[givers, self.leaves[givers].to(mask.device)] = False
             mask[takers, self.enters[takers].to(mask.device)] = True
             self.exchanges += len(givers)
-            self.polish_rows(mask, torch.cat((givers, takers)))
+            self.polish_rows(mask, weight, [*givers.tolist(), *takers.tolist()])
         return False
 
     def _pairs(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,8 @@
-"""Loops for `eliminate.py`. Contracted multiply-adds only: sums keep their order, so threads do not change bits."""
+"""Loops for `eliminate.py`.
+
+Rows go in strips of 64, side by side in memory. Every lane does its own row's arithmetic in the same order, so
+neither strips nor threads change a bit.
+"""
 
 from __future__ import annotations
 
@@ -9,43 +13,71 @@ from numba import njit
 from numpy.typing import NDArray
 
 Floats = NDArray[Any]
+Bools = NDArray[np.bool_]
+
+_LANES = 64  # long enough for full vector registers, and a strip of 128 columns stays in the first cache
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
-def _remove(row: Floats, factor_row: Floats, i: int) -> None:
-    error = row[i] / factor_row[i]
-    for j in range(i + 1, row.size):
-        row[j] -= error * factor_row[j]
-    row[i] = 0
+def _remove(strip: Floats, factor: Floats, kept: Bools, error: Floats, i: int) -> None:
+    """Remove entry i of the lanes that do not keep it."""
+    pivot = factor[i, i]
+    for k in range(_LANES):
+        value = strip[i, k]
+        error[k] = value * 0 if kept[i, k] else value / pivot
+        strip[i, k] = value if kept[i, k] else value * 0
+    for j in range(i + 1, factor.shape[0]):
+        scale = factor[i, j]
+        for k in range(_LANES):
+            strip[j, k] -= error[k] * scale
 
 
 @njit(nogil=True, cache=True)
-def eliminate(start: int, stop: int, current: Floats, factor: Floats, mask: NDArray[np.bool_]) -> None:
+def eliminate(start: int, stop: int, current: Floats, factor: Floats, mask: Bools) -> None:
     """Rows start to stop of `eliminate.eliminate`."""
-    for r in range(start, stop):
-        row = current[r]
-        for i in range(row.size):
-            if not mask[r, i]:
-                _remove(row, factor[i], i)
+    n = factor.shape[0]
+    strip = np.zeros((n, _LANES), current.dtype)
+    kept = np.ones((n, _LANES), np.bool_)
+    error = np.zeros(_LANES, current.dtype)
+    for first in range(start, stop, _LANES):
+        lanes = min(_LANES, stop - first)
+        for k in range(lanes):
+            for j in range(n):
+                strip[j, k] = current[first + k, j]
+                kept[j, k] = mask[first + k, j]
+        for i in range(n):
+            _remove(strip, factor, kept, error, i)
+        for k in range(lanes):
+            for j in range(n):
+                current[first + k, j] = strip[j, k]
 
 
 @njit(nogil=True, cache=True)
-def eliminate_groups(
-    start: int, stop: int, current: Floats, factor: Floats, mask: NDArray[np.bool_], keep: int, of: int
-) -> None:
+def eliminate_groups(start: int, stop: int, current: Floats, factor: Floats, mask: Bools, keep: int, of: int) -> None:
     """Rows start to stop of `eliminate.eliminate_groups`."""
-    saliency = np.empty(of, current.dtype)
-    for r in range(start, stop):
-        row = current[r]
-        for first in range(0, row.size, of):
+    n = factor.shape[0]
+    strip = np.zeros((n, _LANES), current.dtype)
+    kept = np.ones((n, _LANES), np.bool_)
+    error = np.zeros(_LANES, current.dtype)
+    saliency = np.zeros((of, _LANES), current.dtype)
+    for first in range(start, stop, _LANES):
+        lanes = min(_LANES, stop - first)
+        for k in range(lanes):
+            for j in range(n):
+                strip[j, k] = current[first + k, j]
+        for group in range(0, n, of):
             for i in range(of):
-                saliency[i] = abs(row[first + i] / factor[first + i, first + i])
+                for k in range(_LANES):
+                    saliency[i, k] = abs(strip[group + i, k] / factor[group + i, group + i])
             for i in range(of):
-                better = 0
-                for j in range(of):
-                    if saliency[j] > saliency[i] or (saliency[j] == saliency[i] and j < i):
-                        better += 1
-                mask[r, first + i] = better < keep
-            for i in range(first, first + of):
-                if not mask[r, i]:
-                    _remove(row, factor[i], i)
+                for k in range(_LANES):
+                    better = 0
+                    for j in range(of):
+                        better += (saliency[j, k] > saliency[i, k]) | ((saliency[j, k] == saliency[i, k]) & (j < i))
+                    kept[group + i, k] = better < keep
+            for i in range(group, group + of):
+                _remove(strip, factor, kept, error, i)
+        for k in range(lanes):
+            for j in range(n):
+                current[first + k, j] = strip[j, k]
+                mask[first + k, j] = kept[j, k]

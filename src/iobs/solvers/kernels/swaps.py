@@ -53,10 +53,10 @@ class RowState:
             NotPositiveDefiniteError: H_SS is singular.
         """
         support, rest = mask.nonzero().flatten(), (~mask).nonzero().flatten()
-        columns = hessian[:, support]
-        inverse = linalg.inverse(columns[support]).contiguous() if len(support) else columns[support]
-        crossed = columns[rest]
-        spread = crossed @ inverse
+        columns = hessian[support]
+        square, crossed = columns[:, support], columns[:, rest].T
+        inverse = linalg.inverse(square).contiguous() if len(support) else square
+        spread = (inverse @ crossed.T).T.contiguous()
         weight = inverse @ linear[support]
         schur = hessian.diagonal()[rest] - (spread * crossed).sum(1)
         # The Schur complement of a definite matrix is positive; rounding must not say otherwise.
@@ -72,9 +72,7 @@ class RowState:
         return self.weight.square() / self.inverse.diagonal()
 
 
-def polish(
-    state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int
-) -> tuple[int, float]:
+def polish(state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int) -> int:
     """Make the best swap while it gains more than the tolerance. The state is changed.
 
     Args:
@@ -86,39 +84,33 @@ def polish(
         limit: at most so many swaps.
 
     Returns:
-        The number of swaps made, and the sum of their gains.
+        The number of swaps made.
     """
     if state.spread.numel() == 0:
-        return 0, 0.0
+        return 0
     form = polish_numba if hessian.device.type == "cpu" else polish_torch
     return form(state, hessian, inside, outside, tolerance, limit)
 
 
-def polish_numba(
-    state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int
-) -> tuple[int, float]:
+def polish_numba(state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int) -> int:
     """The CPU form: outsiders by falling gain of admission, ended as soon as that alone does not beat the best."""
     from iobs.solvers.kernels import swaps_numba
 
     kernel: Any = swaps_numba.polish
-    made, gained = kernel(
-        *[tensor.numpy() for tensor in vars(state).values()], hessian.numpy(), inside, outside, tolerance, limit
-    )
-    return int(made), float(gained)
+    arrays = [tensor.numpy() for tensor in vars(state).values()]
+    return int(kernel(*arrays, hessian.numpy(), inside, outside, tolerance, limit))
 
 
-def polish_torch(
-    state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int
-) -> tuple[int, float]:
+def polish_torch(state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int) -> int:
     """The plain form."""
-    made, gained = 0, 0.0
+    made = 0
     while made < limit:
         gain, leave, enter = best_swap(state, inside, outside)
         if not gain > tolerance:
             break
         make_swap(state, hessian, leave, enter)
-        made, gained = made + 1, gained + gain
-    return made, gained
+        made += 1
+    return made
 
 
 def best_swap(state: RowState, inside: int, outside: int) -> tuple[float, int, int]:

@@ -129,15 +129,13 @@ def polish(
     outside: int,
     tolerance: float,
     limit: int,
-) -> tuple[int, float]:
+) -> int:
     """`swaps.polish` on one row, in place."""
     made = 0
-    gained = 0.0
     while made < limit:
         gain, leave, enter = best_swap(inverse, spread, schur, gradient, weight, inside, outside)
         if not gain > tolerance:
             break
         make_swap(support, rest, inverse, spread, schur, gradient, weight, hessian, leave, enter)
         made += 1
-        gained += gain
-    return made, gained
+    return made

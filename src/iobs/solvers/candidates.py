@@ -1,0 +1,56 @@
+"""Competition between supports: what wins is the best of several answers, row by row where rows are independent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from iobs.core.patterns import Pattern
+from iobs.core.quadratic import Quadratic, Solution
+from iobs.solvers.base import Budget
+from iobs.solvers.exact import Exact
+from iobs.solvers.magnitude import Magnitude
+from iobs.solvers.obc import OBC
+from iobs.solvers.refit import Refit
+from iobs.solvers.swap import Swap
+
+_SMALL = 1 << 24  # rows x columns^3 up to which every candidate and every swap is tried whatever the budget
+_PROVABLE = 16  # columns up to which the optimum of a row is proven in milliseconds
+
+
+def polished(problem: Quadratic, pattern: Pattern, found: Solution, budget: Budget) -> Iterator[Solution]:
+    """The answer and its competitors, as far as the budget and the size of the problem let them run.
+
+    Magnitude's support, refitted, is among them on small problems: what is never worse than that inherits the
+    convergence rate that is proven for Top-k.
+    """
+    yield found
+    rows, columns = problem.shape
+    work = rows * columns**3
+    if work <= _SMALL:
+        yield Refit()(problem, pattern, Magnitude()(problem, pattern))
+        swap = Swap()
+        yield swap(problem, pattern, found)
+        if budget == "best":
+            yield swap(problem, pattern, OBC()(problem, pattern))
+            if columns <= _PROVABLE and pattern.groups(problem.shape).size <= columns:
+                yield Exact()(problem, pattern)
+    elif budget == "best" and columns <= 512:
+        yield Swap(rounds=1, certify=False)(problem, pattern, found)
+
+
+def best_of(problem: Quadratic, pattern: Pattern, candidates: Iterable[Solution]) -> Solution:
+    """The candidate of least loss: for each row, or for the layer as a whole where its rows share one count."""
+    first, *others = candidates
+    if not others:
+        return first
+    if pattern.groups(problem.shape).size > problem.shape[1]:
+        return min([first, *others], key=lambda candidate: float(candidate.loss.sum()))
+    weight, mask, loss = first.weight, first.mask, first.loss
+    for other in others:
+        better = other.loss < loss
+        weight = torch.where(better[:, None], other.weight, weight)
+        mask = torch.where(better[:, None], other.mask, mask)
+        loss = torch.where(better, other.loss, loss)
+    return Solution.of(problem, weight, mask, **first.stats)

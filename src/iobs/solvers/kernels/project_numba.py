@@ -1,0 +1,119 @@
+"""Loops for `project.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_SHIFT = np.uint32(15)
+_BUCKETS = 1 << 16
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def move(start: int, stop: int, dense: Floats, target: Floats, mask: Bools, relaxation: float) -> NDArray[np.int64]:
+    """Move the target; count its magnitudes by their leading 16 bits."""
+    a, rest = np.float32(relaxation), np.float32(1 - relaxation)
+    one = np.float32(1)
+    histogram = np.zeros((2, _BUCKETS), np.int64)
+    for r in range(start, stop):
+        row, x, kept = target[r], dense[r], mask[r]
+        for j in range(row.size):
+            row[j] = a * x[j] + (rest if kept[j] else one) * row[j]
+        bits = row.view(np.uint32)
+        for j in range(row.size):
+            histogram[j & 1, (bits[j] & _MAGNITUDE) >> _SHIFT] += 1
+    return histogram[0] + histogram[1]
+
+
+@njit(cache=True)
+def level(histogram: NDArray[np.int64], keep: int) -> Any:
+    """The magnitude that about `keep` entries reach: exact to a bucket, interpolated inside it."""
+    above = 0
+    bucket = _BUCKETS - 1
+    while bucket > 0 and above + histogram[bucket] < keep:
+        above += histogram[bucket]
+        bucket -= 1
+    edges = np.array([bucket << 15, (bucket + 1) << 15], np.uint32).view(np.float32)
+    inside = max(1, histogram[bucket])
+    return edges[1] - (edges[1] - edges[0]) * np.float32((keep - above) / inside)
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def pull(
+    start: int, stop: int, dense: Floats, target: Floats, mask: Bools, linear: Floats, least: float, penalty: float
+) -> None:
+    """Keep what reaches `least`; write the next right-hand side over the dense solution."""
+    up, down, bound = np.float32(penalty), np.float32(-penalty), np.float32(least)
+    for r in range(start, stop):
+        x, row, kept, b = dense[r], target[r], mask[r], linear[r]
+        for j in range(row.size):
+            stays = abs(row[j]) >= bound
+            kept[j] = stays
+            x[j] = b[j] + (up if stays else down) * row[j]
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def local(
+    start: int,
+    stop: int,
+    dense: Floats,
+    target: Floats,
+    mask: Bools,
+    linear: Floats,
+    size: int,
+    keep: int,
+    penalty: float,
+    relaxation: float,
+) -> None:
+    """All at once, where groups lie within rows."""
+    a, rest = np.float32(relaxation), np.float32(1 - relaxation)
+    one = np.float32(1)
+    up, down = np.float32(penalty), np.float32(-penalty)
+    for r in range(start, stop):
+        x, row, kept, b = dense[r], target[r], mask[r], linear[r]
+        for j in range(row.size):
+            row[j] = a * x[j] + (rest if kept[j] else one) * row[j]
+        if size <= 16:
+            _rank_groups(row, kept, size, keep)
+        else:
+            for first in range(0, row.size, size):
+                _select(row[first : first + size], kept[first : first + size], keep)
+        for j in range(row.size):
+            x[j] = b[j] + (up if kept[j] else down) * row[j]
+
+
+@njit(nogil=True, cache=True)
+def _rank_groups(row: Floats, kept: Bools, size: int, keep: int) -> None:
+    for first in range(0, row.size, size):
+        for i in range(first, first + size):
+            value = abs(row[i])
+            better = 0
+            for j in range(first, i):
+                better += abs(row[j]) >= value
+            for j in range(i + 1, first + size):
+                better += abs(row[j]) > value
+            kept[i] = better < keep
+
+
+@njit(nogil=True, cache=True)
+def _select(values: Floats, kept: Bools, keep: int) -> None:
+    if keep == 0:
+        kept[:] = False
+        return
+    magnitudes = np.abs(values)
+    bound = np.partition(magnitudes, values.size - keep)[values.size - keep]
+    missing = keep
+    for j in range(values.size):
+        kept[j] = magnitudes[j] > bound
+        missing -= kept[j]
+    for j in range(values.size):
+        if missing > 0 and magnitudes[j] == bound:
+            kept[j] = True
+            missing -= 1
