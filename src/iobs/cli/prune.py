@@ -50,8 +50,10 @@ def prune(
     ] = None,
     refine: Annotated[str | None, _option("NAME", "refit or swap, after the solver.", _METHOD)] = None,
     budget: Annotated[str | None, _option("NAME", "fast, default or best: time against error.", _METHOD)] = None,
-    allocation: Annotated[str | None, _option("NAME", "How sparsity is spread over layers; uniform.", _METHOD)] = None,
-    target: Annotated[str | None, _option("NAME", "What a layer imitates: current or dense.", _METHOD)] = None,
+    allocation: Annotated[
+        str | None, _option("NAME", "Of sparsity over layers: uniform, error, fisher, kl, evolve.", _METHOD)
+    ] = None,
+    target: Annotated[str | None, _option("NAME", "What a layer imitates: current, dense or auto.", _METHOD)] = None,
     damping: Annotated[float | None, _option("SHARE", "Of the mean diagonal of the Hessian; 0.01.", _METHOD)] = None,
     batch_norm: Annotated[str | None, _option("NAME", "keep its statistics or update them.", _METHOD)] = None,
     seed: Annotated[int, _option("N", "Seed of every random choice.", _METHOD, default=True)] = 0,

@@ -24,7 +24,7 @@ class Watch:
         self._prefix = prefix
         self._quiet = quiet
         self._rounds = self._done = self._total = 0
-        self._steps_counted: set[str] = set()
+        self._step_rounds = 0
 
     def begin(self, rounds: int, layers: Sequence[str]) -> None:
         """The run starts."""
@@ -41,12 +41,13 @@ class Watch:
         self._advance(f"{self._round(round_index)}{record.name}")
 
     def step(self, round_index: int, done: int, total: int, loss: float) -> None:
-        """A gradient step has been taken. How many there will be becomes known with the first."""
+        """A gradient step has been taken. How many there will be becomes known with the first of a round."""
         polishing = round_index >= self._rounds
-        kind = "polish" if polishing else "steps"
-        if kind not in self._steps_counted:
-            self._steps_counted.add(kind)
-            self._total += total if polishing else (self._rounds - 1) * total
+        if done == 1 and round_index >= self._step_rounds:
+            # The rounds left but the last are taken to have as many.
+            expected = 1 if polishing else max(1, self._rounds - 1 - round_index)
+            self._total += expected * total
+            self._step_rounds = round_index + expected
         name = "polish: " if polishing else self._round(round_index)
         self._advance(f"{name}step {done} of {total}, loss {significant(loss)}")
 
