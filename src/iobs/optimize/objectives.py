@@ -213,6 +213,13 @@ class LeastSquares(LinearModel):
         """All ones: the weights are already in X."""
         return np.ones(self.design.shape[0])
 
+    def hessian_block(self, theta: Array, support: Indices) -> Array:
+        """X_Q^T X_Q + ridge."""
+        columns = self.design.columns(support)
+        block = columns.T @ columns
+        block[np.diag_indices_from(block)] += self.ridge[support]
+        return block
+
     def split(self, theta: Array) -> tuple[Array, float]:
         """theta and the constant b that belongs to it."""
         return theta, 0.0 if self.mean is None else self.level - float(self.mean @ theta)

@@ -16,6 +16,7 @@ import numpy as np
 from iobs.optimize import kernels
 from iobs.optimize.designs import Array, Booleans, Indices
 from iobs.optimize.problem import Problem
+from iobs.optimize.proposals import solved as vanishes
 from iobs.optimize.refit import Fit, inverse_block, refit
 
 _CHUNK = 1 << 21  # entries of one chunk of H_Q:
@@ -64,6 +65,8 @@ class Swapper:
             if better is None:
                 return fit, True
             fit = better
+            if vanishes(self.problem, fit):
+                return fit, True
         return fit, False
 
     def _whole(self) -> bool:
