@@ -28,9 +28,7 @@ def prune(
         Path | None,
         typer.Option("--output", "-o", metavar="DIR", help="Directory to write; must not exist.", show_default=False),
     ] = None,
-    sparsity: Annotated[
-        float | None, _option("SHARE", "Share of zeros in every layer; 0.5 if nothing is given.")
-    ] = None,
+    sparsity: Annotated[float | None, _option("SHARE", "Share of zeros; 0.5 if nothing is given.")] = None,
     pattern: Annotated[str | None, _option("N:M", "Instead: keep N of every M neighbours, as 2:4 or 4:8.")] = None,
     rounds: Annotated[int | None, _option("N", "Rounds of I-OBS: projections with gradient steps between.")] = None,
     recipe: Annotated[str | None, _option("NAME", "best, fast or paper: sets all that is not given.")] = None,
