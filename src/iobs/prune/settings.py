@@ -61,10 +61,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "batch_norm": ("keep", "update"),
 }
 
-# "paper" is Algorithm 2 to the letter. "fast" is the best single projection. "best" steps on the KL divergence to the
-# dense model between projections of growing sparsity, which measured best on every network tried (LOG.md).
+# "paper" is Algorithm 2 to the letter. "fast" is the best single projection. "best" grows the sparsity over rounds of
+# steps on the KL divergence to the dense model and polishes on the final support, where the first projection does
+# damage; what is "auto" it takes from the calibration data (LOG.md has the measurements).
+_TEACHER = GradientStep(lr="auto", optimizer="adam", steps=25, loss="kl", batch_size="auto", augment="auto")
 RECIPES: dict[str, dict[str, Any]] = {
-    "fast": {"solver": "admm", "rounds": 1, "target": "dense"},
+    "fast": {"solver": "admm", "rounds": 1, "target": "dense", "allocation": "auto"},
     "paper": {
         "solver": "sparsegpt",
         "rounds": 10,
@@ -73,10 +75,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "best": {
         "solver": "admm",
         "rounds": 6,
-        "step": GradientStep(lr=5e-4, optimizer="adam", steps=20, loss="kl", batch_size=64),
-        "polish": GradientStep(
-            lr=5e-4, optimizer="adam", steps=60, loss="kl", parameters="all", decay=True, batch_size=64
-        ),
+        "schedule": "auto",
+        "target": "auto",
+        "allocation": "auto",
+        "step": _TEACHER,
+        "polish": replace(_TEACHER, steps=150, parameters="all", decay=True),
     },
 }
 

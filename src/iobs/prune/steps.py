@@ -32,7 +32,7 @@ class GradientStep:
             "block" (mean squared distance to the dense model's block outputs), or a function (model, batch) -> scalar.
         parameters: "prunable" steps on the pruned matrices only, as the paper; "all" on every parameter.
         decay: the learning rate falls linearly to zero over all steps of the run.
-        batch_size: samples a step, or None for the batches as they are.
+        batch_size: samples a step, or None for the batches as they are; "auto" is 64, or 4096 tokens of text.
         augment: changes a batch before it is used; "auto" is mirroring and shifts of pictures, as far as the dense
             network's predictions stay the same under them; None changes nothing.
 
@@ -46,7 +46,7 @@ class GradientStep:
     loss: Loss = "task"
     parameters: Literal["prunable", "all"] = "prunable"
     decay: bool = False
-    batch_size: int | None = None
+    batch_size: int | Literal["auto"] | None = None
     augment: Augmentation | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
@@ -189,7 +189,8 @@ class Trainer:
         device = next(self.model.parameters()).device
         generator = torch.Generator().manual_seed(self.seed + self.taken)
         whole = self.step.steps == 1 and self.step.batch_size is None
-        stream = _endless(part, self.step.batch_size, generator)
+        chosen = self.step.batch_size
+        stream = _endless(part, _usual_size(part.batches[0]) if chosen == "auto" else chosen, generator)
         losses = []
         for index in range(self.step.steps):
             used = part.batches if whole else [next(stream)]
@@ -232,6 +233,14 @@ class Trainer:
                 self.masters[name] *= self.masks[name]
             parameter.copy_(self.masters[name])
         self.taken += 1
+
+
+def _usual_size(batch: Batch) -> int:
+    """64 samples, fewer where they are long rows of tokens."""
+    tokens = next(
+        (tensor for tensor in batches.tensors(batch) if tensor.ndim == 2 and not tensor.is_floating_point()), None
+    )
+    return 64 if tokens is None else max(1, min(64, 4096 // tokens.shape[1]))
 
 
 def _endless(part: Part, batch_size: int | None, generator: torch.Generator) -> Iterator[Batch]:

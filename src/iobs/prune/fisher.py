@@ -1,0 +1,192 @@
+"""The empirical Fisher information of a network's weights, in blocks, and the solvers of WoodFisher, CBS and CHITA.
+
+All of them minimise the same second-order model over one flat vector of weights w, with gradients g_i of n samples:
+
+    q(v) = 1/2 (v - w) F (v - w)^T,    F = damping I + 1/n sum_i g_i^T g_i,   block-diagonal
+
+under a global count. WoodFisher (Singh & Alistarh 2020) ranks weights one by one and adds up their updates; CBS (Yu et
+al. 2022) searches the mask by swaps, interactions included, and updates jointly; CHITA (Benbaki et al. 2023) sees a
+sparse least-squares problem in the gradients and takes projected gradient steps and an exact solve on the support.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core import linalg
+from iobs.core.patterns import Unstructured, top_mask
+from iobs.prune import batches
+from iobs.prune.batches import Part
+from iobs.prune.layers import Layer
+from iobs.prune.steps import task_loss
+
+_PROJECTIONS = 20  # gradient steps of CHITA; each is a pass over the gradients
+_SWAP_PASSES = 60  # batches of swaps of CBS
+
+
+@dataclass(frozen=True)
+class BlockFisher:
+    """F above, never stored whole.
+
+    Args:
+        rows: (n, p) float32, one sample's gradient a row.
+        damping: added to the diagonal.
+        block: entries of a block; a block never crosses from one layer to the next.
+        sizes: entries of every layer, which sum to p.
+    """
+
+    rows: Tensor
+    damping: float
+    block: int
+    sizes: tuple[int, ...]
+
+    def slices(self) -> Iterator[slice]:
+        """Every block."""
+        start = 0
+        for size in self.sizes:
+            for offset in range(0, size, self.block):
+                yield slice(start + offset, start + min(offset + self.block, size))
+            start += size
+
+    def matrix(self, part: slice) -> Tensor:
+        """One block, (block, block) float64."""
+        rows = self.rows[:, part]
+        matrix = (rows.T @ rows).double() / len(rows)
+        matrix.diagonal().add_(self.damping)
+        return matrix
+
+    def matmul(self, vector: Tensor) -> Tensor:
+        """F times a vector (p,), block by block."""
+        product = self.damping * vector
+        for part in self.slices():
+            rows = self.rows[:, part]
+            product[part] += rows.T @ (rows @ vector[part]) / len(rows)
+        return product
+
+    def diagonal(self) -> Tensor:
+        """(p,)."""
+        return self.rows.square().mean(0) + self.damping
+
+    def refit(self, weights: Tensor, mask: Tensor) -> Tensor:
+        """The exact minimiser of q on a support, (p,), block by block."""
+        result = torch.zeros_like(weights)
+        for part in self.slices():
+            matrix, target = self.matrix(part), weights[part].double()[None]
+            result[part] = linalg.solve_on_support(matrix, target @ matrix, mask[part][None])[0].to(result.dtype)
+        return result
+
+
+def gradient_rows(model: nn.Module, layers: tuple[Layer, ...], part: Part) -> Tensor:
+    """Every sample's gradient of the task loss with respect to the layers' weights.
+
+    Returns:
+        (samples, p) float32, layers one after another, each row by row.
+
+    Raises:
+        CalibrationError: the batches hold no targets.
+    """
+    device = next(model.parameters()).device
+    parameters = [model.get_submodule(layer.path).get_parameter(layer.parameter) for layer in layers]
+    rows = torch.empty(part.samples, sum(layer.weights for layer in layers), device=device)
+    number = 0
+    for batch in part.batches:
+        for index in range(batches.size(batch)):
+            single = batches.to_device(batches.take(batch, torch.tensor([index])), device)
+            with torch.enable_grad():
+                found = torch.autograd.grad(task_loss(model, single), parameters)
+            pieces = [layer.matrix(gradient).flatten() for layer, gradient in zip(layers, found, strict=True)]
+            rows[number] = torch.cat(pieces)
+            number += 1
+    return rows
+
+
+def keep_largest(scores: Tensor, keep: int) -> Tensor:
+    """Boolean (p,), True at the `keep` highest scores."""
+    return top_mask(scores[None], Unstructured(keep=keep))[0]
+
+
+def magnitude(weights: Tensor, fisher: BlockFisher, keep: int) -> Tensor:
+    """Keep the largest weights of the network as they are."""
+    return weights * keep_largest(weights.abs(), keep)
+
+
+def woodfisher(weights: Tensor, fisher: BlockFisher, keep: int) -> Tensor:
+    """Saliency w_i^2 / (2 [F^-1]_ii); every removed weight adds its own update -w_i [F^-1]_i / [F^-1]_ii."""
+    mask = keep_largest(_saliency(weights, fisher), keep)
+    result = weights.clone()
+    for part in fisher.slices():
+        inverse = linalg.inverse(fisher.matrix(part))
+        removed = torch.where(mask[part], 0.0, weights[part]).double()
+        result[part] -= ((removed / inverse.diagonal()) @ inverse).to(result.dtype)
+    return result * mask
+
+
+def cbs(weights: Tensor, fisher: BlockFisher, keep: int) -> Tensor:
+    """Swaps between kept and removed weights that lower the cost of the removal as a whole, then the joint update.
+
+    The best swaps are made in batches; a batch that does not pay is halved.
+    """
+    mask = keep_largest(_saliency(weights, fisher), keep)
+    diagonal = fisher.diagonal()
+    removed = torch.where(mask, 0.0, weights)
+    product = fisher.matmul(removed)
+    cost = float((removed * product).sum())
+    count = max(1, len(weights) // 100)
+    for _ in range(_SWAP_PASSES):
+        to_remove = torch.where(mask, weights * product + 0.5 * weights.square() * diagonal, torch.inf)
+        to_keep = torch.where(mask, torch.inf, -weights * product + 0.5 * weights.square() * diagonal)
+        count = min(count, keep, len(weights) - keep)
+        leaving, entering = (scores.topk(count, largest=False).indices for scores in (to_remove, to_keep))
+        trial = mask.clone()
+        trial[leaving], trial[entering] = False, True
+        trial_removed = torch.where(trial, 0.0, weights)
+        trial_product = fisher.matmul(trial_removed)
+        trial_cost = float((trial_removed * trial_product).sum())
+        if trial_cost < cost:
+            mask, product, cost = trial, trial_product, trial_cost
+        elif count == 1:
+            break
+        else:
+            count = (count + 1) // 2
+    return fisher.refit(weights, mask)
+
+
+def chita(weights: Tensor, fisher: BlockFisher, keep: int) -> Tensor:
+    """Projected gradient steps with the exact step length on the support, then the exact solve on the final support."""
+    best = current = magnitude(weights, fisher, keep)
+    gradient = fisher.matmul(current - weights)
+    least = float(((current - weights) * gradient).sum())
+    for _ in range(_PROJECTIONS):
+        direction = torch.where(current != 0, gradient, 0.0)
+        curvature = float((direction * fisher.matmul(direction)).sum())
+        if curvature <= 0:
+            break
+        step = float(direction.square().sum()) / curvature
+        moved = current - step * gradient
+        current = moved * keep_largest(moved.abs(), keep)
+        gradient = fisher.matmul(current - weights)
+        value = float(((current - weights) * gradient).sum())
+        if value >= least:
+            break
+        best, least = current, value
+    return fisher.refit(weights, best != 0)
+
+
+METHODS: dict[str, Callable[[Tensor, BlockFisher, int], Tensor]] = {
+    "magnitude": magnitude,
+    "woodfisher": woodfisher,
+    "cbs": cbs,
+    "chita": chita,
+}
+
+
+def _saliency(weights: Tensor, fisher: BlockFisher) -> Tensor:
+    scores = torch.empty_like(weights)
+    for part in fisher.slices():
+        inverse = linalg.inverse(fisher.matrix(part))
+        scores[part] = (weights[part].double().square() / (2 * inverse.diagonal())).to(scores.dtype)
+    return scores

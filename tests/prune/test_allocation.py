@@ -1,0 +1,118 @@
+"""Counts against brute force, bounds, and whole allocations of a network."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import iobs
+from iobs.errors import PatternError, ProblemError
+from iobs.prune.allocation import Allocation, Curve, optimal_counts
+from iobs.prune.batches import Part
+from iobs.prune.layers import Layer, select
+from iobs.prune.sensitivity import complete, output_fisher
+
+LAYERS = (Layer("a", (2, 5)), Layer("b", (1, 6)), Layer("c", (2, 4)))
+
+
+def convex(layer, scale):
+    """Falling convex errors at every count, and a curve that holds them all."""
+    total = layer.weights
+    return Curve(list(range(total + 1)), [scale * (total - keep) ** 2 / total for keep in range(total + 1)], scale)
+
+
+@pytest.mark.parametrize("total", [0, 1, 7, 12, 23, 24])
+def test_counts_are_the_best_of_all(total):
+    curves = {layer: convex(layer, scale) for layer, scale in zip(LAYERS, (1.0, 3.0, 0.2), strict=True)}
+    weights = dict(zip(LAYERS, (1.0, 0.5, 4.0), strict=True))
+    ranges = {layer: (0, layer.weights) for layer in LAYERS}
+    counts = optimal_counts(curves, weights, total, ranges)
+
+    def cost(keeps):
+        return sum(weights[layer] * curves[layer].errors[keep] for layer, keep in zip(LAYERS, keeps, strict=True))
+
+    choices = itertools.product(*(range(layer.weights + 1) for layer in LAYERS))
+    best = min(cost(keeps) for keeps in choices if sum(keeps) == total)
+    assert sum(counts.values()) == total
+    assert cost([counts[layer] for layer in LAYERS]) == pytest.approx(best)
+
+
+def test_bounds_hold_and_impossible_ones_are_refused():
+    curves = {layer: convex(layer, 1.0) for layer in LAYERS}
+    weights = dict.fromkeys(LAYERS, 1.0)
+    ranges = dict.fromkeys(LAYERS, (2, 5))
+    counts = optimal_counts(curves, weights, 9, ranges)
+    assert sum(counts.values()) == 9
+    assert all(2 <= count <= 5 for count in counts.values())
+    with pytest.raises(PatternError, match="widen"):
+        optimal_counts(curves, weights, 16, ranges)
+
+
+def test_curves_pass_through_their_points_and_fall_in_between():
+    curve = Curve([2, 4, 8], [9.0, 1.0, 0.0], 10.0)
+    assert [curve.at(keep) for keep in (2, 4, 8)] == pytest.approx([9.0, 1.0, 0.0])
+    assert curve.at(3) == pytest.approx(3.0)
+    assert curve.at(6) == pytest.approx(0.5)
+    assert curve.at(1) > curve.at(2)
+
+
+def test_ranges_by_name():
+    allocation = Allocation(least=0.1, most=0.8, bounds={"b*": (0.5, 0.5), "re:c": (0.0, 0.25)})
+    assert allocation.range_of(LAYERS[0], 0.6) == (2, 9)
+    assert allocation.range_of(LAYERS[1], 0.6) == (3, 3)
+    assert allocation.range_of(LAYERS[2], 0.6) == (6, 8)
+
+
+@pytest.mark.parametrize("settings", [{"criterion": "guess"}, {"most": 1.0}, {"bounds": {"a": (-0.1, 0.5)}}])
+def test_impossible_settings(settings):
+    with pytest.raises(ProblemError):
+        Allocation(**settings)
+
+
+@pytest.fixture
+def network():
+    generator = torch.Generator().manual_seed(5)
+    model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 4))
+    with torch.no_grad():
+        for layer in (0, 2, 4):
+            model[layer].weight.copy_(torch.randn(model[layer].weight.shape, generator=generator) / 4)
+    return model, [torch.randn(50, 20, generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize("criterion", ["error", "fisher", "kl", "evolve", "auto"])
+def test_networks_keep_the_exact_global_count(network, criterion):
+    model, data = network
+    report = iobs.prune(model, data, iobs.Unstructured(0.8), allocation=Allocation(criterion, generations=3))
+    total = 20 * 16 + 16 * 12 + 12 * 4
+    kept = sum(int((model[i].weight != 0).sum()) for i in (0, 2, 4))
+    assert kept <= total // 5
+    assert sum(row.asked for row in report.audit) == total - total // 5
+    assert [row.name for row in report.allocation] == ["0", "2", "4"]
+    assert all(sorted(row.errors, reverse=True) == row.errors for row in report.allocation)
+    assert type(report).from_dict(report.as_dict()) == report
+
+
+@pytest.mark.parametrize("pattern", [iobs.NM(2, 4), iobs.Unstructured(0.5, per="row")])
+def test_patterns_that_fix_every_layer(network, pattern):
+    model, data = network
+    with pytest.raises(PatternError, match="nothing to allocate"):
+        iobs.prune(model, data, pattern, allocation="fisher")
+    report = iobs.prune(model, data, pattern, allocation="auto")
+    assert not report.allocation
+
+
+def test_output_fisher_of_a_linear_classifier(network):
+    """At the logits the Fisher is diag(p) - p p^T, whose trace over the classes is known."""
+    model = nn.Sequential(nn.Linear(6, 3))
+    layers = select(model).layers
+    data = Part([torch.randn(300, 6)], [0])
+    found = output_fisher(model, layers, data, seed=0)[layers[0]]
+    probabilities = model(data.batches[0]).softmax(-1)
+    expected = 0.5 * (1 - probabilities.square().sum(1)).mean() / 3
+    assert found == pytest.approx(float(expected), rel=0.1)  # 300 draws of a bounded variable
+
+
+def test_layers_without_a_measurement_are_typical():
+    weights = complete({LAYERS[0]: 2.0, LAYERS[1]: 8.0}, {LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[2]: 0.5})
+    assert weights[LAYERS[2]] == pytest.approx(8.0)

@@ -1,0 +1,113 @@
+"""The Fisher information in blocks against a dense one, and the peers' methods against brute force."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from iobs.errors import ProblemError
+from iobs.prune.batches import Part
+from iobs.prune.fisher import METHODS, BlockFisher, gradient_rows, keep_largest
+from iobs.prune.layers import select
+from iobs.prune.peers import prune_by_fisher
+
+SIZES = (6, 5)
+
+
+@pytest.fixture
+def problem():
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(40, 11, generator=generator) @ torch.randn(11, 11, generator=generator)
+    return torch.randn(11, generator=generator), rows
+
+
+def dense(fisher):
+    matrix = torch.zeros(11, 11, dtype=torch.float64)
+    for part in fisher.slices():
+        matrix[part, part] = fisher.rows[:, part].double().T @ fisher.rows[:, part].double() / len(fisher.rows)
+    return matrix + fisher.damping * torch.eye(11, dtype=torch.float64)
+
+
+def cost(fisher, weights, result):
+    difference = (result - weights).double()
+    return float(difference @ dense(fisher) @ difference)
+
+
+@pytest.mark.parametrize("block", [1, 4, 100])
+def test_blocks_never_cross_layers_and_multiply_as_the_dense_matrix(problem, block):
+    weights, rows = problem
+    fisher = BlockFisher(rows, 0.1, block, SIZES)
+    assert all((part.start < 6) == (part.stop <= 6) for part in fisher.slices())
+    assert torch.allclose(fisher.matmul(weights).double(), dense(fisher) @ weights.double(), rtol=1e-4, atol=1e-4)
+    assert torch.allclose(fisher.diagonal().double(), dense(fisher).diagonal(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("keep", [1, 5, 10])
+def test_exact_count_and_never_better_than_the_best_mask(problem, method, keep):
+    weights, rows = problem
+    fisher = BlockFisher(rows, 0.1, 4, SIZES)
+    result = METHODS[method](weights, fisher, keep)
+    assert int((result != 0).sum()) == keep
+    best = min(
+        cost(fisher, weights, fisher.refit(weights, mask))
+        for chosen in itertools.combinations(range(11), keep)
+        for mask in [torch.isin(torch.arange(11), torch.tensor(chosen))]
+    )
+    assert cost(fisher, weights, result) >= best * (1 - 1e-3)
+
+
+@pytest.mark.parametrize("keep", [3, 6])
+def test_joint_updates_beat_their_own_start(problem, keep):
+    weights, rows = problem
+    fisher = BlockFisher(rows, 0.1, 4, SIZES)
+    plain = cost(fisher, weights, METHODS["magnitude"](weights, fisher, keep))
+    refitted = cost(fisher, weights, fisher.refit(weights, keep_largest(weights.abs(), keep)))
+    assert refitted <= plain * (1 + 1e-5)
+    assert cost(fisher, weights, METHODS["chita"](weights, fisher, keep)) <= plain * (1 + 1e-5)
+
+
+def test_diagonal_fisher_makes_woodfisher_and_cbs_the_same(problem):
+    weights, rows = problem
+    fisher = BlockFisher(rows, 0.1, 1, SIZES)
+    expected = weights * keep_largest(weights.square() * fisher.diagonal(), 4)
+    for method in ("woodfisher", "cbs"):
+        assert torch.allclose(METHODS[method](weights, fisher, 4), expected, atol=1e-5)
+
+
+@pytest.fixture
+def network():
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    data = [(torch.randn(10, 8, generator=generator), torch.randint(3, (10,), generator=generator)) for _ in range(2)]
+    return model, data
+
+
+def test_gradient_rows_average_to_the_gradient_of_the_mean_loss(network):
+    model, data = network
+    layers = select(model).layers
+    rows = gradient_rows(model, layers, Part(data, [0, 1]))
+    loss = sum(nn.functional.cross_entropy(model(x), y) for x, y in data) / 2
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, [model[0].weight, model[2].weight])])
+    assert torch.allclose(rows.mean(0), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("method", "stages"), [*((method, 1) for method in METHODS), ("chita", 3)])
+def test_networks_keep_the_exact_global_count(network, method, stages):
+    model, data = network
+    biases = [model[0].bias.clone(), model[2].bias.clone()]
+    report = prune_by_fisher(model, data, 0.7, method=method, stages=stages, block=16)
+    assert sum(row.zeros for row in report.audit) == 66 - 20  # 30 % of 66, halves up
+    assert sum(int((model[i].weight == 0).sum()) for i in (0, 2)) == 46
+    assert len(report.rounds) == stages
+    assert all(torch.equal(bias, model[i].bias) for bias, i in zip(biases, (0, 2), strict=True))
+    assert type(report).from_dict(report.as_dict()) == report
+
+
+def test_what_is_wrong_is_said_before_any_work(network):
+    model, data = network
+    with pytest.raises(ProblemError, match="no method"):
+        prune_by_fisher(model, data, 0.5, method="obd")
+    with pytest.raises(ProblemError, match="positive"):
+        prune_by_fisher(model, data, 0.5, stages=0)
