@@ -10,11 +10,11 @@ from torch import Tensor
 from iobs.core import linalg
 from iobs.core.patterns import Groups, Pattern, top_mask_of
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.base import Budget
 from iobs.solvers.candidates import best_of, polished
 from iobs.solvers.kernels.conjugate import polish_weights
 from iobs.solvers.kernels.project import project
+from iobs.solvers.weights import is_cheap, scaled
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ SCHEDULES = {
     "default": Schedule((0.2, 2.0), stages=8, iterations=40, relaxation=1.0, refit=10),
     "best": Schedule((0.2, 2.0), stages=10, iterations=120, relaxation=1.0, refit=15),
 }
-_EXACT_WORK = 1 << 27  # multiplications up to which the last weights are factorised for, row by row, in float64
 
 
 @dataclass(frozen=True)
@@ -73,25 +72,11 @@ class ADMM:
         hessian, linear, scale = scaled(problem)
         start = (problem.centre().float() * scale).contiguous()
         mask, target = alternate(hessian, linear, start, groups, schedule)
-        longest = int(mask.sum(1).max())
-        if problem.shape[0] * longest**3 <= _EXACT_WORK:
+        if is_cheap(mask):
             weight = linalg.solve_on_support(problem.matrix, problem.linear, mask)
         else:
             weight = polish_weights(hessian, linear, mask, target.mul_(mask), schedule.refit).div_(scale)
         return Solution.of(problem, weight.to(problem.dtype), mask)
-
-
-def scaled(problem: Quadratic) -> tuple[Tensor, Tensor, Tensor]:
-    """Hessian, linear term and scale of the variables u = scale v, in float32."""
-    hessian = problem.matrix.float()
-    try:
-        conditional = linalg.inverse(hessian).diagonal()
-    except NotPositiveDefiniteError:  # beyond float32, perhaps not beyond float64
-        conditional = linalg.inverse(problem.matrix.double()).diagonal().float()
-    scale = (hessian.diagonal() / conditional).clamp_min(torch.finfo(torch.float32).tiny).pow(0.25)
-    hessian = hessian / scale
-    hessian /= scale[:, None]
-    return hessian, problem.linear.float().div(scale).contiguous(), scale
 
 
 def alternate(

@@ -12,6 +12,7 @@ from iobs.core import linalg
 from iobs.core.patterns import Groups, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.greedy import greedy_removals
+from iobs.solvers.weights import solve_weights
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class OBC:
     """Always remove the entry that raises its row's loss least, with the exact update of the rest.
 
     Where rows compete for a common count, the layer's next removal is the cheapest next removal of any row. The
-    weights are solved for exactly on the mask that is left. The order of removals is found in the dtype of the linear
+    weights are solved for anew on the mask that is left. The order of removals is found in the dtype of the linear
     term.
     """
 
@@ -28,8 +29,7 @@ class OBC:
         centre = problem.centre().contiguous()
         inverse = linalg.inverse(problem.matrix.to(centre.dtype)).contiguous()
         mask = greedy_mask(inverse, centre, pattern.groups(problem.shape))
-        weight = linalg.solve_on_support(problem.matrix, problem.linear, mask)
-        return Solution.of(problem, weight.to(centre.dtype), mask)
+        return Solution.of(problem, solve_weights(problem, mask), mask)
 
 
 def greedy_mask(inverse: Tensor, centre: Tensor, groups: Groups) -> Tensor:

@@ -1,4 +1,8 @@
-"""The row loop of `greedy.py`: a left-looking pivoted Cholesky factorisation that shrinks as variables leave."""
+"""The row loop of `greedy.py`: a left-looking pivoted Cholesky factorisation that shrinks as variables leave.
+
+The factor is kept step by step, each step's entries side by side for the variables that are still in play, so that all
+work runs along them. Lengths are padded to whole groups of vector registers: the padding holds stale, finite numbers.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,20 @@ from numpy.typing import NDArray
 Floats = NDArray[Any]
 Integers = NDArray[np.int64]
 
-
-@njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz", "arcp"})
-def _dot(a: Floats, b: Floats, length: int) -> Any:
-    total = a[0] * 0
-    for i in range(length):
-        total += a[i] * b[i]
-    return total
+_PAD = 64
+_TOGETHER = 4  # steps multiplied out in one pass over the variables
 
 
 @njit(nogil=True, cache=True)
 def _cheapest(weight: Floats, diagonal: Floats, index: Integers, active: int) -> int:
     """Position of the least w^2 / M_pp, compared as products; the lower variable wins a tie."""
     best = 0
+    square, variance = weight[0] * weight[0], diagonal[0]
     for a in range(1, active):
-        left, right = weight[a] * weight[a] * diagonal[best], weight[best] * weight[best] * diagonal[a]
+        candidate = weight[a] * weight[a]
+        left, right = candidate * variance, square * diagonal[a]
         if left < right or (left == right and index[a] < index[best]):
-            best = a
+            best, square, variance = a, candidate, diagonal[a]
     return best
 
 
@@ -38,43 +39,77 @@ def _drop(position: int, active: int, steps: int, state: tuple[Floats, Floats, F
     last = active - 1
     if position != last:
         weight[position], diagonal[position], index[position] = weight[last], diagonal[last], index[last]
-        factor[position, :steps] = factor[last, :steps]
+        for s in range(steps):
+            factor[s, position] = factor[s, last]
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def _subtract(column: Floats, factor: Floats, coefficients: Floats, steps: int, length: int) -> None:
+    """column -= coefficients @ factor, over the first steps and variables."""
+    for s in range(0, steps, _TOGETHER):
+        c0, c1, c2, c3 = coefficients[s], coefficients[s + 1], coefficients[s + 2], coefficients[s + 3]
+        for a in range(length):
+            column[a] -= (c0 * factor[s, a] + c1 * factor[s + 1, a]) + (
+                c2 * factor[s + 2, a] + c3 * factor[s + 3, a]
+            )
 
 
 @njit(nogil=True, cache=True)
+def _close_group(group: int, of: int, active: int, steps: int, state: tuple[Floats, Floats, Floats, Integers]) -> int:
+    """The rest of a group that has lost its quota stays for good: it needs no more updates."""
+    index = state[3]
+    a = 0
+    while a < active:
+        if index[a] // of == group:
+            _drop(a, active, steps, state)
+            active -= 1
+        else:
+            a += 1
+    return active
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
 def _row(
-    inverse: Floats, centre: Floats, steps: int, order: Integers, cost: Floats, of: int, quota: int, factor: Floats
+    inverse: Floats,
+    centre: Floats,
+    steps: int,
+    order: Integers,
+    cost: Floats,
+    of: int,
+    quota: int,
+    state: tuple[Floats, Floats, Floats, Integers],
+    work: tuple[Floats, Floats],
 ) -> None:
+    weight, diagonal, factor, index = state
+    column, coefficients = work
     d = centre.size
-    weight, diagonal, index = centre.copy(), np.diag(inverse).copy(), np.arange(d)
-    state = (weight, diagonal, factor, index)
+    for a in range(d):
+        weight[a], diagonal[a], index[a] = centre[a], inverse[a, a], a
     removed = np.zeros(d // of, np.int64)
-    pivot_row = np.empty(factor.shape[1], factor.dtype)
     active = d
     floor = np.finfo(factor.dtype).eps  # rounding must not turn a conditional variance negative
     for t in range(steps):
         p = _cheapest(weight, diagonal, index, active)
-        variable, scale, value = index[p], np.sqrt(diagonal[p]), weight[p]
+        variable, scale = index[p], np.sqrt(diagonal[p])
+        value = weight[p] / scale
         order[t] = variable
-        cost[t] = value / scale * (value / scale) / 2
-        pivot_row[:t] = factor[p, :t]
+        cost[t] = value * value / 2
+        for s in range(t):
+            coefficients[s] = factor[s, p]
+        coefficients[t : t + _TOGETHER] = 0
         _drop(p, active, t, state)
         active -= 1
-        group = variable // of
-        removed[group] += 1
-        if removed[group] == quota and quota < of:  # the rest of the group stays for good: it needs no more updates
-            a = 0
-            while a < active:
-                if index[a] // of == group:
-                    _drop(a, active, t, state)
-                    active -= 1
-                else:
-                    a += 1
-        column = inverse[variable]
-        for a in range(active):
-            entry = (column[index[a]] - _dot(pivot_row, factor[a], t)) / scale
-            factor[a, t] = entry
-            weight[a] -= entry * (value / scale)
+        removed[variable // of] += 1
+        if removed[variable // of] == quota and quota < of:
+            active = _close_group(variable // of, of, active, t, state)
+        length = (active + _PAD - 1) // _PAD * _PAD
+        for a in range(length):
+            column[a] = inverse[variable, index[a]]
+        _subtract(column, factor, coefficients, t, length)
+        for a in range(length):
+            entry = column[a] / scale
+            factor[t, a] = entry
+            weight[a] -= entry * value
             diagonal[a] = max(diagonal[a] - entry * entry, floor * diagonal[a])
 
 
@@ -91,6 +126,10 @@ def greedy(
     quota: int,
 ) -> None:
     """Rows start to stop of `greedy.greedy_removals`."""
-    factor = np.empty((centre.shape[1], max(1, order.shape[1])), centre.dtype)
+    padded = centre.shape[1] + _PAD
+    one = np.ones(padded, centre.dtype)
+    factor = np.zeros((order.shape[1] + _TOGETHER, padded), centre.dtype)
+    state = (one, one.copy(), factor, np.zeros(padded, np.int64))
+    work = (one.copy(), np.zeros(order.shape[1] + _TOGETHER, centre.dtype))
     for r in range(start, stop):
-        _row(inverse, centre[r], steps[r], order[r], cost[r], of, quota, factor)
+        _row(inverse, centre[r], steps[r], order[r], cost[r], of, quota, state, work)

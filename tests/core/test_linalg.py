@@ -1,0 +1,87 @@
+import pytest
+import torch
+
+from iobs.core import linalg
+from iobs.errors import NotPositiveDefiniteError
+
+
+def definite(d, *, condition=100.0, dtype=torch.float64):
+    basis = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64)).Q
+    spectrum = torch.linspace(1, condition, d, dtype=torch.float64)
+    return ((basis * spectrum) @ basis.T).to(dtype)
+
+
+def random_masks(rows, d):
+    mask = torch.rand(rows, d) > 0.5
+    mask[0] = False
+    mask[1] = True
+    return mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factors_multiply_back(dtype):
+    matrix = definite(20, dtype=dtype)
+    tolerance = 100 * 20 * torch.finfo(dtype).eps
+    lower, upper = linalg.cholesky(matrix), linalg.upper_factor(matrix)
+    torch.testing.assert_close(lower @ lower.T, matrix, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(upper @ upper.T, matrix, rtol=tolerance, atol=tolerance)
+    assert torch.equal(upper, upper.triu())
+    published = torch.linalg.cholesky(torch.linalg.inv(matrix), upper=True)
+    torch.testing.assert_close(torch.linalg.inv(upper), published, rtol=100 * tolerance, atol=tolerance)
+    torch.testing.assert_close(linalg.inverse(matrix) @ matrix, torch.eye(20, dtype=dtype), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("bad", [torch.diag(torch.tensor([1.0, 0.0])), -torch.eye(3), torch.full((2, 2), torch.nan)])
+def test_a_failed_factorisation_is_an_error_never_the_identity(bad):
+    for function in (linalg.cholesky, linalg.upper_factor, linalg.inverse):
+        with pytest.raises(NotPositiveDefiniteError, match="damping"):
+            function(bad)
+
+
+def test_removing_a_variable_from_the_inverse():
+    matrix = definite(9)
+    shrunk = linalg.inverse(matrix)
+    left = list(range(9))
+    for index in (4, 0, 7):
+        shrunk = linalg.remove_variable(shrunk, index)
+        left.remove(index)
+        expected = torch.zeros_like(matrix)
+        expected[torch.tensor(left)[:, None], torch.tensor(left)] = torch.linalg.inv(matrix[left][:, left])
+        torch.testing.assert_close(shrunk, expected)
+
+
+@pytest.mark.parametrize("rows", [2, 50])
+def test_solve_on_support_is_a_dense_solve_of_every_row(rows):
+    matrix, linear, mask = definite(24), torch.randn(rows, 24, dtype=torch.float64), random_masks(rows, 24)
+    solution = linalg.solve_on_support(matrix, linear, mask)
+    for row in range(rows):
+        index = mask[row].nonzero().flatten()
+        torch.testing.assert_close(
+            solution[row, index], torch.linalg.solve(matrix[index][:, index], linear[row, index])
+        )
+    assert (solution[~mask] == 0).all()
+
+
+def test_long_supports_go_by_conjugate_gradients_to_the_same_answer(monkeypatch):
+    matrix, linear = definite(800), torch.randn(3, 800, dtype=torch.float64)
+    mask = torch.rand(3, 800) > 0.01
+    solution = linalg.solve_on_support(matrix, linear, mask)
+    # Residuals are brought below 1e-9 of the right-hand side; the condition of 100 multiplies that.
+    torch.testing.assert_close(solution, linalg._solve_by_cholesky(matrix, linear, mask), rtol=1e-6, atol=1e-7)
+
+
+def test_conjugate_gradients_start_from_a_guess_and_stop_when_told():
+    matrix, linear, mask = definite(24), torch.randn(6, 24, dtype=torch.float64), random_masks(6, 24)
+    exact = linalg.solve_on_support(matrix, linear, mask)
+    solution, residual = linalg.masked_conjugate_gradients(matrix, linear, mask, iterations=200, tolerance=1e-12)
+    torch.testing.assert_close(solution, exact)
+    assert (residual <= 1e-12).all()
+    again, residual = linalg.masked_conjugate_gradients(matrix, linear, mask, exact, iterations=0)
+    assert torch.equal(again, exact)
+    assert (residual <= 1e-12).all()
+
+
+def test_a_singular_support_is_an_error():
+    matrix = torch.ones(4, 4, dtype=torch.float64)
+    with pytest.raises(NotPositiveDefiniteError):
+        linalg.solve_on_support(matrix, torch.ones(1, 4), torch.ones(1, 4, dtype=torch.bool))

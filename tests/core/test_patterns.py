@@ -1,0 +1,73 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from iobs.core.patterns import NM, Unstructured, keep_count, parse, top_mask
+from iobs.errors import PatternError
+
+PATTERNS = [Unstructured(0.5), Unstructured(0.3, per="row"), Unstructured(keep=7), NM(2, 4), NM(1, 8), NM(4, 4)]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal"])
+def test_top_mask_is_a_stable_sort_of_each_group(pattern, kind):
+    scores = torch.randn(6, 16).abs()
+    if kind == "ties":
+        scores = (scores * 2).round()
+    if kind == "equal":
+        scores.fill_(1)
+    mask = top_mask(scores, pattern)
+    groups = pattern.groups((6, 16))
+    table, kept = scores.reshape(groups.count, groups.size), mask.reshape(groups.count, groups.size)
+    for row, chosen in zip(table.tolist(), kept.tolist(), strict=True):
+        order = sorted(range(groups.size), key=lambda i: (-row[i], i))
+        assert [i for i in range(groups.size) if chosen[i]] == sorted(order[: groups.keep])
+
+
+def test_top_mask_of_long_groups_is_exact_with_ties():
+    scores = torch.randint(0, 4, (40, 50)).float()
+    mask = top_mask(scores, Unstructured(0.37))
+    assert int(mask.sum()) == keep_count(2000, 0.37)
+    assert scores[mask].min() >= scores[~mask].max()
+    tied = (scores == scores[mask].min()).flatten()
+    kept = mask.flatten()[tied]
+    assert torch.equal(kept, torch.arange(len(kept)) < kept.sum())  # the lower index wins
+
+
+@given(st.integers(1, 10_000), st.integers(0, 999))
+def test_counts_round_half_up_as_decimals(size, thousandths):
+    exact = size * (1000 - thousandths)
+    assert keep_count(size, thousandths / 1000) == (exact * 2 + 1000) // 2000
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [("2:4", NM(2, 4)), ("0.5", Unstructured(0.5)), ("50%", Unstructured(0.5)), ("0", Unstructured(0.0))],
+)
+def test_patterns_from_text(text, pattern):
+    assert parse(text) == pattern
+
+
+@pytest.mark.parametrize("text", ["half", "4:2", "2:4:8", "1.0", "-0.1", "100%", ""])
+def test_text_that_is_no_pattern(text):
+    with pytest.raises(PatternError):
+        parse(text)
+
+
+def test_impossible_patterns():
+    for make in (
+        lambda: Unstructured(),
+        lambda: Unstructured(0.5, keep=3),
+        lambda: Unstructured(1.0),
+        lambda: Unstructured(float("nan")),
+        lambda: Unstructured(keep=-1),
+        lambda: Unstructured(0.5, per="column"),
+        lambda: NM(0, 4),
+        lambda: NM(5, 4),
+        lambda: NM(2, 4).groups((3, 7)),
+        lambda: Unstructured(keep=22).groups((3, 7)),
+        lambda: Unstructured(keep=8, per="row").groups((3, 7)),
+    ):
+        with pytest.raises(PatternError):
+            make()

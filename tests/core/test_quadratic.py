@@ -1,0 +1,112 @@
+import pytest
+import torch
+
+from iobs.core.quadratic import DenseHessian, Quadratic, Solution, relative_error
+from iobs.errors import NonFiniteError, ProblemError
+
+
+@pytest.fixture
+def hessian():
+    samples = torch.randn(40, 8, dtype=torch.float64)
+    return samples.T @ samples
+
+
+@pytest.fixture
+def centre():
+    return torch.randn(3, 8, dtype=torch.float64)
+
+
+def test_loss_gradient_and_centre_belong_to_one_function(hessian, centre):
+    problem = Quadratic.at(centre, hessian)
+    point = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    expected = 0.5 * ((point @ hessian) * point).sum(1) - (problem.linear * point).sum(1)
+    torch.testing.assert_close(problem.loss(point.detach()), expected.detach())
+    (gradient,) = torch.autograd.grad(expected.sum(), point)
+    torch.testing.assert_close(problem.gradient(point.detach()), gradient)
+    assert problem.gradient(problem.centre()).abs().max() < 1e-10
+    same = Quadratic(hessian, centre @ hessian)
+    torch.testing.assert_close(same.centre(), centre)
+    torch.testing.assert_close(same.loss(centre), problem.loss(centre))
+
+
+def test_newton_model_has_the_newton_point_as_its_centre(hessian, centre):
+    gradient = torch.randn(3, 8, dtype=torch.float64)
+    problem = Quadratic.newton(centre, gradient, hessian)
+    torch.testing.assert_close(problem.centre(), centre - gradient @ torch.linalg.inv(hessian))
+    torch.testing.assert_close(problem.gradient(centre), gradient)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_damping_is_a_proximal_term_to_the_anchor(hessian, centre, centred):
+    anchor = centre if centred else torch.randn_like(centre)
+    problem = Quadratic.at(centre, hessian) if centred else Quadratic(hessian, centre @ hessian, anchor)
+    point = torch.randn_like(centre)
+    rise = problem.damped(0.3).loss(point) - problem.loss(point)
+    # Equal to 0.15 |v - anchor|^2 but for its constant.
+    torch.testing.assert_close(rise, 0.15 * (point - anchor).square().sum(1) - 0.15 * anchor.square().sum(1))
+    assert problem.damped(0.0) is problem
+
+
+def test_a_singular_hessian_has_the_centre_of_least_norm():
+    samples = torch.randn(4, 8, dtype=torch.float64)
+    hessian = samples.T @ samples
+    linear = torch.randn(2, 4, dtype=torch.float64) @ samples
+    centre = Quadratic(hessian, linear).centre()
+    torch.testing.assert_close(centre, linear @ torch.linalg.pinv(hessian))
+
+
+def test_an_operator_is_as_good_as_a_matrix(hessian, centre):
+    dense, operator = Quadratic.at(centre, hessian), Quadratic.at(centre, DenseHessian(hessian))
+    point = torch.randn_like(centre)
+    torch.testing.assert_close(operator.matrix, hessian)
+    torch.testing.assert_close(operator.linear, dense.linear)
+    torch.testing.assert_close(operator.gradient(point), dense.gradient(point))
+    torch.testing.assert_close(operator.damped(0.5).matrix, dense.damped(0.5).matrix)
+    support = torch.tensor([1, 4])
+    assert torch.equal(operator.operator.columns(support), hessian[:, support])
+    assert torch.equal(operator.operator.submatrix(support), hessian[support][:, support])
+
+
+def test_rows_and_dtypes(hessian, centre):
+    problem = Quadratic.at(centre, hessian)
+    part = problem.rows(slice(1, 3))
+    assert part.hessian is problem.hessian
+    torch.testing.assert_close(part.linear, problem.linear[1:])
+    single = problem.to(torch.float32)
+    assert (single.dtype, single.matrix.dtype, single.linear.dtype) == (torch.float32,) * 3
+    assert problem.to(torch.float64) is problem
+
+
+def test_a_solution_has_exact_zeros_and_reports_its_own_loss(hessian, centre):
+    problem = Quadratic.at(centre, hessian)
+    mask = torch.rand(3, 8) > 0.5
+    solution = Solution.of(problem, centre, mask, swaps=3)
+    assert torch.equal(solution.weight, centre * mask)
+    torch.testing.assert_close(solution.loss, problem.loss(centre * mask))
+    assert solution.stats == {"swaps": 3}
+
+
+def test_relative_error_is_zero_at_the_centre_and_one_at_zero(hessian, centre):
+    problem = Quadratic.at(centre, hessian)
+    assert relative_error(problem, centre) == 0
+    assert relative_error(problem, torch.zeros_like(centre)) == pytest.approx(1)
+    assert relative_error(Quadratic.at(torch.zeros(1, 8).double(), hessian), centre[:1]) == 0
+
+
+def test_malformed_problems(hessian, centre):
+    for error, make in (
+        (ProblemError, lambda: Quadratic(hessian, None)),
+        (ProblemError, lambda: Quadratic(hessian, centre[0])),
+        (ProblemError, lambda: Quadratic(hessian[:, :4], centre)),
+        (ProblemError, lambda: Quadratic(hessian, centre, centre[:1])),
+        (ProblemError, lambda: Quadratic(torch.eye(2, dtype=torch.int64), torch.ones(1, 2))),
+        (NonFiniteError, lambda: Quadratic(hessian, centre * torch.inf)),
+        (NonFiniteError, lambda: Quadratic.at(centre, hessian * torch.nan)),
+    ):
+        with pytest.raises(error):
+            make()
+
+
+def test_large_finite_values_are_not_mistaken_for_infinity():
+    huge = torch.full((2, 4), 3e38)
+    assert Quadratic(torch.eye(4), huge).shape == (2, 4)
