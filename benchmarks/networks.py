@@ -1,0 +1,269 @@
+"""Accuracy of whole networks against sparsity: ours, the paper's Algorithm 2 to the letter, and the peers.
+
+    python benchmarks/networks.py --data FOLDER [--quick] [--networks resnet20 ...] [--methods best ...] [--seeds 0 1 2]
+
+One row a run is appended to results/networks.jsonl, and runs that have a row are not repeated, so that the sweep can be
+stopped and taken up again; the tables in results/networks.md are made from the rows. Calibration is drawn by seed:
+1,000 samples of the calibration files; scores are those of the test files, on which nothing is chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import iobs
+from iobs.core.patterns import parse
+from iobs.evaluate import perplexity
+from iobs.prune.peers import prune_by_fisher
+from iobs.prune.settings import RECIPES
+
+RESULTS = Path(__file__).parent / "results"
+SAMPLES = 1000
+WINDOW = 512
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a sweep needs of a network: (model, calibration batches, score) by seed, and its levels."""
+
+    load: Callable[[Any, Path, int], tuple[nn.Module, list[Any], Callable[[nn.Module], float]]]
+    sparsities: tuple[str, ...]
+    quick: tuple[str, ...]
+    score: str
+    peers: bool = True  # per-sample gradients of a language model's windows are no peer's setting
+    skip: str | None = None
+
+
+def pictures(name: str, network: str) -> Callable[[Any, Path, int], Any]:
+    """A classifier of CIFAR-10."""
+
+    def load(zoo: Any, folder: Path, seed: int) -> Any:
+        images, labels = zoo.cifar10("train10k", network)
+        test = zoo.cifar10("test5000", network)
+        chosen = drawn(len(images), SAMPLES, seed)
+        model = getattr(zoo, name)()
+        return model, [(images[i], labels[i]) for i in chosen.split(100)], lambda model: zoo.accuracy(model, *test)
+
+    return load
+
+
+def digits(zoo: Any, folder: Path, seed: int) -> Any:
+    """MLPNet on MNIST."""
+    images, labels = zoo.mnist("train")
+    test = zoo.mnist("test")
+    chosen = drawn(len(images), SAMPLES, seed)
+    return (
+        zoo.mlpnet(),
+        [(images[i], labels[i]) for i in chosen.split(100)],
+        lambda model: zoo.accuracy(model, *test),
+    )
+
+
+def stories(zoo: Any, folder: Path, seed: int) -> Any:
+    """The 260 thousand parameter llama; 1,000 stories, concatenated and cut into windows."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "llama_stories260K")
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama_stories260K", dtype=torch.float32).eval()
+    texts = zoo.stories("calibration")
+    calibration = windows(tokenizer, [texts[i] for i in drawn(len(texts), SAMPLES, seed).tolist()])
+    validation = windows(tokenizer, zoo.stories("validation"))
+    return model, [{"input_ids": part} for part in calibration.split(16)], lambda model: perplexity(model, validation)
+
+
+def thousand_classes(zoo: Any, folder: Path, seed: int) -> Any:
+    """MobileNetV1: calibrated on half of the 600 pictures, scored on the other half."""
+    images, labels = zoo.imagenet_samples()
+    order = drawn(len(images), len(images), seed)
+    chosen, rest = order[:300], order[300:]
+    data = [(images[i], labels[i]) for i in chosen.split(25)]
+    return zoo.mobilenet_v1(), data, lambda model: zoo.accuracy(model, images[rest], labels[rest], batch=50)
+
+
+def drawn(count: int, samples: int, seed: int) -> Tensor:
+    """Indices of samples drawn by seed."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples]
+
+
+def windows(tokenizer: Any, texts: list[str]) -> Tensor:
+    """Tokens of all texts one after another, in rows of `WINDOW`."""
+    tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
+    count = len(tokens) // WINDOW
+    return torch.tensor(tokens[: count * WINDOW]).view(count, WINDOW)
+
+
+LEVELS = ("0.5", "0.6", "0.7", "0.8", "0.9")
+NETWORKS = {
+    "resnet20": Network(pictures("resnet20", "resnet20"), LEVELS, ("0.8", "0.9"), "accuracy", skip="*downsample*"),
+    "mlpnet": Network(digits, ("0.9", "0.95", "0.98"), ("0.95", "0.98"), "accuracy"),
+    "vit": Network(pictures("vit_cifar", "vit"), ("0.5", "0.7"), ("0.5", "0.7"), "accuracy"),
+    "llama_stories260K": Network(stories, ("0.5", "2:4", "0.7"), ("0.5", "0.7"), "perplexity", peers=False),
+    "mobilenet": Network(thousand_classes, ("0.3", "0.5", "0.7", "0.8"), (), "accuracy"),
+}
+
+OURS: dict[str, dict[str, Any]] = {
+    "best": {"recipe": "best"},
+    "fast (one shot)": {"recipe": "fast"},
+    "one shot, uniform": {"target": "dense"},
+    "Algorithm 2 to the letter": {"recipe": "paper"},
+    "SparseGPT": {"solver": "sparsegpt"},
+}
+PEERS: dict[str, dict[str, Any]] = {
+    "magnitude": {"method": "magnitude"},
+    "WoodFisher": {"method": "woodfisher"},
+    "CBS": {"method": "cbs"},
+    "CHITA": {"method": "chita"},
+    "CHITA, 15 stages": {"method": "chita", "stages": 15},
+}
+_STEP, _POLISH = RECIPES["best"]["step"], RECIPES["best"]["polish"]
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "best, uniform allocation": {"recipe": "best", "allocation": "uniform"},
+    "best, current target": {"recipe": "best", "target": "current"},
+    "best, no rounds": {"recipe": "best", "rounds": 1, "step": _STEP},
+    "best, constant sparsity": {"recipe": "best", "schedule": "constant"},
+    "best, task loss": {
+        "recipe": "best",
+        "step": replace(_STEP, loss="task"),
+        "polish": replace(_POLISH, loss="task"),
+    },
+    "best, no augmentation": {
+        "recipe": "best",
+        "step": replace(_STEP, augment=None),
+        "polish": replace(_POLISH, augment=None),
+    },
+}
+
+
+def run(zoo: Any, folder: Path, name: str, method: str, level: str, seed: int) -> dict[str, Any]:
+    """One run as a row."""
+    network = NETWORKS[name]
+    model, batches, score = network.load(zoo, folder, seed)
+    started = time.perf_counter()
+    if method in PEERS:
+        report = prune_by_fisher(model, batches, float(level), skip=network.skip, **PEERS[method])
+    else:
+        choices = {**OURS, **ABLATIONS}[method]
+        report = iobs.prune(model, batches, parse(level), skip=network.skip, seed=seed, **choices)
+    seconds = time.perf_counter() - started
+    return {
+        "network": name,
+        "method": method,
+        "level": level,
+        "seed": seed,
+        "score": score(model),
+        "seconds": seconds,
+        "sparsity": report.sparsity,
+        "heldout": [record.loss_heldout for record in report.rounds],
+        "best_round": report.best_round,
+        "notes": report.notes,
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit that was measured."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """All rows as one table a network: mean over seeds, spread, seconds."""
+    lines = [
+        "# Accuracy of whole networks",
+        "",
+        f"`python benchmarks/networks.py`: {SAMPLES} calibration samples drawn by seed and nothing else, scores on the "
+        "test files. Each entry: mean over seeds (lowest to highest), seconds of the whole call on one thread of a "
+        "machine shared with other work, so only their order says something. Columns are sparsities.",
+    ]
+    for name, network in NETWORKS.items():
+        own = [row for row in rows if row["network"] == name]
+        if not own:
+            continue
+        levels = [level for level in network.sparsities if any(row["level"] == level for row in own)]
+        seeds = sorted({row["seed"] for row in own})
+        dense = next((row["dense"] for row in own if "dense" in row), None)
+        stated = "" if dense is None else f", dense {dense:.2f}"
+        lines += ["", f"## {name} ({network.score}{stated}; seeds {', '.join(map(str, seeds))})", ""]
+        lines += [f"| method | {' | '.join(levels)} |", f"|---|{'---|' * len(levels)}"]
+        for method in (*OURS, *PEERS, *ABLATIONS):
+            entries = [
+                entry([row for row in own if (row["method"], row["level"]) == (method, level)]) for level in levels
+            ]
+            if any(entries):
+                lines.append(f"| {method} | {' | '.join(entries)} |")
+    return "\n".join(lines) + "\n"
+
+
+def entry(rows: list[dict[str, Any]]) -> str:
+    """One cell."""
+    if not rows:
+        return ""
+    scores = [row["score"] for row in rows]
+    spread = f" ({min(scores):.2f}-{max(scores):.2f})" if len(scores) > 1 else ""
+    return f"{statistics.mean(scores):.2f}{spread}, {statistics.mean(row['seconds'] for row in rows):.0f} s"
+
+
+def load_zoo(folder: Path) -> Any:
+    """The loaders that live beside the networks."""
+    spec = importlib.util.spec_from_file_location("zoo", folder / "zoo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of zoo.py")
+    parser.add_argument("--quick", action="store_true", help="one seed, two sparsities a network, no ablations")
+    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--methods", nargs="*", help="by name; ours and the peers' by default")
+    parser.add_argument("--ablations", action="store_true", help="take one ingredient away at a time")
+    parser.add_argument("--levels", nargs="*", help="sparsities or N:M")
+    parser.add_argument("--seeds", nargs="*", type=int, default=None)
+    parser.add_argument("--rows", type=Path, default=RESULTS / "networks.jsonl")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    zoo = load_zoo(options.data)
+    rows = [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows.exists() else []
+    done = defaultdict(set)
+    for row in rows:
+        done[row["network"]].add((row["method"], row["level"], row["seed"]))
+    for name in options.networks:
+        network = NETWORKS[name]
+        methods = options.methods or [
+            *OURS,
+            *(PEERS if network.peers else {}),
+            *(ABLATIONS if options.ablations else {}),
+        ]
+        for seed in options.seeds or ([0] if options.quick else [0, 1, 2]):
+            for level in options.levels or (network.quick if options.quick else network.sparsities):
+                for method in methods:
+                    if (method, level, seed) in done[name] or (method in PEERS and ":" in level):
+                        continue
+                    rows.append(run(zoo, options.data, name, method, level, seed))
+                    with options.rows.open("a") as file:
+                        file.write(json.dumps(rows[-1]) + "\n")
+                    print(f"{name} {method} {level} seed {seed}: {rows[-1]['score']:.3f}, {rows[-1]['seconds']:.0f} s")
+                    sys.stdout.flush()
+                    (RESULTS / "networks.md").write_text(tables(rows), encoding="utf8")
+    (RESULTS / "networks.md").write_text(tables(rows), encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()
