@@ -54,14 +54,14 @@ def since(begun):
     return min(now - then for now, then in zip(clocks(), begun, strict=True))
 
 
-def problem(seed, n, d, k, rho=0.0, snr=np.inf, kind="linear"):
+def problem(seed, n, d, k, rho=0.0, snr=np.inf, kind="linear", amplitude=1.0):
     rng = np.random.default_rng(seed)
     noise = rng.standard_normal((n, d))
     X = noise.copy()
     for j in range(1, d):
         X[:, j] = rho * X[:, j - 1] + np.sqrt(1 - rho**2) * noise[:, j]
     theta = np.zeros(d)
-    theta[rng.choice(d, k, replace=False)] = rng.uniform(0.5, 1.5, k) * rng.choice([-1, 1], k)
+    theta[rng.choice(d, k, replace=False)] = amplitude * rng.uniform(0.5, 1.5, k) * rng.choice([-1, 1], k)
     margin = X @ theta
     if kind == "logistic":
         return X, (rng.random(n) < 1 / (1 + np.exp(-margin))).astype(float), theta
@@ -184,6 +184,8 @@ def section_noise(trials, seed, out):
 def section_logistic(trials, seed, out):
     cells = [("n 1000, d 500, k 10, correlation .9", trials, seed + 6000,
               {"n": 1000, "d": 500, "k": 10, "rho": 0.9, "kind": "logistic"}),
+             ("the same, signal three times as large", trials, seed + 6500,
+              {"n": 1000, "d": 500, "k": 10, "rho": 0.9, "kind": "logistic", "amplitude": 3.0}),
              ("n 500, d 500, k 10", trials, seed + 7000,
               {"n": 500, "d": 500, "k": 10, "kind": "logistic"})]  # fmt: skip
     race("Logistic", cells, Logistic, {"iobs": ours_logistic, **logistic_peers()}, out)

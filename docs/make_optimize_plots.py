@@ -18,6 +18,7 @@ IMAGES = Path(__file__).parent / "images"
 
 
 def signal(rng, d, k):
+    """k entries of size U(0.5, 1.5) and random sign."""
     theta = np.zeros(d)
     theta[rng.choice(d, k, replace=False)] = rng.uniform(0.5, 1.5, k) * rng.choice([-1, 1], k)
     return theta

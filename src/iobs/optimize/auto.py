@@ -58,7 +58,7 @@ def stages(problem: Problem, theta: Array | None = None, *, kicks: int = 8) -> I
     for name, propose in _plan(problem, kicks):
         if proposals.solved(problem, best) and problem.size == best.support.size - problem.forced.size:
             return
-        if name == "kick" and agreed >= _AGREEMENTS:
+        if name in ("kick", "merging pursuit") and agreed >= _AGREEMENTS:
             continue
         proposal = propose(best)
         if not proposals.solved(problem, proposal):
@@ -80,8 +80,12 @@ def _plan(problem: Problem, kicks: int) -> Iterator[tuple[str, Callable[[Fit], F
         under = problem.size < min(n, d) and n < d
         if n * d <= _PASSING_LIMIT and under:
             yield "message passing", lambda best: _from_scores(problem, proposals.message_passing)
+    # Where every refit is a Newton iteration of its own, kicks are cheaper than merging.
+    first = 0 if objective.quadratic else min(2, kicks)
+    for _ in range(first):
+        yield "kick", lambda best: _kick(problem, best)
     yield "merging pursuit", lambda best: proposals.compressive_sampling_pursuit(problem, empty)
-    for _ in range(kicks):
+    for _ in range(kicks - first):
         yield "kick", lambda best: _kick(problem, best)
     if linear and under and n * n * d <= _WORK_LIMIT:
         yield "adaptive damping", lambda best: _from_scores(problem, proposals.adaptive_damping)

@@ -11,6 +11,7 @@ always in the support, is not counted in k and carries no ridge (`Objective.forc
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -263,11 +264,16 @@ class Logistic(LinearModel):
     def losses(self, margin: Array) -> Array:
         """log(1 + exp(m)) - y m, less its least possible value, so that soft labels can reach 0.
 
-        Written as y log(1 + exp(-m)) + (1 - y) log(1 + exp(m)), which keeps full relative accuracy at both ends.
+        Written as log(1 + exp(-|m|)) + (m if m > 0, else 0) - y m with the last two taken together: full relative
+        accuracy at both ends.
         """
         y = self.target
-        entropy = xlogy(y, y) + xlogy(1 - y, 1 - y)
-        return np.asarray(y * np.logaddexp(0.0, -margin) + (1 - y) * np.logaddexp(0.0, margin) + entropy)
+        away = np.where(margin > 0, (1 - y) * margin, -y * margin)
+        return np.asarray(np.log1p(np.exp(-np.abs(margin))) + away + self._entropy)
+
+    @cached_property
+    def _entropy(self) -> Array:
+        return np.asarray(xlogy(self.target, self.target) + xlogy(1 - self.target, 1 - self.target))
 
     def slopes(self, margin: Array) -> Array:
         """sigma(m) - y."""
