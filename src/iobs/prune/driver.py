@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,14 @@ from iobs.prune.allocation import Allocation, as_allocation, can_allocate, unifo
 from iobs.prune.audit import audit_layers
 from iobs.prune.augment import suited
 from iobs.prune.batches import Batch, Part
+from iobs.prune.checkpoint import Journal, identity_of
 from iobs.prune.choices import best_rate
 from iobs.prune.gram import Statistics, quadratic, relative_output_error
 from iobs.prune.layers import Layer, Selection, select
 from iobs.prune.memory import MemoryWatch
 from iobs.prune.network import evaluating, update_batch_norm
 from iobs.prune.progress import Progress, Quiet
-from iobs.prune.record import AllocationRecord, LayerRecord, Report, RoundRecord
+from iobs.prune.record import AllocationRecord, LayerRecord, Report, RoundRecord, layer_record
 from iobs.prune.sensitivity import Planner
 from iobs.prune.settings import Settings, resolve
 from iobs.prune.spread import asked, patterns_of_groups, require_fit, share_of, thinner
@@ -64,6 +66,7 @@ def prune(
     batch_norm: Literal["keep", "update"] | None = None,
     seed: int | None = None,
     progress: Progress | None = None,
+    checkpoint: str | Path | None = None,
 ) -> Report:
     """Prune a network in place.
 
@@ -97,6 +100,8 @@ def prune(
         batch_norm: "keep" the statistics, or "update" them on the calibration data after every projection.
         seed: of the split, the order of steps and all else that is drawn.
         progress: is told how the run is getting on.
+        checkpoint: a directory where everything dear is kept as soon as it is computed. A run that was killed ends,
+            started again with the same arguments, in the same bits. It is the caller's to remove.
 
     Returns:
         The report: settings, every round with every layer, the final audit.
@@ -108,13 +113,14 @@ def prune(
         NonFiniteError: NaN or infinity in weights, inputs or gradients.
         NotPositiveDefiniteError: a layer's Hessian cannot be factorised.
         AuditError: fewer zeros than asked.
+        CheckpointError: the checkpoint is of another run (the message names the difference), or cannot be written.
     """
     names = set(Settings.__dataclass_fields__)
     settings = resolve(recipe, {name: value for name, value in locals().items() if name in names})
     selection = select(model, include, skip, depthwise=settings.depthwise)
     require_fit(selection, pattern)
     collected = data_batches.collect(batches)
-    run = _Run(model, selection, pattern, settings, collected, progress or Quiet())
+    run = _Run(model, selection, pattern, settings, collected, progress or Quiet(), checkpoint)
     with evaluating(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         return run.execute()
@@ -131,6 +137,7 @@ class _Run:
         settings: Settings,
         collected: list[Batch],
         progress: Progress,
+        checkpoint: str | Path | None,
     ) -> None:
         self.model, self.selection, self.pattern, self.settings = model, selection, pattern, settings
         self.progress = progress
@@ -144,6 +151,7 @@ class _Run:
         self.reference = self._frozen_copy() if self._needs_reference() else None
         self.loss_name, self.loss = self._loss(settings.step)
         self.notes: list[str] = []
+        self.journal = None if checkpoint is None else Journal(checkpoint, self._identity())
         self.suited: tuple[Augmentation | None] | None = None  # once it is known
 
     def execute(self) -> Report:
@@ -177,7 +185,7 @@ class _Run:
             elif step is not None and not last:
                 trainer = trainer or self._trainer(step, (self.settings.rounds - 1) * step.steps)
                 trainer.adopt()
-                record.step_losses = trainer.run(self.portions[index], partial(self.progress.step, index))
+                record.step_losses = self._run_steps(trainer, self.portions[index], index)
             record.seconds = time.perf_counter() - began
             self.progress.round(record)
         if self.settings.polish is not None:
@@ -191,7 +199,7 @@ class _Run:
             rounds=records,
             best_round=_best_index(records, asked(final)),
             skipped=self.selection.skipped,
-            audit=audit_layers(self.model, final),
+            audit=audit_layers(self.model, {layer: final[layer] for layer in self.selection.layers}),
             seconds=time.perf_counter() - started,
             peak_memory_bytes=self.memory.look(),
             notes=self.notes,
@@ -213,11 +221,21 @@ class _Run:
             seed=settings.seed + index,
         )
         record = RoundRecord(index, asked(patterns), None, None, [])
-        walk.sweep(partial(self._visit, record=record, patterns=patterns, trainer=trainer, target=target))
+        visit = partial(self._visit, record=record, patterns=patterns, trainer=trainer, target=target)
+        unseen = walk.sweep(visit, known=lambda layer: self._journalled(index, layer))
+        self._leave_dense(unseen)
         if settings.batch_norm == "update":
             update_batch_norm(self.model, portion)
         self._finish_round(record, portion, began)
         return record
+
+    def _leave_dense(self, unseen: list[Layer]) -> None:
+        """Layers that the network feeds nothing have no Hessian; they stay as they are, and the report says so."""
+        if not unseen:
+            return
+        kept = tuple(layer for layer in self.selection.layers if layer not in unseen)
+        reasons = dict.fromkeys((layer.name for layer in unseen), "the network fed it nothing on the calibration data")
+        self.selection = Selection(kept, {**self.selection.skipped, **reasons})
 
     def _target(self, index: int) -> Literal["current", "dense"]:
         """Sweeps that start from dense weights imitate the dense network, later ones what the steps have made."""
@@ -229,13 +247,17 @@ class _Run:
     def _visit(
         self,
         group: list[Layer],
-        statistics: Statistics,
+        statistics: Statistics | None,
         record: RoundRecord,
         patterns: dict[Layer, Pattern],
         trainer: Trainer | None,
         target: Literal["current", "dense"],
     ) -> None:
         for layer in group:
+            if self._journalled(record.index, layer):
+                self._replay_layer(layer, record)
+                continue
+            assert statistics is not None
             began = time.perf_counter()
             master = trainer.masters.get(layer.key) if trainer is not None else None
             current = layer.read(self.model) if master is None else layer.matrix(master)
@@ -255,12 +277,52 @@ class _Run:
                 error_dense=relative_output_error(gram, written, dense),
                 damping=max(solution.stats["damping"] for solution in solutions),
                 dead_columns=sum(solution.stats["dead_columns"] for solution in solutions),
-                inputs=gram.count,
+                inputs=gram.count if statistics.tokens is None else statistics.tokens,
                 seconds=time.perf_counter() - began,
             )
-            record.layers.append(entry)
-            self.memory.look()
-            self.progress.layer(record.index, entry)
+            if statistics.rule:
+                entry.stats["rule"] = statistics.rule
+            if self.journal is not None:
+                values = {"entry": asdict(entry)}
+                self.journal.put(_layer_key(record.index, layer), {"weight": layer.tensor(self.model)}, values)
+            self._finish_layer(layer, record, entry)
+
+    def _finish_layer(self, layer: Layer, record: RoundRecord, entry: LayerRecord) -> None:
+        if "rule" in entry.stats:
+            self.notes.append(f"Round {record.index}, {layer.name}: {entry.stats['rule']}.")
+        record.layers.append(entry)
+        self.memory.look()
+        self.progress.layer(record.index, entry)
+
+    # ---- the journal
+    def _identity(self) -> dict[str, Any]:
+        settings = {
+            **self.settings.summary(),
+            "pattern": str(self.pattern),
+            "layers": [layer.name for layer in self.selection.layers],
+        }
+        return identity_of(settings, _state(self.model), self.fit.batches, self.heldout.batches)
+
+    def _journalled(self, index: int, layer: Layer) -> bool:
+        return self.journal is not None and _layer_key(index, layer) in self.journal
+
+    def _replay_layer(self, layer: Layer, record: RoundRecord) -> None:
+        assert self.journal is not None
+        tensors, values = self.journal.get(_layer_key(record.index, layer))
+        layer.tensor(self.model).copy_(tensors["weight"])
+        self._finish_layer(layer, record, layer_record(values["entry"]))
+
+    def _run_steps(self, trainer: Trainer, part: Part, index: int) -> list[float]:
+        """The gradient steps after a round, or what the journal has of them."""
+        key = f"steps {index}"
+        if self.journal is not None and key in self.journal:
+            tensors, values = self.journal.get(key)
+            trainer.restore(tensors, values["taken"])
+            return list(values["losses"])
+        losses = trainer.run(part, partial(self.progress.step, index))
+        if self.journal is not None:
+            self.journal.put(key, trainer.snapshot(), {"taken": trainer.taken, "losses": losses})
+        return losses
 
     def _solve(
         self,
@@ -342,8 +404,7 @@ class _Run:
         self.progress.note(text)
 
     def _masks(self) -> dict[str, Tensor]:
-        layers = self.selection.layers
-        return {layer.key: (layer.tensor(self.model) != 0).float() for layer in layers if layer.expert is None}
+        return {layer.key: (self.model.get_parameter(layer.key) != 0).float() for layer in self.selection.layers}
 
     # ---- choices left to the run
     def _allocate(self) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
@@ -406,7 +467,7 @@ class _Run:
         began = time.perf_counter()
         trainer = self._trainer(step, step.steps, self._masks())
         index = last.index + 1
-        losses = trainer.run(self.fit, partial(self.progress.step, index))
+        losses = self._run_steps(trainer, self.fit, index)
         record = RoundRecord(index, last.asked, None, None, last.layers, losses, kind="polish")
         self._finish_round(record, self.fit, began)
         self.progress.round(record)
@@ -453,6 +514,10 @@ class _Run:
 # ---- helpers without state
 def _with_rate(step: GradientStep | None, rate: float) -> GradientStep | None:
     return replace(step, lr=rate) if step is not None and step.lr == "auto" else step
+
+
+def _layer_key(index: int, layer: Layer) -> str:
+    return f"round {index} layer {layer.name}"
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

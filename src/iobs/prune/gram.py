@@ -12,6 +12,7 @@ from iobs.core.quadratic import Quadratic
 from iobs.prune.layers import Layer
 
 POSITIONS = 64  # output positions of a convolution that enter its Gram, for each sample; measured: no visible loss
+EXPERT_TOKENS = 16  # an expert that saw fewer has no Hessian to speak of
 _CHUNK = 8192  # rows of one float32 product; sums over chunks are float64
 
 
@@ -116,6 +117,19 @@ class Statistics:
 
     calibration: Gram
     heldout: Gram | None = field(default=None)
+    tokens: int | None = None  # of an expert: how many were routed to it
+    rule: str = ""  # what was done instead, where they were too few
+
+
+def of_routed(calibration: Gram, heldout: Gram) -> Statistics:
+    """The statistics of an expert; one that saw fewer than `EXPERT_TOKENS` tokens is pruned by magnitude."""
+    seen = calibration.count
+    held = heldout if heldout.count else None
+    if seen >= EXPERT_TOKENS:
+        return Statistics(calibration, held, seen)
+    columns = calibration.own.shape[1]
+    identity = torch.eye(columns, dtype=torch.float64, device=calibration.own.device)[None]
+    return Statistics(Gram(identity, count=1), held, seen, f"pruned by magnitude: {seen} tokens were routed to it")
 
 
 def quadratic(gram: Gram, group: int, target: Tensor, current: Tensor, same: bool) -> Quadratic:

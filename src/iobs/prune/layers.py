@@ -82,7 +82,7 @@ def library_class(module: str, name: str) -> tuple[type, ...]:
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Every matrix of a network that can be pruned: Linear, Conv1d-3d, GPT-2's Conv1D, and their subclasses."""
+    """Every matrix of a network that can be pruned: Linear, Conv1d-3d, GPT-2's Conv1D, their subclasses, experts."""
     transposed = library_class("transformers.pytorch_utils", "Conv1D")
     layers = []
     for path, module in model.named_modules():
@@ -95,7 +95,38 @@ def find_layers(model: nn.Module) -> list[Layer]:
             assert isinstance(module, nn.Module)
             columns, rows = module.get_parameter("weight").shape
             layers.append(Layer(path, (rows, columns), transposed=True))
+        else:
+            layers.extend(_fused_experts(path, module))
     return layers
+
+
+def _fused_experts(path: str, module: nn.Module) -> list[Layer]:
+    """The slices of three-dimensional parameters (experts, rows, columns) of a module that holds many experts.
+
+    Such modules say how many experts they hold, `num_experts`, and those that keep (experts, columns, rows) say
+    `is_transposed`; this is how every mixture of transformers does it.
+    """
+    count, transposed = getattr(module, "num_experts", None), bool(getattr(module, "is_transposed", False))
+    layers = []
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.ndim == 3 and parameter.shape[0] == count and parameter.is_floating_point():
+            rows, columns = parameter.shape[:0:-1] if transposed else parameter.shape[1:]
+            layers += [Layer(path, (rows, columns), name, expert, transposed=transposed) for expert in range(count)]
+    return layers
+
+
+def other_weights(model: nn.Module, layers: Sequence[Layer]) -> dict[str, str]:
+    """Every other parameter of two or more dimensions, and why it is not pruned."""
+    known = {id(model.get_parameter(layer.key)) for layer in layers}
+    reasons = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.squeeze().ndim < 2 or id(parameter) in known:
+                continue
+            full = f"{path}.{name}" if path else name
+            is_embedding = isinstance(module, nn.Embedding)
+            reasons[full.removesuffix(".weight")] = "embedding" if is_embedding else "not the weight of a linear map"
+    return reasons
 
 
 def select(
@@ -123,7 +154,7 @@ def select(
     found = find_layers(model)
     included, skipped_by_user = _matches(found, include, "include"), _matches(found, skip, "skip")
     defaults = _dense_by_default(model, found, depthwise)
-    layers, skipped = [], {}
+    layers, skipped = [], other_weights(model, found)
     for layer in found:
         if layer.name in skipped_by_user:
             skipped[layer.name] = "skipped by name"

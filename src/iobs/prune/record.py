@@ -134,7 +134,7 @@ class Report:
         """Rebuild a report from `as_dict`."""
         values = dict(values)
         values["rounds"] = [
-            RoundRecord(**{**entry, "layers": [_layer(layer) for layer in entry["layers"]]})
+            RoundRecord(**{**entry, "layers": [layer_record(layer) for layer in entry["layers"]]})
             for entry in values["rounds"]
         ]
         values["audit"] = [AuditRow(**{**row, "shape": tuple(row["shape"])}) for row in values["audit"]]
@@ -144,5 +144,6 @@ class Report:
         return cls(**values)
 
 
-def _layer(values: dict[str, Any]) -> LayerRecord:
+def layer_record(values: dict[str, Any]) -> LayerRecord:
+    """Rebuild a layer's record from plain types."""
     return LayerRecord(**{**values, "shape": tuple(values["shape"])})

@@ -198,6 +198,30 @@ class Trainer:
             progress(index + 1, self.step.steps, losses[-1])
         return losses
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """Everything that the next steps depend on, by name; `taken` besides."""
+        moments = {
+            f"moment {position} {name}": value
+            for position, values in self.optimizer.state_dict()["state"].items()
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        return {**{f"master {name}": value for name, value in self.masters.items()}, **moments}
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, Tensor], taken: int) -> None:
+        """Return to a snapshot; the model's weights follow the masters."""
+        for name, parameter in self.parameters.items():
+            self.masters[name].copy_(tensors[f"master {name}"])
+            parameter.copy_(self.masters[name])
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            if name.startswith("moment "):
+                _, position, moment = name.split(" ", 2)
+                state.setdefault(int(position), {})[moment] = value
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        self.taken = taken
+
     def _step(self, used: list[Batch], generator: torch.Generator) -> float:
         samples = sum(batches.size(batch) for batch in used)
         gradients = {name: torch.zeros_like(master) for name, master in self.masters.items()}

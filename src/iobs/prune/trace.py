@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,22 +98,32 @@ def inside(layer: Layer, path: str) -> bool:
 
 
 @torch.no_grad()
-def find_chain(model: nn.Module, batch: Batch, layers: tuple[Layer, ...]) -> list[Block]:
-    """The longest chain of modules, each fed by the one before, that holds the most of the layers.
+def find_chains(model: nn.Module, batch: Batch, layers: tuple[Layer, ...]) -> Iterator[list[Block]]:
+    """Chains of modules, each fed by the one before, that hold the most of the layers; the longest first.
 
     Modules may be nested anywhere; what a network computes between, before and after them is left to the network.
-    Whether running along the chain is exact is for the caller to check, on real data.
+    Whether running along a chain is exact is for the caller to check, on real data. Where the longest is not, since
+    what goes round a module (a residual) was cut off, the chain of whole elements of the network's lists may be.
     """
     tracer = Tracer()
     tracer.run(model, batch)
-    counts: dict[str, int] = {}
-    for call in tracer.calls:
-        counts[call.path] = counts.get(call.path, 0) + 1
+    counts = Counter(call.path for call in tracer.calls)
     once = [call for call in tracer.calls if counts[call.path] == 1 and call.path and call.output is not None]
-    held = {call.path: sum(inside(layer, call.path) for layer in layers) for call in once}
+    elements = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for name, _ in module.named_children()
+    }
+    yield _longest(once, layers)
+    yield _longest([call for call in once if call.path in elements], layers)
+
+
+def _longest(calls: list[Call], layers: tuple[Layer, ...]) -> list[Block]:
+    held = {call.path: sum(inside(layer, call.path) for layer in layers) for call in calls}
     makers: dict[tuple[int, int], list[Call]] = {}
     best: dict[str, tuple[tuple[int, int], Call | None, int | str]] = {}
-    for call in sorted(once, key=lambda one: one.ended):
+    for call in sorted(calls, key=lambda one: one.ended):
         # Calls are taken as they end, so every call that may precede this one has been scored already.
         own = (held[call.path], 1)
         first = next((where for where, _, _ in call.arguments), None)
@@ -131,7 +142,7 @@ def find_chain(model: nn.Module, batch: Batch, layers: tuple[Layer, ...]) -> lis
     if not best:
         return []
     end = max(best, key=lambda path: best[path][0])
-    by_path = {call.path: call for call in once}
+    by_path = {call.path: call for call in calls}
     chain: list[Block] = []
     link: Call | None = by_path[end]
     while link is not None:

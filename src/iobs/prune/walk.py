@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,20 @@ from torch import Tensor, nn
 from iobs.errors import NonFiniteError
 from iobs.prune import gram
 from iobs.prune.batches import Part
+from iobs.prune.capture import captured_inputs
 from iobs.prune.gram import Gram, Statistics
 from iobs.prune.layers import Layer
 from iobs.prune.stream import StopForward, Stream, running_along_is_exact
-from iobs.prune.trace import Block, find_chain, inside
+from iobs.prune.trace import Block, find_chains, inside
 
-Visit = Callable[[list[Layer], Statistics], None]
+EXPERT_MEMORY = 2**30  # bytes of Grams of experts that are gathered in one pass over the data
+
+Visit = Callable[[list[Layer], Statistics | None], None]
+
+
+def nothing(layer: Layer) -> bool:
+    """No layer is known already."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -55,15 +63,20 @@ class Walk:
     chain: list[Block] = field(init=False)
 
     def __post_init__(self) -> None:
-        chain = find_chain(self.model, self.calibration.batches[0], self.layers)
-        exact = len(chain) > 1 and running_along_is_exact(self.model, chain, self.calibration.batches[0])
-        self.chain = chain if exact else []
+        sample = self.calibration.batches[0]
+        chains = find_chains(self.model, sample, self.layers)
+        exact = (chain for chain in chains if len(chain) > 1 and running_along_is_exact(self.model, chain, sample))
+        self.chain = next(exact, [])
 
     @torch.no_grad()
-    def sweep(self, visit: Visit) -> None:
+    def sweep(self, visit: Visit, known: Callable[[Layer], bool] = nothing) -> list[Layer]:
         """Call `visit` with every group of layers that share their input, in execution order, and its statistics.
 
-        What `visit` writes into the model is seen by all that follows.
+        What `visit` writes into the model is seen by all that follows. Groups whose layers are all `known` come
+        without statistics, which are then not computed.
+
+        Returns:
+            Layers that the network never fed anything on this data; they were not visited.
 
         Raises:
             NonFiniteError: a layer's input holds NaN or infinity; names the layer and the batch.
@@ -76,9 +89,16 @@ class Walk:
             groups = _execution_order(streams[0], stage, self._layers_of(stage, left))
             for shared in groups:
                 left = [layer for layer in left if layer not in shared.layers]
-                visit(shared.layers, self._statistics(streams, stage, shared))
+                if all(known(layer) for layer in shared.layers):
+                    visit(shared.layers, None)
+                elif shared.layers[0].expert is not None:
+                    for expert, statistics in self._of_experts(streams, stage, shared.layers):
+                        visit([expert], statistics)
+                else:
+                    visit(shared.layers, self._statistics(streams, stage, shared))
             for stream in streams:
                 stream.advance(stage)
+        return left
 
     def _layers_of(self, stage: int, left: list[Layer]) -> list[Layer]:
         if 0 <= stage < len(self.chain):
@@ -102,6 +122,36 @@ class Walk:
                 grams[held_out].add(*[gram.input_rows(layer, module, value, positions) for value in call])
         return Statistics(grams[0], grams[1] if self.heldout.batches else None)
 
+    def _of_experts(
+        self, streams: list[Stream], stage: int, experts: list[Layer]
+    ) -> Iterator[tuple[Layer, Statistics]]:
+        """The statistics of one parameter's experts, each of the tokens that were really routed to it.
+
+        Experts imitate their weights on their own inputs even where a reference is given: the dense network may have
+        routed other tokens to them.
+        """
+        stream = streams[-1] if self.dense_inputs else streams[0]
+        size = 2 * 8 * experts[0].shape[1] ** 2
+        for some in batched(experts, max(1, EXPERT_MEMORY // size)):
+            yield from zip(some, self._routed(stream, stage, some), strict=True)
+
+    def _routed(self, stream: Stream, stage: int, experts: Sequence[Layer]) -> list[Statistics]:
+        device = experts[0].tensor(stream.model).device
+        grams = {layer: [Gram.empty(layer, device, False) for _ in range(2)] for layer in experts}
+        for index in range(len(stream.data)):
+            held_out = index >= len(self.calibration.batches)
+            number = (self.calibration.numbers + self.heldout.numbers)[index]
+
+            def note(
+                layer: Layer, module: nn.Module, value: Tensor, held_out: bool = held_out, number: int = number
+            ) -> None:
+                _require_finite((value,), layer, number)
+                grams[layer][held_out].add(value.reshape(1, -1, layer.shape[1]))
+
+            with captured_inputs(stream.model, experts, note):
+                stream.run(stage, index)
+        return [gram.of_routed(*grams[layer]) for layer in experts]
+
 
 def _execution_order(stream: Stream, stage: int, layers: list[Layer]) -> list[SharedInput]:
     """The layers that a stage really calls, in order, those with the same input together."""
@@ -112,13 +162,18 @@ def _execution_order(stream: Stream, stage: int, layers: list[Layer]) -> list[Sh
     alive: list[Tensor] = []  # tensors compared by identity must not be freed meanwhile
 
     def note(layer: Layer, module: nn.Module, value: Tensor) -> None:
+        if layer.expert is not None:  # all experts of a parameter are visited together, those without a token too
+            every = [other for other in layers if other.key == layer.key]
+            order.setdefault((layer.key,), SharedInput(every, 1))
+            counts.update({other.name: 1 for other in every})
+            return
         counts[layer.name] = counts.get(layer.name, 0) + 1
         if counts[layer.name] == 1:
             alive.append(value)
             key = (id(value), value._version, *_geometry(module))
             order.setdefault(key, SharedInput([], 1)).layers.append(layer)
 
-    with _input_hooks(stream.model, layers, note):
+    with captured_inputs(stream.model, layers, note):
         stream.run(stage, 0)
     groups = []
     for shared in order.values():
@@ -145,32 +200,15 @@ def _captured(stream: Stream, stage: int, index: int, shared: SharedInput) -> li
         if len(values) == shared.calls:
             raise StopForward
 
-    with _input_hooks(stream.model, shared.layers[:1], keep), suppress(StopForward):
+    with captured_inputs(stream.model, shared.layers[:1], keep), suppress(StopForward):
         stream.run(stage, index)
     return values
 
 
-@contextmanager
-def _input_hooks(
-    model: nn.Module, layers: list[Layer], action: Callable[[Layer, nn.Module, Tensor], None]
-) -> Iterator[None]:
-    def hook(layer: Layer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            value = args[0] if args else next(iter(kwargs.values()))
-            action(layer, module, value)
-
-        return before
-
-    modules = [model.get_submodule(layer.path) for layer in layers]
-    handles = [
-        module.register_forward_pre_hook(hook(layer), with_kwargs=True)
-        for layer, module in zip(layers, modules, strict=True)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def batched(values: Sequence[Layer], size: int) -> Iterator[Sequence[Layer]]:
+    """Consecutive runs of at most `size` values."""
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
 
 
 def _require_finite(values: tuple[Tensor, ...], layer: Layer, number: int) -> None:

@@ -1,0 +1,172 @@
+"""Checkpoints: a journal of everything dear that a run has computed, one file an entry, each written at once or not.
+
+A resumed run starts again from the beginning and takes from the journal what is there: a solved layer's weights, the
+state after gradient steps. What is cheap (forward passes between blocks) is computed again, on the same bits, so the
+resumed run ends exactly where an undisturbed one would have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from iobs.errors import CheckpointError
+from iobs.prune import batches as data_batches
+from iobs.prune.batches import Batch
+
+RUN = "run.json"
+_SUFFIX = ".safetensors"
+_GENERATOR = "generator"
+
+
+class Journal:
+    """Entries of a run in a directory, by key.
+
+    Args:
+        directory: made if it is not there.
+        identity: what the run is, as JSON values; from `identity_of`.
+
+    Raises:
+        CheckpointError: the directory belongs to another run (the message names what differs), or cannot be written.
+    """
+
+    def __init__(self, directory: str | Path, identity: Mapping[str, Any]) -> None:
+        self.directory = Path(directory)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for leftover in self.directory.glob(".*.partial"):
+                leftover.unlink()
+            strangers = [entry for entry in self.directory.iterdir() if not _is_ours(entry)]
+        except OSError as error:
+            raise _unwritable(self.directory, error) from error
+        if strangers:
+            raise CheckpointError(f"{self.directory} holds {strangers[0].name}, which is no checkpoint; give another.")
+        plain = json.loads(json.dumps(identity))
+        if (self.directory / RUN).is_file():
+            self._require_same(plain)
+        elif any(self.directory.iterdir()):
+            raise CheckpointError(f"{self.directory} has lost its {RUN}; remove the directory and start again.")
+        else:
+            self._write(self.directory / RUN, json.dumps(plain, indent=1).encode("utf8"))
+
+    def _require_same(self, identity: dict[str, Any]) -> None:
+        try:
+            stored = json.loads((self.directory / RUN).read_text(encoding="utf8"))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.directory / RUN} is damaged; remove the directory and start again."
+            ) from error
+        different = [key for key in {**stored, **identity} if stored.get(key) != identity.get(key)]
+        if different:
+            shown = "; ".join(
+                f"{key} was {_short(stored.get(key))} and is {_short(identity.get(key))}" for key in different[:3]
+            )
+            raise CheckpointError(
+                f"The checkpoint in {self.directory} is of another run: {shown}. Give what it was started with, or "
+                "another directory."
+            )
+
+    def __contains__(self, key: str) -> bool:
+        return self._file(key).is_file()
+
+    def put(self, key: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Write an entry and make sure that it is on the disk; the random generator's state goes with it.
+
+        Raises:
+            CheckpointError: it cannot be written; entries written before stay good.
+        """
+        everything = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+        everything[_GENERATOR] = torch.get_rng_state()
+        self._write(self._file(key), save(everything, {"values": json.dumps(values)}))
+
+    def get(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Read an entry, and set the random generator to where it stood.
+
+        Raises:
+            CheckpointError: the entry is damaged.
+        """
+        file = self._file(key)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+                values: dict[str, Any] = json.loads(opened.metadata()["values"])
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{file} is damaged ({error}); remove this file and resume again.") from error
+        torch.set_rng_state(tensors.pop(_GENERATOR))
+        return tensors, values
+
+    def _file(self, key: str) -> Path:
+        return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{_SUFFIX}"
+
+    def _write(self, file: Path, content: bytes) -> None:
+        partial = file.with_name(f".{file.name}.partial")
+        try:
+            with partial.open("wb") as opened:
+                opened.write(content)
+                opened.flush()
+                os.fsync(opened.fileno())
+            partial.replace(file)
+            _sync_directory(self.directory)
+        except OSError as error:
+            raise _unwritable(self.directory, error) from error
+
+
+def identity_of(
+    settings: Mapping[str, Any], state: Iterable[tuple[str, Tensor]], fit: Iterable[Batch], heldout: Iterable[Batch]
+) -> dict[str, Any]:
+    """What makes two runs the same run: settings, library, every weight, every sample."""
+    plain = {key: _without_addresses(value) for key, value in settings.items()}
+    digests = {f"weights {name}": _digest([value]) for name, value in state}
+    data = {
+        f"{name} data": _digest([tensor for batch in part for tensor in data_batches.tensors(batch)])
+        for name, part in (("calibration", fit), ("held-out", heldout))
+    }
+    return {**plain, "torch": torch.__version__, **data, **digests}
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        total.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+    return total.hexdigest()[:16]
+
+
+def _without_addresses(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_addresses(entry) for key, entry in value.items()}
+    return re.sub(r" at 0x[0-9a-f]+", "", value) if isinstance(value, str) else value
+
+
+def _is_ours(entry: Path) -> bool:
+    return entry.name == RUN or (len(entry.stem) == 24 and entry.suffix == _SUFFIX)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _short(value: Any) -> str:
+    text = "absent" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _unwritable(directory: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint in {directory} cannot be written ({error.strerror or error}); free some space or mount the "
+        "disk again and resume: what was written before is still good."
+    )

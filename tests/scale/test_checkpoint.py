@@ -1,0 +1,148 @@
+"""A run that is stopped at any moment and resumed ends in the same bits; a checkpoint of another run is refused."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+import iobs
+from iobs.errors import CheckpointError
+from iobs.prune.checkpoint import Journal
+from iobs.prune.progress import Quiet
+
+OPTIONS = {
+    "one shot": {},
+    "rounds": {"rounds": 3, "step": iobs.GradientStep(lr=1e-3, optimizer="adam", steps=2, loss="kl")},
+    "polish": {
+        "rounds": 2,
+        "step": iobs.GradientStep(lr=1e-2),
+        "polish": iobs.GradientStep(lr=1e-3, optimizer="adam", steps=3, loss="kl", parameters="all"),
+    },
+}
+
+
+class Stop(Exception):
+    pass
+
+
+class StopsAt(Quiet):
+    """Raises at the n-th event of a run."""
+
+    def __init__(self, moment):
+        self.left = moment
+
+    def _event(self, *_):
+        self.left -= 1
+        if self.left == 0:
+            raise Stop
+
+    layer = step = round = _event
+
+
+def problem():
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(12, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16), torch.nn.Linear(16, 4)
+    )
+    data = [(torch.randn(16, 12), torch.randint(0, 4, (16,))) for _ in range(4)]
+    return model, data
+
+
+def prune(model, data, **options):
+    return iobs.prune(model, data, iobs.Unstructured(0.5), solver="sparsegpt", **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_resumed_runs_end_in_the_same_bits(options, tmp_path):
+    model, data = problem()
+    undisturbed = copy.deepcopy(model)
+    expected = prune(undisturbed, data, **options)
+    for moment in itertools.count(1):
+        stopped = copy.deepcopy(model)
+        try:
+            prune(stopped, data, checkpoint=tmp_path / "run", progress=StopsAt(moment), **options)
+        except Stop:
+            continue  # the same checkpoint is stopped later and later
+        break
+    assert moment > 3
+    fresh = copy.deepcopy(model)
+    report = prune(fresh, data, checkpoint=tmp_path / "run", **options)
+    for network in (stopped, fresh):
+        assert all(torch.equal(a, b) for a, b in zip(network.parameters(), undisturbed.parameters(), strict=True))
+    assert [record.loss_heldout for record in report.rounds] == [record.loss_heldout for record in expected.rounds]
+    assert report.best_round == expected.best_round
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"damping": 0.02}, "damping was 0.01 and is 0.02"),
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"skip": "0"}, "layers was"),
+    ],
+)
+def test_changed_settings_are_refused_by_name(change, named, tmp_path):
+    model, data = problem()
+    prune(copy.deepcopy(model), data, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match=named):
+        prune(model, data, checkpoint=tmp_path, **change)
+
+
+def test_changed_weights_and_data_are_refused_by_name(tmp_path):
+    model, data = problem()
+    prune(copy.deepcopy(model), data, checkpoint=tmp_path)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].weight[0, 0] += 1
+    with pytest.raises(CheckpointError, match=r"weights 0\.weight"):
+        prune(other, data, checkpoint=tmp_path)
+    data[0][0][0, 0] += 1
+    with pytest.raises(CheckpointError, match="data"):
+        prune(model, data, checkpoint=tmp_path)
+
+
+def test_what_was_half_written_is_ignored_and_removed(tmp_path):
+    journal = Journal(tmp_path, {"seed": 0})
+    journal.put("a", {"x": torch.ones(2)}, {"n": 1})
+    (tmp_path / ".123.safetensors.partial").write_bytes(b"half")
+    again = Journal(tmp_path, {"seed": 0})
+    assert "a" in again
+    assert "b" not in again
+    assert again.get("a")[1] == {"n": 1}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_damaged_entries_and_strange_directories_are_clear_errors(tmp_path):
+    journal = Journal(tmp_path / "run", {})
+    journal.put("a", {"x": torch.ones(2)}, {})
+    next((tmp_path / "run").glob("*.safetensors")).write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match="damaged"):
+        journal.get("a")
+    (tmp_path / "run" / "holiday.jpg").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"holiday\.jpg"):
+        Journal(tmp_path / "run", {})
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        Journal(tmp_path / "file", {})
+
+
+def test_a_full_disk_stops_cleanly_and_earlier_entries_stay_good(tmp_path):
+    import resource
+
+    journal = Journal(tmp_path, {})
+    journal.put("a", {"x": torch.ones(2)}, {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    import signal
+
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="still good"):
+            journal.put("b", {"x": torch.ones(100_000)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    again = Journal(tmp_path, {})
+    assert "a" in again
+    assert "b" not in again

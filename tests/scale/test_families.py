@@ -1,0 +1,142 @@
+"""Every family is pruned in one call, every expected matrix is audited, and what is saved gives the same outputs."""
+
+import families
+import pytest
+import torch
+from safetensors.torch import load_model, save_model
+
+import iobs
+from iobs.prune import batches
+from iobs.prune.gram import EXPERT_TOKENS
+from iobs.prune.layers import find_layers, select
+from iobs.prune.walk import Walk
+
+MODELS = families.LANGUAGE_MODELS | families.PICTURE_MODELS
+# Networks whose blocks cannot be run one by one are run whole; these are meant to be run along.
+CHAINED = ("opt", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi", "phi3", "gpt2", "gpt_neox", "falcon")
+CHAINED += ("mixtral", "qwen3_moe", "vit", "deit", "timm_vit", "timm_deit", "timm_swin", "timm_convnext", "timm_resnet")
+
+
+def build(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = MODELS[name][0]().to(dtype).eval()
+    language = name in families.LANGUAGE_MODELS
+    return model, families.language_batches() if language else families.picture_batches(name, dtype=dtype)
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return batches.logits(batches.forward(model, batch))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pattern"),
+    [
+        pytest.param(torch.float32, iobs.Unstructured(0.5), id="float32-unstructured"),
+        pytest.param(torch.bfloat16, iobs.NM(2, 4), id="bfloat16-2:4"),
+        pytest.param(torch.bfloat16, iobs.Unstructured(0.5), id="bfloat16-unstructured", marks=pytest.mark.slow),
+        pytest.param(torch.float32, iobs.NM(2, 4), id="float32-2:4", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore::iobs.errors.DeadColumnsWarning")
+def test_every_family_prunes_in_one_call(name, dtype, pattern, tmp_path):
+    model, data = build(name, dtype)
+    report = iobs.prune(model, data, pattern, solver="sparsegpt")
+    assert len(report.audit) == len(report.best.layers) == MODELS[name][1]
+    assert all(row.zeros >= row.asked > 0 for row in report.audit)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    save_model(model, str(tmp_path / "model.safetensors"))
+    again = build(name, dtype)[0]
+    load_model(again, str(tmp_path / "model.safetensors"))
+    assert torch.equal(outputs(again, data[0]), outputs(model, data[0]))
+
+
+@pytest.mark.parametrize("name", CHAINED)
+def test_blocks_are_found_and_running_along_them_is_exact(name):
+    model, data = build(name)
+    if name in families.LANGUAGE_MODELS:
+        model.config.use_cache = False
+    fit, _ = batches.split(data, 0.0, 0)
+    layers = select(model).layers
+    walk = Walk(model, fit, batches.Part(), layers)
+    assert len(walk.chain) >= 2
+    for layer in layers:  # almost everything lies on the chain; the rest is an embedding of patches or a classifier
+        assert any(layer.path.startswith(block.path) for block in walk.chain) or len(layer.path.split(".")) < 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_stays_dense_is_listed_with_a_reason(name):
+    model, _ = build(name)
+    selection = select(model)
+    found = {id(model.get_parameter(layer.key)): layer.name for layer in find_layers(model)}
+    named = {layer.name for layer in selection.layers} | set(selection.skipped)
+    for full, value in model.named_parameters():
+        if value.squeeze().ndim >= 2:  # a tied weight has two names, and is listed under one of them
+            assert found.get(id(value), full.removesuffix(".weight")) in named
+    assert all(selection.skipped.values())
+
+
+def test_weights_tied_to_an_embedding_stay_tied_and_dense():
+    model, data = build("gpt2")
+    iobs.prune(model, data, iobs.Unstructured(0.5), solver="magnitude")
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert (model.lm_head.weight != 0).all()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_grams_of_experts_hold_the_tokens_that_were_routed_to_them(name):
+    model, data = build(name)
+    model.config.use_cache = False
+    fit, _ = batches.split(data, 0.0, 0)
+    layers = tuple(layer for layer in select(model).layers if layer.expert is not None)
+    experts = model.model.layers[0].mlp.experts
+    routed = []
+
+    def keep(module, args):
+        routed.append((args[0].double(), args[1]))
+
+    with experts.register_forward_pre_hook(keep), torch.no_grad():
+        for batch in data:
+            model(**batch)
+    found = {}
+    Walk(model, fit, batches.Part(), layers).sweep(lambda group, statistics: found.update({group[0].name: statistics}))
+    for expert in range(4):
+        rows = torch.cat([hidden[(index == expert).any(1)] for hidden, index in routed])
+        statistics = found[f"model.layers.0.mlp.experts.gate_up_proj.{expert}"]
+        assert statistics.tokens == len(rows)
+        if len(rows) >= EXPERT_TOKENS:
+            assert statistics.calibration.own[0].allclose(rows.T @ rows, rtol=1e-5, atol=1e-5 * len(rows))
+
+
+@pytest.mark.parametrize("pattern", [iobs.Unstructured(0.5), iobs.NM(2, 4)], ids=str)
+def test_an_expert_without_tokens_is_pruned_by_magnitude(pattern):
+    model, data = build("mixtral")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()  # all logits tie, so that two experts get every token
+    down = model.model.layers[0].mlp.experts.down_proj
+    before = down.detach().clone()
+    report = iobs.prune(model, data, pattern, holdout=0.0)
+    counts = [entry.inputs for entry in report.best.layers if "layers.0.mlp.experts.down_proj" in entry.name]
+    assert sorted(counts)[:2] == [0, 0] < sorted(counts)[2:]
+    starved = counts.index(0)
+    assert any(f"experts.down_proj.{starved}: pruned by magnitude: 0 tokens" in note for note in report.notes)
+    kept = down[starved] != 0
+    assert torch.allclose(down[starved][kept], before[starved][kept])
+    assert all(row.zeros >= row.asked for row in report.audit)
+
+
+def test_a_layer_that_is_never_fed_stays_dense_and_is_listed():
+    class Idle(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, value):
+            return self.used(value)
+
+    model = Idle()
+    report = iobs.prune(model, torch.randn(64, 8), iobs.Unstructured(0.5))
+    assert "fed it nothing" in report.skipped["idle"]
+    assert [row.name for row in report.audit] == ["used"]
