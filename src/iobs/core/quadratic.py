@@ -8,6 +8,7 @@ The linear term b is stored, not the centre c with c H = b: that needs no invers
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from iobs.core.factors import Factors
 from iobs.errors import NonFiniteError, ProblemError
 
 
@@ -101,6 +103,7 @@ class Quadratic:
         self.anchor = anchor
         self.centred = centred
         self._linear = linear
+        self.factors = Factors()
         self._check()
 
     def _check(self) -> None:
@@ -133,13 +136,35 @@ class Quadratic:
         """A relative of this problem, made of tensors that were checked already."""
         changed = object.__new__(Quadratic)
         changed.hessian, changed._linear, changed.anchor, changed.centred = hessian, linear, anchor, self.centred
+        changed.factors = self.factors if hessian is self.hessian else Factors(self.factors.keep)
         return changed
+
+    def sharing(self) -> Quadratic:
+        """The same problem, whose factorisations are kept for every problem made of it by `rows` or `damped`."""
+        shared = self._with(self.hessian, self._linear, self.anchor)
+        shared.factors = Factors(keep=True)
+        return shared
 
     @classmethod
     def at(cls, centre: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
         """1/2 (v - c) H (v - c)^T up to a constant: the layer problem min ||W X - V X||^2 with c = W, H = X X^T."""
         centre = centre.to(hessian.dtype) if isinstance(hessian, Tensor) else centre
         return cls(hessian, None, centre, centred=True)
+
+    @classmethod
+    def stack(cls, problems: Sequence[Quadratic]) -> Quadratic:
+        """The rows of several problems with one Hessian as one problem.
+
+        Raises:
+            ProblemError: their Hessians are not the same object.
+        """
+        first = problems[0]
+        if any(problem.hessian is not first.hessian for problem in problems):
+            raise ProblemError("Problems that are solved together share one Hessian: make them with the same tensor.")
+        if all(problem.centred for problem in problems):
+            return cls(first.hessian, None, torch.cat([problem.centre() for problem in problems]), centred=True)
+        anchors = [problem.centre() if problem.anchor is None else problem.anchor for problem in problems]
+        return cls(first.hessian, torch.cat([problem.linear for problem in problems]), torch.cat(anchors))
 
     @property
     def linear(self) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from iobs.core import linalg
+from iobs.core.factors import Factors
 from iobs.core.patterns import Groups, Pattern, top_mask_of
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.base import Budget
@@ -71,7 +73,7 @@ class ADMM:
         schedule = SCHEDULES[self.budget]
         hessian, linear, scale = scaled(problem)
         start = (problem.centre().float() * scale).contiguous()
-        mask, target = alternate(hessian, linear, start, groups, schedule)
+        mask, target = alternate(hessian, linear, start, groups, schedule, problem.factors)
         if is_cheap(mask):
             weight = linalg.solve_on_support(problem.matrix, problem.linear, mask)
         else:
@@ -80,7 +82,7 @@ class ADMM:
 
 
 def alternate(
-    hessian: Tensor, linear: Tensor, start: Tensor, groups: Groups, schedule: Schedule
+    hessian: Tensor, linear: Tensor, start: Tensor, groups: Groups, schedule: Schedule, factors: Factors
 ) -> tuple[Tensor, Tensor]:
     """The iteration itself, in float32.
 
@@ -90,6 +92,7 @@ def alternate(
         start: (rows, d) contiguous, the scaled centre; overwritten.
         groups: of the pattern; not trivial.
         schedule: of the penalty.
+        factors: where the factorisations of the stages are shared.
 
     Returns:
         The last projection's mask, exact in its counts, and its target.
@@ -104,9 +107,7 @@ def alternate(
         previous, penalty = penalty, low * (high / low) ** (stage / (stages - 1))
         if stage:
             target.mul_(torch.where(mask, 1.0, previous / penalty))  # the multiplier is scaled by the penalty
-        damped = hessian.clone()
-        damped.diagonal().add_(penalty)
-        solver = linalg.inverse(damped)
+        solver = factors.get(("penalty", penalty), partial(_shifted_inverse, hessian, penalty))
         torch.addcmul(linear, target, torch.where(mask, penalty, -penalty), out=right)
         steps = schedule.iterations * (stage + 1) // stages - schedule.iterations * stage // stages
         for _ in range(steps):
@@ -114,3 +115,9 @@ def alternate(
             project(dense, target, mask, linear, groups, penalty, schedule.relaxation)
             dense, right = right, dense
     return top_mask_of(target.abs(), groups), target
+
+
+def _shifted_inverse(hessian: Tensor, penalty: float) -> Tensor:
+    shifted = hessian.clone()
+    shifted.diagonal().add_(penalty)
+    return linalg.inverse(shifted)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -70,19 +71,76 @@ def solve(
         ProblemError: an unknown solver, refinement or option.
         NotPositiveDefiniteError: the Hessian cannot be factorised even with the raised damping.
     """
-    pattern.groups(quadratic.shape)
+    (solution,) = _solve_all([quadratic], [pattern], quadratic, solver, refine, damping, budget, name, options)
+    return solution
+
+
+def solve_many(
+    quadratics: Sequence[Quadratic],
+    patterns: Sequence[Pattern],
+    solver: str | Solver = "admm",
+    *,
+    refine: str | Refinement | None = None,
+    damping: float = 0.0,
+    budget: Budget = "default",
+    name: str = "the quadratics",
+    **options: Any,
+) -> list[Solution]:
+    """`solve` for problems with one Hessian: every factorisation is computed once and shared.
+
+    Layers that see the same inputs (q, k and v; gate and up), or one layer at several sparsities. The answers are
+    those of `solve`, one problem after the other, with the damping that all of them can be factorised with. What is
+    shared is kept until the last is solved: for "admm" one (d, d) float32 matrix a stage of its schedule.
+
+    Args:
+        quadratics: problems that were made with the very same Hessian object.
+        patterns: one for each.
+        solver: as `solve`, and so are all the others.
+        refine: see `solve`.
+        damping: see `solve`.
+        budget: see `solve`.
+        name: see `solve`.
+        **options: see `solve`.
+
+    Raises:
+        ProblemError: the Hessians differ, or there are not as many patterns as problems.
+        PatternError: as `solve`.
+        NotPositiveDefiniteError: as `solve`.
+    """
+    if len(quadratics) != len(patterns):
+        raise ProblemError(f"Give one pattern for each problem, got {len(patterns)} for {len(quadratics)}.")
+    if not quadratics:
+        return []
+    stacked = Quadratic.stack(quadratics).sharing()
+    return _solve_all(quadratics, patterns, stacked, solver, refine, damping, budget, name, options)
+
+
+def _solve_all(
+    quadratics: Sequence[Quadratic],
+    patterns: Sequence[Pattern],
+    stacked: Quadratic,
+    solver: str | Solver,
+    refine: str | Refinement | None,
+    damping: float,
+    budget: Budget,
+    name: str,
+    options: dict[str, Any],
+) -> list[Solution]:
+    """All problems, with the least damping (of those tried) that none of them fails with."""
+    for quadratic, pattern in zip(quadratics, patterns, strict=True):
+        pattern.groups(quadratic.shape)
     if not damping >= 0:
         raise ProblemError(f"damping must not be negative, got {damping}; 0.01 is usual for the layers of a network.")
-    chosen = _solver(solver, budget, options)
-    refinement = _refinement(refine)
-    live, dead = _without_dead_columns(quadratic)
+    chosen, refinement = _solver(solver, budget, options), _refinement(refine)
+    live, dead = _without_dead_columns(stacked)
     mean = float(live.operator.diagonal().double().mean())
     for attempt in range(_RAISES + 1):
         try:
-            damped = live.damped(damping * mean)
-            solution = chosen(damped, pattern)
+            problems = _split(live.damped(damping * mean), quadratics)
+            solutions = [chosen(problem, pattern) for problem, pattern in zip(problems, patterns, strict=True)]
             if refinement is not None:
-                solution = refinement(damped, pattern, solution)
+                triples = zip(problems, patterns, solutions, strict=True)
+                solutions = [refinement(*triple) for triple in triples]
             break
         except NotPositiveDefiniteError as error:
             if attempt == _RAISES:
@@ -92,9 +150,23 @@ def solve(
                 ) from error
             raised = max(10 * damping, _FIRST_DAMPING)
             warnings.warn(
-                f"{name}: Cholesky failed with damping {damping:g}; trying {raised:g}.", DampingWarning, stacklevel=2
+                f"{name}: Cholesky failed with damping {damping:g}; trying {raised:g}.", DampingWarning, stacklevel=3
             )
             damping = raised
+    return [
+        _finished(quadratic, solution, dead, damping) for quadratic, solution in zip(quadratics, solutions, strict=True)
+    ]
+
+
+def _split(stacked: Quadratic, quadratics: Sequence[Quadratic]) -> list[Quadratic]:
+    if len(quadratics) == 1:
+        return [stacked]
+    ends = list(accumulate(quadratic.shape[0] for quadratic in quadratics))
+    return [stacked.rows(slice(start, end)) for start, end in pairwise([0, *ends])]
+
+
+def _finished(quadratic: Quadratic, solution: Solution, dead: Tensor | None, damping: float) -> Solution:
+    """The solution as one of the problem that was asked: undamped, without its dead columns."""
     stats = {**solution.stats, "damping": damping, "dead_columns": 0 if dead is None else int(dead.sum())}
     if dead is None:
         return replace(solution, problem=quadratic, stats=stats)
@@ -142,4 +214,4 @@ def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | Non
     return quadratic.without(dead), dead
 
 
-__all__ = ["BUDGETED", "REFINEMENTS", "SOLVERS", "solve"]
+__all__ = ["BUDGETED", "REFINEMENTS", "SOLVERS", "solve", "solve_many"]

@@ -27,7 +27,9 @@ class OBC:
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
         """Greedy removals until the pattern's count is left."""
         centre = problem.centre().contiguous()
-        inverse = linalg.inverse(problem.matrix.to(centre.dtype)).contiguous()
+        inverse = problem.factors.get(
+            ("inverse", centre.dtype), lambda: linalg.inverse(problem.matrix.to(centre.dtype)).contiguous()
+        )
         mask = greedy_mask(inverse, centre, pattern.groups(problem.shape))
         return Solution.of(problem, solve_weights(problem, mask), mask)
 

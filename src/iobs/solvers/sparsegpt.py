@@ -41,7 +41,9 @@ class SparseGPT:
         """Arithmetic is in the dtype of the problem's linear term."""
         groups = pattern.groups(problem.shape)
         centre = problem.centre()
-        upper = linalg.upper_factor(problem.matrix.to(centre.dtype))
+        upper = problem.factors.get(
+            ("upper", centre.dtype), lambda: linalg.upper_factor(problem.matrix.to(centre.dtype))
+        )
         weight, mask = _prune(centre, upper, groups, _blocks(problem.shape[1], self.block, groups))
         return Solution.of(problem, weight, mask)
 

@@ -20,15 +20,20 @@ def scaled(problem: Quadratic) -> tuple[Tensor, Tensor, Tensor]:
     Optimal Brain Surgeon, 1 / sqrt([H^-1]_ii). In it a variable's curvature, alone or with all others free to follow,
     is k or 1/k.
     """
-    hessian = problem.matrix.float()
+    hessian, scale = problem.factors.get("geometric scale", lambda: _scale(problem.matrix))
+    return hessian, problem.linear.float().div(scale).contiguous(), scale
+
+
+def _scale(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    hessian = matrix.float()
     try:
         conditional = linalg.inverse(hessian).diagonal()
     except NotPositiveDefiniteError:  # beyond float32, perhaps not beyond float64
-        conditional = linalg.inverse(problem.matrix.double()).diagonal().float()
+        conditional = linalg.inverse(matrix.double()).diagonal().float()
     scale = (hessian.diagonal() / conditional).clamp_min(torch.finfo(torch.float32).tiny).pow(0.25)
     hessian = hessian / scale
     hessian /= scale[:, None]
-    return hessian, problem.linear.float().div(scale).contiguous(), scale
+    return hessian, scale
 
 
 def is_cheap(mask: Tensor) -> bool:

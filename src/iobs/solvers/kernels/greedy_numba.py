@@ -49,9 +49,7 @@ def _subtract(column: Floats, factor: Floats, coefficients: Floats, steps: int, 
     for s in range(0, steps, _TOGETHER):
         c0, c1, c2, c3 = coefficients[s], coefficients[s + 1], coefficients[s + 2], coefficients[s + 3]
         for a in range(length):
-            column[a] -= (c0 * factor[s, a] + c1 * factor[s + 1, a]) + (
-                c2 * factor[s + 2, a] + c3 * factor[s + 3, a]
-            )
+            column[a] -= (c0 * factor[s, a] + c1 * factor[s + 1, a]) + (c2 * factor[s + 2, a] + c3 * factor[s + 3, a])
 
 
 @njit(nogil=True, cache=True)

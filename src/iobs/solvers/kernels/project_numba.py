@@ -17,7 +17,7 @@ _BUCKETS = 1 << 16
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
-def move(start: int, stop: int, dense: Floats, target: Floats, mask: Bools, relaxation: float) -> NDArray[np.int64]:
+def move(start: int, stop: int, dense: Floats, target: Floats, mask: Bools, relaxation: float) -> Any:
     """Move the target; count its magnitudes by their leading 16 bits."""
     a, rest = np.float32(relaxation), np.float32(1 - relaxation)
     one = np.float32(1)
