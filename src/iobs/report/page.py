@@ -53,7 +53,7 @@ def _facts(report: Report) -> str:
         text += f"; dense {significant(report.dense_loss, 4)}" if report.dense_loss is not None else ""
         facts.append((significant(report.best.loss_heldout, 4), text))
     if len(report.rounds) > 1:
-        facts.append((round_name(report.best).capitalize(), f"best of {len(report.rounds)}, by held-out samples"))
+        facts.append((round_name(report.best).capitalize(), "the best by held-out samples"))
     facts.append((duration(report.seconds), f"and {size(report.peak_memory_bytes)} of memory at the peak"))
     cards = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in facts)
     return f'<div class="facts">{cards}</div>'

@@ -22,7 +22,9 @@ def summary_lines(report: Report) -> list[str]:
         text = f"{report.loss_name} on held-out samples: {significant(report.best.loss_heldout, 4)}"
         lines.append(text + (f" (dense {significant(report.dense_loss, 4)})" if report.dense_loss is not None else ""))
     if len(report.rounds) > 1:
-        lines.append(f"best by held-out samples: {round_name(report.best)} of {len(report.rounds)}")
+        rounds = sum(record.kind == "projection" for record in report.rounds)
+        of_all = f" of {rounds}" if report.best.kind == "projection" else ""
+        lines.append(f"best by held-out samples: {round_name(report.best)}{of_all}")
     lines.append(f"{duration(report.seconds)}, peak memory {size(report.peak_memory_bytes)}")
     return lines
 
