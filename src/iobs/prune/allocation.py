@@ -31,7 +31,7 @@ class Allocation:
         criterion: "uniform": every layer the same. Others weigh every layer's error curve: "error" by the inverse of
             its output's energy; "fisher" by the mean squared gradient of the log-likelihood with respect to its output;
             "kl" by the divergence measured when the layer alone is pruned; "evolve" starts from that and moves weights
-            between layers as long as the divergence of the whole network falls. "auto": "fisher" where the pattern
+            between layers as long as the divergence of the whole network falls. "auto": "kl" where the pattern
             leaves something to allocate.
         least: lowest sparsity of any layer.
         most: highest sparsity of any layer; None lets a layer keep an eighth of what the mean layer keeps.
@@ -42,7 +42,7 @@ class Allocation:
         ProblemError: an unknown criterion or bounds outside [0, 1).
     """
 
-    criterion: Criterion = "fisher"
+    criterion: Criterion = "kl"
     least: float = 0.0
     most: float | None = None
     bounds: dict[str, tuple[float, float]] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from iobs.prune.augment import suited
 from iobs.prune.batches import Batch, Part
 from iobs.prune.checkpoint import Journal, identity_of
 from iobs.prune.choices import best_rate
+from iobs.prune.estimate import estimate_seconds
 from iobs.prune.gram import Statistics, quadratic, relative_output_error
 from iobs.prune.layers import Layer, Selection, select
 from iobs.prune.memory import MemoryWatch
@@ -37,7 +38,7 @@ from iobs.prune.walk import Walk
 from iobs.solvers import Budget, Refinement, Solver, solve
 
 _DAMAGE = 0.01  # held-out KL of the first projection, in nats, above which rounds of growing sparsity pay
-_DENSE_CAUTION = 2.0  # steps on dense weights are this much smaller than those on a fixed support
+_DENSE_CAUTION = 3.0  # steps on dense weights are this much smaller than those on a fixed support
 _TRIAL_STEPS = 12  # of a learning rate's trial
 
 
@@ -56,7 +57,7 @@ def prune(
     polish: GradientStep | None = None,
     recipe: Literal["best", "fast", "paper"] | None = None,
     allocation: str | Allocation | None = None,
-    target: Literal["current", "dense", "auto"] | None = None,
+    target: Literal["current", "dense", "network"] | None = None,
     inputs: Literal["pruned", "dense"] | None = None,
     data: Literal["fixed", "fresh"] | None = None,
     include: str | Sequence[str] | None = None,
@@ -90,7 +91,8 @@ def prune(
         allocation: how the sparsity is spread over layers: "uniform" gives every layer the same; "error", "fisher",
             "kl" and "evolve" keep the global count and spend it where it matters; or an `Allocation` with bounds.
         target: a layer imitates its "current" weights on its own inputs (as the paper), or the "dense" network's
-            output on inputs that have not drifted. "auto": dense in sweeps that start from dense weights.
+            output on inputs that have not drifted, or that of the "network" as it is when the sweep begins: dense in
+            the first, with the gradient steps in it later.
         inputs: a layer's inputs come through the "pruned" layers before it, or from the "dense" network.
         data: "fixed": every round sees all data; "fresh": each round sees its own share.
         include: name patterns of layers to prune, shell style or "re:..."; all by default.
@@ -166,6 +168,9 @@ class _Run:
     def _execute(self, started: float) -> Report:
         dense_loss = self._measure(self.heldout)
         self.progress.begin(self.settings.rounds, [layer.name for layer in self.selection.layers])
+        if any(step is not None for step in (self.settings.step, self.settings.polish)):
+            expected = estimate_seconds(self.model, self.selection.layers, self.fit, self.settings)
+            self._note(f"Estimated time: {expected:.0f} s.")
         final, curves = self._allocate()
         records: list[RoundRecord] = []
         best: dict[str, Tensor] = {}
@@ -189,7 +194,9 @@ class _Run:
             record.seconds = time.perf_counter() - began
             self.progress.round(record)
         if self.settings.polish is not None:
-            records.append(self._polish(self.settings.polish, records[-1], final))
+            self._restore(best)
+            leader = records[_best_index(records, asked(final))]
+            records.append(self._polish(self.settings.polish, leader, len(records)))
             best = self._keep_best(records, best, final)
         self._restore(best)
         return Report(
@@ -210,19 +217,18 @@ class _Run:
         """Sweep over all layers, then measure."""
         settings, portion = self.settings, self.portions[index]
         began = time.perf_counter()
-        target = self._target(index)
         walk = Walk(
             self.model,
             portion,
             self.heldout,
             self.selection.layers,
-            self.reference if "dense" in (target, settings.inputs) else None,
+            self._imitated(index),
             dense_inputs=settings.inputs == "dense",
             seed=settings.seed + index,
         )
         record = RoundRecord(index, asked(patterns), None, None, [])
-        visit = partial(self._visit, record=record, patterns=patterns, trainer=trainer, target=target)
-        unseen = walk.sweep(visit, known=lambda layer: self._journalled(index, layer))
+        visit = partial(self._visit, record=record, patterns=patterns, trainer=trainer)
+        unseen = walk.sweep(visit, partial(self._replay, record=record))
         self._leave_dense(unseen)
         if settings.batch_norm == "update":
             update_batch_norm(self.model, portion)
@@ -237,32 +243,32 @@ class _Run:
         reasons = dict.fromkeys((layer.name for layer in unseen), "the network fed it nothing on the calibration data")
         self.selection = Selection(kept, {**self.selection.skipped, **reasons})
 
-    def _target(self, index: int) -> Literal["current", "dense"]:
-        """Sweeps that start from dense weights imitate the dense network, later ones what the steps have made."""
-        if self.settings.target != "auto":
-            return self.settings.target
-        return "dense" if index == 0 or (index == 1 and self.settings.schedule == "cubic") else "current"
+    def _imitated(self, index: int) -> nn.Module | None:
+        """The network whose layers' outputs are the targets of a sweep; None where a layer imitates itself."""
+        target = self.settings.target
+        dense = index == 0 or (index == 1 and self.settings.schedule == "cubic")  # still the weights of the start
+        if target == "network" and not dense:
+            return copy.deepcopy(self.model).eval()
+        return None if target == "current" and self.settings.inputs == "pruned" else self.reference
 
     # ---- one layer
     def _visit(
         self,
         group: list[Layer],
-        statistics: Statistics | None,
+        statistics: Statistics,
         record: RoundRecord,
         patterns: dict[Layer, Pattern],
         trainer: Trainer | None,
-        target: Literal["current", "dense"],
     ) -> None:
         for layer in group:
             if self._journalled(record.index, layer):
                 self._replay_layer(layer, record)
                 continue
-            assert statistics is not None
             began = time.perf_counter()
             master = trainer.masters.get(layer.key) if trainer is not None else None
             current = layer.read(self.model) if master is None else layer.matrix(master)
             dense = layer.matrix(self.original[layer.key])
-            imitated = dense if target == "dense" else current
+            imitated = dense if self.settings.target == "dense" else current
             solutions = self._solve(layer, statistics, imitated, current, patterns[layer])
             layer.write(self.model, torch.cat([solution.weight for solution in solutions]))
             written = layer.read(self.model)
@@ -305,6 +311,14 @@ class _Run:
 
     def _journalled(self, index: int, layer: Layer) -> bool:
         return self.journal is not None and _layer_key(index, layer) in self.journal
+
+    def _replay(self, group: list[Layer], record: RoundRecord) -> bool:
+        """Take a whole group of layers from the journal, if all of them are there."""
+        if not all(self._journalled(record.index, layer) for layer in group):
+            return False
+        for layer in group:
+            self._replay_layer(layer, record)
+        return True
 
     def _replay_layer(self, layer: Layer, record: RoundRecord) -> None:
         assert self.journal is not None
@@ -410,7 +424,7 @@ class _Run:
     def _allocate(self) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
         layers, allocation = self.selection.layers, as_allocation(self.settings.allocation)
         if allocation.criterion == "auto":
-            allocation = replace(allocation, criterion="fisher" if can_allocate(self.pattern) else "uniform")
+            allocation = replace(allocation, criterion="kl" if can_allocate(self.pattern) else "uniform")
         if allocation.criterion == "uniform":
             return uniform(self.pattern, layers), []
 
@@ -463,12 +477,12 @@ class _Run:
         self._note(f"Learning rate {rate:g}, by the held-out loss after {_TRIAL_STEPS} steps ({tried}).")
         return rate
 
-    def _polish(self, step: GradientStep, last: RoundRecord, final: dict[Layer, Pattern]) -> RoundRecord:
+    def _polish(self, step: GradientStep, leader: RoundRecord, index: int) -> RoundRecord:
+        """Steps on the support of the best projection, whose weights the model holds."""
         began = time.perf_counter()
         trainer = self._trainer(step, step.steps, self._masks())
-        index = last.index + 1
         losses = self._run_steps(trainer, self.fit, index)
-        record = RoundRecord(index, last.asked, None, None, last.layers, losses, kind="polish")
+        record = RoundRecord(index, leader.asked, None, None, leader.layers, losses, kind="polish")
         self._finish_round(record, self.fit, began)
         self.progress.round(record)
         return record
@@ -486,7 +500,7 @@ class _Run:
         settings = self.settings
         losses = [step.loss for step in (settings.step, settings.polish) if step is not None]
         return (
-            settings.target in ("dense", "auto")
+            settings.target in ("dense", "network")
             or settings.inputs == "dense"
             or as_allocation(settings.allocation).criterion != "uniform"
             or not losses

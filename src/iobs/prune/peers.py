@@ -111,7 +111,7 @@ def _levels(sparsity: float, stages: int) -> list[float]:
 
 @torch.no_grad()
 def _write(model: nn.Module, layers: tuple[Layer, ...], weights: Tensor) -> None:
-    for layer, values in zip(layers, weights.split([layer.weights for layer in layers]), strict=True):
+    for layer, values in zip(layers, torch.split(weights, [layer.weights for layer in layers]), strict=True):
         layer.write(model, values.reshape(layer.shape))
 
 

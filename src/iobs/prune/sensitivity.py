@@ -26,7 +26,8 @@ from iobs.prune.walk import Walk
 _LEVELS = (1 / 6, 1 / 3, 2 / 3, 1.0, 1.5, 2.5)
 _DENSEST = 0.9  # measured levels end here; at density 1 the error is zero
 _POSITIONS = 16  # of a convolution, for each sample; curves need less than the weights themselves
-_PROBE = 300  # samples that divergences are measured on
+_PROBE = 300  # samples that gradients and divergences are measured on
+_PASSES = 6000  # samples that the divergences of all layers together may take
 
 SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
 
@@ -134,9 +135,9 @@ class Planner:
 
     @property
     def _probe_part(self) -> Part:
-        part = Part()
+        part, most = Part(), min(_PROBE, max(32, _PASSES // len(self.layers)))
         for batch, number in zip(self.calibration.batches, self.calibration.numbers, strict=True):
-            left = _PROBE - part.samples
+            left = most - part.samples
             if left > 0:
                 part.add(batch, torch.arange(batches.size(batch)) < left, number)
         return part

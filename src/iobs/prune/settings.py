@@ -24,7 +24,7 @@ class Settings:
     step: GradientStep | None = None
     polish: GradientStep | None = None
     allocation: str | Allocation = "uniform"
-    target: Literal["current", "dense", "auto"] = "current"
+    target: Literal["current", "dense", "network"] = "current"
     inputs: Literal["pruned", "dense"] = "pruned"
     data: Literal["fixed", "fresh"] = "fixed"
     batch_norm: Literal["keep", "update"] = "keep"
@@ -55,7 +55,7 @@ class Settings:
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("constant", "cubic", "auto"),
-    "target": ("current", "dense", "auto"),
+    "target": ("current", "dense", "network"),
     "inputs": ("pruned", "dense"),
     "data": ("fixed", "fresh"),
     "batch_norm": ("keep", "update"),
@@ -76,9 +76,9 @@ RECIPES: dict[str, dict[str, Any]] = {
         "solver": "admm",
         "rounds": 6,
         "schedule": "auto",
-        "target": "auto",
+        "target": "network",
         "allocation": "auto",
-        "step": _TEACHER,
+        "step": replace(_TEACHER, decay=True),
         "polish": replace(_TEACHER, steps=150, parameters="all", decay=True),
     },
 }

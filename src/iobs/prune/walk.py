@@ -21,12 +21,8 @@ from iobs.prune.trace import Block, find_chains, inside
 
 EXPERT_MEMORY = 2**30  # bytes of Grams of experts that are gathered in one pass over the data
 
-Visit = Callable[[list[Layer], Statistics | None], None]
-
-
-def nothing(layer: Layer) -> bool:
-    """No layer is known already."""
-    return False
+Visit = Callable[[list[Layer], Statistics], None]
+Replay = Callable[[list[Layer]], bool]
 
 
 @dataclass(frozen=True)
@@ -69,11 +65,11 @@ class Walk:
         self.chain = next(exact, [])
 
     @torch.no_grad()
-    def sweep(self, visit: Visit, known: Callable[[Layer], bool] = nothing) -> list[Layer]:
+    def sweep(self, visit: Visit, replay: Replay | None = None) -> list[Layer]:
         """Call `visit` with every group of layers that share their input, in execution order, and its statistics.
 
-        What `visit` writes into the model is seen by all that follows. Groups whose layers are all `known` come
-        without statistics, which are then not computed.
+        What `visit` writes into the model is seen by all that follows. Where `replay` knows a group's weights already
+        it writes them and returns True, and no statistics are computed.
 
         Returns:
             Layers that the network never fed anything on this data; they were not visited.
@@ -89,9 +85,9 @@ class Walk:
             groups = _execution_order(streams[0], stage, self._layers_of(stage, left))
             for shared in groups:
                 left = [layer for layer in left if layer not in shared.layers]
-                if all(known(layer) for layer in shared.layers):
-                    visit(shared.layers, None)
-                elif shared.layers[0].expert is not None:
+                if replay is not None and replay(shared.layers):
+                    continue
+                if shared.layers[0].expert is not None:
                     for expert, statistics in self._of_experts(streams, stage, shared.layers):
                         visit([expert], statistics)
                 else:

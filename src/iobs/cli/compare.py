@@ -1,0 +1,135 @@
+"""`iobs compare`: several methods on one model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from iobs.cli import console
+
+if TYPE_CHECKING:
+    from iobs.core.patterns import Pattern
+    from iobs.models import LoadedModel
+    from iobs.report.curves import Trial
+
+OURS: dict[str, dict[str, Any]] = {
+    "best": {"recipe": "best"},
+    "fast": {"recipe": "fast"},
+    "paper": {"recipe": "paper"},
+    "admm": {"solver": "admm"},
+    "sparsegpt": {"solver": "sparsegpt"},
+    "obc": {"solver": "obc"},
+    "wanda": {"solver": "wanda"},
+    "magnitude": {"solver": "magnitude"},
+}
+# Methods that need labels, under one global count.
+PEERS: dict[str, dict[str, Any]] = {
+    "magnitude-global": {"method": "magnitude"},
+    "woodfisher": {"method": "woodfisher"},
+    "cbs": {"method": "cbs"},
+    "chita": {"method": "chita"},
+    "chita++": {"method": "chita", "stages": 15},
+}
+
+
+def compare(
+    model: console.Model = None,
+    methods: Annotated[
+        str, typer.Option(help=f"With commas between: {', '.join([*OURS, *PEERS])}.")
+    ] = "fast,sparsegpt,magnitude",
+    patterns: Annotated[str, typer.Option(help="Sparsities or N:M, with commas between.")] = "0.5,0.6,0.7",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for comparison.json and comparison.svg.")
+    ] = None,
+    data: console.Data = None,
+    eval_data: Annotated[list[str] | None, typer.Option("--eval-data", help="What to score on, as --data.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Calibration samples.")] = 128,
+    seq_len: console.SequenceLength = 2048,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in one forward pass.")] = 8,
+    skip: Annotated[list[str] | None, typer.Option("--skip", help="Leave these layers dense.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the samples and all else that is drawn.")] = 0,
+    dtype: console.DType = None,
+    device: console.Device = None,
+    allow_pickle: console.AllowPickle = False,
+    trust_remote_code: console.TrustRemoteCode = False,
+    as_json: console.AsJson = False,
+) -> None:
+    """Prune MODEL with several methods at several sparsities, and show score and seconds side by side."""
+    from iobs.cli.loading import load_model
+    from iobs.cli.results import score
+    from iobs.core.patterns import parse
+    from iobs.data import calibration_batches, open_source
+
+    chosen = [name.strip() for name in methods.split(",")]
+    unknown = [name for name in chosen if name not in {**OURS, **PEERS}]
+    if unknown:
+        raise typer.BadParameter(
+            f"{', '.join(unknown)}: choose among {', '.join([*OURS, *PEERS])}", param_hint="--methods"
+        )
+    wanted = {text.strip(): parse(text.strip()) for text in patterns.split(",")}
+    loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
+    source = open_source(data or [], "calibration", loaded)
+    batches = [*calibration_batches(source, loaded, samples=samples, length=seq_len, seed=seed, batch=batch_size)]
+    scoring = eval_data or data or []
+    dense = score(loaded, scoring, seq_len, "scoring the dense model")
+    metric = next(iter(dense))
+    original = copy.deepcopy(loaded.module.state_dict())
+    trials = []
+    for text, pattern in wanted.items():
+        for name in chosen:
+            if name in PEERS and ":" in text:
+                continue  # their count is global, which N:M is not
+            loaded.module.load_state_dict(original)
+            seconds, sparsity = _prune(loaded, batches, name, pattern, skip, seed)
+            found = score(loaded, scoring, seq_len, f"scoring {name} at {text}")
+            trials.append(_trial(name, text, sparsity, metric, found[metric], seconds))
+    loaded.module.load_state_dict(original)
+    _show(trials, dense[metric], output, as_json)
+
+
+def _trial(method: str, pattern: str, sparsity: float, metric: str, score: float, seconds: float) -> Trial:
+    from iobs.report.curves import Trial
+
+    return Trial(method, pattern, sparsity, metric, score, seconds)
+
+
+def _prune(
+    loaded: LoadedModel, batches: list[Any], name: str, pattern: Pattern, skip: list[str] | None, seed: int
+) -> tuple[float, float]:
+    """Prune the module; seconds and real sparsity."""
+    from iobs.cli.progress import Steps
+    from iobs.cli.watch import Watch
+    from iobs.core.patterns import Unstructured
+    from iobs.prune import prune
+    from iobs.prune.peers import prune_by_fisher
+
+    started = time.perf_counter()
+    if name in PEERS:
+        assert isinstance(pattern, Unstructured)
+        assert pattern.sparsity is not None
+        report = prune_by_fisher(loaded.module, batches, pattern.sparsity, skip=skip, **PEERS[name])
+    else:
+        with Steps(name) as steps:
+            watch = Watch(steps, prefix=f"{name}, ", quiet=True)
+            report = prune(loaded.module, batches, pattern, skip=skip, seed=seed, progress=watch, **OURS[name])
+    return time.perf_counter() - started, report.sparsity
+
+
+def _show(trials: list[Trial], dense: float, output: Path | None, as_json: bool) -> None:
+    from iobs.report.curves import trials_figure, trials_table
+
+    values = {"dense": dense, "trials": [asdict(trial) for trial in trials]}
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "comparison.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf8")
+        (output / "comparison.svg").write_text(trials_figure(trials, dense), encoding="utf8")
+    if as_json:
+        console.print_json(values)
+    else:
+        console.output_console().print(trials_table(trials, dense))

@@ -1,0 +1,72 @@
+"""Several methods over several sparsities: what each reaches and how long it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from iobs.report.numbers import duration, higher_is_better, score
+from iobs.report.plots import BLUE, GREEN, GREY, INK, ORANGE, _figure, _svg
+
+_COLOURS = (GREEN, BLUE, ORANGE, INK, "#7b4fa3", "#b3423a", "#2a9d9a", "#8a6d3b")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One method at one pattern: what it scored, on what, and how long it took."""
+
+    method: str
+    pattern: str
+    sparsity: float
+    metric: str
+    score: float
+    seconds: float
+
+
+def trials_table(trials: list[Trial], dense: float | None) -> Table:
+    """Methods by patterns; every cell has the score and the seconds, the best of each pattern is bold."""
+    metric = trials[0].metric
+    title = f"{metric} after pruning" + ("" if dense is None else f" (dense {score(dense)})")
+    table = Table(title=title, title_justify="left")
+    table.add_column("method")
+    patterns = list(dict.fromkeys(trial.pattern for trial in trials))
+    for pattern in patterns:
+        table.add_column(pattern, justify="right")
+    choose = max if higher_is_better(metric) else min
+    best = {pattern: choose(t.score for t in trials if t.pattern == pattern) for pattern in patterns}
+    found = {(trial.method, trial.pattern): trial for trial in trials}
+    for method in dict.fromkeys(trial.method for trial in trials):
+        cells = []
+        for pattern in patterns:
+            trial = found.get((method, pattern))
+            if trial is None:
+                cells.append("–")
+                continue
+            shown = score(trial.score)
+            shown = f"[bold green]{shown}[/]" if trial.score == best[pattern] else shown
+            cells.append(f"{shown}, {duration(trial.seconds)}")
+        table.add_row(method, *cells)
+    return table
+
+
+def trials_figure(trials: list[Trial], dense: float | None) -> str:
+    """The score against sparsity, one line a method, and the seconds below, as an SVG."""
+    figure, (scores, times) = _figure(6.4, rows=2)
+    metric = trials[0].metric
+    for number, method in enumerate(dict.fromkeys(trial.method for trial in trials)):
+        own = sorted((trial for trial in trials if trial.method == method), key=lambda trial: trial.sparsity)
+        places = [100 * trial.sparsity for trial in own]
+        colour = _COLOURS[number % len(_COLOURS)]
+        scores.plot(places, [trial.score for trial in own], marker="o", color=colour, label=method)
+        times.plot(places, [trial.seconds for trial in own], marker="o", color=colour)
+    if dense is not None:
+        scores.axhline(dense, color=GREY, linestyle="--", label="dense")
+    if not higher_is_better(metric):
+        scores.set_yscale("log")
+    scores.set_ylabel(f"{metric} ({'higher' if higher_is_better(metric) else 'lower'} is better)")
+    scores.legend(frameon=False)
+    times.set_yscale("log")
+    times.set_ylabel("seconds")
+    times.set_xlabel("sparsity, per cent")
+    return _svg(figure)

@@ -1,0 +1,114 @@
+"""Augmentation, batches, learning rates and supports of the gradient steps."""
+
+import pytest
+import torch
+from torch import nn
+
+from iobs.errors import NonFiniteError, ProblemError
+from iobs.prune import GradientStep
+from iobs.prune.augment import FlipShift, suited
+from iobs.prune.batches import Part
+from iobs.prune.choices import best_rate
+from iobs.prune.steps import Trainer, kl_to
+
+
+def pictures(count=6):
+    return torch.arange(count * 3 * 8 * 8, dtype=torch.float32).reshape(count, 3, 8, 8)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x, torch.arange(6)), lambda x: {"pixel_values": x}])
+def test_nothing_to_change_changes_nothing(wrap):
+    batch = wrap(pictures())
+    found = FlipShift(False, 0)(batch, torch.Generator().manual_seed(0))
+    value = found if isinstance(found, torch.Tensor) else found["pixel_values"] if isinstance(found, dict) else found[0]
+    assert torch.equal(value, pictures())
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 8, 10), (6, 8, 10)])
+def test_every_sample_is_mirrored_or_moved_as_one(shape):
+    batch = torch.randn(shape)
+    changed = FlipShift(True, 2)(batch, torch.Generator().manual_seed(1))
+    assert changed.shape == batch.shape
+    padded = nn.functional.pad(batch if batch.ndim == 4 else batch[:, None], (2, 2, 2, 2), mode="replicate")
+    for index in range(6):
+        candidates = [
+            window.flip(-1) if mirrored else window
+            for down in range(5)
+            for right in range(5)
+            for mirrored in (False, True)
+            for window in [padded[index, :, down : down + 8, right : right + 10]]
+        ]
+        assert any(torch.equal(changed[index].reshape(one.shape), one) for one in candidates)
+
+
+def test_augmentation_is_repeatable_and_varies():
+    batch = pictures(40)
+    first, again = (FlipShift(True, 2)(batch, torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, FlipShift(True, 2)(batch, torch.Generator().manual_seed(4)))
+
+
+class Brightness(nn.Module):
+    """Judges by the mean, which mirroring keeps; `left` looks at one half only, which mirroring changes."""
+
+    def __init__(self, left: bool) -> None:
+        super().__init__()
+        self.head, self.left = nn.Linear(1, 2), left
+        with torch.no_grad():
+            self.head.weight.copy_(torch.tensor([[1.0], [-1.0]]))
+            self.head.bias.zero_()
+
+    def forward(self, x):
+        return self.head((x[..., : x.shape[-1] // 2] if self.left else x).mean((1, 2, 3))[:, None])
+
+
+def test_the_dense_network_decides_what_is_suited():
+    part = Part([torch.randn(100, 1, 16, 16)], [0])
+    assert suited(Brightness(left=False), part, 0).flip
+    found = suited(Brightness(left=True), part, 0)
+    assert found is None or not found.flip
+    assert suited(nn.Linear(4, 2), Part([torch.randn(10, 4)], [0]), 0) is None
+    assert suited(nn.Embedding(9, 4), Part([torch.randint(9, (10, 12))], [0]), 0) is None
+
+
+def test_masked_entries_stay_zero_and_the_rest_learns():
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    reference = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).requires_grad_(False)
+    mask = (torch.rand(5, 6) < 0.5).float()
+    with torch.no_grad():
+        model[0].weight *= mask
+    step = GradientStep(lr=0.01, optimizer="adam", steps=30, loss="kl", decay=True, batch_size=16)
+    part = Part([torch.randn(64, 6)], [0])
+    trainer = Trainer(model, dict(model.named_parameters()), step, kl_to(reference), 30, 0, {"0.weight": mask})
+    losses = trainer.run(part, lambda done, total, loss: None)
+    assert int((model[0].weight * (1 - mask) != 0).sum()) == 0
+    assert losses[-1] < losses[0]
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 30)
+
+
+@pytest.mark.parametrize("settings", [{"lr": 0}, {"lr": -1.0}, {"steps": 0}, {"optimizer": "lion"}, {"loss": "mse"}])
+def test_impossible_steps(settings):
+    with pytest.raises(ProblemError):
+        GradientStep(**settings)
+
+
+def test_rates_are_tried_upwards_until_they_do_harm():
+    seen = []
+
+    def trial(rate):
+        seen.append(rate)
+        return abs(rate - 4e-4) + 1e-4
+
+    rate, losses = best_rate(trial)
+    assert rate == 5e-4
+    assert list(losses) == sorted(seen)
+    assert max(seen) < 4e-3
+
+
+def test_divergence_ends_the_search():
+    def trial(rate):
+        if rate > 1e-4:
+            raise NonFiniteError("diverged")
+        return 1.0
+
+    assert best_rate(trial)[0] == 5e-5
