@@ -46,6 +46,18 @@ def available(name: str):
         return None
 
 
+class Report(list):
+    """Lines that are on disk as soon as they are known."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, line: str) -> None:
+        super().append(line)
+        self.file.write_text("\n".join(self) + "\n")
+
+
 def clocks():
     return time.perf_counter(), time.process_time()
 
@@ -326,16 +338,16 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    out = [
+    out = Report(arguments.output)
+    for line in (
         "# Sparse recovery",
         "",
         f"`python benchmarks/recovery.py --trials {arguments.trials} --seed {arguments.seed}`, one thread. "
         "Each cell: exact support / objective no worse than the refitted truth / median time.",
-    ]
+    ):
+        out.append(line)
     for name in arguments.sections or SECTIONS:
         SECTIONS[name](arguments.trials, arguments.seed, out)
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text("\n".join(out) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from iobs.optimize.swap import Swapper
 GLOBAL = "global minimum: the gradient vanishes, so for a convex f no support can be better"
 LOCAL = "1-swap optimal (by the second-order model where f is not quadratic): no exchange of two coordinates lowers f"
 
-_AGREEMENTS = 2
+_AGREEMENTS = 3  # stages in a row that must return to the same support; 2 where every refit is a Newton iteration
 _WORK_LIMIT = 4e8  # multiplications of one iteration of adaptive damping
 _PASSING_LIMIT = 4_000_000  # entries of a design that message passing may walk hundreds of times
 
@@ -44,10 +44,20 @@ class Stage:
     optimal: bool
 
 
-def stages(problem: Problem, theta: Array | None = None, *, kicks: int = 8) -> Iterator[Stage]:
-    """The stages one after the other, each with the best fit so far; stops early once f cannot be lower."""
+def stages(
+    problem: Problem, theta: Array | None = None, *, kicks: int = 8, empty: Fit | None = None
+) -> Iterator[Stage]:
+    """The stages one after the other, each with the best fit so far; stops early once f cannot be lower.
+
+    Args:
+        problem: what is to be solved.
+        theta: a start (d,), improved by swaps before anything else.
+        kicks: random restarts around the best support, at most.
+        empty: the fit of the forced coordinates alone, where it is known already.
+    """
     swapper = Swapper(problem)
-    best = proposals.start(problem, theta)
+    empty = proposals.start(problem) if empty is None else empty
+    best = empty if theta is None else proposals.start(problem, theta)
     if problem.size == 0:
         yield Stage("forced coordinates only", best, True)
         return
@@ -55,10 +65,10 @@ def stages(problem: Problem, theta: Array | None = None, *, kicks: int = 8) -> I
         best = swapper.improve(best)[0]
         yield Stage("start", best, proposals.solved(problem, best))
     agreed = 0
-    for name, propose in _plan(problem, kicks):
+    for name, propose in _plan(problem, empty, kicks):
         if proposals.solved(problem, best) and problem.size == best.support.size - problem.forced.size:
             return
-        if name in ("kick", "merging pursuit") and agreed >= _AGREEMENTS:
+        if name in ("kick", "merging pursuit") and agreed >= _AGREEMENTS - (not problem.objective.quadratic):
             continue
         proposal = propose(best)
         if not proposals.solved(problem, proposal):
@@ -69,9 +79,8 @@ def stages(problem: Problem, theta: Array | None = None, *, kicks: int = 8) -> I
         yield Stage(name, best, proposals.solved(problem, best))
 
 
-def _plan(problem: Problem, kicks: int) -> Iterator[tuple[str, Callable[[Fit], Fit]]]:
+def _plan(problem: Problem, empty: Fit, kicks: int) -> Iterator[tuple[str, Callable[[Fit], Fit]]]:
     objective = problem.objective
-    empty = proposals.start(problem)
     yield "pursuit", lambda best: proposals.hard_thresholding_pursuit(problem, empty)
     linear = isinstance(objective, LeastSquares) and not objective.ridge.any()
     if linear:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from iobs.optimize import auto, choices
+from iobs.optimize import auto, choices, proposals
 from iobs.optimize.choices import Choice
 from iobs.optimize.curvature import Curvature, ScaledIdentity, largest_eigenvalue
 from iobs.optimize.designs import Array
@@ -169,9 +169,10 @@ class BestKnown:
     kicks: int = 8
 
     def begin(self, problem: Problem, theta: Array | None) -> State:
-        """Nothing computed yet."""
-        stages: Iterator[auto.Stage] = auto.stages(problem, theta, kicks=self.kicks)
-        return state_at(problem, None, memory=stages, busy=True)
+        """The forced coordinates alone; nothing else is computed yet."""
+        empty = proposals.start(problem)
+        stages: Iterator[auto.Stage] = auto.stages(problem, theta, kicks=self.kicks, empty=empty)
+        return State(empty.theta, empty.value, empty.gradient, stages, busy=True)
 
     def step(self, problem: Problem, state: State) -> State:
         """The next stage; done when there is none."""

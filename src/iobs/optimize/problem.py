@@ -8,10 +8,13 @@ from functools import cached_property
 import numpy as np
 
 from iobs.errors import ProblemError
+from iobs.optimize.autodiff import TorchObjective
 from iobs.optimize.designs import Array, Booleans, Indices
 from iobs.optimize.objective import Objective
 
 DENSE_LIMIT = 4096  # no d x d array is formed for more coordinates than this
+_EXACT_SCALE = 64  # variables up to which d products for an exact diagonal are cheap
+_ROUNDS, _PROBES = 3, 8
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Problem:
     @cached_property
     def scale(self) -> Array:
         """sqrt(diag H) at zero, (d,): theta * scale is free of the units of the columns; 1 where H_jj is zero."""
+        if isinstance(self.objective, TorchObjective) and self.dimension > _EXACT_SCALE:
+            return _equilibrated(self.objective)
         diagonal = self.objective.hessian_diagonal(np.zeros(self.dimension))
         usable = (diagonal > 0) & np.isfinite(diagonal)
         return np.asarray(np.sqrt(np.where(usable, diagonal, 1.0)))
@@ -94,3 +99,26 @@ class Problem:
     def feasible(self, theta: Array) -> bool:
         """Whether theta has at most k non-zero free entries."""
         return int(np.count_nonzero(theta)) - int(np.count_nonzero(theta[self.forced])) <= self.k
+
+
+def _equilibrated(objective: Objective) -> Array:
+    """Estimate of sqrt(diag H) from products with random signs, repeated in the scaled variables.
+
+    One round is Hutchinson's estimate of the diagonal, which large coordinates drown out where units differ; each
+    further round removes half of the difference that is left, in logarithms.
+    """
+    rng = np.random.default_rng(0)
+    scale = np.ones(objective.dimension)
+    origin = np.zeros(objective.dimension)
+    for _ in range(_ROUNDS):
+        total = np.zeros(objective.dimension)
+        for _ in range(_PROBES):
+            signs = rng.choice([-1.0, 1.0], objective.dimension)
+            total += signs * objective.hessian_product(origin, signs / scale) / scale
+        estimate = np.abs(total) / _PROBES
+        typical = float(np.median(estimate))
+        if not (typical > 0 and np.isfinite(estimate).all()):
+            return np.ones(objective.dimension)
+        # Never more than a factor of ten below the typical entry at once: an estimate can come out near zero by chance.
+        scale = scale * np.sqrt(np.maximum(estimate, 0.01 * typical))
+    return scale

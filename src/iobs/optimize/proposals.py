@@ -12,6 +12,8 @@ from iobs.optimize.designs import Array
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit import Fit, refit
 
+_ROUGH_STEPS = 2
+
 
 def start(problem: Problem, theta: Array | None = None) -> Fit:
     """The fit of the forced coordinates alone, or of the k largest entries of a given theta."""
@@ -32,12 +34,15 @@ def hard_thresholding_pursuit(problem: Problem, fit: Fit, *, steps: int = 12) ->
         if support.tobytes() in seen:
             break
         seen.add(support.tobytes())
-        fit = refit(problem.objective, support, fit.theta)
+        # Supports on the way need no more than their shape; the last one is refitted to the end.
+        fit = refit(problem.objective, support, fit.theta, steps=_ROUGH_STEPS)
         if fit.value < best.value or best.support.size < support.size:
             best = fit
         if solved(problem, fit):
             break
-    return best
+    if problem.objective.quadratic or not best.support.size:
+        return best
+    return refit(problem.objective, best.support, best.theta)
 
 
 def _step_length(problem: Problem, fit: Fit, slope: Array) -> float:
@@ -48,9 +53,14 @@ def _step_length(problem: Problem, fit: Fit, slope: Array) -> float:
     size = float(direction @ direction)
     if size == 0:
         return 1.0
-    curvature = float(
-        (direction / problem.scale) @ problem.objective.hessian_product(fit.theta, direction / problem.scale)
-    )
+    direction /= problem.scale
+    support = np.flatnonzero(direction)
+    if problem.objective.quadratic:
+        part = problem.objective.restricted(support)
+        product = part.hessian_product(np.zeros(support.size), direction[support])
+    else:
+        product = problem.objective.hessian_product(fit.theta, direction)[support]
+    curvature = float(direction[support] @ product)
     return size / curvature if curvature > 0 else 1.0
 
 

@@ -14,6 +14,7 @@ from scipy.linalg.lapack import dposv, dpotrf, dpotri
 from iobs.optimize.designs import Array, Indices
 from iobs.optimize.objective import Objective
 
+_CHORD = 1e-3  # a Hessian is kept while each step on it lowers the decrement by this factor
 _JITTER = 1e-12  # relative to the diagonal: what makes duplicate columns harmless
 
 
@@ -60,21 +61,30 @@ def minimise_on_all(objective: Objective, start: Array, *, steps: int = 50) -> A
         theta = np.zeros_like(start)
         value, gradient = objective.value_and_gradient(theta)
     everything = np.arange(objective.dimension)
-    hessian = objective.hessian_block(theta, everything) if objective.quadratic else None
-    for _ in range(2 if objective.quadratic else steps):
-        block = objective.hessian_block(theta, everything) if hessian is None else hessian
-        direction = newton_direction(block, gradient)
-        if objective.quadratic:
-            theta = theta + direction
+    block, previous = objective.hessian_block(theta, everything), np.inf
+    if objective.quadratic:
+        for _ in range(2):  # the second is one step of iterative refinement
+            theta = theta + newton_direction(block, gradient)
             gradient = objective.value_and_gradient(theta)[1]
-            continue
+        return theta
+    fresh = True
+    for _ in range(steps):
+        direction = newton_direction(block, gradient)
         decrease = -float(gradient @ direction)
+        if not fresh and decrease > _CHORD * previous:
+            block, fresh = objective.hessian_block(theta, everything), True
+            direction = newton_direction(block, gradient)
+            decrease = -float(gradient @ direction)
         step = _halve_until_descent(objective, theta, value, direction, decrease)
         if step is None:
-            break
+            if fresh:
+                break
+            previous = 0.0  # the old Hessian no longer helps: look again with a new one
+            continue
         theta, value, gradient = step
         if decrease <= 1e-30 * max(1.0, abs(value)) or decrease <= 1e-26 * abs(value):
             break
+        previous, fresh = decrease, False
     return theta
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from iobs.optimize import kernels
+from iobs.optimize.autodiff import TorchObjective
 from iobs.optimize.designs import Array, Booleans, Indices
 from iobs.optimize.problem import Problem
 from iobs.optimize.proposals import solved as vanishes
@@ -68,6 +69,11 @@ class Swapper:
             if vanishes(self.problem, fit):
                 return fit, True
         return fit, False
+
+    @property
+    def _dear(self) -> bool:
+        """Whether every column of the Hessian costs a differentiation of its own."""
+        return isinstance(self.problem.objective, TorchObjective)
 
     def _whole(self) -> bool:
         return self.problem.objective.quadratic and self.problem.dimension <= _GRAM_LIMIT
@@ -130,7 +136,8 @@ class Swapper:
             return np.arange(self.problem.dimension)
         outside = self.problem.candidates.copy()
         outside[fit.support] = False
-        count = min(int(outside.sum()), max(100, 3 * fit.support.size))
+        wanted = max(30, 2 * fit.support.size) if self._dear else max(100, 3 * fit.support.size)
+        count = min(int(outside.sum()), wanted)
         score = np.where(outside, np.abs(fit.gradient) / self.problem.scale, -1.0)
         best = np.argpartition(-score, count - 1)[:count] if count else np.zeros(0, np.int64)
         return np.sort(np.concatenate([fit.support, best])).astype(np.int64)

@@ -71,7 +71,7 @@ def _recover(X: Array, picture: Array, method: str) -> tuple[Array, Array]:
             early = theta
 
     k = min(D, 2 * int(np.count_nonzero(picture)))
-    minimize(LeastSquares(X, X @ picture), k, method=method, max_steps=STEPS, tol=1e-16, callback=watch)
+    minimize(LeastSquares(X, X @ picture), k, method=method, max_steps=STEPS, tol=2e-15, callback=watch)
     return np.array([distances[min(step, len(distances)) - 1] for step in CHECKED]), early
 
 
