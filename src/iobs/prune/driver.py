@@ -190,6 +190,7 @@ class _Run:
             elif step is not None and not last:
                 trainer = trainer or self._trainer(step, (self.settings.rounds - 1) * step.steps)
                 trainer.adopt()
+                trainer.masks = self._masks() if step.support == "fixed" else None
                 record.step_losses = self._run_steps(trainer, self.portions[index], index)
             record.seconds = time.perf_counter() - began
             self.progress.round(record)
@@ -424,7 +425,7 @@ class _Run:
     def _allocate(self) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
         layers, allocation = self.selection.layers, as_allocation(self.settings.allocation)
         if allocation.criterion == "auto":
-            allocation = replace(allocation, criterion="kl" if can_allocate(self.pattern) else "uniform")
+            allocation = replace(allocation, criterion=_criterion(self.pattern, len(layers), allocation.generations))
         if allocation.criterion == "uniform":
             return uniform(self.pattern, layers), []
 
@@ -526,6 +527,13 @@ class _Run:
 
 
 # ---- helpers without state
+def _criterion(pattern: Pattern, layers: int, generations: int) -> Literal["uniform", "kl", "evolve"]:
+    """Measured divergences, and a search on top where its trials are enough for every pair of layers."""
+    if not can_allocate(pattern):
+        return "uniform"
+    return "evolve" if layers * (layers - 1) // 2 <= generations else "kl"
+
+
 def _with_rate(step: GradientStep | None, rate: float) -> GradientStep | None:
     return replace(step, lr=rate) if step is not None and step.lr == "auto" else step
 

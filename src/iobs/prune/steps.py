@@ -31,6 +31,8 @@ class GradientStep:
         loss: "task" (cross-entropy with the batch's targets, or the model's own loss), "kl" (to the dense model),
             "block" (mean squared distance to the dense model's block outputs), or a function (model, batch) -> scalar.
         parameters: "prunable" steps on the pruned matrices only, as the paper; "all" on every parameter.
+        support: "dense" steps wake removed weights too, as the paper; "fixed" moves only the weights that the last
+            projection kept (the next one may still choose others).
         decay: the learning rate falls linearly to zero over all steps of the run.
         batch_size: samples a step, or None for the batches as they are; "auto" is 64, or 4096 tokens of text.
         augment: changes a batch before it is used; "auto" is mirroring and shifts of pictures, as far as the dense
@@ -45,6 +47,7 @@ class GradientStep:
     steps: int = 1
     loss: Loss = "task"
     parameters: Literal["prunable", "all"] = "prunable"
+    support: Literal["dense", "fixed"] = "dense"
     decay: bool = False
     batch_size: int | Literal["auto"] | None = None
     augment: Augmentation | Literal["auto"] | None = None
@@ -56,6 +59,8 @@ class GradientStep:
             raise ProblemError(f'optimizer must be "sgd" or "adam", got {self.optimizer!r}.')
         if self.parameters not in ("prunable", "all"):
             raise ProblemError(f'parameters must be "prunable" or "all", got {self.parameters!r}.')
+        if self.support not in ("dense", "fixed"):
+            raise ProblemError(f'support must be "dense" or "fixed", got {self.support!r}.')
         if isinstance(self.loss, str) and self.loss not in ("task", "kl", "block"):
             raise ProblemError(f'loss must be "task", "kl", "block" or a function, got {self.loss!r}.')
 
