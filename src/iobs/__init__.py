@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from iobs.core.patterns import NM, Unstructured
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.prune import GradientStep, Report, audit, prune
+from iobs.prune import GradientStep, Report, audit, keep_sparse, prune
 from iobs.solvers import solve
 
 if TYPE_CHECKING:
+    from iobs.models.packed import load_packed, save_packed
     from iobs.optimize import objectives
     from iobs.optimize.estimators import SparseClassifier, SparseRegressor
     from iobs.optimize.minimize import Result, minimize
@@ -27,14 +28,19 @@ __all__ = [
     "SparseRegressor",
     "Unstructured",
     "audit",
+    "keep_sparse",
+    "load_packed",
     "minimize",
     "objectives",
     "prune",
+    "save_packed",
     "solve",
 ]
 
 # Loaded on first use, so that pruning needs no scikit-learn and regression no more than it uses.
 _LAZY = {
+    "load_packed": "iobs.models.packed",
+    "save_packed": "iobs.models.packed",
     "objectives": "iobs.optimize.objectives",
     "minimize": "iobs.optimize.minimize",
     "Result": "iobs.optimize.minimize",

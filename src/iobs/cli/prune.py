@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,10 @@ def prune(
     rounds: Annotated[int | None, _option("N", "Rounds of I-OBS: projections with gradient steps between.")] = None,
     recipe: Annotated[str | None, _option("NAME", "best, fast or paper: sets all that is not given.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show which layers would be pruned, and stop.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Keep a checkpoint in DIR.checkpoint, and go on from the one that is there."),
+    ] = False,
     data: console.Data = None,
     samples: Annotated[int, _option("N", "Calibration samples.", console.DATA_PANEL, default=True)] = 128,
     seq_len: console.SequenceLength = 2048,
@@ -83,6 +88,7 @@ def prune(
         return
     assert output is not None
     check_output(output, needed_bytes=size_in_bytes(loaded.module))
+    checkpoint = output.with_name(f"{output.name}.checkpoint") if resume else None
     options = {
         "solver": solver,
         "refine": refine,
@@ -98,11 +104,14 @@ def prune(
         "holdout": holdout,
         "damping": damping,
         "seed": seed,
+        "checkpoint": checkpoint,
     }
     calibration = _Calibration(data or [], samples, seq_len, batch_size, seed)
     report = _run(loaded, wanted, calibration, _scoring_data(loaded, eval_data), options)
     with output_directory(output) as temporary:
         write_results(loaded, report, temporary, model_folder=None)
+    if checkpoint is not None:
+        shutil.rmtree(checkpoint)
     _show(report, output)
 
 

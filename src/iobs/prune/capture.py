@@ -62,7 +62,7 @@ class _DirectUses(TorchFunctionMode):
         for layer in layers:
             tensor = layer.tensor(model)
             if tensor.ndim == 2:
-                self.places[tensor.untyped_storage().data_ptr(), tensor.storage_offset()] = layer
+                self.places[tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())] = layer
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -80,7 +80,7 @@ class _DirectUses(TorchFunctionMode):
     def _seen(self, weight: Any, value: Any, transpose: bool) -> None:
         if not isinstance(weight, Tensor) or weight.ndim != 2:
             return
-        layer = self.places.get((weight.untyped_storage().data_ptr(), weight.storage_offset()))
+        layer = self.places.get((weight.untyped_storage().data_ptr(), int(weight.storage_offset())))
         if layer is None or layer.name in self.inside or sorted(weight.shape) != sorted(layer.shape):
             return
         value = value.detach()

@@ -138,7 +138,7 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     total = hashlib.sha256()
     for tensor in tensors:
         total.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        total.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return total.hexdigest()[:16]
 
 

@@ -1,0 +1,36 @@
+"""`iobs pack`: a pruned model in little room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from iobs.cli import console
+
+
+def pack(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that iobs prune wrote.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Where it goes; DIR.packed.", show_default=False),
+    ] = None,
+    back: Annotated[bool, typer.Option("--unpack", help="Turn a packed directory into dense files again.")] = False,
+) -> None:
+    """Store a pruned model as bit masks and values, bit for bit; --unpack turns it back."""
+    from iobs.models import output_directory
+    from iobs.models.packed import packed_share, save_packed, unpack
+
+    target = output or directory.with_name(f"{directory.name}.{'dense' if back else 'packed'}")
+    out = console.output_console()
+    if back:
+        with output_directory(target) as temporary:
+            unpack(directory, temporary)
+        out.print(f"Written: {target}", markup=False)
+        return
+    save_packed(directory, target)
+    share = packed_share(directory, target)
+    out.print(
+        f"Written: {target}, {share:.1%} of the dense bytes (turn back: iobs pack --unpack {target})", markup=False
+    )

@@ -1,0 +1,192 @@
+"""Pruned weights in little room: a bit for every entry and the values that are not zero, in safetensors.
+
+At 50 % sparsity a bfloat16 matrix takes 1/16 + 1/2 = 56 % of its dense bytes. Whatever would not become smaller stays
+as it is. Packing and unpacking go through the files tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_model
+from torch import Tensor, nn
+
+from iobs.errors import ModelError
+from iobs.models.loaded import LoadedModel
+from iobs.models.output import output_directory
+from iobs.models.shards import Entry, ShardWriter, read_entries
+from iobs.prune.layers import library_class
+
+SUFFIX = ".packed"
+_MASK, _VALUES, _SHAPES = ":mask", ":values", "iobs_shapes"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def save_packed(model: nn.Module | LoadedModel | str | Path, path: str | Path) -> Path:
+    """Write a model, or the files of a model directory, packed into a new directory.
+
+    Args:
+        model: a module, what `iobs.models.load` gave, or a directory with safetensors in it.
+        path: the directory to write; it must not exist.
+
+    Raises:
+        ModelError: the directory holds no safetensors file, or one is damaged.
+        OutputError: the output exists, or cannot be written.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(model) if isinstance(model, str | Path) else _written(model, Path(scratch))
+        shards = sorted(source.glob("*.safetensors"))
+        if not shards:
+            raise ModelError(f"{source} holds no .safetensors file; give a directory that iobs prune wrote.")
+        with output_directory(Path(path)) as temporary:
+            for file in source.iterdir():
+                if file.is_file() and file.suffix != ".safetensors":
+                    shutil.copyfile(file, temporary / file.name)
+            for shard in shards:
+                _pack(shard, temporary / f"{shard.stem}{SUFFIX}")
+    return Path(path)
+
+
+def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
+    """Read what `save_packed` wrote, bit for bit.
+
+    Args:
+        path: a packed directory.
+        into: a module of the right shape that takes the weights; needed where the directory does not say by itself
+            what module it holds.
+
+    Raises:
+        ModelError: no packed file there, one is damaged, or the weights do not fit.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        unpack(path, Path(scratch))
+        if into is not None:
+            return _filled(into, Path(scratch))
+        if not any((Path(scratch) / name).is_file() for name in ("config.json", "iobs.json")):
+            raise ModelError(f"{path} does not say what module it holds; give one: load_packed(path, into=module).")
+        from iobs.models import load
+
+        return load(scratch).module
+
+
+def unpack(path: str | Path, directory: Path) -> None:
+    """Write the dense files of a packed directory into an existing directory.
+
+    Raises:
+        ModelError: no packed file there, or one is damaged.
+    """
+    source = Path(path)
+    files = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
+    if not files:
+        raise ModelError(f"{source} holds no {SUFFIX} file; give a directory that iobs pack wrote.")
+    for file in source.iterdir():
+        if file.is_file() and file.suffix != SUFFIX:
+            shutil.copyfile(file, directory / file.name)
+    for file in files:
+        _unpack(file, directory / f"{file.stem}.safetensors")
+
+
+def packed_share(source: str | Path, packed: str | Path) -> float:
+    """Bytes of the packed weights over bytes of the dense ones."""
+    dense = sum(os.path.getsize(file) for file in Path(source).glob("*.safetensors"))
+    return sum(os.path.getsize(file) for file in Path(packed).glob(f"*{SUFFIX}")) / dense
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The entries as integers, flat: only the true zero is 0, minus zero and NaN are kept as values."""
+    return tensor.contiguous().flatten().view(_BITS[tensor.element_size()])
+
+
+def _pack(shard: Path, target: Path) -> None:
+    entries, metadata = read_entries(shard)
+    packed: dict[str, Entry] = {}
+    shapes: dict[str, list[int]] = {}
+    with safe_open(shard, framework="pt") as opened:
+        for name, entry in entries.items():
+            size = entry.bytes // entry.dtype.itemsize
+            kept = int((_bits(opened.get_tensor(name)) != 0).sum()) if entry.dtype.is_floating_point and size else size
+            if (size + 7) // 8 + kept * entry.dtype.itemsize < entry.bytes:
+                packed[name + _MASK] = Entry(torch.uint8, ((size + 7) // 8,))
+                packed[name + _VALUES] = Entry(entry.dtype, (kept,))
+                shapes[name] = list(entry.shape)
+            else:
+                packed[name] = entry
+        writer = ShardWriter(target, packed, {**metadata, _SHAPES: json.dumps(shapes)})
+        for name in entries:
+            tensor = opened.get_tensor(name)
+            if name not in shapes:
+                writer.put(name, tensor)
+                continue
+            mask = _bits(tensor) != 0
+            writer.put(name + _MASK, torch.from_numpy(np.packbits(mask.numpy(), bitorder="little")))
+            writer.put(name + _VALUES, tensor.flatten()[mask])
+        writer.close()
+
+
+def _unpack(file: Path, target: Path) -> None:
+    entries, metadata = read_entries(file)
+    try:
+        shapes: dict[str, list[int]] = json.loads(metadata.pop(_SHAPES))
+    except (KeyError, ValueError) as error:
+        raise ModelError(f"{file} is no packed file of iobs; give a directory that iobs pack wrote.") from error
+    dense: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        if name.removesuffix(_MASK) in shapes:
+            whole = name.removesuffix(_MASK)
+            dense[whole] = Entry(entries[whole + _VALUES].dtype, tuple(shapes[whole]))
+        elif name.removesuffix(_VALUES) not in shapes:
+            dense[name] = entry
+    try:
+        with safe_open(file, framework="pt") as opened:
+            writer = ShardWriter(target, dense, metadata)
+            for name, entry in dense.items():
+                stored = [name + _MASK, name + _VALUES] if name in shapes else [name]
+                tensors = {part: opened.get_tensor(part) for part in stored}
+                writer.put(name, _expanded(tensors, name, entry) if name in shapes else tensors[name])
+            writer.close()
+    except SafetensorError as error:
+        raise ModelError(f"{file} is damaged ({error}); copy or pack it again.") from error
+
+
+def _expanded(tensors: dict[str, Tensor], name: str, entry: Entry) -> Tensor:
+    result = torch.zeros(entry.shape, dtype=entry.dtype)
+    packed, values = tensors[name + _MASK], tensors[name + _VALUES]
+    bits = np.unpackbits(packed.numpy(), axis=0, count=result.numel(), bitorder="little")
+    chosen = torch.from_numpy(bits).bool()
+    if int(chosen.sum()) != len(values):
+        raise ModelError(f"The mask and the values of {name!r} do not agree; the packed file is damaged.")
+    result.view(-1)[chosen] = values
+    return result
+
+
+def _written(model: nn.Module | LoadedModel, directory: Path) -> Path:
+    if isinstance(model, LoadedModel):
+        model.write(directory)
+    elif isinstance(model, library_class("transformers.modeling_utils", "PreTrainedModel")):
+        model.save_pretrained(directory)  # type: ignore[operator]
+    else:
+        save_model(model, str(directory / "model.safetensors"))
+    return directory
+
+
+def _filled(module: nn.Module, directory: Path) -> nn.Module:
+    state = module.state_dict()
+    missing = set(state)
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                tensor = opened.get_tensor(name)
+                if name not in state or state[name].shape != tensor.shape:
+                    raise ModelError(f"The packed weight {name!r}, {tuple(tensor.shape)}, does not fit the module.")
+                state[name].copy_(tensor)
+                missing -= {other for other, value in state.items() if value.data_ptr() == state[name].data_ptr()}
+    if missing:
+        raise ModelError(f"The packed files lack {len(missing)} weights of the module, {min(missing)} the first.")
+    return module

@@ -1,0 +1,110 @@
+"""Read and write safetensors a tensor at a time, so that no file has to fit into memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from iobs.errors import ModelError
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: its dtype and shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        size = self.dtype.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+def read_entries(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """What a safetensors file holds, from its header alone, and its metadata.
+
+    Raises:
+        ModelError: the file is damaged, cut short, or holds a dtype that is not known.
+    """
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > 2**27:
+                raise ValueError("its header is too long")
+            header = json.loads(opened.read(length))
+        metadata = header.pop("__metadata__", {})
+        entries = {name: Entry(DTYPES[value["dtype"]], tuple(value["shape"])) for name, value in header.items()}
+        end = max((value["data_offsets"][1] for value in header.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} is damaged or no safetensors file ({error}); copy it again.") from error
+    if file.stat().st_size < 8 + length + end:
+        raise ModelError(f"{file} is cut short: {file.stat().st_size} of {8 + length + end} bytes; copy it again.")
+    return entries, metadata
+
+
+class ShardWriter:
+    """Writes one safetensors file whose tensors come in any order; the header is written first.
+
+    Args:
+        file: the file.
+        entries: what will be written, in the order of the file.
+        metadata: strings for the header.
+    """
+
+    def __init__(self, file: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        self.entries, self.places, offset = dict(entries), {}, 0
+        for name, entry in entries.items():
+            header[name] = {
+                "dtype": _NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [offset, offset + entry.bytes],
+            }
+            self.places[name] = offset
+            offset += entry.bytes
+        text = json.dumps(header).encode("utf8")
+        text += b" " * (-len(text) % 8)
+        self.start, self.missing = 8 + len(text), set(entries)
+        self.opened: BinaryIO = file.open("wb")
+        self.opened.write(len(text).to_bytes(8, "little") + text)
+        self.opened.truncate(self.start + offset)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor; its dtype and shape are those that were announced."""
+        entry = self.entries[name]
+        assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), name
+        self.opened.seek(self.start + self.places[name])
+        flat = tensor.detach().cpu().contiguous().flatten()
+        self.opened.write(flat.view(torch.uint8).numpy().data)
+        self.missing.discard(name)
+
+    def close(self) -> None:
+        """End the file; every announced tensor has been written."""
+        assert not self.missing, self.missing
+        self.opened.close()
