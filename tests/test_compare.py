@@ -1,0 +1,57 @@
+"""`iobs compare` on a small classifier: a table, a file, a picture, and the model as it was."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from iobs.cli import app
+from iobs.cli.compare import OURS, PEERS
+
+CLASSIFIER = """
+import torch
+from torch import nn
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+def batches():
+    g = torch.Generator().manual_seed(1)
+    return [(torch.randn(20, 8, generator=g), torch.randint(4, (20,), generator=g)) for _ in range(3)]
+"""
+
+
+@pytest.fixture
+def call(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(CLASSIFIER)
+
+    def run(*arguments):
+        return CliRunner().invoke(app, ["compare", f"{file}:net", "--data", f"{file}:batches", *map(str, arguments)])
+
+    return run
+
+
+def test_every_method_at_two_patterns(call, tmp_path):
+    methods = [name for name in (*OURS, *PEERS) if name not in ("best", "paper", "chita++")]
+    result = call("--methods", ",".join(methods), "--patterns", "0.5,2:4", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    values = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    found = {(trial["method"], trial["pattern"]): trial for trial in values["trials"]}
+    assert {name for name, pattern in found if pattern == "0.5"} == set(methods)
+    assert {name for name, pattern in found if pattern == "2:4"} == {name for name in methods if name in OURS}
+    assert all(trial["sparsity"] == pytest.approx(0.5, abs=0.01) for trial in values["trials"])
+    assert (tmp_path / "out" / "comparison.svg").read_text().lstrip().startswith("<?xml")
+    assert all(name in result.output for name in methods)
+
+
+def test_json(call):
+    result = call("--methods", "fast", "--patterns", "0.5", "--json")
+    assert json.loads(result.stdout)["trials"][0]["method"] == "fast"
+
+
+def test_unknown_method(call):
+    result = call("--methods", "fastest")
+    assert result.exit_code != 0
+    assert "fastest" in result.output
