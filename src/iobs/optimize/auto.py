@@ -5,22 +5,27 @@ The stages run until the gradient vanishes altogether (no support can be better 
 1. hard thresholding pursuit, then exact swaps;
 2. for a quadratic: message passing, then swaps, when the design is incoherent enough for it;
 3. merging pursuit (CoSaMP), then swaps;
-4. kicks: a few members of the best support are exchanged at random for promising outsiders, then swaps, until stages
-   have agreed on the same support a few times in a row;
-5. for an under-determined quadratic: adaptive diagonal damping, then swaps.
+4. kicks: a part of the best support is exchanged at random for promising outsiders, or all of it for anything, then
+   swaps; where these are dear only until stages have agreed on the same support a few times in a row;
+5. for an under-determined quadratic: adaptive diagonal damping, then swaps; first as if there were no noise, then with
+   the noise that the best fit so far leaves;
+6. the Top-k support of the Newton step from the best fit, refitted: with it among the candidates the result keeps the
+   local rate of the I-OBS theorem.
 
-Every stage may only lower f, and the Top-k support of the Newton step is among the candidates at the end, so the
-result keeps the local rate of the I-OBS theorem.
+Every stage may only lower f.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from iobs.optimize import proposals
+from iobs.optimize.autodiff import TorchObjective
+from iobs.optimize.curvature import FullHessian
 from iobs.optimize.designs import Array, Indices
 from iobs.optimize.objectives import LeastSquares
 from iobs.optimize.problem import Problem
@@ -30,8 +35,9 @@ from iobs.optimize.swap import Swapper
 GLOBAL = "global minimum: the gradient vanishes, so for a convex f no support can be better"
 LOCAL = "1-swap optimal (by the second-order model where f is not quadratic): no exchange of two coordinates lowers f"
 
-_AGREEMENTS = 3  # stages in a row that must return to the same support; 2 where every refit is a Newton iteration
+_AGREEMENTS = 2  # stages in a row that must return to the same support, where a swap is not cheap
 _WORK_LIMIT = 4e8  # multiplications of one iteration of adaptive damping
+_NEWTON_LIMIT = 1024  # coordinates up to which the dense Newton point is looked at; a quarter if f is not quadratic
 _PASSING_LIMIT = 4_000_000  # entries of a design that message passing may walk hundreds of times
 
 
@@ -45,7 +51,7 @@ class Stage:
 
 
 def stages(
-    problem: Problem, theta: Array | None = None, *, kicks: int = 8, empty: Fit | None = None
+    problem: Problem, theta: Array | None = None, *, kicks: int = 18, empty: Fit | None = None
 ) -> Iterator[Stage]:
     """The stages one after the other, each with the best fit so far; stops early once f cannot be lower.
 
@@ -68,10 +74,10 @@ def stages(
     for name, propose in _plan(problem, empty, kicks):
         if proposals.solved(problem, best) and problem.size == best.support.size - problem.forced.size:
             return
-        if name in ("kick", "merging pursuit") and agreed >= _AGREEMENTS - (not problem.objective.quadratic):
+        if not swapper.whole and name in ("kick", "merging pursuit") and agreed >= _AGREEMENTS:
             continue
         proposal = propose(best)
-        if not proposals.solved(problem, proposal):
+        if proposal is not best and not proposals.solved(problem, proposal):
             proposal = swapper.improve(proposal)[0]
         agreed = agreed + 1 if np.array_equal(proposal.support, best.support) else 0
         if proposal.value < best.value or best.support.size < proposal.support.size:
@@ -91,13 +97,17 @@ def _plan(problem: Problem, empty: Fit, kicks: int) -> Iterator[tuple[str, Calla
             yield "message passing", lambda best: _from_scores(problem, proposals.message_passing)
     # Where every refit is a Newton iteration of its own, kicks are cheaper than merging.
     first = 0 if objective.quadratic else min(2, kicks)
-    for _ in range(first):
-        yield "kick", lambda best: _kick(problem, best)
+    for number in range(first):
+        yield "kick", partial(_kick, problem, number)
     yield "merging pursuit", lambda best: proposals.compressive_sampling_pursuit(problem, empty)
-    for _ in range(kicks - first):
-        yield "kick", lambda best: _kick(problem, best)
+    for number in range(first, kicks):
+        yield "kick", partial(_kick, problem, number)
     if linear and under and n * n * d <= _WORK_LIMIT:
-        yield "adaptive damping", lambda best: _from_scores(problem, proposals.adaptive_damping)
+        yield "adaptive damping", lambda best: _from_scores(problem, partial(proposals.adaptive_damping, steps=150))
+        yield "adaptive damping with noise", lambda best: _damped_for_noise(problem, best)
+    limit = _NEWTON_LIMIT if objective.quadratic else _NEWTON_LIMIT // 4
+    if objective.dimension <= limit and not isinstance(objective, TorchObjective):
+        yield "Newton point", lambda best: _newton_support(problem, best)
 
 
 def _from_scores(problem: Problem, propose: Callable[[Array, Array, int], Array]) -> Fit:
@@ -111,10 +121,30 @@ def _from_scores(problem: Problem, propose: Callable[[Array, Array, int], Array]
     return refit(objective, problem.top(scores))
 
 
-def _kick(problem: Problem, best: Fit) -> Fit:
-    """Exchange a quarter of the support at random for outsiders with a steep gradient once those are gone."""
+def _damped_for_noise(problem: Problem, best: Fit) -> Fit:
+    """Adaptive damping with the variance that is left at the best fit."""
+    variance = 2 * best.value / max(1, problem.objective.rank - best.support.size)
+    return _from_scores(problem, partial(proposals.adaptive_damping, variance=variance, steps=60))
+
+
+def _newton_support(problem: Problem, best: Fit) -> Fit:
+    """The refit on the support of T_k of the Newton point (Option 1's mask)."""
+    centre = FullHessian().model(problem, best.theta, best.gradient).centre()
+    fit = refit(problem.objective, problem.top(np.abs(centre)), best.theta)
+    return fit if fit.value < best.value else best
+
+
+def _kick(problem: Problem, number: int, best: Fit) -> Fit:
+    """Exchange a part of the support for outsiders that are steep once it is gone; every third time start anew.
+
+    Where every refit is a Newton iteration the part is a quarter and nothing starts anew.
+    """
     free = np.setdiff1d(best.support, problem.forced)
-    count = max(1, free.size // 4)
+    if number % 3 == 1 and problem.objective.quadratic:
+        usable = np.flatnonzero(problem.candidates)
+        anything = problem.rng.choice(usable, problem.size, replace=False)
+        return refit(problem.objective, np.sort(np.concatenate([anything, problem.forced])).astype(np.int64))
+    count = max(1, free.size // ((2 + number % 3 // 2) if problem.objective.quadratic else 4))
     gone = problem.rng.choice(free, count, replace=False)
     kept = np.setdiff1d(best.support, gone)
     rest = refit(problem.objective, kept, best.theta, steps=5)

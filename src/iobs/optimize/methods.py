@@ -166,7 +166,7 @@ class BestKnown:
         kicks: random restarts around the best support.
     """
 
-    kicks: int = 8
+    kicks: int = 18
 
     def begin(self, problem: Problem, theta: Array | None) -> State:
         """The forced coordinates alone; nothing else is computed yet."""

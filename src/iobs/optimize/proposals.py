@@ -154,19 +154,19 @@ def _posterior(
 
 
 def adaptive_damping(
-    columns: Array, target: Array, k: int, *, noise: float = 0.0, shrink: float = 0.9, steps: int = 250
+    columns: Array, target: Array, k: int, *, variance: float = 0.0, shrink: float = 0.9, steps: int = 250
 ) -> Array:
     """I-OBS with a diagonal damping 1 / (x_j^2 + eps^2) that follows the iterate; returns scores |x_j| (d,).
 
     The classical reweighted least squares (FOCUSS; Chartrand and Yin 2008; Daubechies et al. 2010) in its n x n form
-    x = W A^T (A W A^T + noise I)^-1 y with W = diag(x^2 + eps^2). eps never grows, and follows the (k+1)-th largest
+    x = W A^T (A W A^T + variance I)^-1 y with W = diag(x^2 + eps^2). eps never grows, and follows the (k+1)-th largest
     entry down, so it ends where exactly k entries remain.
 
     Args:
         columns: A (n, d) with columns of norm one.
         target: y (n,).
         k: the number of non-zeros.
-        noise: variance ratio that keeps the residual from being forced to zero.
+        variance: of the noise, so that the residual is not forced to zero.
         shrink: how far below the (k+1)-th entry eps is put.
         steps: at most so many iterations, n^2 d multiplications each.
     """
@@ -175,7 +175,7 @@ def adaptive_damping(
     for iteration in range(steps):
         weighted = columns * weights
         system = weighted @ columns.T
-        system[np.diag_indices(n)] += (1e-12 + noise) * float(system.trace()) / n
+        system[np.diag_indices(n)] += variance + 1e-12 * float(system.trace()) / n
         _, dual, info = dposv(system, target, lower=1, overwrite_a=1)
         if info != 0:
             break

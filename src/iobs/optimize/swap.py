@@ -61,7 +61,7 @@ class Swapper:
             return fit, True
         for _ in range(limit):
             better = self._improve_in_block(fit, limit)
-            if better is None and not self._whole():
+            if better is None and not self.whole:
                 better = self._improve_anywhere(fit)
             if better is None:
                 return fit, True
@@ -75,7 +75,9 @@ class Swapper:
         """Whether every column of the Hessian costs a differentiation of its own."""
         return isinstance(self.problem.objective, TorchObjective)
 
-    def _whole(self) -> bool:
+    @property
+    def whole(self) -> bool:
+        """Whether all of the Hessian is formed once: exchanges are then cheap."""
         return self.problem.objective.quadratic and self.problem.dimension <= _GRAM_LIMIT
 
     def _improve_in_block(self, fit: Fit, limit: int) -> Fit | None:
@@ -132,7 +134,7 @@ class Swapper:
 
     def _members(self, fit: Fit) -> Indices:
         """The support and the coordinates that would lower f most when added alone."""
-        if self._whole():
+        if self.whole:
             return np.arange(self.problem.dimension)
         outside = self.problem.candidates.copy()
         outside[fit.support] = False
@@ -166,7 +168,7 @@ class Swapper:
         )
 
     def _block(self, fit: Fit, members: Indices) -> Array:
-        if not self._whole():
+        if not self.whole:
             return np.ascontiguousarray(self.problem.objective.hessian_block(fit.theta, members))
         if self.gram is None:
             self.gram = np.ascontiguousarray(self.problem.objective.hessian_block(fit.theta, members))
