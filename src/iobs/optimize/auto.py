@@ -33,7 +33,10 @@ from iobs.optimize.refit import Fit, refit
 from iobs.optimize.swap import Swapper
 
 GLOBAL = "global minimum: the gradient vanishes, so for a convex f no support can be better"
-LOCAL = "1-swap optimal (by the second-order model where f is not quadratic): no exchange of two coordinates lowers f"
+LOCAL = "1-swap optimal: no exchange of two coordinates lowers f"
+LOCAL_MODEL = (
+    "1-swap optimal by the second-order model: no exchange of two coordinates is predicted to lower f and does"
+)
 
 _AGREEMENTS = 2  # stages in a row that must return to the same support, where a swap is not cheap
 _WORK_LIMIT = 4e8  # multiplications of one iteration of adaptive damping

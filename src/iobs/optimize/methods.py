@@ -178,7 +178,7 @@ class BestKnown:
         """The next stage; done when there is none."""
         stage = next(state.memory, None)
         if stage is None:
-            text = state.message if state.message.startswith("global") else auto.LOCAL
+            text = auto.LOCAL if problem.objective.quadratic else auto.LOCAL_MODEL
             return State(state.theta, state.value, state.gradient, state.memory, True, False, text)
         fit = stage.fit
         message = auto.GLOBAL if stage.optimal else stage.name

@@ -64,8 +64,8 @@ class LinearModel:
             bad = np.flatnonzero(~np.isfinite(squares))
             if bad.size:
                 raise NonFiniteError(
-                    f"Column {bad[0]} of the design matrix holds NaN or infinity ({bad.size} such columns); "
-                    "remove or impute those entries first."
+                    f"Column {bad[0]} of the design matrix holds NaN, infinity or numbers too large to square "
+                    f"({bad.size} such columns); remove or impute those entries first."
                 )
             self._column_squares = squares
         return self._column_squares

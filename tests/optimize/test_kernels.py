@@ -1,0 +1,136 @@
+"""The compiled loops against refits by brute force and against their plain forms."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from sparse_problems import correlated_design, sparse_signal
+
+from iobs.core import linalg
+from iobs.optimize import kernels, proposals
+from iobs.optimize.models import QuadraticObjective
+from iobs.optimize.objectives import LeastSquares, Logistic
+from iobs.optimize.problem import Problem
+from iobs.optimize.refit import inverse_block, refit
+from iobs.optimize.swap import Swapper
+
+M, K = 9, 4
+
+
+def _state(rng, forced=()):
+    factor = rng.standard_normal((20, M))
+    objective = QuadraticObjective(factor.T @ factor, rng.standard_normal(M), forced=np.array(forced, np.int64))
+    problem = Problem(objective, K)
+    support = np.sort(np.concatenate([rng.choice(np.setdiff1d(np.arange(M), forced), K, False), forced])).astype(int)
+    fit = refit(objective, support)
+    return objective, fit, Swapper(problem).state(fit, np.arange(M))
+
+
+def _arrays(state):
+    return state.inverse, state.projection, state.schur, state.gradient, state.theta
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("forced", [(), (2,)])
+def test_the_best_swap_is_that_of_all_refits(seed, forced):
+    objective, fit, state = _state(np.random.default_rng(seed), forced)
+    leaving, entering, change = kernels.best_swap(
+        state.inverse, state.projection, state.schur, state.hessian.diagonal().copy(), state.gradient, state.theta,
+        state.allowed, state.locked,
+    )  # fmt: skip
+    changes = {}
+    for i, j in itertools.product(range(fit.support.size), np.setdiff1d(np.arange(M), fit.support)):
+        if fit.support[i] not in forced:
+            support = np.sort(np.append(np.delete(fit.support, i), j))
+            changes[i, j] = refit(objective, support).value - fit.value
+    best = min(changes, key=changes.get)
+    if changes[best] < 0:
+        assert (leaving, entering) == best
+        assert change == pytest.approx(changes[best], rel=1e-9)
+    else:
+        assert leaving == -1
+
+
+def test_exchanging_updates_all_of_the_state(rng):
+    objective, _, state = _state(rng)
+    for step in range(20):
+        leaving = int(rng.integers(K))
+        entering = int(rng.choice(np.setdiff1d(np.arange(M), state.support)))
+        kernels.exchange(
+            state.hessian, state.support, state.inverse, state.projection, state.schur, state.gradient, state.theta,
+            leaving, entering,
+        )  # fmt: skip
+        order = np.argsort(state.support)
+        fit = refit(objective, state.support[order])
+        fresh = Swapper(Problem(objective, K)).state(fit, np.arange(M))
+        fresh_inverse, fresh_projection, schur, gradient, theta = _arrays(fresh)
+        np.testing.assert_allclose(state.inverse[np.ix_(order, order)], fresh_inverse, atol=1e-9, err_msg=str(step))
+        np.testing.assert_allclose(state.projection[order], fresh_projection, atol=1e-9)
+        np.testing.assert_allclose(state.schur, schur, atol=1e-8)
+        np.testing.assert_allclose(state.gradient, gradient, atol=1e-8)
+        np.testing.assert_allclose(state.theta[order], theta, atol=1e-9)
+
+
+def test_greedy_removal_is_the_plain_downdate(rng):
+    objective, _, state = _state(rng)
+    inverse = np.linalg.inv(state.hessian)
+    centre = inverse @ objective.linear
+    kept, plain, values = np.ones(M, bool), torch.from_numpy(inverse.copy()), centre.copy()
+    kernels.remove_greedily(np.ascontiguousarray(inverse), centre, np.zeros(M, bool), kept, 5)
+    remaining = list(range(M))
+    for _ in range(5):
+        chosen = min(remaining, key=lambda i: values[i] ** 2 / float(plain[i, i]))
+        values = values - plain[chosen].numpy() / float(plain[chosen, chosen]) * values[chosen]
+        plain = linalg.remove_variable(plain, chosen)
+        remaining.remove(chosen)
+    np.testing.assert_array_equal(np.flatnonzero(kept), remaining)
+    np.testing.assert_allclose(centre[remaining], values[remaining], rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["linear", "logistic"])
+def test_blocks_and_the_scan_of_all_pairs_agree(kind, rng, monkeypatch):
+    """A swapper that forms only a block and then scans in chunks ends where one with the whole Hessian ends."""
+    X = correlated_design(rng, 120, 150, 0.7)
+    margin = X @ sparse_signal(rng, 150, 6)
+    if kind == "linear":
+        objective = LeastSquares(X, margin + rng.standard_normal(120))
+    else:
+        objective = Logistic(X, rng.random(120) < 1 / (1 + np.exp(-margin)), ridge=0.1)
+    problem = Problem(objective, 6)
+    start = refit(objective, np.arange(6))
+    whole, known = Swapper(problem).improve(start)
+    assert known
+    monkeypatch.setattr("iobs.optimize.swap._GRAM_LIMIT", 1)
+    monkeypatch.setattr("iobs.optimize.swap._CHUNK", 64)
+    pieces, known = Swapper(problem).improve(start)
+    assert known
+    assert not Swapper(problem).best_pairs(pieces) or kind == "logistic"
+    for fit in (whole, pieces):
+        for i, j in itertools.product(range(6), np.setdiff1d(np.arange(150), fit.support)):
+            if kind == "linear":
+                trial = refit(objective, np.sort(np.append(np.delete(fit.support, i), j)))
+                assert trial.value >= fit.value * (1 - 1e-8)
+
+
+def test_message_passing_and_adaptive_damping_find_sparse_solutions(rng):
+    columns = rng.standard_normal((100, 250))
+    columns /= np.linalg.norm(columns, axis=0)
+    truth = sparse_signal(rng, 250, 25)
+    for propose in (proposals.message_passing, proposals.adaptive_damping):
+        scores = propose(columns, columns @ truth, 25)
+        np.testing.assert_array_equal(np.sort(np.argsort(-scores)[:25]), np.flatnonzero(truth))
+    noisy = columns @ truth + 0.02 * rng.standard_normal(100)
+    scores = proposals.adaptive_damping(columns, noisy, 25, variance=4e-4)
+    assert np.intersect1d(np.argsort(-scores)[:25], np.flatnonzero(truth)).size >= 24
+    coherent = correlated_design(rng, 40, 100, 0.99)
+    coherent /= np.linalg.norm(coherent, axis=0)
+    assert np.isfinite(proposals.message_passing(coherent, coherent[:, 0], 5)).all()
+
+
+def test_duplicates_do_not_break_the_inverse():
+    block = np.ones((3, 3)) + np.diag([0.0, 0.0, 1.0])
+    assert np.isfinite(inverse_block(block)).all()
+    assert np.isfinite(inverse_block(np.zeros((2, 2)))).all()
