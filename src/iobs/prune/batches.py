@@ -155,6 +155,23 @@ def forward(model: nn.Module, batch: Batch) -> Any:
     return model(**given) if isinstance(given, Mapping) else model(given)
 
 
+@torch.no_grad()
+def require_accepted(model: nn.Module, batch: Batch) -> None:
+    """Call the model with the first sample of a batch.
+
+    Raises:
+        CalibrationError: the model cannot take it; gives the shapes and the model's own complaint.
+    """
+    device = next(model.parameters()).device
+    try:
+        forward(model, to_device(take(batch, torch.zeros(1, dtype=torch.int64)), device))
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors(batch))
+        raise CalibrationError(
+            f"The model cannot take calibration batch 0, tensors of shape {shapes}: {type(error).__name__}: {error}"
+        ) from error
+
+
 def logits(output: Any) -> Tensor:
     """The tensor that a model's answer is about: its logits, or its first or only tensor.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Solution
+from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.prune import batches as data_batches
 from iobs.prune import steps as gradient_steps
 from iobs.prune.allocation import Allocation, as_allocation, can_allocate, uniform
@@ -122,10 +124,11 @@ def prune(
     selection = select(model, include, skip, depthwise=settings.depthwise)
     require_fit(selection, pattern)
     collected = data_batches.collect(batches)
-    run = _Run(model, selection, pattern, settings, collected, progress or Quiet(), checkpoint)
+    # The dense reference is copied inside: a key-value cache would grow each time one of its blocks is run.
     with evaluating(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        return run.execute()
+        data_batches.require_accepted(model, collected[0])
+        return _Run(model, selection, pattern, settings, collected, progress or Quiet(), checkpoint).execute()
 
 
 class _Run:
@@ -166,7 +169,7 @@ class _Run:
             raise
 
     def _execute(self, started: float) -> Report:
-        dense_loss = self._measure(self.heldout)
+        dense_loss = self._loss_on(self.heldout)  # where it is NaN, the walk names the layer that makes it so
         self.progress.begin(self.settings.rounds, [layer.name for layer in self.selection.layers])
         if any(step is not None for step in (self.settings.step, self.settings.polish)):
             expected = estimate_seconds(self.model, self.selection.layers, self.fit, self.settings)
@@ -244,6 +247,12 @@ class _Run:
         reasons = dict.fromkeys((layer.name for layer in unseen), "the network fed it nothing on the calibration data")
         self.selection = Selection(kept, {**self.selection.skipped, **reasons})
 
+        names = ", ".join(layer.name for layer in unseen)
+        if not kept:
+            raise LayerSelectionError(
+                f"Nothing was pruned: on the calibration data the network feeds nothing to {names}."
+            )
+        self._note(f"Left dense, since the network feeds them nothing on the calibration data: {names}.")
     def _imitated(self, index: int) -> nn.Module | None:
         """The network whose layers' outputs are the targets of a sweep; None where a layer imitates itself."""
         target = self.settings.target
@@ -376,7 +385,7 @@ class _Run:
         record.loss_heldout = self._measure(self.heldout)
         record.seconds = time.perf_counter() - began
 
-    def _measure(self, part: Part) -> float | None:
+    def _loss_on(self, part: Part) -> float | None:
         if not part.batches:
             return None
         return gradient_steps.mean_loss(self.model, part, self.loss)
@@ -385,6 +394,12 @@ class _Run:
         self, records: list[RoundRecord], best: dict[str, Tensor], final: dict[Layer, Pattern]
     ) -> dict[str, Tensor]:
         if _best_index(records, asked(final)) != len(records) - 1:
+    def _measure(self, part: Part) -> float | None:
+        loss = self._loss_on(part)
+        if loss is not None and not math.isfinite(loss):
+            raise NonFiniteError(f"The pruned network's {self.loss_name} is {loss}; lower the learning rate.")
+        return loss
+
             return best
         return {name: value.detach().clone() for name, value in _state(self.model) if name in self.original}
 

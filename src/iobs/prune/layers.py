@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from iobs.errors import LayerSelectionError, NonFiniteError
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -29,6 +31,7 @@ class Layer:
     expert: int | None = None
     groups: int = 1
     transposed: bool = False
+    stored_as: str | None = None  # the name of a parameter of another module, where this one shares it
 
     @property
     def name(self) -> str:
@@ -44,7 +47,7 @@ class Layer:
     @property
     def key(self) -> str:
         """Name of the parameter that holds it, as `named_parameters` has it."""
-        return f"{self.path}.{self.parameter}" if self.path else self.parameter
+        return self.stored_as or _joined(self.path, self.parameter)
 
     def tensor(self, model: nn.Module) -> Tensor:
         """The stored tensor (a view of it for an expert's slice)."""
@@ -84,20 +87,31 @@ def library_class(module: str, name: str) -> tuple[type, ...]:
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every matrix of a network that can be pruned: Linear, Conv1d-3d, GPT-2's Conv1D, their subclasses, experts."""
     transposed = library_class("transformers.pytorch_utils", "Conv1D")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # one for each, though shared
     layers = []
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            layers.append(Layer(path, (module.weight.shape[0], module.weight.shape[1])))
-        elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            rows, columns = module.weight.shape[0], module.weight[0].numel()
-            layers.append(Layer(path, (rows, columns), groups=module.groups))
-        elif transposed and isinstance(module, transposed):
-            assert isinstance(module, nn.Module)
-            columns, rows = module.get_parameter("weight").shape
-            layers.append(Layer(path, (rows, columns), transposed=True))
-        else:
+        is_convolution, is_transposed = isinstance(module, _CONVOLUTIONS), isinstance(module, transposed)
+        if not (is_convolution or is_transposed or isinstance(module, nn.Linear)):
             layers.extend(_fused_experts(path, module))
+            continue
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is None or not weight.is_floating_point():
+            continue  # computed from other parameters anew in every forward pass, or quantised
+        name = names[id(weight)]
+        layers.append(
+            Layer(
+                path,
+                (weight.shape[1], weight.shape[0]) if is_transposed else (weight.shape[0], weight[0].numel()),
+                groups=int(module.groups) if isinstance(module, _CONVOLUTIONS) else 1,
+                transposed=is_transposed,
+                stored_as=None if name == _joined(path, "weight") else name,
+            )
+        )
     return layers
+
+
+def _joined(path: str, parameter: str) -> str:
+    return f"{path}.{parameter}" if path else parameter
 
 
 def _fused_experts(path: str, module: nn.Module) -> list[Layer]:
@@ -123,7 +137,7 @@ def other_weights(model: nn.Module, layers: Sequence[Layer]) -> dict[str, str]:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.squeeze().ndim < 2 or id(parameter) in known:
                 continue
-            full = f"{path}.{name}" if path else name
+            full = _joined(path, name)
             is_embedding = isinstance(module, nn.Embedding)
             reasons[full.removesuffix(".weight")] = "embedding" if is_embedding else "not the weight of a linear map"
     return reasons
@@ -206,6 +220,8 @@ def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) ->
             reasons[layer.name] = "tied to an embedding"
         elif id(module) in heads:
             reasons[layer.name] = "output head"
+        elif layer.stored_as is not None:
+            reasons[layer.name] = f"shares {layer.stored_as}"
         elif layer.groups > 1 and layer.groups == layer.shape[0] and not depthwise:
             reasons[layer.name] = "depthwise convolution"
     return reasons

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from iobs.errors import ProblemError
 from iobs.prune.allocation import Allocation, as_allocation
 from iobs.prune.steps import GradientStep
-from iobs.solvers import Budget, Refinement, Solver
+from iobs.solvers import Budget, Refinement, Solver, require_known
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class Settings:
         if self.rounds < 1:
             raise ProblemError(f"rounds must be at least 1, got {self.rounds}.")
         as_allocation(self.allocation)
+        if not self.damping >= 0:
+            raise ProblemError(f"damping must not be negative, got {self.damping}; 0.01 is usual.")
+        require_known(self.solver, self.refine, self.budget)
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:

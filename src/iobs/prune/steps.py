@@ -244,6 +244,9 @@ class Trainer:
                     gradients[name] += gradient
         if not torch.isfinite(torch.tensor(value)):
             raise NonFiniteError(f"The loss of gradient step {self.taken + 1} is {value}; lower the learning rate.")
+        for name, gradient in gradients.items():
+            if not bool(torch.isfinite(gradient).all()):
+                raise NonFiniteError(f"The gradient of {name} holds NaN or infinity in gradient step {self.taken + 1}.")
         self._apply(gradients)
         return value
 

@@ -192,6 +192,16 @@ def _solver(solver: str | Solver, budget: Budget, options: dict[str, Any]) -> So
         raise ProblemError(f"The solver {solver!r} does not take these options: {error}") from None
 
 
+def require_known(solver: str | Solver, refine: str | Refinement | None, budget: Budget) -> None:
+    """Find out before any work whether these choices exist.
+
+    Raises:
+        ProblemError: an unknown solver, refinement or budget.
+    """
+    _solver(solver, budget, {})
+    _refinement(refine)
+
+
 def _refinement(refine: str | Refinement | None) -> Refinement | None:
     if refine is None or not isinstance(refine, str):
         return refine
@@ -214,4 +224,4 @@ def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | Non
     return quadratic.without(dead), dead
 
 
-__all__ = ["BUDGETED", "REFINEMENTS", "SOLVERS", "solve", "solve_many"]
+__all__ = ["BUDGETED", "REFINEMENTS", "SOLVERS", "require_known", "solve", "solve_many"]

@@ -1,0 +1,105 @@
+"""Networks and data that a plain reading of a model would trip over."""
+
+import pytest
+import torch
+from torch import nn
+
+import iobs
+from iobs.errors import CalibrationError, LayerSelectionError, NonFiniteError, ProblemError
+from iobs.models import ensure_torchvision
+from iobs.prune.batches import Part
+from iobs.prune.steps import Trainer
+
+
+class Tied(nn.Module):
+    """An output head that is the embedding, and two layers that are one matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(torch.relu(self.second(torch.relu(self.first(self.embedding(tokens))))))
+
+
+class Unfed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def tokens():
+    return [torch.randint(32, (8, 6)) for _ in range(3)]
+
+
+def test_a_shared_matrix_is_pruned_once_and_a_tied_head_on_request():
+    model = Tied()
+    report = iobs.prune(model, tokens(), iobs.Unstructured(0.5))
+    assert [row.name for row in report.audit] == ["first"]
+    assert report.skipped["second"] == "shares first.weight"
+    assert report.skipped["head"] == "tied to an embedding"
+    step = iobs.GradientStep(lr=1e-3, optimizer="adam", steps=2, loss="kl", parameters="all")
+    iobs.prune(model, tokens(), iobs.Unstructured(0.5), include="head", rounds=2, step=step, polish=step)
+    assert int((model.embedding.weight == 0).sum()) == 256
+
+
+def test_weights_that_are_computed_anew_stay_dense():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4)).eval()
+    report = iobs.prune(model, [torch.randn(20, 8)], iobs.Unstructured(0.5))
+    assert [row.name for row in report.audit] == ["1"]
+
+
+def test_layers_that_nothing_is_fed_to():
+    report = iobs.prune(Unfed(), [torch.randn(20, 8)], iobs.Unstructured(0.5))
+    assert [row.name for row in report.audit] == ["used"]
+    assert any("unused" in note for note in report.notes)
+    with pytest.raises(LayerSelectionError, match=r"Nothing was pruned.*unused"):
+        iobs.prune(Unfed(), [torch.randn(20, 8)], iobs.Unstructured(0.5), include="unused")
+
+
+def test_padded_text_with_the_dense_network_as_target():
+    """The dense network's blocks run several times: a key-value cache in them would grow."""
+    ensure_torchvision()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **shape)).eval()
+    ids = torch.randint(64, (6, 12))
+    mask = torch.ones_like(ids)
+    mask[:3, 8:], mask[3:, :3] = 0, 0
+    report = iobs.prune(model, [{"input_ids": ids, "attention_mask": mask}], iobs.Unstructured(0.5), target="dense")
+    assert report.sparsity == 0.5
+    assert model.config.use_cache, "put back"
+
+
+def test_data_that_the_network_cannot_take_is_an_error_of_ours():
+    with pytest.raises(CalibrationError, match=r"cannot take calibration batch 0.*\(20, 9\)"):
+        iobs.prune(nn.Sequential(nn.Linear(8, 4)).eval(), [torch.randn(20, 9)], iobs.Unstructured(0.5))
+
+
+@pytest.mark.parametrize("choice", [{"solver": "adm"}, {"refine": "polish"}, {"budget": "slow"}, {"damping": -1.0}])
+def test_unknown_choices_are_found_before_the_data_is_touched(choice):
+    def untouched():
+        raise AssertionError("the data was read")
+        yield
+
+    with pytest.raises(ProblemError):
+        iobs.prune(nn.Sequential(nn.Linear(8, 4)), untouched(), iobs.Unstructured(0.5), **choice)
+
+
+def test_a_gradient_that_is_not_finite_names_its_layer():
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.zero_()
+    step = iobs.GradientStep(loss=lambda network, batch: network(batch).square().sum().sqrt())  # 0 / 0 at zero
+    trainer = Trainer(model, dict(model.named_parameters()), step, step.loss, 1, 0)
+    with pytest.raises(NonFiniteError, match=r"0\.weight"):
+        trainer.run(Part([torch.randn(3, 4)], [0]), lambda *_: None)
