@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import iobs
+from iobs import models
 from iobs.core.patterns import parse
 from iobs.evaluate import perplexity
 from iobs.prune.peers import prune_by_fisher
@@ -75,10 +76,8 @@ def digits(zoo: Any, folder: Path, seed: int) -> Any:
 
 def stories(zoo: Any, folder: Path, seed: int) -> Any:
     """The 260 thousand parameter llama; 1,000 stories, concatenated and cut into windows."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder / "llama_stories260K")
-    model = AutoModelForCausalLM.from_pretrained(folder / "llama_stories260K", dtype=torch.float32).eval()
+    loaded = models.load(str(folder / "llama_stories260K"), dtype=torch.float32)
+    model, tokenizer = loaded.module, loaded.require_tokenizer()
     texts = zoo.stories("calibration")
     calibration = windows(tokenizer, [texts[i] for i in drawn(len(texts), SAMPLES, seed).tolist()])
     validation = windows(tokenizer, zoo.stories("validation"))

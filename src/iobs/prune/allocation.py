@@ -46,7 +46,7 @@ class Allocation:
     least: float = 0.0
     most: float | None = None
     bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
-    generations: int = 40
+    generations: int = 100
 
     def __post_init__(self) -> None:
         if self.criterion not in CRITERIA:

@@ -30,15 +30,16 @@ class Settings:
     batch_norm: Literal["keep", "update"] = "keep"
     holdout: float = 0.1
     depthwise: bool = False
+    keep_zeros: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise ProblemError(f"rounds must be at least 1, got {self.rounds}.")
-        as_allocation(self.allocation)
         if not self.damping >= 0:
             raise ProblemError(f"damping must not be negative, got {self.damping}; 0.01 is usual.")
         require_known(self.solver, self.refine, self.budget)
+        as_allocation(self.allocation)
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -77,12 +78,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "best": {
         "solver": "admm",
-        "rounds": 6,
+        "rounds": 5,
         "schedule": "auto",
         "target": "network",
         "allocation": "auto",
-        "step": replace(_TEACHER, decay=True),
-        "polish": replace(_TEACHER, steps=150, parameters="all", decay=True),
+        "step": replace(_TEACHER, support="fixed", decay=True),
+        "polish": replace(_TEACHER, steps=300, parameters="all", decay=True),
     },
 }
 
