@@ -121,10 +121,10 @@ class LinearModel:
     def hessian_columns(self, theta: Array, support: Indices, rows: Indices | None = None) -> Array:
         """H_:Q, or some rows of it."""
         weighted = self.sample_curvature(theta)[:, None] * self.design.columns(support)
-        if rows is None:
+        if rows is None or 2 * rows.size > self.dimension:
             block = self.design.rmatmat(weighted)
             block[support, np.arange(support.size)] += self.ridge[support]
-            return block
+            return block if rows is None else block[rows]
         block = self.design.columns(rows).T @ weighted
         block += np.where(rows[:, None] == support[None, :], self.ridge[support][None, :], 0.0)
         return block

@@ -46,11 +46,14 @@ class Swapper:
 
     Attributes:
         tolerance: least relative decrease of f that counts as an improvement.
+        gram: the Hessian of a small quadratic, once it was needed.
+        optimal: supports that no exchange improves, found earlier.
     """
 
     problem: Problem
     tolerance: float = 1e-10
     gram: Array | None = field(default=None, repr=False)
+    optimal: set[bytes] = field(default_factory=set, repr=False)
 
     def improve(self, fit: Fit, *, limit: int = 1000) -> tuple[Fit, bool]:
         """A fit that is no worse, and whether it is known to be 1-swap optimal.
@@ -60,10 +63,13 @@ class Swapper:
         if fit.support.size == self.problem.forced.size or self.problem.size >= int(self.problem.candidates.sum()):
             return fit, True
         for _ in range(limit):
+            if fit.support.tobytes() in self.optimal:
+                return fit, True
             better = self._improve_in_block(fit, limit)
             if better is None and not self.whole:
                 better = self._improve_anywhere(fit)
             if better is None:
+                self.optimal.add(fit.support.tobytes())
                 return fit, True
             fit = better
             if vanishes(self.problem, fit):
