@@ -4,8 +4,9 @@ import pytest
 import torch
 from solver_problems import random_problem
 
+import iobs
 from iobs.core import linalg
-from iobs.solvers.kernels import eliminate, greedy, select, swaps
+from iobs.solvers.kernels import conjugate, eliminate, greedy, project, select, swaps
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -70,3 +71,40 @@ def test_swaps(inside, outside):
         torch.testing.assert_close(states[0].weight[order], fresh.weight)
         torch.testing.assert_close(states[0].schur[states[0].rest.argsort()], fresh.schur)
         torch.testing.assert_close(states[0].gradient[states[0].rest.argsort()], fresh.gradient)
+
+
+@pytest.mark.parametrize(
+    "pattern", [iobs.Unstructured(0.6), iobs.Unstructured(0.6, per="row"), iobs.NM(2, 4), iobs.NM(5, 20)], ids=str
+)
+def test_project(pattern):
+    groups = pattern.groups((40, 60))
+    dense, target, linear = (torch.randn(40, 60) for _ in range(3))
+    mask = torch.rand(40, 60) > 0.5
+    plain, numba = ([tensor.clone() for tensor in (dense, target, mask)] for _ in range(2))
+    project.project_torch(*plain, linear, groups, 0.7, 1.3)
+    project.project(*numba, linear, groups, 0.7, 1.3)
+    # The layer-wide threshold of the numba form is interpolated: entries beside it may fall on the other side.
+    agree = plain[2] == numba[2]
+    assert agree.double().mean() >= (0.998 if groups.count == 1 else 1)
+    torch.testing.assert_close(numba[1], plain[1])
+    torch.testing.assert_close(numba[0][agree], plain[0][agree])
+    for tensors, form in ((plain, project.restart_torch), (numba, project.restart)):
+        form(tensors[0], tensors[1], mask, linear, 0.5, 1.4)
+    torch.testing.assert_close(numba[1], plain[1])
+    torch.testing.assert_close(numba[0], plain[0])
+
+
+def test_polish_weights():
+    problem = random_problem(40, 24, dtype=torch.float32)
+    mask = torch.rand(40, 24) > 0.5
+    mask[0] = False
+    start = problem.centre() * mask
+    numba = conjugate.polish_weights(problem.matrix, problem.linear, mask, start, 12)
+    plain, _ = linalg.masked_conjugate_gradients(problem.matrix, problem.linear, mask, start, iterations=12)
+    torch.testing.assert_close(numba, plain, rtol=1e-3, atol=1e-3)
+    exact = linalg.solve_on_support(problem.matrix, problem.linear, mask).float()
+    converged = conjugate.polish_weights(problem.matrix, problem.linear, mask, start, 50)
+    # Condition 50 times the rounding of float32, and room for the last steps of the iteration.
+    torch.testing.assert_close(converged, exact, rtol=1e-3, atol=1e-3)
+    again = conjugate.polish_weights(problem.matrix, problem.linear, mask, exact, 50)
+    torch.testing.assert_close(again, exact, rtol=1e-3, atol=1e-3)

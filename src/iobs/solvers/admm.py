@@ -10,12 +10,13 @@ from torch import Tensor
 
 from iobs.core import linalg
 from iobs.core.factors import Factors
-from iobs.core.patterns import Groups, Pattern, top_mask_of
+from iobs.core.patterns import Groups, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.base import Budget
 from iobs.solvers.candidates import best_of, polished
 from iobs.solvers.kernels.conjugate import polish_weights
-from iobs.solvers.kernels.project import project
+from iobs.solvers.kernels.project import project, restart
+from iobs.solvers.kernels.select import largest
 from iobs.solvers.weights import is_cheap, scaled
 
 
@@ -40,8 +41,8 @@ class Schedule:
 
 SCHEDULES = {
     "fast": Schedule((0.3, 1.0), stages=3, iterations=6, relaxation=1.5, refit=5),
-    "default": Schedule((0.2, 2.0), stages=8, iterations=40, relaxation=1.0, refit=10),
-    "best": Schedule((0.2, 2.0), stages=10, iterations=120, relaxation=1.0, refit=15),
+    "default": Schedule((0.2, 2.0), stages=8, iterations=40, relaxation=1.0, refit=5),
+    "best": Schedule((0.2, 2.0), stages=10, iterations=120, relaxation=1.0, refit=10),
 }
 
 
@@ -99,22 +100,20 @@ def alternate(
     """
     stages = schedule.stages if 2 * len(linear) >= len(hessian) else max(2, schedule.stages * 5 // 8)
     low, high = schedule.penalties
-    mask = top_mask_of(start.abs(), groups)
+    mask = largest(start, groups)
     target = start.mul_(mask)
     dense, right = torch.empty_like(linear), torch.empty_like(linear)
     penalty = 0.0
     for stage in range(stages):
         previous, penalty = penalty, low * (high / low) ** (stage / (stages - 1))
-        if stage:
-            target.mul_(torch.where(mask, 1.0, previous / penalty))  # the multiplier is scaled by the penalty
         solver = factors.get(("penalty", penalty), partial(_shifted_inverse, hessian, penalty))
-        torch.addcmul(linear, target, torch.where(mask, penalty, -penalty), out=right)
+        restart(right, target, mask, linear, previous / penalty, penalty)
         steps = schedule.iterations * (stage + 1) // stages - schedule.iterations * stage // stages
         for _ in range(steps):
             torch.mm(right, solver, out=dense)
             project(dense, target, mask, linear, groups, penalty, schedule.relaxation)
             dense, right = right, dense
-    return top_mask_of(target.abs(), groups), target
+    return largest(target, groups), target
 
 
 def _shifted_inverse(hessian: Tensor, penalty: float) -> Tensor:

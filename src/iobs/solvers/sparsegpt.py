@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
-from iobs.core.patterns import Groups, Pattern, Unstructured, top_mask
+from iobs.core.patterns import Groups, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import ProblemError
 from iobs.solvers.kernels.eliminate import eliminate, eliminate_groups
-from iobs.solvers.kernels.select import threshold
+from iobs.solvers.kernels.select import largest
 
 _PANEL = 4  # blocks whose share of earlier columns is multiplied out together: wide products run faster
 
@@ -83,15 +83,6 @@ def _remove(current: Tensor, factor: Tensor, scale: Tensor, groups: Groups, bloc
         return mask
     per_column = groups.keep / shape[1]
     keep = round(block.stop * per_column) - round(block.start * per_column)
-    mask = _largest(current * scale, keep, groups.count)
+    mask = largest(current * scale, Groups(groups.count, current.numel() // groups.count, keep))
     eliminate(current, factor, mask)
     return mask
-
-
-def _largest(scores: Tensor, keep: int, groups: int) -> Tensor:
-    """The `keep` entries of largest magnitude, over the whole block or in each of its rows."""
-    if groups == 1 and 0 < keep < scores.numel():
-        found = threshold(scores, keep)
-        if found.above + found.equal == keep:
-            return scores.abs() >= found.value
-    return top_mask(scores.abs(), Unstructured(keep=keep, per="layer" if groups == 1 else "row"))

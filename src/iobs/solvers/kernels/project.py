@@ -41,6 +41,33 @@ def project(
         _local_numba(dense, target, mask, linear, groups, penalty, relaxation)
 
 
+def restart(right: Tensor, target: Tensor, mask: Tensor, linear: Tensor, shrink: float, penalty: float) -> None:
+    """Begin a stage: the scaled multiplier shrinks as the penalty grows; the right-hand side of its first dense step.
+
+    Args:
+        right: float32 (rows, d) contiguous, written: B + penalty (s - u).
+        target: as `project`, changed.
+        mask: as `project`.
+        linear: as `project`.
+        shrink: old penalty over new.
+        penalty: the new one.
+    """
+    if right.device.type != "cpu":
+        restart_torch(right, target, mask, linear, shrink, penalty)
+        return
+    from iobs.solvers.kernels import project_numba
+
+    arrays: Any = tuple(tensor.numpy() for tensor in (right, target, mask, linear))
+    kernel: Any = project_numba.restart
+    over_rows(lambda start, stop: kernel(start, stop, *arrays, shrink, penalty), len(right))
+
+
+def restart_torch(right: Tensor, target: Tensor, mask: Tensor, linear: Tensor, shrink: float, penalty: float) -> None:
+    """The plain form."""
+    target.mul_(torch.where(mask, 1.0, shrink))
+    torch.addcmul(linear, target, torch.where(mask, penalty, -penalty), out=right)
+
+
 def project_torch(
     dense: Tensor, target: Tensor, mask: Tensor, linear: Tensor, groups: Groups, penalty: float, relaxation: float
 ) -> None:

@@ -60,6 +60,26 @@ def pull(
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
+def restart(
+    start: int,
+    stop: int,
+    right: Floats,
+    target: Floats,
+    mask: Bools,
+    linear: Floats,
+    shrink: float,
+    penalty: float,
+) -> None:
+    """Scale the multiplier to a new penalty; write the next right-hand side."""
+    up, down, factor, one = np.float32(penalty), np.float32(-penalty), np.float32(shrink), np.float32(1)
+    for r in range(start, stop):
+        x, row, kept, b = right[r], target[r], mask[r], linear[r]
+        for j in range(row.size):
+            row[j] = row[j] * (one if kept[j] else factor)
+            x[j] = b[j] + (up if kept[j] else down) * row[j]
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
 def local(
     start: int,
     stop: int,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from iobs.core.patterns import Groups, top_mask_of
+
 
 @dataclass(frozen=True)
 class Threshold:
@@ -15,6 +17,20 @@ class Threshold:
     value: float
     above: int
     equal: int
+
+
+def largest(values: Tensor, groups: Groups) -> Tensor:
+    """`top_mask_of` the magnitudes, through the threshold alone where one group spans everything and ties are decided.
+
+    Args:
+        values: (rows, columns), no NaN.
+        groups: of the pattern.
+    """
+    if groups.count == 1 and 0 < groups.keep < groups.size:
+        found = threshold(values.contiguous(), groups.keep)
+        if found.above + found.equal == groups.keep:
+            return values.abs() >= found.value
+    return top_mask_of(values.abs(), groups)
 
 
 def threshold(values: Tensor, keep: int) -> Threshold:

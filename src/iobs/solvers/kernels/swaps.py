@@ -53,10 +53,10 @@ class RowState:
             NotPositiveDefiniteError: H_SS is singular.
         """
         support, rest = mask.nonzero().flatten(), (~mask).nonzero().flatten()
-        columns = hessian[support]
-        square, crossed = columns[:, support], columns[:, rest].T
+        columns = hessian.index_select(0, support)
+        square, crossed = columns.index_select(1, support), columns.index_select(1, rest).T
         inverse = linalg.inverse(square).contiguous() if len(support) else square
-        spread = (inverse @ crossed.T).T.contiguous()
+        spread = crossed @ inverse
         weight = inverse @ linear[support]
         schur = hessian.diagonal()[rest] - (spread * crossed).sum(1)
         # The Schur complement of a definite matrix is positive; rounding must not say otherwise.

@@ -1,0 +1,157 @@
+"""Large layers: seconds, peak extra memory and the share of the machine's own matrix product, ours and SparseGPT's.
+
+    python benchmarks/layer_shapes.py --shape 4096x4096                       CPU, one thread
+    python benchmarks/layer_shapes.py --peers FOLDER --device cuda            4096x4096, 11008x4096, 4096x11008 on a GPU
+
+Each solver runs in a process of its own, so that memory is its own: resident memory on a CPU, allocated memory on a GPU,
+the peak above what the finished problem takes. Rows and columns of random data; float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+SHAPES = ["4096x4096", "11008x4096", "4096x11008"]
+SOLVERS = {
+    "SparseGPT": None,
+    "ours sparsegpt": {"solver": "sparsegpt"},
+    "ours admm fast": {"solver": "admm", "budget": "fast"},
+    "ours admm": {"solver": "admm"},
+}
+
+
+def problem(rows: int, columns: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and Gram matrix; correlated inputs, half as many again as columns."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    gram = torch.zeros(columns, columns, device=device)
+    decay = torch.arange(1, columns + 1, device=device).rsqrt()
+    for _ in range(6):
+        samples = torch.randn(columns // 4, columns, generator=generator, device=device) * decay
+        samples += samples.roll(1, 1)
+        gram += samples.T @ samples / columns
+    return torch.randn(rows, columns, generator=generator, device=device), gram
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def memory(device: str) -> int:
+    """Peak bytes so far."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def run_one(name: str, rows: int, columns: int, device: str, peers: Path | None, repeats: int, threads: int) -> dict:
+    """Least seconds of the repeats, and the peak above the problem of the first run."""
+    import iobs
+
+    torch.set_num_threads(threads)
+    options = SOLVERS[name]
+    if options is None:
+        from layer_peers import Peers
+
+        assert peers is not None
+        theirs = Peers(peers, device)
+    else:  # compile on a small problem
+        weight, gram = problem(64, 256, device)
+        iobs.solve(iobs.Quadratic.at(weight, gram), iobs.Unstructured(0.5), damping=0.01, **options)
+    weight, gram = problem(rows, columns, device)
+    before = memory(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    seconds, peak = [], 0
+    for repeat in range(repeats):
+        wait(device)
+        began = time.perf_counter() if device == "cuda" else time.process_time()
+        if options is None:
+            theirs.sparsegpt(weight, gram, 0.5, None)
+        else:
+            iobs.solve(iobs.Quadratic.at(weight, gram), iobs.Unstructured(0.5), damping=0.01, **options)
+        wait(device)
+        seconds.append((time.perf_counter() if device == "cuda" else time.process_time()) - began)
+        peak = peak if repeat else memory(device) - before
+    return {"solver": name, "rows": rows, "columns": columns, "seconds": min(seconds), "peak": peak}
+
+
+def product_rate(size: int, device: str) -> float:
+    """Flops a second of a square float32 matrix product."""
+    a = torch.randn(size, size, device=device)
+    a @ a
+    best = float("inf")
+    for _ in range(3):
+        wait(device)
+        began = time.perf_counter() if device == "cuda" else time.process_time()
+        a @ a
+        wait(device)
+        best = min(best, (time.perf_counter() if device == "cuda" else time.process_time()) - began)
+    return 2 * size**3 / best
+
+
+def race_shapes(device: str, peers: Path | None, shapes: list[str], repeats: int, threads: int) -> str:
+    """One table a shape, in Markdown."""
+    torch.set_num_threads(threads)
+    rate = product_rate(4096 if device == "cuda" else 2048, device)
+    unit = "GPU" if device == "cuda" else f"CPU, {threads} thread" + "s" * (threads > 1)
+    lines = [f"# Large layers ({unit})", "", f"float32 matrix product: {rate / 1e9:.0f} GFlop/s. Sparsity 0.5.", ""]
+    for shape in shapes:
+        rows, columns = map(int, shape.split("x"))
+        floor = (columns**3 / 3 + rows * columns**2) / rate
+        lines += [f"## {shape}", "", f"Flop floor of SparseGPT: {floor:.3f} s (d^3/3 + rows d^2).", ""]
+        lines += [
+            "| solver | seconds | x floor | peak extra memory, MB | in rows x cols buffers |",
+            "|---|---|---|---|---|",
+        ]
+        for name in SOLVERS:
+            if SOLVERS[name] is None and peers is None:
+                continue
+            row = _in_own_process(name, shape, device, peers, repeats, threads)
+            lines.append(
+                f"| {name} | {row['seconds']:.3f} | {row['seconds'] / floor:.2f} | {row['peak'] / 1e6:.0f} "
+                f"| {row['peak'] / (4 * rows * columns):.1f} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _in_own_process(name: str, shape: str, device: str, peers: Path | None, repeats: int, threads: int) -> dict:
+    command = [sys.executable, __file__, "--one", name, "--shape", shape, "--device", device]
+    command += ["--repeats", str(repeats), "--threads", str(threads)]
+    command += ["--peers", str(peers)] if peers else []
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", help="rows x columns; all three shapes if not given")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--one", choices=list(SOLVERS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    shapes = [arguments.shape] if arguments.shape else SHAPES
+    common = (arguments.device, arguments.peers)
+    if arguments.one:
+        rows, columns = map(int, shapes[0].split("x"))
+        print(json.dumps(run_one(arguments.one, rows, columns, *common, arguments.repeats, arguments.threads)))
+        return
+    text = race_shapes(*common, shapes, arguments.repeats, arguments.threads)
+    (Path(__file__).parent / "results" / f"layer_shapes_{arguments.device}.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
