@@ -145,12 +145,14 @@ def test_polish_keeps_the_support():
 
 
 def test_cubic_schedule_grows_to_the_asked_sparsity():
+    """The first projection is to the asked sparsity and stays a candidate; then it starts low and grows."""
     model, data = build("perceptron")
-    report = iobs.prune(model, data, iobs.Unstructured(0.8), rounds=3, step=STEP, schedule="cubic")
-    shares = [record.sparsity for record in report.rounds]
+    report = iobs.prune(model, data, iobs.Unstructured(0.8), rounds=4, step=STEP, schedule="cubic")
+    first, *shares = (record.sparsity for record in report.rounds)
     assert shares == sorted(shares)
-    assert shares[-1] == pytest.approx(0.8, abs=0.01)
-    assert report.best_round == 2, "earlier rounds are not at the asked sparsity"
+    assert shares[0] < 0.6
+    assert first == shares[-1] == pytest.approx(0.8, abs=0.01)
+    assert report.best_round in (0, 3), "the others are not at the asked sparsity"
 
 
 def test_bfloat16_masters_move_where_bfloat16_would_not():
