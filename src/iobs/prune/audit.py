@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -79,7 +79,8 @@ def _of_files(path: Path) -> Mapping[str, Tensor]:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     tensor = tensors.get_tensor(name)
-                    if tensor.ndim >= 2 and tensor.is_floating_point() and name.endswith("weight"):
+                    stacked = tensor.ndim == 3 and len(tensor) > 1  # the experts of a layer, in one tensor
+                    if tensor.is_floating_point() and tensor.ndim >= 2 and (name.endswith("weight") or stacked):
                         matrices[name.removesuffix(".weight")] = tensor.flatten(1)
         except Exception as error:
             raise ModelError(f"{file} cannot be read as safetensors ({error}); it may be truncated.") from error
@@ -97,11 +98,36 @@ def audit_layers(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> list[Au
         for layer, pattern in patterns.items():
             matrix = layer.read(model)
             rows.append(AuditRow(layer.name, layer.shape, int((matrix == 0).sum()), asked_zeros(pattern, layer.shape)))
-            if rows[-1].zeros < rows[-1].asked:
-                raise AuditError(
-                    f"Layer {layer.name!r} has {rows[-1].zeros} zeros, {rows[-1].asked} were asked. "
-                    "Something wrote into the weights after they were pruned."
-                )
-            if isinstance(pattern, NM):
-                check(layer.name, matrix, pattern)
+            check(layer.name, matrix, pattern)  # every group of it, not only their sum
     return rows
+
+
+def compare(found: Sequence[AuditRow], promised: Sequence[AuditRow], where: Path) -> None:
+    """Raise where there are fewer zeros than were counted before.
+
+    Layers are compared by name; those of another name in the files (experts stored in one, tied heads) by their sum.
+
+    Args:
+        found: rows of `audit` now.
+        promised: rows of a report.
+        where: the directory that `found` is of, for the message.
+
+    Raises:
+        AuditError: names the layer and both counts.
+    """
+    others = {row.name: row.zeros for row in found}
+    missing = 0
+    for row in promised:
+        zeros = others.pop(row.name, None)
+        if zeros is None:
+            missing += row.zeros
+        elif zeros < row.zeros:
+            raise AuditError(
+                f"{where} has {zeros:,} zeros in layer {row.name!r}, the report promises {row.zeros:,}; "
+                "the weights were changed since."
+            )
+    if sum(others.values()) < missing:
+        raise AuditError(
+            f"{where} has fewer zeros than the {missing:,} that the report promises in layers that the files call "
+            "otherwise; the weights were changed since."
+        )

@@ -3,11 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
+from torch import Tensor
+
+from iobs.core.patterns import Pattern
+from iobs.core.quadratic import Solution
 from iobs.errors import NonFiniteError
+from iobs.prune import steps as gradient_steps
+from iobs.prune.allocation import as_allocation, can_allocate, uniform
+from iobs.prune.gram import Statistics
+from iobs.prune.layers import Layer
+from iobs.prune.network import state
+from iobs.prune.record import AllocationRecord, RoundRecord
+from iobs.prune.sensitivity import Planner
+from iobs.prune.steps import GradientStep
 
+if TYPE_CHECKING:
+    from iobs.prune.run import Run
+
+_DAMAGE = 0.2  # held-out KL of the first projection, in nats, above which rounds of growing sparsity pay
+_DENSE_CAUTION = 3.0  # steps on dense weights are this much smaller than those on a fixed support
+_TRIAL_STEPS = 12  # of a learning rate's trial
 _RATES = (5e-5, 1.5e-4, 5e-4, 1.5e-3, 4e-3)
 _HOPELESS = 1.3  # a rate this much worse than the best ends the search: larger ones are worse still
+
+
+def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
+    """The pattern of every layer, and the measurements behind an uneven one."""
+    layers, allocation = run.selection.layers, as_allocation(run.settings.allocation)
+    if allocation.criterion == "auto":
+        allocation = replace(allocation, criterion=_criterion(run.pattern, len(layers), allocation.generations))
+    if allocation.criterion == "uniform":
+        return uniform(run.pattern, layers), []
+
+    def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:
+        return run.solve(layer, statistics, dense, dense, pattern, budget="fast")
+
+    assert run.reference is not None
+    divergence = gradient_steps.kl_to(run.reference)
+    planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, divergence, run.settings.seed)
+    return planner.allocate(run.pattern, allocation)
+
+
+def settle(run: Run, first: RoundRecord) -> None:
+    """Settle what depends on the damage of the first projection."""
+    damage = first.loss_calibration if first.loss_heldout is None else first.loss_heldout
+    assert damage is not None
+    settings = run.settings
+    if settings.schedule == "auto":
+        grow = damage > _DAMAGE and settings.rounds > 2
+        run.note(
+            f"The first projection leaves a held-out loss of {damage:.4g}: "
+            + ("sparsity grows over the rounds." if grow else "polished as it is, without further rounds.")
+        )
+        settings = replace(settings, schedule="cubic", rounds=settings.rounds if grow else 1)
+    steps = [step for step in (settings.step, settings.polish) if step is not None]
+    if any(step.lr == "auto" for step in steps):
+        rate = _best_rate(run, next(step for step in reversed(steps) if step.lr == "auto"))
+        settings = replace(
+            settings,
+            step=_with_rate(settings.step, rate / _DENSE_CAUTION),
+            polish=_with_rate(settings.polish, rate),
+        )
+    run.settings = settings
+
+
+def _best_rate(run: Run, step: GradientStep) -> float:
+    """The learning rate whose short run on the first projection's support leaves the least held-out loss."""
+    start = {name: value.detach().clone() for name, value in state(run.model) if name in run.original}
+    masks = run.masks()
+
+    def trial(rate: float) -> float:
+        run.restore(start)
+        short = replace(step, lr=rate, steps=_TRIAL_STEPS, decay=True)
+        run.trainer(short, _TRIAL_STEPS, masks).run(run.fit, lambda done, total, loss: None)
+        loss = run.measure(run.heldout if run.heldout.batches else run.fit)
+        assert loss is not None
+        return loss
+
+    rate, losses = best_rate(trial)
+    run.restore(start)
+    tried = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in losses.items())
+    run.note(f"Learning rate {rate:g}, by the held-out loss after {_TRIAL_STEPS} steps ({tried}).")
+    return rate
+
+
+def _criterion(pattern: Pattern, layers: int, generations: int) -> Literal["uniform", "kl", "evolve"]:
+    """Measured divergences, and a search on top where its trials are enough for every pair of layers."""
+    if not can_allocate(pattern):
+        return "uniform"
+    return "evolve" if layers * (layers - 1) // 2 <= generations else "kl"
+
+
+def _with_rate(step: GradientStep | None, rate: float) -> GradientStep | None:
+    return replace(step, lr=rate) if step is not None and step.lr == "auto" else step
 
 
 def best_rate(trial: Callable[[float], float]) -> tuple[float, dict[float, float]]:

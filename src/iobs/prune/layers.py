@@ -149,6 +149,7 @@ def select(
     skip: str | Sequence[str] | None = None,
     *,
     depthwise: bool = False,
+    check_finite: bool = True,
 ) -> Selection:
     """Choose the layers to prune.
 
@@ -160,6 +161,7 @@ def select(
         include: name patterns, shell style ("model.layers.*.mlp.*") or "re:" and a regular expression; None is all.
         skip: name patterns of layers that stay dense.
         depthwise: prune depthwise convolutions too.
+        check_finite: look at every entry; not where the weights are not in memory.
 
     Raises:
         LayerSelectionError: a pattern matches no layer, or no layer is left.
@@ -183,7 +185,7 @@ def select(
             f"Nothing is left to prune: the model has {len(found)} weight matrices and all are skipped. "
             "Change include= or skip=."
         )
-    for layer in layers:
+    for layer in layers if check_finite else ():
         if not bool(torch.isfinite(layer.tensor(model)).all()):
             raise NonFiniteError(f"The weight of layer {layer.name!r} holds NaN or infinity; repair the model first.")
     return Selection(tuple(layers), skipped)
@@ -218,10 +220,10 @@ def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) ->
         module = model.get_submodule(layer.path)
         if id(module.get_parameter(layer.parameter)) in embeddings:
             reasons[layer.name] = "tied to an embedding"
-        elif id(module) in heads:
-            reasons[layer.name] = "output head"
         elif layer.stored_as is not None:
             reasons[layer.name] = f"shares {layer.stored_as}"
+        elif id(module) in heads:
+            reasons[layer.name] = "output head"
         elif layer.groups > 1 and layer.groups == layer.shape[0] and not depthwise:
             reasons[layer.name] = "depthwise convolution"
     return reasons

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from iobs.prune import batches
 from iobs.prune.batches import Part
+from iobs.prune.settings import Settings
 
 
 def update_batch_norm(model: nn.Module, part: Part) -> None:
@@ -50,3 +51,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             value.requires_grad_(False)
         if cached:
             config.use_cache = cached  # type: ignore[union-attr]
+
+
+def state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def changing(model: nn.Module, prunable: set[str], settings: Settings) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that a run may change."""
+    everything = any(step is not None and step.parameters == "all" for step in (settings.step, settings.polish))
+    for name, value in model.named_parameters():
+        if name in prunable or everything:
+            yield name, value
+    if settings.batch_norm == "update":
+        yield from model.named_buffers()

@@ -147,3 +147,16 @@ class Report:
 def layer_record(values: dict[str, Any]) -> LayerRecord:
     """Rebuild a layer's record from plain types."""
     return LayerRecord(**{**values, "shape": tuple(values["shape"])})
+
+
+def best_index(records: list[RoundRecord], asked: float) -> int:
+    """Among rounds at the asked sparsity, the one with the least held-out loss (calibration loss without held-out)."""
+
+    def value(index: int) -> float:
+        record = records[index]
+        loss = record.loss_calibration if record.loss_heldout is None else record.loss_heldout
+        assert loss is not None
+        return loss
+
+    eligible = [index for index, record in enumerate(records) if record.asked >= asked - 1e-12]
+    return min(eligible, key=value, default=len(records) - 1)

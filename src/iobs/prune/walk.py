@@ -82,18 +82,24 @@ class Walk:
         streams = [Stream(network, data, self.chain) for network in networks]
         left = list(self.layers)
         for stage in streams[0].stages:
-            groups = _execution_order(streams[0], stage, self._layers_of(stage, left))
-            for shared in groups:
-                left = [layer for layer in left if layer not in shared.layers]
-                if replay is not None and replay(shared.layers):
-                    continue
-                if shared.layers[0].expert is not None:
-                    for expert, statistics in self._of_experts(streams, stage, shared.layers):
-                        visit([expert], statistics)
-                else:
-                    visit(shared.layers, self._statistics(streams, stage, shared))
+            left = self.visit_stage(streams, stage, left, visit, replay)
             for stream in streams:
                 stream.advance(stage)
+        return left
+
+    def visit_stage(
+        self, streams: list[Stream], stage: int, left: list[Layer], visit: Visit, replay: Replay | None
+    ) -> list[Layer]:
+        """Visit the layers of one stage; returns those that are left."""
+        for shared in _execution_order(streams[0], stage, self._layers_of(stage, left)):
+            left = [layer for layer in left if layer not in shared.layers]
+            if replay is not None and replay(shared.layers):
+                continue
+            if shared.layers[0].expert is not None:
+                for expert, statistics in self._of_experts(streams, stage, shared.layers):
+                    visit([expert], statistics)
+            else:
+                visit(shared.layers, self._statistics(streams, stage, shared))
         return left
 
     def _layers_of(self, stage: int, left: list[Layer]) -> list[Layer]:

@@ -1,0 +1,401 @@
+"""One run of Algorithm 2: its rounds, what each needs, and the choice among them."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.patterns import Pattern
+from iobs.core.quadratic import Solution
+from iobs.errors import LayerSelectionError, NonFiniteError
+from iobs.prune import batches as data_batches
+from iobs.prune import choices
+from iobs.prune import steps as gradient_steps
+from iobs.prune.allocation import as_allocation
+from iobs.prune.audit import audit_layers
+from iobs.prune.augment import suited
+from iobs.prune.batches import Batch, Part
+from iobs.prune.checkpoint import Journal, identity_of
+from iobs.prune.estimate import estimate_seconds
+from iobs.prune.gram import Statistics, quadratic, relative_output_error
+from iobs.prune.layers import Layer, Selection
+from iobs.prune.memory import MemoryWatch
+from iobs.prune.network import changing, state, update_batch_norm
+from iobs.prune.old_zeros import keeping
+from iobs.prune.progress import Progress
+from iobs.prune.record import LayerRecord, Report, RoundRecord, best_index, layer_record
+from iobs.prune.settings import Settings
+from iobs.prune.spread import asked, patterns_of_groups, share_of, thinner
+from iobs.prune.steps import Augmentation, GradientStep, LossFunction, Trainer
+from iobs.prune.walk import Walk
+from iobs.solvers import Budget, solve
+
+
+class Run:
+    """One call of `prune`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        selection: Selection,
+        pattern: Pattern,
+        settings: Settings,
+        collected: list[Batch],
+        progress: Progress,
+        checkpoint: str | Path | None,
+    ) -> None:
+        self.model, self.selection, self.pattern, self.settings = model, selection, pattern, settings
+        self.progress = progress
+        self.memory = MemoryWatch()
+        self.fit, self.heldout = data_batches.split(collected, settings.holdout, settings.seed)
+        self.portions = [self.fit] * settings.rounds
+        if settings.data == "fresh":
+            self.portions = data_batches.divide(self.fit, settings.rounds, settings.seed)
+        own = changing(model, {layer.key for layer in selection.layers}, settings)
+        self.original = {name: value.detach().clone() for name, value in own}
+        self.reference = self._frozen_copy() if self._needs_reference() else None
+        self.loss_name, self.loss = self._loss(settings.step)
+        self.notes: list[str] = []
+        self.journal = None if checkpoint is None else Journal(checkpoint, self._identity())
+        self.suited: tuple[Augmentation | None] | None = None  # once it is known
+
+    def execute(self) -> Report:
+        """All rounds, the choice among them, the audit; the original weights come back if anything fails."""
+        started = time.perf_counter()
+        try:
+            return self._execute(started)
+        except BaseException:  # an interrupted user must get the weights back too
+            self.restore(self.original)
+            raise
+
+    def _execute(self, started: float) -> Report:
+        dense_loss = self._loss_on(self.heldout)  # where it is NaN, the walk names the layer that makes it so
+        self.progress.begin(self.settings.rounds, [layer.name for layer in self.selection.layers])
+        if any(step is not None for step in (self.settings.step, self.settings.polish)):
+            expected = estimate_seconds(self.model, self.selection.layers, self.fit, self.settings)
+            self.note(f"Estimated time: {expected:.0f} s.")
+        final, curves = choices.allocate(self)
+        records: list[RoundRecord] = []
+        best: dict[str, Tensor] = {}
+        trainer: Trainer | None = None
+        while len(records) < self.settings.rounds:
+            index = len(records)
+            began = time.perf_counter()
+            record = self._project(index, self._scheduled(final, index), trainer)
+            records.append(record)
+            best = self._keep_best(records, best, final)
+            if index == 0:
+                choices.settle(self, record)
+            step, last = self.settings.step, index + 1 == self.settings.rounds
+            if step is not None and not last and index == 0 and self.settings.schedule == "cubic":
+                self.restore(self.original)
+                trainer = self.trainer(step, (self.settings.rounds - 2) * step.steps)
+            elif step is not None and not last:
+                trainer = trainer or self.trainer(step, (self.settings.rounds - 1) * step.steps)
+                trainer.adopt()
+                trainer.masks = self.masks() if step.support == "fixed" else None
+                record.step_losses = self._run_steps(trainer, self.portions[index], index)
+            record.seconds = time.perf_counter() - began
+            self.progress.round(record)
+        if self.settings.polish is not None:
+            self.restore(best)
+            leader = records[best_index(records, asked(final))]
+            records.append(self._polish(self.settings.polish, leader, len(records)))
+            best = self._keep_best(records, best, final)
+        self.restore(best)
+        return Report(
+            settings={**self.settings.summary(), "pattern": str(self.pattern), "samples": self.fit.samples},
+            loss_name=self.loss_name,
+            dense_loss=dense_loss,
+            rounds=records,
+            best_round=best_index(records, asked(final)),
+            skipped=self.selection.skipped,
+            audit=audit_layers(self.model, {layer: final[layer] for layer in self.selection.layers}),
+            seconds=time.perf_counter() - started,
+            peak_memory_bytes=self.memory.look(),
+            notes=self.notes,
+            allocation=curves,
+        )
+
+    def _project(self, index: int, patterns: dict[Layer, Pattern], trainer: Trainer | None) -> RoundRecord:
+        """Sweep over all layers, then measure."""
+        settings, portion = self.settings, self.portions[index]
+        began = time.perf_counter()
+        walk = Walk(
+            self.model,
+            portion,
+            self.heldout,
+            self.selection.layers,
+            self._imitated(index),
+            dense_inputs=settings.inputs == "dense",
+            seed=settings.seed + index,
+        )
+        record = RoundRecord(index, asked(patterns), None, None, [])
+        visit = partial(self._visit, record=record, patterns=patterns, trainer=trainer)
+        unseen = walk.sweep(visit, partial(self._replay, record=record))
+        self._leave_dense(unseen)
+        if settings.batch_norm == "update":
+            update_batch_norm(self.model, portion)
+        self._finish_round(record, portion, began)
+        return record
+
+    def _leave_dense(self, unseen: list[Layer]) -> None:
+        """Layers that the network feeds nothing have no Hessian; they stay as they are, and the report says so."""
+        if not unseen:
+            return
+        kept = tuple(layer for layer in self.selection.layers if layer not in unseen)
+        names = ", ".join(layer.name for layer in unseen)
+        if not kept:
+            raise LayerSelectionError(
+                f"Nothing was pruned: on the calibration data the network feeds nothing to {names}."
+            )
+        self.note(f"Left dense, since the network feeds them nothing on the calibration data: {names}.")
+        reasons = dict.fromkeys((layer.name for layer in unseen), "the network fed it nothing on the calibration data")
+        self.selection = Selection(kept, {**self.selection.skipped, **reasons})
+
+    def _imitated(self, index: int) -> nn.Module | None:
+        """The network whose layers' outputs are the targets of a sweep; None where a layer imitates itself."""
+        target = self.settings.target
+        dense = index == 0 or (index == 1 and self.settings.schedule == "cubic")  # still the weights of the start
+        if target == "network" and not dense:
+            return copy.deepcopy(self.model).eval()
+        return None if target == "current" and self.settings.inputs == "pruned" else self.reference
+
+    # ---- one layer
+    def _visit(
+        self,
+        group: list[Layer],
+        statistics: Statistics,
+        record: RoundRecord,
+        patterns: dict[Layer, Pattern],
+        trainer: Trainer | None,
+    ) -> None:
+        for layer in group:
+            if self._journalled(record.index, layer):
+                self._replay_layer(layer, record)
+                continue
+            began = time.perf_counter()
+            master = trainer.masters.get(layer.key) if trainer is not None else None
+            current = layer.read(self.model) if master is None else layer.matrix(master)
+            dense = layer.matrix(self.original[layer.key])
+            imitated = dense if self.settings.target == "dense" else current
+            solutions = self.solve(layer, statistics, imitated, current, patterns[layer])
+            layer.write(self.model, torch.cat([solution.weight for solution in solutions]))
+            written = layer.read(self.model)
+            gram, heldout = statistics.calibration, statistics.heldout
+            entry = LayerRecord(
+                name=layer.name,
+                shape=layer.shape,
+                asked=share_of(patterns[layer], layer),
+                zeros=int((written == 0).sum()),
+                error_calibration=relative_output_error(gram, written, imitated),
+                error_heldout=None if heldout is None else relative_output_error(heldout, written, imitated),
+                error_dense=relative_output_error(gram, written, dense),
+                damping=max(solution.stats["damping"] for solution in solutions),
+                dead_columns=sum(solution.stats["dead_columns"] for solution in solutions),
+                inputs=gram.count if statistics.tokens is None else statistics.tokens,
+                seconds=time.perf_counter() - began,
+            )
+            if statistics.rule:
+                entry.stats["rule"] = statistics.rule
+            if self.journal is not None:
+                values = {"entry": asdict(entry)}
+                self.journal.put(_layer_key(record.index, layer), {"weight": layer.tensor(self.model)}, values)
+            self._finish_layer(layer, record, entry)
+
+    def _finish_layer(self, layer: Layer, record: RoundRecord, entry: LayerRecord) -> None:
+        if "rule" in entry.stats:
+            self.notes.append(f"Round {record.index}, {layer.name}: {entry.stats['rule']}.")
+        record.layers.append(entry)
+        self.memory.look()
+        self.progress.layer(record.index, entry)
+
+    # ---- the journal
+    def _identity(self) -> dict[str, Any]:
+        settings = {
+            **self.settings.summary(),
+            "pattern": str(self.pattern),
+            "layers": [layer.name for layer in self.selection.layers],
+        }
+        return identity_of(settings, state(self.model), self.fit.batches, self.heldout.batches)
+
+    def _journalled(self, index: int, layer: Layer) -> bool:
+        return self.journal is not None and _layer_key(index, layer) in self.journal
+
+    def _replay(self, group: list[Layer], record: RoundRecord) -> bool:
+        """Take a whole group of layers from the journal, if all of them are there."""
+        if not all(self._journalled(record.index, layer) for layer in group):
+            return False
+        for layer in group:
+            self._replay_layer(layer, record)
+        return True
+
+    def _replay_layer(self, layer: Layer, record: RoundRecord) -> None:
+        assert self.journal is not None
+        tensors, values = self.journal.get(_layer_key(record.index, layer))
+        layer.tensor(self.model).copy_(tensors["weight"])
+        self._finish_layer(layer, record, layer_record(values["entry"]))
+
+    def _run_steps(self, trainer: Trainer, part: Part, index: int) -> list[float]:
+        """The gradient steps after a round, or what the journal has of them."""
+        key = f"steps {index}"
+        if self.journal is not None and key in self.journal:
+            tensors, values = self.journal.get(key)
+            trainer.restore(tensors, values["taken"])
+            return list(values["losses"])
+        losses = trainer.run(part, partial(self.progress.step, index))
+        if self.journal is not None:
+            self.journal.put(key, trainer.snapshot(), {"taken": trainer.taken, "losses": losses})
+        return losses
+
+    def solve(
+        self,
+        layer: Layer,
+        statistics: Statistics,
+        target: Tensor,
+        current: Tensor,
+        pattern: Pattern,
+        budget: Budget | None = None,
+    ) -> list[Solution]:
+        """Solve one layer, group by group; damping pulls towards `current`."""
+        settings = self.settings
+        rows = layer.shape[0] // layer.groups
+        start = layer.matrix(self.original[layer.key]) if settings.keep_zeros else None
+        solutions = []
+        for part, piece in enumerate(patterns_of_groups(layer, pattern)):
+            own = slice(part * rows, (part + 1) * rows)
+            problem = quadratic(statistics.calibration, part, target[own], current[own], same=target is current)
+            solutions.append(
+                solve(
+                    problem,
+                    piece,
+                    settings.solver,
+                    refine=settings.refine if start is None else keeping(start[own], settings.refine),
+                    damping=settings.damping,
+                    budget=budget or settings.budget,
+                    name=layer.name,
+                )
+            )
+        return solutions
+
+    # ---- measuring and choosing
+    def _finish_round(self, record: RoundRecord, portion: Part, began: float) -> None:
+        # As many calibration samples as are held out say as much, and a round's measurement stays cheap.
+        record.loss_calibration = self.measure(portion.first(self.heldout.samples) if self.heldout.batches else portion)
+        record.loss_heldout = self.measure(self.heldout)
+        record.seconds = time.perf_counter() - began
+
+    def _loss_on(self, part: Part) -> float | None:
+        if not part.batches:
+            return None
+        return gradient_steps.mean_loss(self.model, part, self.loss)
+
+    def measure(self, part: Part) -> float | None:
+        """The mean loss on some samples; None where there are none."""
+        loss = self._loss_on(part)
+        if loss is not None and not math.isfinite(loss):
+            raise NonFiniteError(f"The pruned network's {self.loss_name} is {loss}; lower the learning rate.")
+        return loss
+
+    def _keep_best(
+        self, records: list[RoundRecord], best: dict[str, Tensor], final: dict[Layer, Pattern]
+    ) -> dict[str, Tensor]:
+        if best_index(records, asked(final)) != len(records) - 1:
+            return best
+        return {name: value.detach().clone() for name, value in state(self.model) if name in self.original}
+
+    def restore(self, values: dict[str, Tensor]) -> None:
+        """Put parameters and buffers back."""
+        with torch.no_grad():
+            for name, tensor in state(self.model):
+                if name in values:
+                    tensor.copy_(values[name])
+
+    # ---- between rounds
+    def trainer(self, step: GradientStep, total: int, masks: dict[str, Tensor] | None = None) -> Trainer:
+        """Takes gradient steps on the model as it now is."""
+        prunable = {layer.key for layer in self.selection.layers}
+        parameters = {
+            name: value
+            for name, value in self.model.named_parameters()
+            if name in prunable or (step.parameters == "all" and value.is_floating_point())
+        }
+        _, loss = self._loss(step)
+        return Trainer(self.model, parameters, step, loss, total, self.settings.seed, masks, self._augmentation(step))
+
+    def _augmentation(self, step: GradientStep) -> Augmentation | None:
+        if step.augment != "auto":
+            return step.augment
+        if self.suited is None:
+            found = suited(self.reference or self.model, self.fit, self.settings.seed)
+            self.note(f"Augmentation of the gradient steps: {found or 'none'}.")
+            self.suited = (found,)
+        return self.suited[0]
+
+    def note(self, text: str) -> None:
+        """Tell the report and whoever watches."""
+        self.notes.append(text)
+        self.progress.note(text)
+
+    def masks(self) -> dict[str, Tensor]:
+        """Ones where the pruned matrices now have weights, by parameter."""
+        return {layer.key: (self.model.get_parameter(layer.key) != 0).float() for layer in self.selection.layers}
+
+    def _polish(self, step: GradientStep, leader: RoundRecord, index: int) -> RoundRecord:
+        """Steps on the support of the best projection, whose weights the model holds."""
+        began = time.perf_counter()
+        trainer = self.trainer(step, step.steps, self.masks())
+        losses = self._run_steps(trainer, self.fit, index)
+        record = RoundRecord(index, leader.asked, None, None, leader.layers, losses, kind="polish")
+        self._finish_round(record, self.fit, began)
+        self.progress.round(record)
+        return record
+
+    def _scheduled(self, final: dict[Layer, Pattern], index: int) -> dict[Layer, Pattern]:
+        last = self.settings.rounds - 1
+        if self.settings.schedule == "constant" or index in (0, last):
+            return final
+        # Cubic growth from 0.72 of the asked sparsity (65 % on the way to 90 %), as measured best in LOG.md.
+        share = 1 - 0.28 * (1 - (index - 1) / (last - 1)) ** 3
+        return {layer: thinner(pattern, layer, share) for layer, pattern in final.items()}
+
+    # ---- losses
+    def _needs_reference(self) -> bool:
+        settings = self.settings
+        losses = [step.loss for step in (settings.step, settings.polish) if step is not None]
+        return (
+            settings.target in ("dense", "network")
+            or settings.inputs == "dense"
+            or as_allocation(settings.allocation).criterion != "uniform"
+            or not losses
+            or any(loss in ("kl", "block") for loss in losses)
+        )
+
+    def _frozen_copy(self) -> nn.Module:
+        reference = copy.deepcopy(self.model).eval()
+        return reference.requires_grad_(False)
+
+    def _loss(self, step: GradientStep | None) -> tuple[str, LossFunction]:
+        chosen = "kl" if step is None else step.loss
+        if not isinstance(chosen, str):
+            return "given loss", chosen
+        if chosen == "task":
+            return "task loss", gradient_steps.task_loss
+        assert self.reference is not None
+        if chosen == "kl":
+            return "KL to the dense model", gradient_steps.kl_to(self.reference)
+        walk = Walk(self.model, self.fit, Part(), self.selection.layers)
+        paths = [block.path for block in walk.chain]
+        return "distance of block outputs", gradient_steps.block_distance_to(self.reference, paths)
+
+
+def _layer_key(index: int, layer: Layer) -> str:
+    return f"round {index} layer {layer.name}"

@@ -1,0 +1,172 @@
+"""One projection of a network whose weights need not be in memory all at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.patterns import Pattern
+from iobs.core.quadratic import Solution
+from iobs.prune.batches import Batch, Part
+from iobs.prune.checkpoint import Journal
+from iobs.prune.gram import Statistics, quadratic, relative_output_error
+from iobs.prune.layers import Layer
+from iobs.prune.memory import MemoryWatch
+from iobs.prune.progress import Progress
+from iobs.prune.record import LayerRecord, RoundRecord, layer_record
+from iobs.prune.settings import Settings
+from iobs.prune.spread import asked, patterns_of_groups, share_of
+from iobs.prune.stream import BEFORE, Stream
+from iobs.prune.trace import Block
+from iobs.prune.walk import Walk
+from iobs.solvers import solve
+
+Residence = Callable[[Block, bool], None]  # bring a block's weights into memory (True), or let them go (False)
+
+
+def solve_layer(
+    layer: Layer, statistics: Statistics, target: Tensor, current: Tensor, pattern: Pattern, settings: Settings
+) -> list[Solution]:
+    """The sparse weights of one layer, group by group."""
+    rows = layer.shape[0] // layer.groups
+    solutions = []
+    for part, piece in enumerate(patterns_of_groups(layer, pattern)):
+        own = slice(part * rows, (part + 1) * rows)
+        problem = quadratic(statistics.calibration, part, target[own], current[own], same=target is current)
+        solutions.append(
+            solve(
+                problem,
+                piece,
+                settings.solver,
+                refine=settings.refine,
+                damping=settings.damping,
+                budget=settings.budget,
+                name=layer.name,
+            )
+        )
+    return solutions
+
+
+@dataclass
+class BlockWalk(Walk):
+    """A walk along given blocks, each of them in memory only while it is its turn.
+
+    Args:
+        blocks: the chain; running along it must be exact.
+        residence: told which block comes and which goes.
+        spill: where the activations of a batch are kept between blocks; by default in memory.
+    """
+
+    blocks: list[Block] = field(default_factory=list)
+    residence: Residence = lambda block, present: None
+    spill: Callable[[int, Tensor], Tensor] = lambda index, hidden: hidden
+
+    def __post_init__(self) -> None:
+        self.chain = self.blocks
+
+    @torch.no_grad()
+    def sweep_blocks(
+        self, visit: Callable[[list[Layer], Statistics], None], replay: Callable[[list[Layer]], bool]
+    ) -> list[Layer]:
+        """As `sweep`, with blocks that come and go."""
+        stream = Stream(self.model, self.calibration.batches + self.heldout.batches, self.chain)
+        stream.advance(BEFORE)
+        self._spill(stream)
+        left = list(self.layers)
+        for stage, block in enumerate(self.chain):
+            self.residence(block, True)
+            left = self.visit_stage([stream], stage, left, visit, replay)
+            if stage + 1 < len(self.chain):
+                stream.advance(stage)
+                self._spill(stream)
+            self.residence(block, False)
+        return left
+
+    def _spill(self, stream: Stream) -> None:
+        stream.hidden = [self.spill(index, hidden) for index, hidden in enumerate(stream.hidden)]
+
+
+@dataclass
+class Projection:
+    """Solves the layers that a walk comes by, and writes them down.
+
+    Args:
+        model: the network.
+        patterns: of every layer.
+        settings: solver, damping and the like.
+        progress: is told of every layer.
+        journal: keeps solved layers, or None.
+    """
+
+    model: nn.Module
+    patterns: dict[Layer, Pattern]
+    settings: Settings
+    progress: Progress
+    journal: Journal | None = None
+    memory: MemoryWatch = field(default_factory=MemoryWatch)
+
+    def __post_init__(self) -> None:
+        self.record = RoundRecord(0, asked(self.patterns), None, None, [])
+
+    def visit(self, group: list[Layer], statistics: Statistics) -> None:
+        """Prune every layer of a group that shares its input."""
+        for layer in group:
+            began = time.perf_counter()
+            weight = layer.read(self.model)
+            solutions = solve_layer(layer, statistics, weight, weight, self.patterns[layer], self.settings)
+            layer.write(self.model, torch.cat([solution.weight for solution in solutions]))
+            written = layer.read(self.model)
+            heldout = statistics.heldout
+            error = relative_output_error(statistics.calibration, written, weight)
+            entry = LayerRecord(
+                name=layer.name,
+                shape=layer.shape,
+                asked=share_of(self.patterns[layer], layer),
+                zeros=int((written == 0).sum()),
+                error_calibration=error,
+                error_heldout=None if heldout is None else relative_output_error(heldout, written, weight),
+                error_dense=error,
+                damping=max(solution.stats["damping"] for solution in solutions),
+                dead_columns=sum(solution.stats["dead_columns"] for solution in solutions),
+                inputs=statistics.calibration.count if statistics.tokens is None else statistics.tokens,
+                seconds=time.perf_counter() - began,
+                stats={"rule": statistics.rule} if statistics.rule else {},
+            )
+            if self.journal is not None:
+                self.journal.put(layer.name, {"weight": layer.tensor(self.model)}, {"entry": asdict(entry)})
+            self._done(entry)
+
+    def replay(self, group: list[Layer]) -> bool:
+        """Take a group from the journal if it is there."""
+        if self.journal is None or not all(layer.name in self.journal for layer in group):
+            return False
+        for layer in group:
+            tensors, values = self.journal.get(layer.name)
+            layer.tensor(self.model).copy_(tensors["weight"])
+            self._done(layer_record(values["entry"]))
+        return True
+
+    def _done(self, entry: LayerRecord) -> None:
+        self.record.layers.append(entry)
+        self.memory.look()
+        self.progress.layer(0, entry)
+
+
+def spilled_to(folder: Path) -> Callable[[int, Tensor], Tensor]:
+    """Activations in files that are mapped into memory, one for each batch; they take no anonymous memory."""
+
+    def spill(index: int, hidden: Tensor) -> Tensor:
+        kept = torch.from_file(str(folder / f"{index}.hidden"), shared=True, size=hidden.numel(), dtype=hidden.dtype)
+        return kept.reshape(hidden.shape).copy_(hidden)
+
+    return spill
+
+
+def samples(batches: list[Batch]) -> Part:
+    """All batches, with their numbers."""
+    return Part(list(batches), list(range(len(batches))))
