@@ -84,6 +84,7 @@ def test_help_names_every_command(run):
     assert all(command in text for command in COMMANDS)
     for command in COMMANDS:
         assert "Usage" in run(command, "--help").output
+    assert "*.mlp.*" in run("prune", "--help").output, "markdown takes lone stars away"
     assert run("--version").output.strip() == f"iobs {iobs.__version__}"
 
 
@@ -127,6 +128,28 @@ def test_prune_a_network_of_the_users_own_with_rounds(run, classifier, tmp_path)
     }  # fmt: skip
     run("evaluate", out, "--data", f"{classifier}:batches")
     assert "zeros" in run("inspect", out).output
+
+
+def test_every_choice_of_the_rounds_has_an_option(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    run(
+        "prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--rounds", 3, "--steps", 2,
+        "--lr", 0.02, "--optimizer", "adam", "--loss", "kl", "--schedule", "cubic", "--inputs", "dense",
+        "--target", "dense", "--fresh-data",
+    )  # fmt: skip
+    settings = read_report(out / "report.json").settings
+    assert (settings["rounds"], settings["schedule"]) == (3, "cubic")
+    assert (settings["inputs"], settings["target"], settings["data"]) == ("dense", "dense", "fresh")
+    step = settings["step"]
+    assert (step["steps"], step["lr"], step["optimizer"], step["loss"]) == (2, 0.02, "adam", "kl")
+
+
+def test_a_recipes_steps_are_changed_where_asked(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    network = (f"{classifier}:net", "--data", f"{classifier}:batches")
+    run("prune", *network, "-o", out, "--recipe", "paper", "--rounds", 2, "--lr", 0.05, "--solver", "magnitude")
+    step = read_report(out / "report.json").settings["step"]
+    assert (step["lr"], step["optimizer"], step["loss"]) == (0.05, "sgd", "task")
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "4:8"])
@@ -196,6 +219,10 @@ def test_a_text_that_is_too_short(run, tmp_path):
 def test_wrong_usage_exits_with_2(run, tmp_path):
     run("prune", code=2)
     run("prune", "-o", tmp_path / "out", "--sparsity", "0.5", "--pattern", "2:4", code=2)
+    run("prune", "-o", tmp_path / "out", "--samples", 0, code=2)
+    run("prune", "-o", tmp_path / "out", "--batch-size", 0, code=2)
+    run("prune", "-o", tmp_path / "out", "--rounds", 2, "--lr", "quick", code=2)
+    run("prune", "-o", tmp_path / "out", "--lr", 0.01, code=2)
     run("evaluate", "--dtype", "float3", code=2)
     run("evaluate", "--device", "nonsense", code=2)
 

@@ -1,5 +1,8 @@
 """The audit counts what is really there."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from networks import build
@@ -7,7 +10,7 @@ from safetensors.torch import save_file
 
 import iobs
 from iobs.errors import AuditError, ModelError
-from iobs.prune.audit import audit_layers
+from iobs.prune.audit import audit_layers, compare
 from iobs.prune.layers import find_layers
 
 
@@ -29,12 +32,31 @@ def test_a_weight_that_grew_back_is_found():
         model.fc2.weight[0, :4] = 1.0
     with pytest.raises(AuditError, match="'fc2' keeps 4 of a group of 4"):
         iobs.audit(model, pattern)
-    with pytest.raises(AuditError, match="zeros"):
+    with pytest.raises(AuditError, match="'fc2' keeps 4"):
         audit_layers(model, dict.fromkeys(find_layers(model), pattern))
 
 
+def test_zeros_in_another_row_or_layer_make_nothing_good():
+    model, data = build("perceptron")
+    pattern = iobs.Unstructured(0.5, per="row")
+    before = iobs.prune(model, data, pattern).audit
+    with torch.no_grad():
+        model.fc1.weight[0].fill_(1.0)
+        model.fc1.weight[1:4].zero_()
+    with pytest.raises(AuditError, match="'fc1' keeps 12 of 12"):
+        audit_layers(model, dict.fromkeys(find_layers(model), pattern))
+    compare(iobs.audit(model), before, Path("here"))
+    with torch.no_grad():
+        model.fc2.weight.fill_(1.0)
+    with pytest.raises(AuditError, match="here has 0 zeros in layer 'fc2'"):
+        compare(iobs.audit(model), before, Path("here"))
+    renamed = [replace(row, name=f"model.{row.name}") for row in before]
+    with pytest.raises(AuditError, match="files call otherwise"):
+        compare(iobs.audit(model), renamed, Path("here"))
+
+
 def test_unreadable_files(tmp_path):
-    with pytest.raises(ModelError, match="no .safetensors file"):
+    with pytest.raises(ModelError, match=r"no \.safetensors file"):
         iobs.audit(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\x00")
     with pytest.raises(ModelError, match="truncated"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +15,16 @@ if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
     from iobs.models import LoadedModel
     from iobs.prune.record import Report
+    from iobs.prune.steps import GradientStep
 
 
-_METHOD, _LAYERS = "Method", "Layers"
+_METHOD, _STEPS, _LAYERS = "Method", "Gradient steps between rounds", "Layers"
 
 
-def _option(metavar: str, text: str, panel: str | None = None, default: bool = False) -> Any:
-    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, show_default=default)
+def _option(
+    metavar: str, text: str, panel: str | None = None, default: bool = False, least: float | None = None
+) -> Any:
+    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, show_default=default, min=least)
 
 
 def prune(
@@ -39,9 +43,17 @@ def prune(
         typer.Option("--resume", help="Keep a checkpoint in DIR.checkpoint, and go on from the one that is there."),
     ] = False,
     data: console.Data = None,
-    samples: Annotated[int, _option("N", "Calibration samples.", console.DATA_PANEL, default=True)] = 128,
+    samples: Annotated[int, _option("N", "Calibration samples.", console.DATA_PANEL, default=True, least=1)] = 128,
     seq_len: console.SequenceLength = 2048,
-    batch_size: Annotated[int, _option("N", "Samples in one forward pass.", console.DATA_PANEL, default=True)] = 8,
+    batch_size: Annotated[
+        int, _option("N", "Samples in one forward pass.", console.DATA_PANEL, default=True, least=1)
+    ] = 8,
+    fresh_data: Annotated[
+        bool,
+        typer.Option(
+            "--fresh-data", help="Each round sees its own share of the samples.", rich_help_panel=console.DATA_PANEL
+        ),
+    ] = False,
     holdout: Annotated[
         float | None, _option("SHARE", "Samples kept aside to choose the best round; 0.1.", console.DATA_PANEL)
     ] = None,
@@ -54,16 +66,33 @@ def prune(
     refine: Annotated[str | None, _option("NAME", "refit or swap, after the solver.", _METHOD)] = None,
     budget: Annotated[str | None, _option("NAME", "fast, default or best: time against error.", _METHOD)] = None,
     allocation: Annotated[
-        str | None, _option("NAME", "Of sparsity over layers: uniform, error, fisher, kl, evolve.", _METHOD)
+        str | None, _option("NAME", "Of sparsity over layers: uniform, error, fisher, kl, evolve, auto.", _METHOD)
     ] = None,
-    target: Annotated[str | None, _option("NAME", "What a layer imitates: current, dense or auto.", _METHOD)] = None,
+    target: Annotated[
+        str | None,
+        _option(
+            "NAME", "What layers imitate: current (their own weights), dense, or network (its steps too).", _METHOD
+        ),
+    ] = None,
+    inputs: Annotated[
+        str | None, _option("NAME", "pruned or dense: the network that layers' inputs come through.", _METHOD)
+    ] = None,
+    schedule: Annotated[
+        str | None, _option("NAME", "Sparsity of the rounds: constant, cubic (growing) or auto.", _METHOD)
+    ] = None,
     damping: Annotated[float | None, _option("SHARE", "Of the mean diagonal of the Hessian; 0.01.", _METHOD)] = None,
     batch_norm: Annotated[str | None, _option("NAME", "keep its statistics or update them.", _METHOD)] = None,
     seed: Annotated[int, _option("N", "Seed of every random choice.", _METHOD, default=True)] = 0,
-    include: Annotated[
-        list[str] | None, _option("PATTERN", "Prune only these layers, as '*.mlp.*' or re:...", _LAYERS)
+    steps: Annotated[int | None, _option("N", "Steps after each round but the last.", _STEPS, least=1)] = None,
+    lr: Annotated[str | None, _option("RATE", "Step size, or auto: by short trials.", _STEPS)] = None,
+    optimizer: Annotated[str | None, _option("NAME", "sgd (default) or adam.", _STEPS)] = None,
+    loss: Annotated[
+        str | None, _option("NAME", "task (default), kl to the dense model, or block for its blocks' outputs.", _STEPS)
     ] = None,
-    skip: Annotated[list[str] | None, _option("PATTERN", "Leave these layers dense.", _LAYERS)] = None,
+    include: Annotated[
+        list[str] | None, _option("PATTERN", "Prune only these layers: `*.mlp.*` or re:EXPRESSION; repeat.", _LAYERS)
+    ] = None,
+    skip: Annotated[list[str] | None, _option("PATTERN", "Leave these layers dense; repeat.", _LAYERS)] = None,
     depthwise: Annotated[
         bool, typer.Option("--depthwise", help="Prune depthwise convolutions too.", rich_help_panel=_LAYERS)
     ] = False,
@@ -97,6 +126,10 @@ def prune(
         "rounds": rounds,
         "allocation": allocation,
         "target": target,
+        "inputs": inputs,
+        "schedule": schedule,
+        "data": "fresh" if fresh_data else None,
+        "step": _step(recipe, rounds, {"steps": steps, "lr": lr, "optimizer": optimizer, "loss": loss}),
         "batch_norm": batch_norm,
         "depthwise": depthwise or None,
         "include": include,
@@ -131,6 +164,25 @@ class _Calibration:
                 source, loaded, samples=self.samples, length=self.length, seed=self.seed, batch=self.batch
             )
         ]
+
+
+def _step(recipe: str | None, rounds: int | None, given: dict[str, Any]) -> GradientStep | None:
+    """The gradient step with the options that were given, over that of the recipe; None where none was given."""
+    from iobs.prune.settings import resolve
+    from iobs.prune.steps import GradientStep
+
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    if given.get("lr", "auto") != "auto":
+        try:
+            given["lr"] = float(given["lr"])
+        except ValueError:
+            raise typer.BadParameter("give a number or auto", param_hint="--lr") from None
+    usual = resolve(recipe, {}).step
+    if usual is None and (rounds or 1) < 2:
+        raise typer.BadParameter("steps are taken between rounds: give --rounds 2 or more", param_hint="--rounds")
+    return GradientStep(**given) if usual is None else replace(usual, **given)
 
 
 def _pattern(sparsity: float | None, text: str | None) -> Pattern:

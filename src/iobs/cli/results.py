@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors import safe_open
-
 from iobs.cli.progress import Steps
 from iobs.data import open_source
-from iobs.errors import AuditError
 from iobs.evaluate import evaluate
 from iobs.models import LoadedModel
+from iobs.prune.audit import audit, compare
 from iobs.prune.record import Report
 from iobs.report import render_card, write_report
 
@@ -38,19 +36,7 @@ def write_results(loaded: LoadedModel, report: Report, directory: Path, model_fo
     folder = directory if model_folder is None else directory / model_folder
     folder.mkdir(exist_ok=True)
     loaded.write(folder)
-    _verify(folder, report)
+    compare(audit(folder), report.audit, folder)  # a conversion on the way to the disk could have lost a zero
     library = "transformers" if (folder / "config.json").is_file() else None
     (folder / "README.md").write_text(render_card(report, str(report.settings["model"]), library), encoding="utf8")
     write_report(report, directory)
-
-
-def _verify(folder: Path, report: Report) -> None:
-    """Count entry by entry in the files; a conversion on the way to the disk could have lost a zero."""
-    written = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                written += int((tensors.get_tensor(name) == 0).sum())
-    counted = sum(row.zeros for row in report.audit)
-    if written < counted:
-        raise AuditError(f"The files hold {written:,} zeros, the pruned model {counted:,}; nothing was kept.")
