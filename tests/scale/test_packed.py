@@ -143,7 +143,7 @@ def test_nothing_to_keep_is_an_error():
 def test_pruning_further_keeps_the_old_zeros(solver):
     model, data = pruned()
     before = zeros(model)
-    report = iobs.prune(model, data, iobs.Unstructured(0.7), solver=solver)
+    report = iobs.prune(model, data, iobs.Unstructured(0.7), solver=solver, keep_zeros=True)
     assert report.sparsity == pytest.approx(0.7, abs=1e-3)
     for (_, value), mask in _pairs(model, before):
         assert (value[mask] == 0).all()

@@ -137,6 +137,8 @@ def check_directory(directory: Path, allow_pickle: bool) -> None:
                 "them to safetensors, or pass --allow-pickle if you trust their origin."
             )
     for shard in shards:
+        if Path(shard).name != shard:
+            raise ModelError(f"{index} names {shard!r}, which lies outside {directory}; do not trust these files.")
         _check_shard(directory / shard)
 
 

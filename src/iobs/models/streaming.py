@@ -1,0 +1,341 @@
+"""Prune a model directory block by block: never more of it in memory than one block and what lies outside the blocks.
+
+The files are read a tensor at a time, and the output's files are written a block at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from iobs.core.patterns import Pattern
+from iobs.errors import CalibrationError, ModelError
+from iobs.models.huggingface import check_directory
+from iobs.models.output import check_output, output_directory
+from iobs.models.shards import Entry, ShardWriter, read_entries
+from iobs.models.vision_shim import ensure_torchvision
+from iobs.prune import batches as data_batches
+from iobs.prune.allocation import uniform
+from iobs.prune.audit import asked_zeros
+from iobs.prune.batches import Batch
+from iobs.prune.checkpoint import Journal, identity_of
+from iobs.prune.layers import Layer, Selection, select
+from iobs.prune.network import evaluating
+from iobs.prune.plan import Plan, plan
+from iobs.prune.progress import Progress, Quiet
+from iobs.prune.record import AuditRow, Report
+from iobs.prune.settings import resolve
+from iobs.prune.spread import require_fit
+from iobs.prune.sweep import BlockWalk, Projection, samples, spilled_to
+from iobs.prune.trace import Block, inside
+
+
+@dataclass
+class Directory:
+    """The tensors of a model directory by name, read one at a time."""
+
+    path: Path
+    shards: dict[Path, dict[str, Entry]] = field(default_factory=dict)
+    metadata: dict[Path, dict[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_directory(self.path, allow_pickle=False)
+        for file in sorted(self.path.glob("*.safetensors")):
+            self.shards[file], self.metadata[file] = read_entries(file)
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """Every tensor of every file."""
+        return {name: entry for entries in self.shards.values() for name, entry in entries.items()}
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """The named tensors."""
+        wanted = set(names)
+        for file, entries in self.shards.items():
+            present = wanted & entries.keys()
+            if present:
+                with safe_open(file, framework="pt") as opened:
+                    for name in sorted(present):
+                        yield name, opened.get_tensor(name).clone()
+
+
+@dataclass
+class StreamedModel:
+    """A module whose blocks have no weights yet; everything else is loaded."""
+
+    directory: Directory
+    module: nn.Module
+    blocks: list[Block]
+    selection: Selection
+
+    @classmethod
+    def open(cls, path: Path, include: Any = None, skip: Any = None) -> StreamedModel:
+        """Build the module of a directory and load what lies outside its blocks.
+
+        Raises:
+            ModelError: the directory is damaged, its files name their tensors otherwise than the module does, or the
+                module has no list of equal blocks.
+        """
+        directory = Directory(path)
+        module = _skeleton(path)
+        _require_same_names(module, directory)
+        blocks = _blocks(module)
+        outside = [name for name in directory.entries if not any(name.startswith(f"{b.path}.") for b in blocks)]
+        _fill(module, directory.read(outside))
+        _tie(module)
+        inner = {layer.name for layer in select(module, check_finite=False).layers}
+        chosen = select(module, include, skip, check_finite=False)
+        layers = tuple(one for one in chosen.layers if any(inside(one, block.path) for block in blocks))
+        dropped = {one.name: "outside the blocks" for one in chosen.layers if one not in layers and one.name in inner}
+        return cls(directory, module, blocks, Selection(layers, {**chosen.skipped, **dropped}))
+
+    def names(self, block: Block) -> list[str]:
+        """The names of a block's tensors."""
+        return [name for name in self.directory.entries if name.startswith(f"{block.path}.")]
+
+    def load(self, block: Block) -> None:
+        """Bring a block's weights into memory."""
+        _fill(self.module, self.directory.read(self.names(block)))
+
+    def drop(self, block: Block) -> None:
+        """Let a block's weights go."""
+        self.module.get_submodule(block.path).to("meta")
+
+
+def prune_directory(
+    source: str | Path,
+    output: str | Path,
+    batches: Sequence[Batch],
+    pattern: Pattern,
+    *,
+    checkpoint: str | Path | None = None,
+    progress: Progress | None = None,
+    include: Any = None,
+    skip: Any = None,
+    announce: Callable[[Plan], None] = lambda plan: None,
+    **settings: Any,
+) -> Report:
+    """Prune a Hugging Face directory into another one, in one round, with one block in memory at a time.
+
+    Args:
+        source: a directory with safetensors, whose tensors are named as the module names them.
+        output: the directory to write; it must not exist.
+        batches: calibration data.
+        pattern: for every pruned layer.
+        checkpoint: as `iobs.prune`.
+        progress: is told how the run is getting on.
+        include: as `iobs.prune`.
+        skip: as `iobs.prune`.
+        announce: is told the plan, with predicted memory and time, before the work.
+        settings: solver, budget, refine, damping, seed and holdout, as `iobs.prune`.
+
+    Raises:
+        CalibrationError: settings that need the whole network: rounds, gradient steps, dense targets.
+        ModelError, OutputError, CheckpointError: as `iobs.models.load`, `iobs.models.check_output`, `iobs.prune`.
+    """
+    chosen = resolve(None, {"target": "current", "allocation": "uniform", **settings})
+    if chosen.rounds > 1 or chosen.step or chosen.polish or chosen.target != "current" or chosen.inputs != "pruned":
+        raise CalibrationError(
+            "Pruning block by block is one round with targets of the current weights; gradient steps and dense targets "
+            "need the whole network in memory: use iobs.prune for those."
+        )
+    check_output(Path(output))
+    started = time.perf_counter()
+    collected = data_batches.collect(batches)
+    streamed = StreamedModel.open(Path(source), include, skip)
+    require_fit(streamed.selection, pattern)
+    announce(plan_of(streamed, collected, chosen.holdout))
+    fit, heldout = data_batches.split(collected, chosen.holdout, chosen.seed)
+    patterns = uniform(pattern, streamed.selection.layers)
+    journal = None
+    if checkpoint is not None:
+        described = {**chosen.summary(), "pattern": str(pattern), "layers": [one.name for one in patterns]}
+        weights = streamed.directory.read([*streamed.directory.entries])
+        journal = Journal(checkpoint, identity_of(described, weights, fit.batches, heldout.batches))
+    told = progress or Quiet()
+    told.begin(1, [layer.name for layer in patterns])
+    projection = Projection(streamed.module, patterns, chosen, told, journal)
+    audit: list[AuditRow] = []
+    with ExitStack() as stack:
+        temporary = stack.enter_context(output_directory(Path(output)))
+        spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=temporary.parent)))
+        writer = stack.enter_context(_Output(streamed, temporary))
+        stack.enter_context(evaluating(streamed.module))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.manual_seed(chosen.seed)
+
+        def residence(block: Block, present: bool) -> None:
+            if present:
+                streamed.load(block)
+                return
+            audit.extend(_audited(streamed, block, patterns))
+            writer.block(block)
+            streamed.drop(block)
+
+        walk = BlockWalk(
+            streamed.module,
+            fit if fit.batches else samples(collected),
+            heldout,
+            streamed.selection.layers,
+            seed=chosen.seed,
+            blocks=streamed.blocks,
+            residence=residence,
+            spill=spilled_to(spill),
+        )
+        unseen = walk.sweep_blocks(projection.visit, projection.replay)
+    skipped = {**streamed.selection.skipped, **{one.name: "the network fed it nothing" for one in unseen}}
+    projection.record.seconds = time.perf_counter() - started
+    return Report(
+        settings={"model": str(source), **chosen.summary(), "pattern": str(pattern), "samples": fit.samples},
+        loss_name="not measured: the whole network is never in memory",
+        dense_loss=None,
+        rounds=[projection.record],
+        best_round=0,
+        skipped=skipped,
+        audit=audit,
+        seconds=time.perf_counter() - started,
+        peak_memory_bytes=projection.memory.look(),
+    )
+
+
+def plan_of(streamed: StreamedModel, batches: Sequence[Batch], holdout: float) -> Plan:
+    """What a run over a directory will need."""
+    entries = streamed.directory.entries
+    inner = {name for block in streamed.blocks for name in streamed.names(block)}
+    return plan(
+        layers=streamed.selection.layers,
+        resident_bytes=sum(entry.bytes for name, entry in entries.items() if name not in inner),
+        block_bytes=max(sum(entries[name].bytes for name in streamed.names(block)) for block in streamed.blocks),
+        model_bytes=sum(entry.bytes for entry in entries.values()),
+        batches=batches,
+        holdout=holdout > 0,
+    )
+
+
+@dataclass
+class _Output:
+    """The files of the pruned model: as those of the source, filled block by block."""
+
+    streamed: StreamedModel
+    directory: Path
+
+    def __enter__(self) -> _Output:
+        source = self.streamed.directory
+        for file in source.path.iterdir():
+            if file.is_file() and file.suffix != ".safetensors" and file.suffix not in (".bin", ".pt"):
+                shutil.copyfile(file, self.directory / file.name)
+        self.writers = {
+            file: ShardWriter(self.directory / file.name, entries, source.metadata[file])
+            for file, entries in source.shards.items()
+        }
+        inner = {name for block in self.streamed.blocks for name in self.streamed.names(block)}
+        for name, tensor in source.read([name for name in source.entries if name not in inner]):
+            self._put(name, tensor)
+        return self
+
+    def block(self, block: Block) -> None:
+        """Write a block as it is in memory now."""
+        state = self.streamed.module.state_dict()
+        for name in self.streamed.names(block):
+            self._put(name, state[name])
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        for file, entries in self.streamed.directory.shards.items():
+            if name in entries:
+                self.writers[file].put(name, tensor)
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        for writer in self.writers.values():
+            writer.opened.close() if kind else writer.close()
+
+
+def _audited(streamed: StreamedModel, block: Block, patterns: dict[Layer, Pattern]) -> Iterator[AuditRow]:
+    for layer, pattern in patterns.items():
+        if inside(layer, block.path):
+            zeros = int((layer.tensor(streamed.module) == 0).sum())
+            yield AuditRow(layer.name, layer.shape, zeros, asked_zeros(pattern, layer.shape))
+
+
+def _skeleton(path: Path) -> nn.Module:
+    """The module with parameters that take no memory and buffers that are real."""
+    ensure_torchvision()
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        with _parameters_on_meta():
+            factory: Any = transformers.AutoModelForCausalLM
+            module: nn.Module = factory.from_config(config, dtype=config.dtype)
+    except Exception as error:  # transformers raises every kind
+        raise ModelError(f"{path} cannot be opened as a language model: {error}") from error
+    return module.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _require_same_names(module: nn.Module, directory: Directory) -> None:
+    state, entries = module.state_dict(), directory.entries
+    strange = [name for name in entries if name not in state]
+    if strange:
+        raise ModelError(
+            f"{directory.path} names its tensors otherwise than {type(module).__name__} does ({strange[0]}), so it "
+            "cannot be pruned block by block; prune it in memory instead."
+        )
+    wrong = [name for name, entry in entries.items() if tuple(state[name].shape) != entry.shape]
+    if wrong:
+        raise ModelError(
+            f"{wrong[0]} has the shape {entries[wrong[0]].shape} in the files of {directory.path} and "
+            f"{tuple(state[wrong[0]].shape)} by its configuration; one of them is wrong."
+        )
+    tied = getattr(module, "_tied_weights_keys", None) or ()
+    missing = [name for name in state if name not in entries and name not in tied]
+    if missing:
+        raise ModelError(f"{directory.path} lacks {len(missing)} weights, {missing[0]} the first; complete the files.")
+
+
+def _blocks(module: nn.Module) -> list[Block]:
+    """The elements of the module's list that holds the most weights: its decoder blocks."""
+    lists = {path: found for path, found in module.named_modules() if isinstance(found, nn.ModuleList)}
+    if not lists:
+        raise ModelError(f"{type(module).__name__} has no list of blocks; prune it in memory instead.")
+    path = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
+    return [Block(f"{path}.{name}", 0, torch.empty(0)) for name, _ in lists[path].named_children()]
+
+
+def _fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    for name, tensor in tensors:
+        path, _, last = name.rpartition(".")
+        holder = module.get_submodule(path)
+        if last in holder._parameters:
+            holder._parameters[last] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            holder._buffers[last] = tensor
+
+
+def _tie(module: nn.Module) -> None:
+    """Give weights that the files hold once to every module that uses them."""
+    module.tie_weights()  # type: ignore[operator]

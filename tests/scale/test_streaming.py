@@ -1,0 +1,161 @@
+"""Block by block from files to files gives what pruning in memory gives; hostile directories leave nothing behind."""
+
+import json
+
+import families
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import iobs
+from iobs.errors import CalibrationError, ModelError
+from iobs.models.streaming import prune_directory
+from iobs.prune.progress import Quiet
+
+OPTIONS = {"solver": "sparsegpt", "target": "current", "holdout": 0.0}
+NAMES = ("opt", "llama", "qwen3", "gemma3", "phi3", "gpt2", "bloom", "falcon", "mamba")
+
+
+def directory(name, folder, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = families.LANGUAGE_MODELS[name][0]().to(dtype).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_block_by_block_equals_in_memory(name, tmp_path):
+    model, data = directory(name, tmp_path / "model"), families.language_batches()
+    report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **OPTIONS)
+    whole = iobs.prune(model, data, iobs.Unstructured(0.5), **OPTIONS)
+    model.save_pretrained(tmp_path / "whole")
+    assert [row.zeros for row in report.audit] == [row.zeros for row in whole.audit]
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_checkpoint_ends_in_the_same_bits(tmp_path):
+    directory("llama", tmp_path / "model")
+    data = families.language_batches()
+
+    class Stop(Exception):
+        pass
+
+    class StopsAtNinth(Quiet):
+        seen = 0
+
+        def layer(self, *_):
+            self.seen += 1
+            if self.seen == 9:
+                raise Stop
+
+    arguments = (data, iobs.Unstructured(0.5))
+    prune_directory(tmp_path / "model", tmp_path / "undisturbed", *arguments, **OPTIONS)
+    with pytest.raises(Stop):
+        prune_directory(
+            tmp_path / "model",
+            tmp_path / "out",
+            *arguments,
+            checkpoint=tmp_path / "run",
+            progress=StopsAtNinth(),
+            **OPTIONS,
+        )
+    assert not (tmp_path / "out").exists()
+    prune_directory(tmp_path / "model", tmp_path / "out", *arguments, checkpoint=tmp_path / "run", **OPTIONS)
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("undisturbed", "out"))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_the_plan_comes_before_the_work(tmp_path):
+    directory("llama", tmp_path / "model")
+    told = []
+
+    def announce(plan):
+        told.append(plan)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune_directory(
+            tmp_path / "model",
+            tmp_path / "out",
+            families.language_batches(),
+            iobs.Unstructured(0.5),
+            announce=announce,
+            **OPTIONS,
+        )
+    assert told[0].layers == 14
+    assert told[0].peak_bytes > told[0].model_bytes > 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_needs_the_whole_network_is_refused(tmp_path):
+    directory("llama", tmp_path / "model")
+    with pytest.raises(CalibrationError, match="whole network"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4), rounds=3)
+
+
+def _truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _wrong_shape(folder):
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _missing(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _pickled(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def _remote_code(folder):
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config |= {"model_type": "mystery", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    file.write_text(json.dumps(config))
+    (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+
+
+def _climbing(folder):
+    index = {"weight_map": {"model.norm.weight": "../../secret.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder.parent.parent / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+
+
+HOSTILE = {
+    "truncated shard": (_truncate, "cut short|damaged"),
+    "wrong shape": (_wrong_shape, "shape"),
+    "missing weight": (_missing, "lacks"),
+    "pickled weights": (_pickled, "pickled"),
+    "remote code": (_remote_code, "."),
+    "path that climbs": (_climbing, "outside"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("way", ["streamed", "in memory"])
+def test_hostile_directories_are_one_clear_error_and_nothing_is_written(damage, message, way, tmp_path):
+    from iobs.models import load
+
+    folder = tmp_path / "in" / "model"
+    directory("llama", folder)
+    damage(folder)
+    arguments = folder, tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5)
+    read = (lambda: load(folder)) if way == "in memory" else (lambda: prune_directory(*arguments, **OPTIONS))
+    with pytest.raises(ModelError, match=message):
+        read()
+    assert not (tmp_path / "out").exists()
+    assert not (folder / "ran").exists()
+    assert not list(tmp_path.glob(".*"))
