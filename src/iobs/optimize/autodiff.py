@@ -56,9 +56,9 @@ class TorchObjective:
 
     def hessian_product(self, theta: Array, vector: Array) -> Array:
         """H v, reverse over reverse."""
-        return self._products(theta, vector[None]).reshape(-1)
+        return self.hessian_products(theta, vector[None]).reshape(-1)
 
-    def _products(self, theta: Array, vectors: Array) -> Array:
+    def hessian_products(self, theta: Array, vectors: Array) -> Array:
         """H v for every row v, (m, d); the same graph serves them all."""
         point = self._tensor(theta).requires_grad_()
         (gradient,) = torch.autograd.grad(self._evaluate(point), point, create_graph=True)
@@ -77,7 +77,7 @@ class TorchObjective:
         """H_:Q by one product a column."""
         units = np.zeros((support.size, self.dimension))
         units[np.arange(support.size), support] = 1
-        columns = self._products(theta, units).T
+        columns = self.hessian_products(theta, units).T
         return columns if rows is None else columns[rows]
 
     def hessian_diagonal(self, theta: Array) -> Array:

@@ -101,7 +101,7 @@ class Problem:
         return int(np.count_nonzero(theta)) - int(np.count_nonzero(theta[self.forced])) <= self.k
 
 
-def _equilibrated(objective: Objective) -> Array:
+def _equilibrated(objective: TorchObjective) -> Array:
     """Estimate of sqrt(diag H) from products with random signs, repeated in the scaled variables.
 
     One round is Hutchinson's estimate of the diagonal, which large coordinates drown out where units differ; each
@@ -111,11 +111,9 @@ def _equilibrated(objective: Objective) -> Array:
     scale = np.ones(objective.dimension)
     origin = np.zeros(objective.dimension)
     for _ in range(_ROUNDS):
-        total = np.zeros(objective.dimension)
-        for _ in range(_PROBES):
-            signs = rng.choice([-1.0, 1.0], objective.dimension)
-            total += signs * objective.hessian_product(origin, signs / scale) / scale
-        estimate = np.abs(total) / _PROBES
+        signs = rng.choice([-1.0, 1.0], (_PROBES, objective.dimension))
+        products = objective.hessian_products(origin, signs / scale) / scale
+        estimate = np.abs((signs * products).mean(axis=0))
         typical = float(np.median(estimate))
         if not (typical > 0 and np.isfinite(estimate).all()):
             return np.ones(objective.dimension)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import numpy as np
 from scipy.linalg.lapack import dposv
 
+from iobs.optimize.autodiff import TorchObjective
 from iobs.optimize.designs import Array
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit import Fit, refit
-
-_ROUGH_STEPS = 2
 
 
 def start(problem: Problem, theta: Array | None = None) -> Fit:
@@ -26,6 +25,7 @@ def start(problem: Problem, theta: Array | None = None) -> Fit:
 def hard_thresholding_pursuit(problem: Problem, fit: Fit, *, steps: int = 12) -> Fit:
     """HTP (Foucart 2011) in scaled variables: a gradient step, the k largest, a refit; the best support seen."""
     best, seen = fit, {fit.support.tobytes()}
+    dear = isinstance(problem.objective, TorchObjective)
     scale = problem.scale
     for _ in range(steps):
         slope = fit.gradient / scale
@@ -35,7 +35,7 @@ def hard_thresholding_pursuit(problem: Problem, fit: Fit, *, steps: int = 12) ->
             break
         seen.add(support.tobytes())
         # Supports on the way need no more than their shape; the last one is refitted to the end.
-        fit = refit(problem.objective, support, fit.theta, steps=_ROUGH_STEPS)
+        fit = refit(problem.objective, support, fit.theta, steps=1 if dear else 2)
         if fit.value < best.value or best.support.size < support.size:
             best = fit
         if solved(problem, fit):
