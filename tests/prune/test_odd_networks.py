@@ -103,3 +103,20 @@ def test_a_gradient_that_is_not_finite_names_its_layer():
     trainer = Trainer(model, dict(model.named_parameters()), step, step.loss, 1, 0)
     with pytest.raises(NonFiniteError, match=r"0\.weight"):
         trainer.run(Part([torch.randn(3, 4)], [0]), lambda *_: None)
+
+
+@pytest.mark.parametrize("loss", ["task", "kl"])
+def test_a_network_with_one_output(loss):
+    """Its softmax is always 1: a divergence of distributions would call every round perfect."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).eval()
+    data = [(torch.randn(20, 8), torch.randn(20, 1))]
+    step = iobs.GradientStep(lr=1e-3, loss=loss)
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), rounds=2, step=step)
+    assert all(record.loss_heldout > 1e-6 for record in report.rounds)
+
+
+def test_a_polish_by_the_task_alone():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).eval()
+    data = [(torch.randn(20, 8), torch.randint(4, (20,)))]
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), polish=iobs.GradientStep(lr=1e-3, loss="task"))
+    assert [record.kind for record in report.rounds] == ["projection", "polish"]

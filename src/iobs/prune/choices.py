@@ -56,7 +56,7 @@ def settle(run: Run, first: RoundRecord) -> None:
         grow = damage > _DAMAGE and settings.rounds > 2
         run.note(
             f"The first projection leaves a held-out loss of {damage:.4g}: "
-            + ("sparsity grows over the rounds." if grow else "polished as it is, without further rounds.")
+            + ("sparsity grows over the rounds." if grow else "no further rounds.")
         )
         settings = replace(settings, schedule="cubic", rounds=settings.rounds if grow else 1)
     steps = [step for step in (settings.step, settings.polish) if step is not None]

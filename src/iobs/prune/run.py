@@ -375,7 +375,7 @@ class Run:
             settings.target in ("dense", "network")
             or settings.inputs == "dense"
             or as_allocation(settings.allocation).criterion != "uniform"
-            or not losses
+            or settings.step is None  # rounds are then judged by the divergence from the dense network
             or any(loss in ("kl", "block") for loss in losses)
         )
 

@@ -28,7 +28,7 @@ class GradientStep:
         optimizer: "sgd", as the paper, or "adam".
         steps: how many steps a round; each takes the next batch of the round's data, round and round. With one
             step of "sgd" the gradient is that of the whole round's data, as in the paper.
-        loss: "task" (cross-entropy with the batch's targets, or the model's own loss), "kl" (to the dense model),
+        loss: "task" (the model's own loss, or cross-entropy with the targets), "kl" (to the dense model),
             "block" (mean squared distance to the dense model's block outputs), or a function (model, batch) -> scalar.
         parameters: "prunable" steps on the pruned matrices only, as the paper; "all" on every parameter.
         support: "dense" steps wake removed weights too, as the paper; "fixed" moves only the weights that the last
@@ -68,7 +68,7 @@ class GradientStep:
 def task_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The model's own loss where its output has one, else cross-entropy with the batch's targets.
 
-    For a batch of token ids without labels it is the next-token loss.
+    For floating targets it is the mean squared error, for a batch of token ids without labels the next-token loss.
 
     Raises:
         CalibrationError: the batch holds no targets.
@@ -79,7 +79,10 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
         return own
     values = batches.logits(output).float()
     if isinstance(batch, (tuple, list)) and len(batch) > 1:
-        return functional.cross_entropy(values.flatten(0, -2), batch[1].flatten())
+        targets = batch[1]
+        if targets.is_floating_point():
+            return functional.mse_loss(values, targets.float().reshape(values.shape))
+        return functional.cross_entropy(values.flatten(0, -2), targets.flatten())
     if isinstance(batch, Mapping) and "input_ids" in batch:
         tokens = batch["input_ids"][:, 1:]
         if "attention_mask" in batch:
@@ -89,13 +92,18 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def kl_to(reference: nn.Module) -> LossFunction:
-    """Mean over samples (and positions) of KL(dense || sparse) between the models' output distributions, in nats."""
+    """Mean over samples (and positions) of KL(dense || sparse) between the models' output distributions, in nats.
+
+    One output is no distribution: there it is ||sparse - dense||^2 / ||dense||^2.
+    """
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.no_grad():
             dense = batches.logits(batches.forward(reference, batch)).float()
         sparse = batches.logits(batches.forward(model, batch)).float()
         rows = dense.shape[-1]
+        if rows == 1:
+            return (sparse - dense).square().sum() / dense.square().sum()
         return functional.kl_div(
             sparse.reshape(-1, rows).log_softmax(-1),
             dense.reshape(-1, rows).log_softmax(-1),
