@@ -26,7 +26,7 @@ from iobs.optimize.multinomial import Multinomial
         SparseRegressor(k="cv", cv=2),
         SparseRegressor(loss="poisson", ridge=0.1, k=1),
         pytest.param(SparseClassifier(), marks=pytest.mark.slow),
-        SparseClassifier(max_k=2),
+        pytest.param(SparseClassifier(max_k=2), marks=pytest.mark.slow),
         pytest.param(SparseClassifier(k="cv", cv=3), marks=pytest.mark.slow),
     ],
     ids=str,
