@@ -45,6 +45,10 @@ class CheckpointError(IOBSError, RuntimeError):
     """A checkpoint does not belong to this run; the message names the difference."""
 
 
+class DistributedError(IOBSError, RuntimeError):
+    """Another process of a run on several ranks is gone, or there is too little data to share out."""
+
+
 class AuditError(IOBSError, RuntimeError):
     """Fewer real zeros were found than were asked for."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Annotated
 
 import typer
@@ -42,5 +43,10 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line; under torchrun, as one of several ranks."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return app()
+    from iobs.prune.distributed import joined
+
+    with joined():
+        return app()

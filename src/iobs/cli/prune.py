@@ -105,6 +105,7 @@ def prune(
     from iobs.cli.loading import load_model
     from iobs.cli.results import write_results
     from iobs.models import check_output, output_directory, size_in_bytes
+    from iobs.prune.distributed import current
 
     wanted = _pattern(sparsity, pattern)
     if output is None and not dry_run:
@@ -141,6 +142,8 @@ def prune(
     }
     calibration = _Calibration(data or [], samples, seq_len, batch_size, seed)
     report = _run(loaded, wanted, calibration, _scoring_data(loaded, eval_data), options)
+    if not current().first:
+        return
     with output_directory(output) as temporary:
         write_results(loaded, report, temporary, model_folder=None)
     if checkpoint is not None:

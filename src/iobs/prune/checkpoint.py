@@ -45,7 +45,7 @@ class Journal:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.directory.glob(".*.partial"):
-                leftover.unlink()
+                leftover.unlink(missing_ok=True)
             strangers = [entry for entry in self.directory.iterdir() if not _is_ours(entry)]
         except OSError as error:
             raise _unwritable(self.directory, error) from error
@@ -58,6 +58,8 @@ class Journal:
             raise CheckpointError(f"{self.directory} has lost its {RUN}; remove the directory and start again.")
         else:
             self._write(self.directory / RUN, json.dumps(plain, indent=1).encode("utf8"))
+        # What was there at the start: ranks that share a journal must all take the same entries from it.
+        self.known = {entry.name for entry in self.directory.glob(f"*{_SUFFIX}")}
 
     def _require_same(self, identity: dict[str, Any]) -> None:
         try:
@@ -77,7 +79,7 @@ class Journal:
             )
 
     def __contains__(self, key: str) -> bool:
-        return self._file(key).is_file()
+        return self._file(key).name in self.known
 
     def put(self, key: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Write an entry and make sure that it is on the disk; the random generator's state goes with it.

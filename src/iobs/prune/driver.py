@@ -13,6 +13,7 @@ from iobs.core.patterns import Pattern
 from iobs.prune import batches as data_batches
 from iobs.prune.allocation import Allocation
 from iobs.prune.batches import Batch
+from iobs.prune.distributed import current
 from iobs.prune.layers import select
 from iobs.prune.network import evaluating
 from iobs.prune.progress import Progress, Quiet
@@ -110,4 +111,5 @@ def prune(
     with evaluating(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         data_batches.require_accepted(model, collected[0])
-        return Run(model, selection, pattern, settings, collected, progress or Quiet(), checkpoint).execute()
+        told = progress if progress is not None and current().first else Quiet()
+        return Run(model, selection, pattern, settings, collected, told, checkpoint).execute()

@@ -24,6 +24,7 @@ from iobs.prune.audit import audit_layers
 from iobs.prune.augment import suited
 from iobs.prune.batches import Batch, Part
 from iobs.prune.checkpoint import Journal, identity_of
+from iobs.prune.distributed import current
 from iobs.prune.estimate import estimate_seconds
 from iobs.prune.gram import Statistics, quadratic, relative_output_error
 from iobs.prune.layers import Layer, Selection
@@ -64,7 +65,9 @@ class Run:
         self.reference = self._frozen_copy() if self._needs_reference() else None
         self.loss_name, self.loss = self._loss(settings.step)
         self.notes: list[str] = []
-        self.journal = None if checkpoint is None else Journal(checkpoint, self._identity())
+        self.ranks = current()
+        self.ranks.require_enough(self.fit)
+        self.journal = self._opened(checkpoint)
         self.suited: tuple[Augmentation | None] | None = None  # once it is known
 
     def execute(self) -> Report:
@@ -137,6 +140,7 @@ class Run:
             self._imitated(index),
             dense_inputs=settings.inputs == "dense",
             seed=settings.seed + index,
+            ranks=self.ranks,
         )
         record = RoundRecord(index, asked(patterns), None, None, [])
         visit = partial(self._visit, record=record, patterns=patterns, trainer=trainer)
@@ -178,7 +182,7 @@ class Run:
         patterns: dict[Layer, Pattern],
         trainer: Trainer | None,
     ) -> None:
-        for layer in group:
+        for position, layer in enumerate(group):
             if self._journalled(record.index, layer):
                 self._replay_layer(layer, record)
                 continue
@@ -187,8 +191,12 @@ class Run:
             current = layer.read(self.model) if master is None else layer.matrix(master)
             dense = layer.matrix(self.original[layer.key])
             imitated = dense if self.settings.target == "dense" else current
-            solutions = self.solve(layer, statistics, imitated, current, patterns[layer])
-            layer.write(self.model, torch.cat([solution.weight for solution in solutions]))
+            solutions: list[Solution] = []
+            owner = self.ranks.owner(position)
+            if owner == self.ranks.rank:
+                solutions = self.solve(layer, statistics, imitated, current, patterns[layer])
+                layer.write(self.model, torch.cat([solution.weight for solution in solutions]))
+            damping, dead = self._agreed(layer, solutions, owner)
             written = layer.read(self.model)
             gram, heldout = statistics.calibration, statistics.heldout
             entry = LayerRecord(
@@ -199,17 +207,30 @@ class Run:
                 error_calibration=relative_output_error(gram, written, imitated),
                 error_heldout=None if heldout is None else relative_output_error(heldout, written, imitated),
                 error_dense=relative_output_error(gram, written, dense),
-                damping=max(solution.stats["damping"] for solution in solutions),
-                dead_columns=sum(solution.stats["dead_columns"] for solution in solutions),
+                damping=damping,
+                dead_columns=dead,
                 inputs=gram.count if statistics.tokens is None else statistics.tokens,
                 seconds=time.perf_counter() - began,
             )
             if statistics.rule:
                 entry.stats["rule"] = statistics.rule
-            if self.journal is not None:
+            if self.journal is not None and self.ranks.first:
                 values = {"entry": asdict(entry)}
                 self.journal.put(_layer_key(record.index, layer), {"weight": layer.tensor(self.model)}, values)
             self._finish_layer(layer, record, entry)
+
+    def _agreed(self, layer: Layer, solutions: list[Solution], owner: int) -> tuple[float, int]:
+        """Give every rank the layer's weights as its owner solved them; damping and dead columns besides."""
+        found = torch.zeros(2, dtype=torch.float64, device=layer.tensor(self.model).device)
+        if solutions:
+            found[0] = max(solution.stats["damping"] for solution in solutions)
+            found[1] = sum(solution.stats["dead_columns"] for solution in solutions)
+        self.ranks.broadcast(found, owner)
+        if self.ranks.size > 1:
+            weight = layer.tensor(self.model).contiguous()
+            self.ranks.broadcast(weight, owner)
+            layer.tensor(self.model).copy_(weight)
+        return float(found[0]), int(found[1])
 
     def _finish_layer(self, layer: Layer, record: RoundRecord, entry: LayerRecord) -> None:
         if "rule" in entry.stats:
@@ -226,6 +247,17 @@ class Run:
             "layers": [layer.name for layer in self.selection.layers],
         }
         return identity_of(settings, state(self.model), self.fit.batches, self.heldout.batches)
+
+    def _opened(self, checkpoint: str | Path | None) -> Journal | None:
+        """The journal; the first rank makes it, and nobody writes before all have looked."""
+        if checkpoint is None:
+            return None
+        identity = self._identity()
+        journal = Journal(checkpoint, identity) if self.ranks.first else None
+        self.ranks.wait()
+        journal = journal or Journal(checkpoint, identity)
+        self.ranks.wait()
+        return journal
 
     def _journalled(self, index: int, layer: Layer) -> bool:
         return self.journal is not None and _layer_key(index, layer) in self.journal
@@ -252,7 +284,7 @@ class Run:
             trainer.restore(tensors, values["taken"])
             return list(values["losses"])
         losses = trainer.run(part, partial(self.progress.step, index))
-        if self.journal is not None:
+        if self.journal is not None and self.ranks.first:
             self.journal.put(key, trainer.snapshot(), {"taken": trainer.taken, "losses": losses})
         return losses
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from iobs.errors import CalibrationError, NonFiniteError, ProblemError
 from iobs.prune import batches
 from iobs.prune.batches import Batch, Part
+from iobs.prune.distributed import current
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 Loss = Literal["task", "kl", "block"] | LossFunction
@@ -144,10 +145,12 @@ def block_distance_to(reference: nn.Module, paths: list[str]) -> LossFunction:
 def mean_loss(model: nn.Module, part: Part, loss: LossFunction) -> float:
     """Average of a loss over samples."""
     device = next(model.parameters()).device
-    total = 0.0
-    for batch in part.batches:
+    ranks = current()
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for batch in ranks.share(part).batches:
         total += float(loss(model, batches.to_device(batch, device))) * batches.size(batch)
-    return total / part.samples
+    ranks.sum(total)
+    return float(total) / part.samples
 
 
 @dataclass
@@ -177,6 +180,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         assert self.step.lr != "auto"
+        self.ranks = current()
         self.rate = self.step.lr
         self.masters = {name: value.detach().float().clone() for name, value in self.parameters.items()}
         values = list(self.masters.values())
@@ -240,8 +244,10 @@ class Trainer:
         gradients = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         value = 0.0
         names, parameters = list(self.parameters), list(self.parameters.values())
-        for batch in used:
+        for batch in (self.ranks.rows(whole) for whole in used):
             share = batches.size(batch) / samples
+            if share == 0:
+                continue
             given = batch if self.augmentation is None else self.augmentation(batch, generator)
             with torch.enable_grad():
                 loss = self.loss(self.model, given) * share
@@ -250,6 +256,7 @@ class Trainer:
             for name, gradient in zip(names, found, strict=True):
                 if gradient is not None:
                     gradients[name] += gradient
+        value = self._summed(value, gradients)
         if not torch.isfinite(torch.tensor(value)):
             raise NonFiniteError(f"The loss of gradient step {self.taken + 1} is {value}; lower the learning rate.")
         for name, gradient in gradients.items():
@@ -257,6 +264,16 @@ class Trainer:
                 raise NonFiniteError(f"The gradient of {name} holds NaN or infinity in gradient step {self.taken + 1}.")
         self._apply(gradients)
         return value
+
+    def _summed(self, value: float, gradients: dict[str, Tensor]) -> float:
+        """Add up loss and gradients over the ranks, each of which saw its share of the samples."""
+        if self.ranks.size == 1:
+            return value
+        for gradient in gradients.values():
+            self.ranks.sum(gradient)
+        total = torch.tensor([value], dtype=torch.float64, device=next(self.model.parameters()).device)
+        self.ranks.sum(total)
+        return float(total)
 
     @torch.no_grad()
     def _apply(self, gradients: dict[str, Tensor]) -> None:

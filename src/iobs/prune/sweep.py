@@ -74,7 +74,7 @@ class BlockWalk(Walk):
         self, visit: Callable[[list[Layer], Statistics], None], replay: Callable[[list[Layer]], bool]
     ) -> list[Layer]:
         """As `sweep`, with blocks that come and go."""
-        stream = Stream(self.model, self.calibration.batches + self.heldout.batches, self.chain)
+        stream = Stream(self.model, self._own[0].batches + self._own[1].batches, self.chain)
         stream.advance(BEFORE)
         self._spill(stream)
         left = list(self.layers)

@@ -14,6 +14,7 @@ from iobs.errors import NonFiniteError
 from iobs.prune import gram
 from iobs.prune.batches import Part
 from iobs.prune.capture import captured_inputs
+from iobs.prune.distributed import ALONE, Ranks
 from iobs.prune.gram import Gram, Statistics
 from iobs.prune.layers import Layer
 from iobs.prune.stream import StopForward, Stream, running_along_is_exact
@@ -46,6 +47,7 @@ class Walk:
         dense_inputs: take the layers' inputs from the reference.
         seed: draws the positions of convolutions that enter the Grams.
         positions: how many of them for each sample.
+        ranks: processes that share the batches; Grams are summed over them.
     """
 
     model: nn.Module
@@ -56,6 +58,7 @@ class Walk:
     dense_inputs: bool = False
     seed: int = 0
     positions: int = gram.POSITIONS
+    ranks: Ranks = ALONE
     chain: list[Block] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,6 +66,11 @@ class Walk:
         chains = find_chains(self.model, sample, self.layers)
         exact = (chain for chain in chains if len(chain) > 1 and running_along_is_exact(self.model, chain, sample))
         self.chain = next(exact, [])
+
+    @property
+    def _own(self) -> tuple[Part, Part]:
+        """The batches of this rank."""
+        return self.ranks.share(self.calibration), self.ranks.share(self.heldout)
 
     @torch.no_grad()
     def sweep(self, visit: Visit, replay: Replay | None = None) -> list[Layer]:
@@ -77,7 +85,7 @@ class Walk:
         Raises:
             NonFiniteError: a layer's input holds NaN or infinity; names the layer and the batch.
         """
-        data = self.calibration.batches + self.heldout.batches
+        data = self._own[0].batches + self._own[1].batches
         networks = [self.model] if self.reference is None else [self.model, self.reference]
         streams = [Stream(network, data, self.chain) for network in networks]
         left = list(self.layers)
@@ -115,14 +123,16 @@ class Walk:
         grams = [Gram.empty(layer, device, len(used) > 1) for _ in range(2)]
         generator = torch.Generator().manual_seed(self.seed)
         for index in range(len(streams[0].data)):
-            held_out = index >= len(self.calibration.batches)
-            number = (self.calibration.numbers + self.heldout.numbers)[index]
+            held_out = index >= len(self._own[0].batches)
+            number = (self._own[0].numbers + self._own[1].numbers)[index]
             values = [_captured(stream, stage, index, shared) for stream in used]
             for call in zip(*values, strict=True):
                 _require_finite(call, layer, number)
                 positions = gram.draw_positions(module, call[0], generator, self.positions)
                 grams[held_out].add(*[gram.input_rows(layer, module, value, positions) for value in call])
-        return Statistics(grams[0], grams[1] if self.heldout.batches else None)
+        statistics = Statistics(grams[0], grams[1] if self.heldout.batches else None)
+        self.ranks.sum_statistics(statistics)
+        return statistics
 
     def _of_experts(
         self, streams: list[Stream], stage: int, experts: list[Layer]
@@ -141,8 +151,8 @@ class Walk:
         device = experts[0].tensor(stream.model).device
         grams = {layer: [Gram.empty(layer, device, False) for _ in range(2)] for layer in experts}
         for index in range(len(stream.data)):
-            held_out = index >= len(self.calibration.batches)
-            number = (self.calibration.numbers + self.heldout.numbers)[index]
+            held_out = index >= len(self._own[0].batches)
+            number = (self._own[0].numbers + self._own[1].numbers)[index]
 
             def note(
                 layer: Layer, module: nn.Module, value: Tensor, held_out: bool = held_out, number: int = number
@@ -152,6 +162,8 @@ class Walk:
 
             with captured_inputs(stream.model, experts, note):
                 stream.run(stage, index)
+        for pair in grams.values():
+            self.ranks.sum_statistics(Statistics(pair[0], pair[1]))
         return [gram.of_routed(*grams[layer]) for layer in experts]
 
 

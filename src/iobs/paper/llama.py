@@ -1,0 +1,129 @@
+"""The appendix's variant for Llama: prune, one epoch of Adam without a mask, prune again; ten rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from iobs.paper import mmlu
+from iobs.paper.registry import Experiment, Request, Results, Row
+from iobs.paper.rounds import (
+    Measured,
+    Scores,
+    Settings,
+    calibration,
+    iterate,
+    language_model,
+    perplexities,
+    stand_in_folder,
+    starred,
+)
+
+# 8 million tokens of RedPajama; the sparsity is not stated, 50 % as everywhere in the paper.
+SETTINGS = {
+    "Llama-2": Settings(
+        "meta-llama/Llama-2-7b-hf", "redpajama", 2000, 4096, 0.5, 10, 1e-5, "adam", 16, every_parameter=True
+    ),
+    "Llama-3": Settings(
+        "meta-llama/Meta-Llama-3-8B", "redpajama", 1000, 8192, 0.5, 10, 1e-5, "adam", 8, every_parameter=True
+    ),
+}
+# MMLU with five examples, share of right answers: dense, then after each round.
+PUBLISHED = {
+    "Llama-2": (0.4584, 0.3878, 0.3950, 0.3932, 0.3943, 0.3946, 0.3929, 0.3919, 0.3893, 0.3903, 0.3863),
+    "Llama-3": (0.6525, 0.5476, 0.5577, 0.5582, 0.5605, 0.5553, 0.5521, 0.5444, 0.5449, 0.5403, 0.5375),
+}
+CORPORA = ("wikitext2", "c4")
+
+
+def scores_of(name: str, request: Request) -> tuple[list[Scores], list[str]]:
+    """Perplexity and MMLU of the dense model and of every round; both the table and the figure are read off them."""
+    settings = SETTINGS[name]
+    notes = ["The number of zeros is not stated in the paper for these runs; 50 % here."]
+    if request.stand_in:
+        settings = replace(settings, samples=64, length=128)
+        notes.append("Measured on the embedded model, 64 windows of 128 tokens a round; chance is 0.25 in MMLU.")
+
+    def compute() -> list[Scores]:
+        loaded = language_model(settings, request)
+        questions = _questions(request)
+        batches = calibration(loaded, settings, request)
+
+        def score(module: object) -> Scores:
+            table, cut = mmlu.score(loaded, questions)
+            found = perplexities(loaded, CORPORA, settings.length, request)
+            return {**found, "mmlu": table["average"], "cut prompts": float(cut), "prompts": len(questions.test)}
+
+        return iterate(loaded.module, batches, settings, score, request.say)
+
+    # The table and the figure of a model share one file of scores.
+    scores = Measured(request, name.lower()).get(name + (" (stand-in)" if request.stand_in else ""), settings, compute)
+    cut, count = scores[0]["cut prompts"], scores[0]["prompts"]
+    notes.append(f"{cut:.0f} of {count:.0f} prompts were longer than the model's context and lost their beginning.")
+    return scores, notes
+
+
+def table(name: str) -> Callable[[Request], Results]:
+    """The MMLU table of a model."""
+
+    def run(request: Request) -> Results:
+        scores, notes = scores_of(name, request)
+        rows = [
+            Row(name, "dense" if index == 0 else f"round {index}", PUBLISHED[name][index], found["mmlu"])
+            for index, found in enumerate(scores)
+        ]
+        return Results("MMLU, five examples, share right; * is the best round", starred(rows, lowest=False), notes)
+
+    return run
+
+
+def figure(name: str, file: str) -> Callable[[Request], Results]:
+    """The curves of perplexity over rounds of a model; the paper prints no numbers."""
+
+    def run(request: Request) -> Results:
+        scores, notes = scores_of(name, request)
+        rows = []
+        for corpus in CORPORA:
+            found = [
+                Row(f"{name}, {corpus}", "dense" if index == 0 else f"round {index}", None, entry[corpus])
+                for index, entry in enumerate(scores)
+            ]
+            rows += starred(found, lowest=True)
+        if request.output is not None:
+            notes.append(f"Picture: {_draw(name, scores, request.output / f'{file}.svg')}")
+        return Results("Perplexity by round; * is the best round", rows, notes)
+
+    return run
+
+
+def experiment(name: str, place: str, kind: str) -> Experiment:
+    """The registry's entry for a table or figure of one of the models."""
+    short = f"{kind}-{name.lower().replace('-', '')}"
+    title = f"{name} over ten rounds, {'MMLU' if kind == 'table' else 'perplexity'}"
+    return Experiment(
+        short, place, title, table(name) if kind == "table" else figure(name, short), "the embedded model"
+    )
+
+
+def _questions(request: Request) -> mmlu.Questions:
+    folder = stand_in_folder()
+    if request.stand_in:
+        return mmlu.made() if folder is None else mmlu.read(folder / "mmlu" / "mmlu.jsonl.gz", subjects=5, each=10)
+    return mmlu.read(Path("mmlu.jsonl.gz"))
+
+
+def _draw(name: str, scores: list[Scores], file: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(8, 3), layout="constrained")
+    for axes, corpus in zip(drawing.subplots(1, len(CORPORA)), CORPORA, strict=True):
+        values = [entry[corpus] for entry in scores[1:]]
+        best = min(range(len(values)), key=values.__getitem__)
+        axes.plot(range(1, len(values) + 1), values, marker=".")
+        axes.plot(best + 1, values[best], marker="*", markersize=14)
+        axes.axhline(scores[0][corpus], linestyle=":", color="grey")
+        axes.set(title=f"{name}, {corpus}", xlabel="round", ylabel="perplexity")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(file)
+    return file

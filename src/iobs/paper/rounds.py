@@ -1,0 +1,181 @@
+"""What the paper's tables of networks share: Algorithm 2 to the letter, scored after every projection."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from iobs.paper.registry import Request, Row
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from iobs.models import LoadedModel
+
+Scores = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A table's settings, as appendix A of the paper states them.
+
+    Attributes:
+        model: what is pruned.
+        data: what it is calibrated on.
+        samples: calibration samples a round.
+        length: tokens in a sample; 0 for pictures.
+        sparsity: share of zeros in every layer.
+        rounds: projections.
+        lr: learning rate between them.
+        optimizer: of the steps between them.
+        batch_size: samples a step; None for one step on the whole round's data.
+        damping: of the Hessians, relative.
+        every_parameter: step on all parameters, not on the pruned ones alone.
+    """
+
+    model: str
+    data: str
+    samples: int
+    length: int
+    sparsity: float
+    rounds: int
+    lr: float
+    optimizer: str = "sgd"
+    batch_size: int | None = None
+    damping: float = 0.01
+    every_parameter: bool = False
+
+
+def iterate(
+    model: nn.Module,
+    batches: Sequence[Any],
+    settings: Settings,
+    score: Callable[[nn.Module], Scores],
+    say: Callable[[str], None],
+    skip: Sequence[str] = (),
+) -> list[Scores]:
+    """Project, score, step without a mask, and again; scores of the dense network first, then of every projection."""
+    from iobs import GradientStep, Unstructured, prune
+    from iobs.prune.batches import Part, size
+    from iobs.prune.layers import select
+    from iobs.prune.steps import Trainer, task_loss
+
+    count = sum(size(batch) for batch in batches)
+    step = GradientStep(
+        lr=settings.lr,
+        optimizer="adam" if settings.optimizer == "adam" else "sgd",
+        steps=1 if settings.batch_size is None else max(1, count // settings.batch_size),
+        loss="task",
+        parameters="all" if settings.every_parameter else "prunable",
+        batch_size=settings.batch_size,
+    )
+    chosen = {layer.key for layer in select(model, skip=[*skip] or None).layers}
+    part = Part(list(batches), list(range(len(batches))))
+    scores = [score(model)]
+    trainer: Trainer | None = None
+    for index in range(settings.rounds):
+        prune(
+            model,
+            batches,
+            Unstructured(settings.sparsity),
+            solver="sparsegpt",
+            damping=settings.damping,
+            target="current",
+            allocation="uniform",
+            holdout=0.0,
+            skip=[*skip] or None,
+        )
+        scores.append(score(model))
+        say(f"round {index + 1} of {settings.rounds}: {_shown(scores[-1])}")
+        if index + 1 < settings.rounds:
+            if trainer is None:
+                named = dict(model.named_parameters())
+                stepped = {name: value for name, value in named.items() if settings.every_parameter or name in chosen}
+                trainer = Trainer(model, stepped, step, task_loss, settings.rounds * step.steps, 0)
+            trainer.adopt()
+            model.requires_grad_(True)
+            trainer.run(part, lambda done, total, loss: None)
+    return scores
+
+
+class Measured:
+    """Scores that were measured before, kept in the output folder, so that a table is continued and not begun anew."""
+
+    def __init__(self, request: Request, name: str) -> None:
+        self.file = None if request.output is None else request.output / f"{name}.json"
+        self.known: dict[str, list[Scores]] = {}
+        if self.file is not None and self.file.is_file():
+            self.known = json.loads(self.file.read_text(encoding="utf8"))
+        self.say = request.say
+
+    def get(self, key: str, settings: Settings, compute: Callable[[], list[Scores]]) -> list[Scores]:
+        """The scores under a key and settings: from the folder, or computed and put there."""
+        full = json.dumps([key, asdict(settings)])
+        if full in self.known:
+            self.say(f"{key}: measured before, taken from {self.file}")
+            return self.known[full]
+        self.known[full] = compute()
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.file.with_suffix(".partial")
+            partial.write_text(json.dumps(self.known, indent=1), encoding="utf8")
+            partial.replace(self.file)
+        return self.known[full]
+
+
+def starred(rows: list[Row], lowest: bool) -> list[Row]:
+    """The rows with a star at the best measured one."""
+    measured = [row for row in rows if row.measured is not None and "dense" not in row.method]
+    if not measured:
+        return rows
+    best = (min if lowest else max)(measured, key=lambda row: row.measured or 0.0)
+    return [Row(row.setting, f"{row.method} *", row.published, row.measured) if row is best else row for row in rows]
+
+
+def language_model(settings: Settings, request: Request) -> LoadedModel:
+    """The paper's language model in float32, or the embedded one."""
+    import torch
+
+    from iobs.models import load
+
+    return load(None if request.stand_in else settings.model, dtype=torch.float32)
+
+
+def calibration(loaded: LoadedModel, settings: Settings, request: Request) -> list[Any]:
+    """The paper's calibration data, or the embedded text."""
+    from iobs.data import calibration_batches, open_source
+
+    source = open_source([] if request.stand_in else [settings.data], "calibration", loaded)
+    return [
+        *calibration_batches(
+            source, loaded, samples=settings.samples, length=settings.length, seed=request.seed, batch=8
+        )
+    ]
+
+
+def perplexities(loaded: LoadedModel, corpora: Sequence[str], length: int, request: Request) -> Scores:
+    """Perplexity of a model on each corpus; with a stand-in on the held-out embedded text."""
+    from iobs.data import open_source
+    from iobs.evaluate import evaluate
+
+    if request.stand_in:
+        score = evaluate(loaded, open_source([], "evaluation", loaded), length=length, limit=32)["perplexity"]
+        return dict.fromkeys(corpora, score)
+    return {
+        corpus: evaluate(loaded, open_source([corpus], "evaluation", loaded), length=length)["perplexity"]
+        for corpus in corpora
+    }
+
+
+def stand_in_folder() -> Path | None:
+    """The folder of real small networks and data that $IOBS_SHARED_DATA names, or None."""
+    folder = os.environ.get("IOBS_SHARED_DATA")
+    return Path(folder) if folder and (Path(folder) / "zoo.py").is_file() else None
+
+
+def _shown(scores: Scores) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in scores.items())

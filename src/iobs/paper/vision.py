@@ -1,0 +1,112 @@
+"""Networks and pictures for the tables of vision models, and the small ones that stand in for them."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from iobs.paper.registry import Request
+from iobs.paper.rounds import stand_in_folder
+
+Network = tuple[Any, list[Any], list[Any], str]  # module, calibration and evaluation batches, where they come from
+
+
+def stand_in(kind: str, request: Request, samples: int) -> Network:
+    """A small network with pictures: a real one where $IOBS_SHARED_DATA has it, else one that is made here.
+
+    Args:
+        kind: "vit" or "mobilenet".
+        request: its seed draws the made network.
+        samples: calibration samples.
+    """
+    folder = stand_in_folder()
+    if folder is None:
+        return _made(kind, request, samples)
+    spec = importlib.util.spec_from_file_location("zoo", folder / "zoo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    zoo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(zoo)
+    if kind == "vit":
+        images, labels = zoo.cifar10("train10k", "vit")
+        test, answers = zoo.cifar10("test5000", "vit")
+        calibration = _batches(images[:samples], labels[:samples])
+        return zoo.vit_cifar(), calibration, _batches(test[:1000], answers[:1000]), "a ViT of width 128 on CIFAR-10"
+    images, labels = zoo.imagenet_samples()
+    pairs = _batches(images[:samples], labels[:samples], 16), _batches(images[-200:], labels[-200:], 16)
+    return zoo.mobilenet_v1(), *pairs, "MobileNetV1 of width 0.75, scored on 200 pictures"
+
+
+def _batches(images: Any, labels: Any, size: int = 64) -> list[Any]:
+    return [(images[start : start + size], labels[start : start + size]) for start in range(0, len(images), size)]
+
+
+def _made(kind: str, request: Request, samples: int) -> Network:
+    """A tiny network trained for a moment to tell noisy patterns apart."""
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    generator = torch.Generator().manual_seed(request.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(request.seed)
+        network = _TinyTransformer() if kind == "vit" else _tiny_convolutional()
+    patterns = torch.randn(10, 3, 8, 8, generator=generator)
+
+    def draw(count: int) -> tuple[Any, Any]:
+        labels = torch.randint(0, 10, (count,), generator=generator)
+        return patterns[labels] + 1.5 * torch.randn(count, 3, 8, 8, generator=generator), labels
+
+    optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
+    for _ in range(150):
+        images, labels = draw(64)
+        optimizer.zero_grad()
+        functional.cross_entropy(network(images), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert isinstance(network, nn.Module)
+    return network.eval(), _batches(*draw(samples)), _batches(*draw(1000)), f"a tiny {kind} trained on made patterns"
+
+
+def _tiny_convolutional() -> Any:
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        nn.Conv2d(16, 32, 1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
+
+
+def _TinyTransformer() -> Any:
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+            self.fc1, self.fc2, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+
+        def forward(self, hidden: Any) -> Any:
+            query, key, value = self.qkv(self.norm(hidden)).chunk(3, -1)
+            hidden = hidden + self.proj(nn.functional.scaled_dot_product_attention(query, key, value))
+            return hidden + self.fc2(self.fc1(hidden).relu())
+
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch, self.head = nn.Conv2d(3, 32, 2, 2), nn.Linear(32, 10)
+            self.place = nn.Parameter(nn.init.normal_(nn.Parameter(self.patch.weight.new_empty(1, 16, 32)), std=0.5))
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, images: Any) -> Any:
+            hidden = self.patch(images).flatten(2).transpose(1, 2) + self.place
+            for block in self.blocks:
+                hidden = block(hidden)
+            return self.head(hidden.mean(1))
+
+    return Transformer()

@@ -1,0 +1,148 @@
+"""Several processes as one: samples and solves are shared out, Grams and gradients are summed.
+
+Under `torchrun` every rank holds the network. Each sees its own share of the calibration batches; Grams are summed in
+float64, so that every rank has what one process would have had. The layers that share an input are solved by turns,
+rank by rank, and their weights are broadcast.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from iobs.errors import DistributedError
+from iobs.prune.batches import Batch, Part, size, take
+from iobs.prune.gram import Gram, Statistics
+
+PATIENCE = timedelta(seconds=50)  # a rank that says nothing for so long is dead, and ends the others
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run; one alone where there is no torchrun."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes and talks for all."""
+        return self.rank == 0
+
+    def share(self, part: Part) -> Part:
+        """This rank's batches of a part: every size-th."""
+        if self.size == 1:
+            return part
+        return Part(part.batches[self.rank :: self.size], part.numbers[self.rank :: self.size])
+
+    def rows(self, batch: Batch) -> Batch:
+        """This rank's samples of a batch: every size-th."""
+        if self.size == 1:
+            return batch
+        return take(batch, torch.arange(self.rank, size(batch), self.size))
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up a tensor over all ranks, in place.
+
+        Raises:
+            DistributedError: another rank is gone.
+        """
+        if self.size > 1:
+            with explained():
+                dist.all_reduce(tensor)
+
+    def sum_statistics(self, statistics: Statistics) -> None:
+        """Give every rank the Grams of all samples."""
+        for gram in (statistics.calibration, statistics.heldout):
+            if gram is not None:
+                self._sum_gram(gram)
+
+    def _sum_gram(self, gram: Gram) -> None:
+        for tensor in (gram.own, gram.cross, gram.dense):
+            if tensor is not None:
+                self.sum(tensor)
+        count = torch.tensor(gram.count, device=gram.own.device)
+        self.sum(count)
+        gram.count = int(count)
+
+    def require_enough(self, part: Part) -> None:
+        """Every rank needs a batch of its own.
+
+        Raises:
+            DistributedError: there are fewer batches than ranks.
+        """
+        if len(part.batches) < self.size:
+            raise DistributedError(
+                f"{self.size} ranks share {len(part.batches)} calibration batches; give at least one batch for each, "
+                "for example with a smaller batch size."
+            )
+
+    def wait(self) -> None:
+        """Go on when every rank has come here."""
+        self.sum(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"))
+
+    def owner(self, index: int) -> int:
+        """The rank that solves the index-th layer of a group."""
+        return index % self.size
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Give every rank the source's tensor, in place.
+
+        Raises:
+            DistributedError: another rank is gone.
+        """
+        if self.size > 1:
+            with explained():
+                dist.broadcast(tensor, source)
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Failures of communication as one clear error.
+
+    Raises:
+        DistributedError: a rank died or does not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        first = (str(error).strip().splitlines() or ["no answer"])[0]
+        raise DistributedError(
+            f"Another rank is gone ({first}), so this one stops too. Look at that rank's own output; with a "
+            "checkpoint the run can be resumed."
+        ) from error
+
+
+def current() -> Ranks:
+    """The ranks of this process: all of torch's default group, or itself alone."""
+    if dist.is_available() and dist.is_initialized():
+        return Ranks(dist.get_rank(), dist.get_world_size())
+    return ALONE
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """Join the other processes where torchrun started several; leave them at the end.
+
+    Raises:
+        DistributedError: they cannot be reached.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield ALONE
+        return
+    with explained():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

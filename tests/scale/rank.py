@@ -1,0 +1,78 @@
+"""What every rank of the distributed tests runs: `rank.py MODE OUTPUT`."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+from safetensors.torch import save_file
+
+import iobs
+from iobs.prune import distributed
+from iobs.prune.progress import Quiet
+
+
+class Dies(Quiet):
+    """Kills its process after two layers."""
+
+    seen = 0
+
+    def layer(self, *_):
+        self.seen += 1
+        if self.seen == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def network():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32), torch.nn.Linear(32, 8)]
+    return torch.nn.Sequential(*layers), [(torch.randn(32, 32), torch.randint(0, 8, (32,))) for _ in range(6)]
+
+
+def train(model, data):
+    iobs.prune(model, data, iobs.Unstructured(0.5), solver="magnitude")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=1e-2)
+    iobs.keep_sparse(model, optimizer)
+    for inputs, targets in data[distributed.current().rank :: 2] * 5:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(wrapped(inputs), targets).backward()
+        optimizer.step()
+
+
+def main(mode, output):
+    model, data = network()
+    spent, plain = [0.0], distributed.Ranks.sum
+
+    def timed(self, tensor):
+        began = time.perf_counter()
+        plain(self, tensor)
+        spent[0] += time.perf_counter() - began
+
+    distributed.Ranks.sum = timed
+    options = {}
+    if mode == "rounds":
+        step = iobs.GradientStep(lr=1e-3, optimizer="adam", steps=3, loss="task")
+        options = {"rounds": 3, "step": step, "schedule": "constant"}
+    with distributed.joined() as ranks:
+        began = time.perf_counter()
+        if mode == "ddp":
+            train(model, data)
+        else:
+            progress = Dies() if mode == "death" and ranks.first else None
+            pattern = iobs.Unstructured(0.5)
+            iobs.prune(model, data, pattern, solver="sparsegpt", target="current", progress=progress, **options)
+        total = time.perf_counter() - began
+        save_file(
+            {name: value.contiguous() for name, value in model.state_dict().items()},
+            f"{output}.{ranks.rank}.safetensors",
+        )
+        if ranks.first:
+            with open(f"{output}.json", "w") as opened:
+                json.dump({"total": total, "communication": spent[0]}, opened)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,61 @@
+"""Two processes agree with one, and a rank that dies ends the other."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+WORKER = Path(__file__).with_name("rank.py")
+
+
+def launch(mode, output, ranks):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    arguments = [str(WORKER), mode, str(output)]
+    if ranks == 1:
+        return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run([*torchrun, *arguments], env=environment, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["one-shot", "rounds"])
+def test_two_ranks_agree_with_one(mode, tmp_path):
+    weights = []
+    for ranks in (1, 2):
+        run = launch(mode, tmp_path / str(ranks), ranks)
+        assert run.returncode == 0, run.stderr[-2000:]
+        weights.append(load_file(tmp_path / f"{ranks}.0.safetensors"))
+    one, two = weights
+    other = load_file(tmp_path / "2.1.safetensors")
+    assert all(torch.equal(two[name], other[name]) for name in two)  # ranks hold the same bits
+    matrices = [name for name in one if one[name].ndim > 1]
+    same = sum(int(((one[name] == 0) == (two[name] == 0)).sum()) for name in matrices)
+    assert same / sum(one[name].numel() for name in matrices) >= 0.9999
+    for name in matrices:
+        assert torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-3 * float(one[name].abs().max()))
+    timing = json.loads((tmp_path / "2.json").read_text())
+    assert 0 < timing["communication"] < timing["total"]
+
+
+@pytest.mark.slow
+def test_zeros_survive_a_run_of_two_ranks_under_ddp(tmp_path):
+    run = launch("ddp", tmp_path / "out", 2)
+    assert run.returncode == 0, run.stderr[-2000:]
+    ranks = [load_file(tmp_path / f"out.{rank}.safetensors") for rank in range(2)]
+    assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
+    assert int((ranks[0]["0.weight"] == 0).sum()) == ranks[0]["0.weight"].numel() // 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_other_within_a_minute(tmp_path):
+    began = time.perf_counter()
+    run = launch("death", tmp_path / "out", 2)
+    assert run.returncode != 0
+    assert time.perf_counter() - began < 120  # a minute for the end, and the start of three interpreters
+    assert not (tmp_path / "out.1.safetensors").exists()

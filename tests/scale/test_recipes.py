@@ -1,0 +1,143 @@
+"""The recipes hold the paper's settings and numbers, and one of them runs here; perplexity and MMLU by short references."""
+
+import math
+
+import pytest
+import torch
+
+from iobs.paper import Request, find, llama, mmlu, table_cbs, table_llm, table_vit
+from iobs.paper.rounds import Measured, Row, Settings, starred
+
+NAMES = [
+    "table-vit",
+    "table-llm",
+    "table-llama2",
+    "table-llama3",
+    "figure-llama2",
+    "figure-llama3",
+    "table-cbs",
+]
+# Appendix A of the paper, value by value.
+STATED = [
+    (table_vit.SETTINGS["DeiT-Tiny"], {"lr": 0.01, "damping": 0.01, "sparsity": 0.5, "rounds": 100, "samples": 128}),
+    (table_vit.SETTINGS["DeiT-Base"], {"lr": 0.01, "damping": 0.01, "sparsity": 0.5, "rounds": 100, "samples": 128}),
+    (
+        table_llm.SETTINGS["OPT-125M"],
+        {
+            "lr": 0.01,
+            "damping": 0.01,
+            "sparsity": 0.5,
+            "rounds": 3,
+            "samples": 128,
+            "length": 2048,
+            "data": "wikitext2",
+        },
+    ),
+    (
+        table_llm.SETTINGS["Phi-1.5"],
+        {
+            "lr": 1e-5,
+            "damping": 0.01,
+            "sparsity": 0.5,
+            "rounds": 3,
+            "samples": 128,
+            "length": 2048,
+            "data": "redpajama",
+        },
+    ),
+    (
+        llama.SETTINGS["Llama-2"],
+        {"lr": 1e-5, "optimizer": "adam", "batch_size": 16, "samples": 2000, "length": 4096, "every_parameter": True},
+    ),
+    (
+        llama.SETTINGS["Llama-3"],
+        {"lr": 1e-5, "optimizer": "adam", "batch_size": 8, "samples": 1000, "length": 8192, "every_parameter": True},
+    ),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_is_registered_and_says_its_stand_in(name):
+    assert find(name).stand_in
+
+
+@pytest.mark.parametrize(("settings", "stated"), STATED, ids=[settings.model for settings, _ in STATED])
+def test_settings_are_those_of_the_appendix(settings, stated):
+    assert {name: getattr(settings, name) for name in stated} == stated
+
+
+def test_published_numbers_have_their_shape_and_their_best():
+    assert all(len(values) == 7 for values in table_vit.PUBLISHED.values())
+    assert all(len(values) == 11 for values in llama.PUBLISHED.values())
+    assert max(llama.PUBLISHED["Llama-2"][1:]) == 0.3950
+    assert max(llama.PUBLISHED["Llama-3"][1:]) == 0.5605
+    assert [settings.sparsity for settings in table_cbs.SETTINGS] == [0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
+    for index, best in enumerate(["CBS", "CBS", "I-OBS", "I-OBS", "I-OBS", "I-OBS"]):
+        assert max(table_cbs.PUBLISHED, key=lambda name: table_cbs.PUBLISHED[name][index]) == best
+
+
+def test_the_best_round_is_starred():
+    rows = [Row("a", "dense", 1.0, 1.0), Row("a", "round 1", None, 3.0), Row("a", "round 2", None, 2.0)]
+    assert [row.method for row in starred(rows, lowest=True)] == ["dense", "round 1", "round 2 *"]
+    assert [row.method for row in starred(rows, lowest=False)] == ["dense", "round 1 *", "round 2"]
+
+
+def test_rows_already_measured_are_not_measured_again(tmp_path):
+    request = Request(stand_in=True, seed=0, output=tmp_path, say=lambda text: None)
+    settings = Settings("m", "d", 1, 1, 0.5, 1, 0.1)
+    assert Measured(request, "t").get("a", settings, lambda: [{"x": 1.0}]) == [{"x": 1.0}]
+    assert Measured(request, "t").get("a", settings, lambda: pytest.fail("measured again")) == [{"x": 1.0}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_stand_ins_run_to_their_end(name, tmp_path, monkeypatch):
+    monkeypatch.delenv("IOBS_SHARED_DATA", raising=False)
+    results = find(name).run(Request(stand_in=True, seed=0, output=tmp_path, say=lambda text: None))
+    measured = [row.measured for row in results.rows if row.measured is not None]
+    assert len(measured) >= 7
+    assert all(map(math.isfinite, measured))
+
+
+def test_mmlu_prompts_are_those_of_the_original():
+    example = mmlu.Question("high_school_physics", "What falls?", ("up", "down", "left", "right"), 1)
+    question = mmlu.Question("high_school_physics", "What rises? ", ("w", "x", "y", "z"), 0)
+    assert mmlu.prompt(question, [example]) == (
+        "The following are multiple choice questions (with answers) about high school physics.\n\n"
+        "What falls?\nA. up\nB. down\nC. left\nD. right\nAnswer: B\n\n"
+        "What rises?\nA. w\nB. x\nC. y\nD. z\nAnswer:"
+    )
+
+
+def test_mmlu_offline_gives_a_table_by_subject_at_chance(shared_data):
+    from iobs.models import load
+
+    questions = mmlu.read(shared_data / "mmlu" / "mmlu.jsonl.gz", subjects=5, each=12)
+    assert all(len(examples) == 5 for examples in questions.examples.values())
+    table, cut = mmlu.score(load(shared_data / "llama_stories260K"), questions)
+    assert len(table) == 6
+    assert cut > 0  # five examples do not fit into 512 tokens of this tokenizer
+    count = len(questions.test)
+    assert abs(table["average"] - 0.25) < 4 * math.sqrt(0.25 * 0.75 / count)
+
+
+def test_perplexity_equals_a_short_reference(shared_data):
+    from iobs.data import open_source
+    from iobs.evaluate import evaluate
+    from iobs.models import load
+
+    loaded = load(shared_data / "llama_stories260K")
+    file = shared_data / "tinystories" / "validation.txt"
+    tokens = []
+    for story in file.read_text(encoding="utf8").split("<|endoftext|>"):
+        if story.strip():
+            tokens += loaded.tokenizer([story.strip("\n")], verbose=False)["input_ids"][0]
+    total = count = 0
+    for start in range(0, 16 * 512, 512):
+        window = torch.tensor([tokens[start : start + 512]])
+        with torch.no_grad():
+            logits = loaded.module(window).logits[0, :-1].double().log_softmax(-1)
+        total -= float(logits.gather(1, window[0, 1:, None]).sum())
+        count += 511
+    found = evaluate(loaded, open_source([str(file)], "evaluation", loaded), length=512, limit=16)["perplexity"]
+    assert found == pytest.approx(math.exp(total / count), rel=1e-6)
