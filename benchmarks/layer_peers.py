@@ -4,8 +4,8 @@
     git clone https://github.com/mazumder-lab/ALPS          (run at 8af9e6b5)
     git clone https://github.com/IST-DASLab/OBC             (run at 9b7979bf)
 
-Their code is executed as it is but for two things: the device "cuda:0" becomes the race's own, and waiting for a GPU does
-nothing where there is none. The Gram matrix is handed to them where they would have accumulated it.
+Their code is executed as it is but for two things: the device "cuda:0" becomes the race's own, and waiting for a GPU
+does nothing where there is none. The Gram matrix is handed to them where they would have accumulated it.
 """
 
 from __future__ import annotations

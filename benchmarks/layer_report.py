@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (the backend comes first)
+import matplotlib.pyplot as plt
 
 ORDER = ["SparseGPT", "ours sparsegpt", "ours admm fast", "ours admm", "ours admm best", "ALPS", "ours obc", "OBC"]
 CHOSEN_ON = ["L2.q", "L5.o", "L0.o", "L2.o"]
@@ -38,10 +38,10 @@ def write_report(rows: list[dict], folder: Path) -> None:
     text = [
         "# The layer race",
         "",
-        "Made by `benchmarks/layer_race.py`: real layers of all-MiniLM-L6-v2 and synthetic ones, float32 problems, damping "
-        "0.01, CPU, one thread, all in one process, interleaved, equal non-zeros (SparseGPT's own code removes one entry "
-        "a block more). Errors are relative, under the undamped Gram matrix. Seconds are the process's own CPU time, least "
-        f"of the repeats. The ADMM schedules were chosen on {', '.join(CHOSEN_ON)}; every layer is reported.",
+        "Made by `benchmarks/layer_race.py`: real layers of all-MiniLM-L6-v2 and synthetic ones, float32 problems, "
+        "damping 0.01, CPU, one thread, all in one process, interleaved, equal non-zeros (SparseGPT's own code removes "
+        "one entry a block more). Errors are relative, under the undamped Gram matrix. Seconds are the process's own CPU "
+        f"time, least of the repeats. The ADMM schedules were chosen on {', '.join(CHOSEN_ON)}; every layer is reported.",
         "",
         "![error against time](layer_race.png)",
         "",
@@ -55,8 +55,8 @@ def write_report(rows: list[dict], folder: Path) -> None:
 def summary(cells: Cells) -> list[str]:
     lines = ["## Geometric means over all cells both ran in", ""]
     lines += [
-        "| solver | error / SparseGPT | error / ALPS (worst cell) | held-out error / ALPS | time / SparseGPT | time / ALPS "
-        "| cells |",
+        "| solver | error / SparseGPT | error / ALPS (worst cell) | held-out error / ALPS | time / SparseGPT "
+        "| time / ALPS | cells |",
         "|---|---|---|---|---|---|---|",
     ]
     for solver in ORDER:

@@ -3,8 +3,8 @@
     python benchmarks/layer_shapes.py --shape 4096x4096                       CPU, one thread
     python benchmarks/layer_shapes.py --peers FOLDER --device cuda            4096x4096, 11008x4096, 4096x11008 on a GPU
 
-Each solver runs in a process of its own, so that memory is its own: resident memory on a CPU, allocated memory on a GPU,
-the peak above what the finished problem takes. Rows and columns of random data; float32.
+Each solver runs in a process of its own, so that memory is its own: resident memory on a CPU, allocated memory on a
+GPU, the peak above what the finished problem takes. Rows and columns of random data; float32.
 """
 
 from __future__ import annotations
