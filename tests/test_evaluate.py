@@ -121,6 +121,9 @@ def test_ready_batches(embedded):
     source = BatchSource("mine", [{"input_ids": windows[:4]}, {"input_ids": windows[4:]}])
     expected = evaluate.perplexity(embedded.module, windows)
     assert evaluate.evaluate(embedded, source)["perplexity"] == pytest.approx(expected, rel=1e-6)
+    padded = BatchSource("mine", [{"input_ids": windows, "attention_mask": torch.zeros_like(windows)}])
+    with pytest.raises(DataError, match="padding"):
+        evaluate.evaluate(embedded, padded)
     with pytest.raises(DataError, match="input_ids"):
         evaluate.evaluate(embedded, BatchSource("mine", [torch.ones(2, 3)]))
 

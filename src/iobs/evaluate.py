@@ -172,4 +172,7 @@ def _stacked_windows(batches: Sequence[Batch]) -> Tensor:
     windows = [batch["input_ids"] for batch in batches if isinstance(batch, Mapping) and "input_ids" in batch]
     if len(windows) != len(batches) or len({window.shape[1] for window in windows}) != 1:
         raise DataError("A language model is scored on batches that are mappings with input_ids of one length.")
+    masks = [batch["attention_mask"] for batch in batches if isinstance(batch, Mapping) and "attention_mask" in batch]
+    if not all(bool(mask.all()) for mask in masks):
+        raise DataError("The batches hold padding; a language model is scored on whole windows without any.")
     return torch.cat(windows)

@@ -138,8 +138,10 @@ def other_weights(model: nn.Module, layers: Sequence[Layer]) -> dict[str, str]:
             if parameter.squeeze().ndim < 2 or id(parameter) in known:
                 continue
             full = _joined(path, name)
-            is_embedding = isinstance(module, nn.Embedding)
-            reasons[full.removesuffix(".weight")] = "embedding" if is_embedding else "not the weight of a linear map"
+            reason = "embedding" if isinstance(module, nn.Embedding) else "not the weight of a linear map"
+            if isinstance(module, nn.MultiheadAttention):
+                reason = "inside nn.MultiheadAttention, which multiplies out of sight"
+            reasons[full.removesuffix(".weight")] = reason
     return reasons
 
 
