@@ -39,9 +39,9 @@ def write_report(rows: list[dict], folder: Path) -> None:
         "# The layer race",
         "",
         "Made by `benchmarks/layer_race.py`: real layers of all-MiniLM-L6-v2 and synthetic ones, float32 problems, "
-        "damping 0.01, CPU, one thread, all in one process, interleaved, equal non-zeros (SparseGPT's own code removes "
-        "one entry a block more). Errors are relative, under the undamped Gram matrix. Seconds are the process's own CPU "
-        f"time, least of the repeats. The ADMM schedules were chosen on {', '.join(CHOSEN_ON)}; every layer is reported.",
+        "damping 0.01, CPU, one thread, one process, interleaved, equal non-zeros (SparseGPT's own code removes "
+        "one entry a block more). Errors are relative, under the undamped Gram matrix. Seconds are CPU "
+        f"time, least of repeats. The ADMM schedules were chosen on {', '.join(CHOSEN_ON)}; every layer is reported.",
         "",
         "![error against time](layer_race.png)",
         "",
