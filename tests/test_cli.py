@@ -144,6 +144,15 @@ def test_every_choice_of_the_rounds_has_an_option(run, classifier, tmp_path):
     assert (step["steps"], step["lr"], step["optimizer"], step["loss"]) == (2, 0.02, "adam", "kl")
 
 
+def test_a_pruned_network_is_pruned_further(run, classifier, tmp_path):
+    data = ("--data", f"{classifier}:batches")
+    run("prune", f"{classifier}:net", *data, "-o", tmp_path / "first", "--sparsity", 0.4, "--solver", "magnitude")
+    run("prune", tmp_path / "first", *data, "-o", tmp_path / "second", "--sparsity", 0.6, "--keep-zeros")
+    first, second = (models.load(tmp_path / name).module[0].weight for name in ("first", "second"))
+    assert not bool(second[first == 0].any())
+    assert int((second == 0).sum()) == 67
+
+
 def test_a_recipes_steps_are_changed_where_asked(run, classifier, tmp_path):
     out = tmp_path / "out"
     network = (f"{classifier}:net", "--data", f"{classifier}:batches")

@@ -96,6 +96,10 @@ def prune(
     depthwise: Annotated[
         bool, typer.Option("--depthwise", help="Prune depthwise convolutions too.", rich_help_panel=_LAYERS)
     ] = False,
+    keep_zeros: Annotated[
+        bool,
+        typer.Option("--keep-zeros", help="What is zero already stays zero: prune further.", rich_help_panel=_LAYERS),
+    ] = False,
     device: console.Device = None,
     dtype: console.DType = None,
     allow_pickle: console.AllowPickle = False,
@@ -133,6 +137,7 @@ def prune(
         "step": _step(recipe, rounds, {"steps": steps, "lr": lr, "optimizer": optimizer, "loss": loss}),
         "batch_norm": batch_norm,
         "depthwise": depthwise or None,
+        "keep_zeros": keep_zeros or None,
         "include": include,
         "skip": skip,
         "holdout": holdout,
