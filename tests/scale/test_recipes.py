@@ -1,4 +1,4 @@
-"""The recipes hold the paper's settings and numbers, and one of them runs here; perplexity and MMLU by short references."""
+"""The recipes hold the paper's settings and numbers and run to their end; perplexity and MMLU by short references."""
 
 import math
 

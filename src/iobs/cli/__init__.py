@@ -45,8 +45,9 @@ def _root(
 def main() -> None:
     """Run the command line; under torchrun, as one of several ranks."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        return app()
+        app()
+        return
     from iobs.prune.distributed import joined
 
     with joined():
-        return app()
+        app()

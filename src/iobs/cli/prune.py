@@ -42,6 +42,10 @@ def prune(
         bool,
         typer.Option("--resume", help="Keep a checkpoint in DIR.checkpoint, and go on from the one that is there."),
     ] = False,
+    low_memory: Annotated[
+        bool,
+        typer.Option("--low-memory", help="One block in memory at a time; with --dry-run, only say what it takes."),
+    ] = False,
     data: console.Data = None,
     samples: Annotated[int, _option("N", "Calibration samples.", console.DATA_PANEL, default=True, least=1)] = 128,
     seq_len: console.SequenceLength = 2048,
@@ -107,6 +111,7 @@ def prune(
 ) -> None:
     """Prune MODEL and write it to a directory that loads as before, with report.json and report.html beside it."""
     from iobs.cli.loading import load_model
+    from iobs.cli.low_memory import prune_low_memory
     from iobs.cli.results import write_results
     from iobs.models import check_output, output_directory, size_in_bytes
     from iobs.prune.distributed import current
@@ -116,13 +121,26 @@ def prune(
         raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
     if output is not None:
         check_output(output)
+    calibration = _Calibration(data or [], samples, seq_len, batch_size, seed)
+    if low_memory:
+        given: dict[str, Any] = {
+            "solver": solver,
+            "refine": refine,
+            "budget": budget,
+            "recipe": recipe,
+            "rounds": rounds,
+        }
+        given |= {"allocation": allocation, "target": target, "include": include, "skip": skip, "holdout": holdout}
+        given |= {"damping": damping, "seed": seed, "checkpoint": _checkpoint(output, resume)}
+        prune_low_memory(model, output, wanted, calibration, given, dry_run)
+        return
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
     if dry_run:
         _show_plan(loaded, wanted, include, skip, depthwise)
         return
     assert output is not None
     check_output(output, needed_bytes=size_in_bytes(loaded.module))
-    checkpoint = output.with_name(f"{output.name}.checkpoint") if resume else None
+    checkpoint = _checkpoint(output, resume)
     options = {
         "solver": solver,
         "refine": refine,
@@ -145,7 +163,6 @@ def prune(
         "seed": seed,
         "checkpoint": checkpoint,
     }
-    calibration = _Calibration(data or [], samples, seq_len, batch_size, seed)
     report = _run(loaded, wanted, calibration, _scoring_data(loaded, eval_data), options)
     if not current().first:
         return
@@ -154,6 +171,10 @@ def prune(
     if checkpoint is not None:
         shutil.rmtree(checkpoint)
     _show(report, output)
+
+
+def _checkpoint(output: Path | None, resume: bool) -> Path | None:
+    return output.with_name(f"{output.name}.checkpoint") if resume and output is not None else None
 
 
 class _Calibration:

@@ -1,0 +1,82 @@
+"""`iobs prune --low-memory`: a plan first, then block by block from files to files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from iobs.cli import console
+from iobs.errors import ModelError
+
+if TYPE_CHECKING:
+    from iobs.core.patterns import Pattern
+    from iobs.models import LoadedModel
+    from iobs.prune.plan import Plan
+
+_ALLOWED = ("solver", "refine", "budget", "holdout", "damping", "seed", "include", "skip", "checkpoint")
+
+
+def prune_low_memory(
+    directory: str | None,
+    output: Path | None,
+    pattern: Pattern,
+    calibration: Any,
+    options: dict[str, Any],
+    dry_run: bool,
+) -> None:
+    """Show what a run will need, and unless that is all, prune a directory with one block in memory at a time.
+
+    Raises:
+        ModelError: MODEL is no directory.
+        typer.BadParameter: an option that needs the whole network.
+    """
+    from iobs.cli.progress import Steps
+    from iobs.cli.watch import Watch
+    from iobs.models.streaming import StreamedModel, plan_of, prune_directory
+    from iobs.report import render_card, write_report
+
+    given = {name: value for name, value in options.items() if value is not None}
+    whole = sorted(given.keys() - set(_ALLOWED))
+    if whole:
+        raise typer.BadParameter(f"{', '.join(whole)}: needs the whole network in memory", param_hint="--low-memory")
+    if directory is None or not Path(directory).is_dir():
+        raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
+    loaded = _without_weights(directory)
+    _, batches = calibration.batches(loaded)
+    if dry_run or output is None:
+        streamed = StreamedModel.open(Path(directory), options.get("include"), options.get("skip"))
+        _show(plan_of(streamed, batches, options.get("holdout") or 0.0))
+        return
+    with Steps("pruning") as steps:
+        settings = {"holdout": 0.0, **given}
+        watch = Watch(steps)
+        report = prune_directory(directory, output, batches, pattern, progress=watch, announce=_show, **settings)
+    (output / "README.md").write_text(render_card(report, directory, "transformers"), encoding="utf8")
+    write_report(report, output)
+    console.output_console().print(f"Written: {output} ({report.sparsity:.2%} zeros)", markup=False)
+
+
+def _without_weights(directory: str) -> LoadedModel:
+    """The tokenizer and the context of a model, as calibration data needs them."""
+    import transformers
+    from torch import nn
+
+    from iobs.models import LoadedModel
+    from iobs.models.huggingface import load_tokenizer
+
+    def refuse(model: LoadedModel, folder: Path) -> None:
+        raise ModelError("A model whose weights are not in memory cannot be written.")
+
+    config = transformers.AutoConfig.from_pretrained(directory)
+    context = getattr(config, "max_position_embeddings", None)
+    return LoadedModel(nn.Module(), load_tokenizer(directory), directory, "causal-lm", context, refuse)
+
+
+def _show(plan: Plan) -> None:
+    out = console.output_console()
+    out.print(f"{plan.layers} matrices; the whole model takes {plan.model_bytes / 1e9:.2f} GB", markup=False)
+    out.print(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB", markup=False)
+    out.print(f"Predicted time: {plan.seconds / 60:.0f} min", markup=False)
+    out.print(f"Activations kept in files: {plan.spilled_bytes / 1e9:.2f} GB", markup=False)
