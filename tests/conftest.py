@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 import torch
 
-
 # Tests are small and run side by side: one thread each, or they wait for one another.
 torch.set_num_threads(1)
 
