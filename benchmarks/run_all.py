@@ -20,11 +20,16 @@ Each section names its command; `python benchmarks/run_all.py --assemble` puts t
 """
 
 
+def _lower(line: str) -> str:
+    """A line of a section as it stands one folder and one heading up."""
+    return f"#{line}" if line.startswith("#") else line.replace("](layer_race.png)", "](results/layer_race.png)")
+
+
 def assemble() -> None:
     sections = [HERE / "results" / f"{name}.md" for name in BENCHMARKS]
     texts = [section.read_text(encoding="utf8").strip() for section in sections if section.exists()]
     # Sections are pages of their own with one title each; here they are one level down.
-    bodies = ["\n".join(f"#{line}" if line.startswith("#") else line for line in text.splitlines()) for text in texts]
+    bodies = ["\n".join(_lower(line) for line in text.splitlines()) for text in texts]
     (HERE / "RESULTS.md").write_text("\n\n".join([INTRODUCTION.strip(), *bodies]) + "\n", encoding="utf8")
 
 
