@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from iobs.errors import ModelError
 
 if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
-    from iobs.models import LoadedModel
     from iobs.prune.plan import Plan
 
 _ALLOWED = ("solver", "refine", "budget", "holdout", "damping", "seed", "include", "skip", "checkpoint")
@@ -34,7 +34,7 @@ def prune_low_memory(
     """
     from iobs.cli.progress import Steps
     from iobs.cli.watch import Watch
-    from iobs.models.streaming import StreamedModel, plan_of, prune_directory
+    from iobs.models.streaming import StreamedModel, plan_of, prune_directory, without_weights
     from iobs.report import render_card, write_report
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -43,7 +43,7 @@ def prune_low_memory(
         raise typer.BadParameter(f"{', '.join(whole)}: needs the whole network in memory", param_hint="--low-memory")
     if directory is None or not Path(directory).is_dir():
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
-    loaded = _without_weights(directory)
+    loaded = without_weights(Path(directory))
     _, batches = calibration.batches(loaded)
     if dry_run or output is None:
         streamed = StreamedModel.open(Path(directory), options.get("include"), options.get("skip"))
@@ -55,23 +55,9 @@ def prune_low_memory(
         report = prune_directory(directory, output, batches, pattern, progress=watch, announce=_show, **settings)
     (output / "README.md").write_text(render_card(report, directory, "transformers"), encoding="utf8")
     write_report(report, output)
+    if given.get("checkpoint") is not None:
+        shutil.rmtree(given["checkpoint"])
     console.output_console().print(f"Written: {output} ({report.sparsity:.2%} zeros)", markup=False)
-
-
-def _without_weights(directory: str) -> LoadedModel:
-    """The tokenizer and the context of a model, as calibration data needs them."""
-    import transformers
-    from torch import nn
-
-    from iobs.models import LoadedModel
-    from iobs.models.huggingface import load_tokenizer
-
-    def refuse(model: LoadedModel, folder: Path) -> None:
-        raise ModelError("A model whose weights are not in memory cannot be written.")
-
-    config = transformers.AutoConfig.from_pretrained(directory)
-    context = getattr(config, "max_position_embeddings", None)
-    return LoadedModel(nn.Module(), load_tokenizer(directory), directory, "causal-lm", context, refuse)
 
 
 def _show(plan: Plan) -> None:

@@ -87,7 +87,7 @@ def load_pretrained(
             model.tokenizer.save_pretrained(directory)
 
     task = _task(transformers, type(module).__name__)
-    return LoadedModel(module.to(device).eval(), tokenizer, str(source), task, _context(config, tokenizer), write)
+    return LoadedModel(module.to(device).eval(), tokenizer, str(source), task, context_of(config, tokenizer), write)
 
 
 def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> Tokenizer | None:
@@ -174,7 +174,7 @@ def _task(transformers: Any, class_name: str) -> Task:
     return "other"
 
 
-def _context(config: Any, tokenizer: Any) -> int | None:
+def context_of(config: Any, tokenizer: Any) -> int | None:
     """The positions that the network has; failing that what the tokenizer states, unless that is its 'no limit'."""
     text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):

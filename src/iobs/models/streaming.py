@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.errors import CalibrationError, ModelError
-from iobs.models.huggingface import check_directory
+from iobs.models.huggingface import check_directory, context_of, load_tokenizer
+from iobs.models.loaded import LoadedModel
 from iobs.models.output import check_output, output_directory
 from iobs.models.shards import Entry, ShardWriter, read_entries
 from iobs.models.vision_shim import ensure_torchvision
@@ -257,6 +258,24 @@ class _Output:
     def __exit__(self, kind: Any, *_: Any) -> None:
         for writer in self.writers.values():
             writer.opened.close() if kind else writer.close()
+
+
+def without_weights(path: Path) -> LoadedModel:
+    """The tokenizer and the context of a model directory, as calibration data needs them; it has no weights.
+
+    Raises:
+        ModelError: the directory is damaged.
+    """
+    check_directory(path, allow_pickle=False)
+    ensure_torchvision()
+    import transformers
+
+    def refuse(model: LoadedModel, folder: Path) -> None:
+        raise ModelError("A model whose weights are not in memory cannot be written.")
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
+    return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context_of(config, tokenizer), refuse)
 
 
 def _audited(streamed: StreamedModel, block: Block, patterns: dict[Layer, Pattern]) -> Iterator[AuditRow]:
