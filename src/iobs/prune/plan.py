@@ -15,7 +15,7 @@ from iobs.prune.memory import MemoryWatch
 
 # Working copies of a solve with the "fast" budget, by measured peak: of the (columns, columns) float64 Hessian
 # (the mean, its damped factor, the scaled copy and the eigenvectors), and of the (rows, columns) float64 weights.
-_SQUARES, _MATRICES = 5.0, 8.0
+_SQUARES, _MATRICES = 2.5, 3.6
 
 
 @dataclass(frozen=True)
