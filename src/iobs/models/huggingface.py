@@ -60,12 +60,24 @@ def load_pretrained(
             if not allow_pickle:
                 shared["use_safetensors"] = True
             module, info = chosen.from_pretrained(
-                source, config=config, dtype=dtype or "auto", output_loading_info=True, **shared
+                source,
+                config=config,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name: transformers' own error hides it in a table
+                **shared,
             )
         except ModelError:
             raise
         except Exception as error:  # transformers raises every kind, from OSError to RuntimeError
             raise ModelError(f"{source} cannot be loaded: {_first_line(error)}") from error
+    mismatched = sorted(info["mismatched_keys"])
+    if mismatched:
+        name, found, wanted = mismatched[0]
+        raise ModelError(
+            f"{source}: weight {name!r} has shape {tuple(found)} where {type(module).__name__} needs {tuple(wanted)}; "
+            "the files do not belong to config.json."
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
