@@ -105,8 +105,6 @@ def test_obc_is_nested_rounds_of_one_removal(least_squares):
 
 
 def test_obc_equals_the_layer_solver(least_squares):
-    if "obc" not in iobs.solvers.SOLVERS:
-        pytest.skip("there is no OBC solver of layers in this build")
     model = FullHessian(0.0).model(Problem(least_squares, 5), *_point(least_squares, _dense(least_squares)))
     solution = iobs.solve(model.as_quadratic(), Unstructured(keep=5), "obc")
     np.testing.assert_allclose(solution.weight[0].numpy(), minimize(least_squares, 5, method="obc").theta, rtol=1e-7)

@@ -10,6 +10,8 @@ import typer
 from iobs.cli import console
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from iobs.optimize.objective import Objective
     from iobs.optimize.refit import Fit
     from iobs.optimize.tabular import Table
@@ -97,10 +99,10 @@ def _objective(table: Table, loss: str, ridge: float, force: list[str]) -> Objec
     if unknown:
         raise DataError(f"There is no column {unknown[0]!r} to force in.")
     forced = [table.names.index(name) for name in force]
-    model = {"squared": LeastSquares, "logistic": Logistic, "poisson": Poisson}[loss]
+    choices: dict[str, Callable[..., Objective]] = {"squared": LeastSquares, "logistic": Logistic, "poisson": Poisson}
     # Classes that can be separated have no finite coefficients without at least a trace of ridge.
     ridge = max(ridge, 1e-6) if loss == "logistic" else ridge
-    return model(table.X, table.y, ridge=ridge, intercept=True, forced=forced)
+    return choices[loss](table.X, table.y, ridge=ridge, intercept=True, forced=forced)
 
 
 def _size(table: Table, loss: str, ridge: float, k: str, seed: int, force: list[str]) -> int:

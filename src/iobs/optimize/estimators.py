@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +24,7 @@ from iobs.optimize.refit import Fit
 _CRITERIA = ("aic", "bic", "ebic")
 
 
-class _SparseEstimator(BaseEstimator):  # type: ignore[misc]
+class _SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
     """What both estimators share: a path over k, and the choice of one."""
 
     def __init__(
@@ -49,11 +50,13 @@ class _SparseEstimator(BaseEstimator):  # type: ignore[misc]
         self.thorough = thorough
         self.random_state = random_state
 
+    @abstractmethod
     def _objective(self, X: Any, y: Array, weights: Array) -> Objective:
-        raise NotImplementedError
+        """The loss of a training set."""
 
+    @abstractmethod
     def _held_out(self, X: Any, y: Array, weights: Array, fit: Fit, objective: Objective) -> float:
-        raise NotImplementedError
+        """The loss of a fit on samples that it has not seen."""
 
     def _fit_path(self, X: Any, y: Array, weights: Array) -> None:
         """Fits for k_min ... k_max, and the choice among them."""

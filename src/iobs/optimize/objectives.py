@@ -11,6 +11,7 @@ always in the support, is not counted in k and carries no ridge (`Objective.forc
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +26,7 @@ from iobs.optimize.designs import Array, Design, Indices
 from iobs.optimize.objective import Objective as Objective
 
 
-class LinearModel:
+class LinearModel(ABC):
     """Shared machinery of f(theta) = sum_i w_i l(x_i^T theta, y_i) + ridge: a subclass gives l and two derivatives."""
 
     quadratic = False
@@ -40,17 +41,17 @@ class LinearModel:
         self.dimension = design.shape[1]
         self._column_squares: Array | None = None
 
+    @abstractmethod
     def losses(self, margin: Array) -> Array:
         """l of every sample at margin x_i^T theta."""
-        raise NotImplementedError
 
+    @abstractmethod
     def slopes(self, margin: Array) -> Array:
         """First derivative of l in the margin."""
-        raise NotImplementedError
 
+    @abstractmethod
     def curvatures(self, margin: Array) -> Array:
         """Second derivative of l in the margin."""
-        raise NotImplementedError
 
     @property
     def column_squares(self) -> Array:

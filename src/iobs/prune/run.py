@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,18 @@ from iobs.prune.batches import Batch, Part
 from iobs.prune.checkpoint import Journal, identity_of
 from iobs.prune.distributed import current
 from iobs.prune.estimate import estimate_seconds
-from iobs.prune.gram import Statistics, quadratic, relative_output_error
+from iobs.prune.gram import Statistics, relative_output_error
 from iobs.prune.layers import Layer, Selection
 from iobs.prune.memory import MemoryWatch
 from iobs.prune.network import changing, state, update_batch_norm
-from iobs.prune.old_zeros import keeping
 from iobs.prune.progress import Progress
 from iobs.prune.record import LayerRecord, Report, RoundRecord, best_index, layer_record
 from iobs.prune.settings import Settings
-from iobs.prune.spread import asked, patterns_of_groups, share_of, thinner
+from iobs.prune.solving import solve_layer
+from iobs.prune.spread import asked, share_of, thinner
 from iobs.prune.steps import Augmentation, GradientStep, LossFunction, Trainer
 from iobs.prune.walk import Walk
-from iobs.solvers import Budget, solve
+from iobs.solvers import Budget
 
 
 class Run:
@@ -297,26 +297,10 @@ class Run:
         pattern: Pattern,
         budget: Budget | None = None,
     ) -> list[Solution]:
-        """Solve one layer, group by group; damping pulls towards `current`."""
-        settings = self.settings
-        rows = layer.shape[0] // layer.groups
-        start = layer.matrix(self.original[layer.key]) if settings.keep_zeros else None
-        solutions = []
-        for part, piece in enumerate(patterns_of_groups(layer, pattern)):
-            own = slice(part * rows, (part + 1) * rows)
-            problem = quadratic(statistics.calibration, part, target[own], current[own], same=target is current)
-            solutions.append(
-                solve(
-                    problem,
-                    piece,
-                    settings.solver,
-                    refine=settings.refine if start is None else keeping(start[own], settings.refine),
-                    damping=settings.damping,
-                    budget=budget or settings.budget,
-                    name=layer.name,
-                )
-            )
-        return solutions
+        """Solve one layer with the run's settings, or with another budget."""
+        settings = self.settings if budget is None else replace(self.settings, budget=budget)
+        old = layer.matrix(self.original[layer.key]) if settings.keep_zeros else None
+        return solve_layer(layer, statistics, target, current, pattern, settings, old)
 
     # ---- measuring and choosing
     def _finish_round(self, record: RoundRecord, portion: Part, began: float) -> None:

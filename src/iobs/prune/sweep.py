@@ -11,45 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
-from iobs.core.quadratic import Solution
 from iobs.prune.batches import Batch, Part
 from iobs.prune.checkpoint import Journal
-from iobs.prune.gram import Statistics, quadratic, relative_output_error
+from iobs.prune.gram import Statistics, relative_output_error
 from iobs.prune.layers import Layer
 from iobs.prune.memory import MemoryWatch
 from iobs.prune.progress import Progress
 from iobs.prune.record import LayerRecord, RoundRecord, layer_record
 from iobs.prune.settings import Settings
-from iobs.prune.spread import asked, patterns_of_groups, share_of
+from iobs.prune.solving import solve_layer
+from iobs.prune.spread import asked, share_of
 from iobs.prune.stream import BEFORE, Stream
 from iobs.prune.trace import Block
 from iobs.prune.walk import Walk
-from iobs.solvers import solve
 
 Residence = Callable[[Block, bool], None]  # bring a block's weights into memory (True), or let them go (False)
-
-
-def solve_layer(
-    layer: Layer, statistics: Statistics, target: Tensor, current: Tensor, pattern: Pattern, settings: Settings
-) -> list[Solution]:
-    """The sparse weights of one layer, group by group."""
-    rows = layer.shape[0] // layer.groups
-    solutions = []
-    for part, piece in enumerate(patterns_of_groups(layer, pattern)):
-        own = slice(part * rows, (part + 1) * rows)
-        problem = quadratic(statistics.calibration, part, target[own], current[own], same=target is current)
-        solutions.append(
-            solve(
-                problem,
-                piece,
-                settings.solver,
-                refine=settings.refine,
-                damping=settings.damping,
-                budget=settings.budget,
-                name=layer.name,
-            )
-        )
-    return solutions
 
 
 @dataclass
