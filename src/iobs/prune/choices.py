@@ -15,7 +15,6 @@ from iobs.prune import steps as gradient_steps
 from iobs.prune.allocation import as_allocation, can_allocate, uniform
 from iobs.prune.gram import Statistics
 from iobs.prune.layers import Layer
-from iobs.prune.network import state
 from iobs.prune.record import AllocationRecord, RoundRecord
 from iobs.prune.sensitivity import Planner
 from iobs.prune.steps import GradientStep
@@ -72,7 +71,7 @@ def settle(run: Run, first: RoundRecord) -> None:
 
 def _best_rate(run: Run, step: GradientStep) -> float:
     """The learning rate whose short run on the first projection's support leaves the least held-out loss."""
-    start = {name: value.detach().clone() for name, value in state(run.model) if name in run.original}
+    start = run.snapshot()
     masks = run.masks()
 
     def trial(rate: float) -> float:

@@ -326,6 +326,10 @@ class Run:
     ) -> dict[str, Tensor]:
         if best_index(records, asked(final)) != len(records) - 1:
             return best
+        return self.snapshot()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of all that the run may change, as `restore` takes it."""
         return {name: value.detach().clone() for name, value in state(self.model) if name in self.original}
 
     def restore(self, values: dict[str, Tensor]) -> None:
