@@ -89,7 +89,7 @@ def prune(
     seed: Annotated[int, _option("N", "Seed of every random choice.", _METHOD, default=True)] = 0,
     steps: Annotated[int | None, _option("N", "Steps after each round but the last.", _STEPS, least=1)] = None,
     lr: Annotated[str | None, _option("RATE", "Step size, or auto: by short trials.", _STEPS)] = None,
-    optimizer: Annotated[str | None, _option("NAME", "sgd (default) or adam.", _STEPS)] = None,
+    optimizer: Annotated[str | None, _option("NAME", "sgd (default), momentum or adam.", _STEPS)] = None,
     loss: Annotated[
         str | None, _option("NAME", "task (default), kl to the dense model, or block for its blocks' outputs.", _STEPS)
     ] = None,

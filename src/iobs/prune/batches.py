@@ -56,6 +56,12 @@ def size(batch: Batch, index: int = 0) -> int:
     return sizes.pop()
 
 
+def positions(batch: Batch) -> int:
+    """How many places of a sample a model answers for: its tokens, or 1 where it is no text."""
+    rows = (tensor for tensor in tensors(batch) if tensor.ndim == 2 and not tensor.is_floating_point())
+    return max((tensor.shape[1] for tensor in rows), default=1)
+
+
 def take(batch: Batch, rows: Tensor) -> Batch:
     """Some samples of a batch."""
     return _map(batch, lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor)

@@ -28,6 +28,8 @@ _DENSEST = 0.9  # measured levels end here; at density 1 the error is zero
 _POSITIONS = 16  # of a convolution, for each sample; curves need less than the weights themselves
 _PROBE = 300  # samples that gradients and divergences are measured on
 _PASSES = 6000  # samples that the divergences of all layers together may take
+_PROBE_TOKENS = 16384  # and positions of text, every one of which is a distribution of its own
+_CURVE_TOKENS = 65536  # positions of text that curves are measured on
 
 SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
 
@@ -92,7 +94,10 @@ class Planner:
                 if keep_statistics:
                     self.measured[layer].statistics = statistics
 
-        walk = Walk(self.model, self.calibration, self.heldout, self.layers, seed=self.seed, positions=_POSITIONS)
+        calibration, heldout = (
+            _at_most(part, part.samples, _CURVE_TOKENS) for part in (self.calibration, self.heldout)
+        )
+        walk = Walk(self.model, calibration, heldout, self.layers, seed=self.seed, positions=_POSITIONS)
         walk.sweep(visit)
 
     def _measure_layer(self, layer: Layer, statistics: Statistics, levels: list[float], density: float) -> Measured:
@@ -135,12 +140,7 @@ class Planner:
 
     @property
     def _probe_part(self) -> Part:
-        part, most = Part(), min(_PROBE, max(32, _PASSES // len(self.layers)))
-        for batch, number in zip(self.calibration.batches, self.calibration.numbers, strict=True):
-            left = most - part.samples
-            if left > 0:
-                part.add(batch, torch.arange(batches.size(batch)) < left, number)
-        return part
+        return _at_most(self.calibration, min(_PROBE, max(32, _PASSES // len(self.layers))), _PROBE_TOKENS)
 
     # ---- search
     def _evolve(
@@ -186,6 +186,16 @@ class Planner:
                     layer.write(self.model, weight)
 
 
+def _at_most(part: Part, samples: int, tokens: int) -> Part:
+    """The first samples of a part, no more than so many, and no more tokens where they are text."""
+    chosen = Part()
+    for batch, number in zip(part.batches, part.numbers, strict=True):
+        left = min(samples, max(1, tokens // batches.positions(batch))) - chosen.samples
+        if left > 0:
+            chosen.add(batch, torch.arange(batches.size(batch)) < left, number)
+    return chosen
+
+
 def output_fisher(model: nn.Module, layers: tuple[Layer, ...], part: Part, seed: int) -> dict[Layer, float]:
     """Half the mean squared gradient of the log-likelihood with respect to a layer's output, summed over positions.
 
@@ -196,21 +206,17 @@ def output_fisher(model: nn.Module, layers: tuple[Layer, ...], part: Part, seed:
     Args:
         model: the network, in eval mode.
         layers: whose outputs.
-        part: samples; at most 300 are used.
+        part: samples; at most 300, and 16,384 tokens, are used.
         seed: of the drawn targets.
     """
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     sums = {layer.path: 0.0 for layer in layers}
-    samples = 0
-    for batch in part.batches:
-        if samples >= _PROBE:
-            break
-        used = batches.take(batch, torch.arange(min(_PROBE - samples, batches.size(batch))))
-        samples += batches.size(used)
-        for path, square in _output_squares(model, set(sums), batches.to_device(used, device), generator):
+    used = _at_most(part, _PROBE, _PROBE_TOKENS)
+    for batch in used.batches:
+        for path, square in _output_squares(model, set(sums), batches.to_device(batch, device), generator):
             sums[path] += square
-    return {layer: 0.5 * sums[layer.path] / samples for layer in layers if sums[layer.path] > 0}
+    return {layer: 0.5 * sums[layer.path] / used.samples for layer in layers if sums[layer.path] > 0}
 
 
 def _output_squares(
@@ -259,8 +265,8 @@ def _is_convolution(module: nn.Module) -> bool:
 def _energy(statistics: Gram, weight: Tensor) -> float:
     """Squared output of a layer per input row."""
     parts = statistics.own.shape[0]
-    matrix = weight.double().reshape(parts, -1, weight.shape[1])
-    return float(((matrix @ statistics.own) * matrix).sum()) / statistics.count
+    matrix = weight.to(statistics.own.dtype).reshape(parts, -1, weight.shape[1])
+    return float(((matrix @ statistics.own) * matrix).sum())
 
 
 def _record(layer: Layer, curve: Curve, weight: float, keep: int) -> AllocationRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ class GradientStep:
 
     Args:
         lr: step size, or "auto": chosen from the calibration data by short trials after the first projection.
-        optimizer: "sgd", as the paper, or "adam".
+        optimizer: "sgd", as the paper; "momentum", the same with Nesterov's momentum of 0.9; or "adam".
         steps: how many steps a round; each takes the next batch of the round's data, round and round. With one
             step of "sgd" the gradient is that of the whole round's data, as in the paper.
         loss: "task" (the model's own loss, or cross-entropy with the targets), "kl" (to the dense model),
@@ -34,7 +35,8 @@ class GradientStep:
         parameters: "prunable" steps on the pruned matrices only, as the paper; "all" on every parameter.
         support: "dense" steps wake removed weights too, as the paper; "fixed" moves only the weights that the last
             projection kept (the next one may still choose others).
-        decay: the learning rate falls linearly to zero over all steps of the run.
+        decay: the learning rate rises over the first tenth of all steps of the run (Adam's first steps move every weight
+            by the whole rate, which an exactly refitted layer resents) and falls linearly to zero.
         batch_size: samples a step, or None for the batches as they are; "auto" is 64, or 4096 tokens of text.
         augment: changes a batch before it is used; "auto" is mirroring and shifts of pictures, as far as the dense
             network's predictions stay the same under them; None changes nothing.
@@ -44,7 +46,7 @@ class GradientStep:
     """
 
     lr: float | Literal["auto"] = 0.01
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
     steps: int = 1
     loss: Loss = "task"
     parameters: Literal["prunable", "all"] = "prunable"
@@ -56,8 +58,8 @@ class GradientStep:
     def __post_init__(self) -> None:
         if (self.lr != "auto" and not self.lr > 0) or self.steps < 1:
             raise ProblemError(f"A gradient step needs lr > 0 and steps >= 1, got lr={self.lr}, steps={self.steps}.")
-        if self.optimizer not in ("sgd", "adam"):
-            raise ProblemError(f'optimizer must be "sgd" or "adam", got {self.optimizer!r}.')
+        if self.optimizer not in ("sgd", "momentum", "adam"):
+            raise ProblemError(f'optimizer must be "sgd", "momentum" or "adam", got {self.optimizer!r}.')
         if self.parameters not in ("prunable", "all"):
             raise ProblemError(f'parameters must be "prunable" or "all", got {self.parameters!r}.')
         if self.support not in ("dense", "fixed"):
@@ -184,10 +186,11 @@ class Trainer:
         self.rate = self.step.lr
         self.masters = {name: value.detach().float().clone() for name, value in self.parameters.items()}
         values = list(self.masters.values())
-        if self.step.optimizer == "sgd":
-            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(values, lr=self.rate)
-        else:
-            self.optimizer = torch.optim.Adam(values, lr=self.rate)
+        self.optimizer: torch.optim.Optimizer = {
+            "sgd": partial(torch.optim.SGD, values),
+            "momentum": partial(torch.optim.SGD, values, momentum=0.9, nesterov=True),
+            "adam": partial(torch.optim.Adam, values),
+        }[self.step.optimizer](lr=self.rate)
 
     def adopt(self) -> None:
         """Take the model's present weights (after a projection) as the masters."""
@@ -277,7 +280,9 @@ class Trainer:
 
     @torch.no_grad()
     def _apply(self, gradients: dict[str, Tensor]) -> None:
-        rate = self.rate * (1 - self.taken / self.total if self.step.decay else 1.0)
+        rate = self.rate
+        if self.step.decay:
+            rate *= (1 - self.taken / self.total) * min(1.0, 10 * (self.taken + 1) / self.total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for name, master in self.masters.items():
@@ -294,10 +299,7 @@ class Trainer:
 
 def _usual_size(batch: Batch) -> int:
     """64 samples, fewer where they are long rows of tokens."""
-    tokens = next(
-        (tensor for tensor in batches.tensors(batch) if tensor.ndim == 2 and not tensor.is_floating_point()), None
-    )
-    return 64 if tokens is None else max(1, min(64, 4096 // tokens.shape[1]))
+    return max(1, min(64, 4096 // batches.positions(batch)))
 
 
 def _endless(part: Part, batch_size: int | None, generator: torch.Generator) -> Iterator[Batch]:
