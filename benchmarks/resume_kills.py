@@ -1,12 +1,19 @@
 """Kill a pruning run at random moments, resume it every time, and compare the bits with an undisturbed run.
 
-python benchmarks/resume_kills.py [--kills 25] [--seed 0]
+    python benchmarks/resume_kills.py [--kills 25] [--seed 0] [--ranks 1]
+
+The moment is drawn uniformly over the work of an undisturbed run, which is timed first: from the first file of the
+checkpoint to the last weights, without the start of Python. A run that ends before its moment, because the machine was
+quicker, is drawn again and counted. With several ranks all of them are killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,25 +22,71 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from scale_report import record
 
 import iobs
+from iobs.prune.distributed import joined
+
+Processes = list[subprocess.Popen[bytes]]
 
 
 def prune(output: Path, checkpoint: Path) -> None:
-    """The run that is killed: three rounds with gradient steps on a small perceptron."""
+    """The run that is killed: three rounds with gradient steps and a polish on a small perceptron."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    layers = [module for _ in range(4) for module in (torch.nn.Linear(64, 64), torch.nn.ReLU())]
-    model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 8))
-    data = [(torch.randn(64, 64), torch.randint(0, 8, (64,))) for _ in range(4)]
-    step = iobs.GradientStep(lr=1e-3, optimizer="adam", steps=5, loss="kl")
-    polish = iobs.GradientStep(lr=1e-3, optimizer="adam", steps=10, loss="kl", parameters="all")
-    iobs.prune(model, data, iobs.Unstructured(0.7), rounds=3, step=step, polish=polish, checkpoint=checkpoint)
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, output)
+    layers = [module for _ in range(4) for module in (torch.nn.Linear(96, 96), torch.nn.ReLU())]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(96, 8))
+    data = [(torch.randn(128, 96), torch.randint(0, 8, (128,))) for _ in range(4)]
+    step = iobs.GradientStep(lr=1e-3, optimizer="adam", steps=10, loss="kl")
+    polish = iobs.GradientStep(lr=1e-3, optimizer="adam", steps=20, loss="kl", parameters="all")
+    with joined() as ranks:
+        iobs.prune(model, data, iobs.Unstructured(0.7), rounds=3, step=step, polish=polish, checkpoint=checkpoint)
+        if ranks.first:
+            save_file({name: value.contiguous() for name, value in model.state_dict().items()}, output)
 
 
-def start(output: Path, checkpoint: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, __file__, "--child", str(output), str(checkpoint)])
+def start(output: Path, checkpoint: Path, ranks: int) -> Processes:
+    """The processes of one run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, __file__, "--child", str(output), str(checkpoint)]
+    return [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, start_new_session=True)
+        for rank in range(ranks)
+    ]
+
+
+def wait(processes: Processes) -> None:
+    assert all(process.wait() == 0 for process in processes)
+
+
+def seconds(output: Path, checkpoint: Path, ranks: int) -> float:
+    """An undisturbed run: how long it works after its first file."""
+    processes = start(output, checkpoint, ranks)
+    while not checkpoint.exists():
+        time.sleep(0.005)
+    began = time.perf_counter()
+    while not output.exists():
+        time.sleep(0.005)
+    ended = time.perf_counter()
+    wait(processes)
+    return ended - began
+
+
+def killed(output: Path, checkpoint: Path, ranks: int, delay: float) -> bool:
+    """Kill one run after so many seconds of work; returns whether it was still at it."""
+    processes = start(output, checkpoint, ranks)
+    while not checkpoint.exists():
+        time.sleep(0.005)
+    time.sleep(delay)
+    working = not output.exists() and all(process.poll() is None for process in processes)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    return working
 
 
 def same(a: Path, b: Path) -> bool:
@@ -41,25 +94,11 @@ def same(a: Path, b: Path) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def killed_once(folder: Path, number: int, delay: float) -> tuple[bool, int, Path]:
-    """Kill one run after so many seconds of work, resume it; returns whether the kill came in time, and the entries."""
-    output, checkpoint = folder / f"{number}.safetensors", folder / f"{number}.checkpoint"
-    child = start(output, checkpoint)
-    while child.poll() is None and not checkpoint.exists():
-        time.sleep(0.01)  # the moment is drawn over the run's work, not over the start of Python
-    time.sleep(delay)
-    in_time = child.poll() is None
-    child.kill()
-    child.wait()
-    entries = len(list(checkpoint.glob("*.safetensors")))
-    assert start(output, checkpoint).wait() == 0
-    return in_time, entries, output
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--child", nargs=2, type=Path)
     options = parser.parse_args()
     if options.child:
@@ -67,24 +106,33 @@ def main() -> None:
     generator = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        reference, checkpoint = folder / "undisturbed.safetensors", folder / "undisturbed.checkpoint"
-        child = start(reference, checkpoint)
-        while not checkpoint.exists():
-            time.sleep(0.01)
-        began = time.perf_counter()
-        assert child.wait() == 0
-        length = time.perf_counter() - began
-        good = in_time = 0
-        moments = []
+        reference = folder / "0.safetensors"
+        length = statistics.median(
+            seconds(folder / f"{i}.safetensors", folder / f"{i}.undisturbed", options.ranks) for i in range(3)
+        )
+        good = late = 0
+        entries = []
         for number in range(options.kills):
-            hit, entries, output = killed_once(folder, number, generator.uniform(0, length))
+            output = folder / f"killed {number}.safetensors"
+            while True:
+                checkpoint = Path(tempfile.mkdtemp(dir=folder)) / "checkpoint"
+                if killed(output, checkpoint, options.ranks, generator.uniform(0, length)):
+                    break
+                output.unlink(missing_ok=True)
+                late += 1
+            entries.append(len(list(checkpoint.glob("*.safetensors"))))
+            wait(start(output, checkpoint, options.ranks))
             good += same(output, reference)
-            in_time += hit
-            moments.append(entries)
-        print(f"{good} of {options.kills} resumed runs equal the undisturbed one bit for bit ({in_time} were killed")
-        print(f"while they worked); entries in the journal at the kills: {sorted(moments)}")
-        if good != options.kills:
-            sys.exit(1)
+        whole = len(list((folder / "0.undisturbed").glob("*.safetensors")))
+    found = {"kills": options.kills, "good": good, "seconds": length, "late": late, "entries": entries, "whole": whole}
+    record("kills", f"{options.ranks} ranks", ranks=options.ranks, seed=options.seed, **found)
+    print(f"{options.ranks} rank(s), seed {options.seed}: {good} of {options.kills} resumed runs equal the undisturbed")
+    print(
+        f"one bit for bit; all were killed at work, at a moment drawn over its {length:.1f} s ({late} draws came late"
+    )
+    print(f"and were drawn again); of {whole} entries the journals held {sorted(entries)}")
+    if good != options.kills:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

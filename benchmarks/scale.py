@@ -1,70 +1,97 @@
-"""A random Llama directory pruned block by block: peak anonymous memory against the prediction, seconds a block.
+"""A random Llama directory pruned block by block: peak memory against the prediction, seconds a block, where they go.
 
-    python benchmarks/scale.py [--layers 22] [--samples 16] [--length 512] [--folder DIR]
+    python benchmarks/scale.py                             # 1.1 billion parameters, 2.2 GB, 16 x 512 tokens, "fast"
+    python benchmarks/scale.py --model 1024 --layers 1     # other widths: 1024, 1.1b, 8b; any number of layers
+    python benchmarks/scale.py --model 8b --device cuda --samples 128 --length 2048 --batch 4 [--budget default]
 
-22 layers is the model of 1.1 billion parameters (2.2 GB in bfloat16). The directory is made a tensor at a time, so
-that making it needs no memory either.
+The directory is made a tensor at a time, so that making it needs no memory either.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+from scale_report import record
 
 import iobs
+from iobs.models import streaming
 from iobs.models.shards import Entry, ShardWriter
-from iobs.models.streaming import prune_directory
-from iobs.prune.memory import MemoryWatch
-from iobs.prune.plan import Plan
+from iobs.prune import plan, stream, sweep
+from iobs.prune.gram import Gram
+from iobs.prune.memory import resident
 from iobs.prune.progress import Quiet
 
-WIDTH, HIDDEN, HEADS, KEY_HEADS, VOCABULARY = 2048, 5632, 32, 4, 32000
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a Llama."""
+
+    width: int
+    hidden: int
+    layers: int
+    heads: int
+    key_heads: int
+    vocabulary: int
 
 
-def entries(layers: int) -> dict[str, Entry]:
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}
-    keys = WIDTH // HEADS * KEY_HEADS
+SHAPES = {
+    "1024": Shape(1024, 2816, 22, 16, 4, 32000),
+    "1.1b": Shape(2048, 5632, 22, 32, 4, 32000),
+    "8b": Shape(4096, 14336, 32, 32, 8, 128256),
+}
+
+
+def entries(shape: Shape, layers: int) -> dict[str, Entry]:
+    width, hidden, keys = shape.width, shape.hidden, shape.width // shape.heads * shape.key_heads
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, width)}
     for index in range(layers):
         block = f"model.layers.{index}."
         shapes |= {
-            f"{block}self_attn.q_proj.weight": (WIDTH, WIDTH),
-            f"{block}self_attn.k_proj.weight": (keys, WIDTH),
-            f"{block}self_attn.v_proj.weight": (keys, WIDTH),
-            f"{block}self_attn.o_proj.weight": (WIDTH, WIDTH),
-            f"{block}mlp.gate_proj.weight": (HIDDEN, WIDTH),
-            f"{block}mlp.up_proj.weight": (HIDDEN, WIDTH),
-            f"{block}mlp.down_proj.weight": (WIDTH, HIDDEN),
-            f"{block}input_layernorm.weight": (WIDTH,),
-            f"{block}post_attention_layernorm.weight": (WIDTH,),
+            f"{block}self_attn.q_proj.weight": (width, width),
+            f"{block}self_attn.k_proj.weight": (keys, width),
+            f"{block}self_attn.v_proj.weight": (keys, width),
+            f"{block}self_attn.o_proj.weight": (width, width),
+            f"{block}mlp.gate_proj.weight": (hidden, width),
+            f"{block}mlp.up_proj.weight": (hidden, width),
+            f"{block}mlp.down_proj.weight": (width, hidden),
+            f"{block}input_layernorm.weight": (width,),
+            f"{block}post_attention_layernorm.weight": (width,),
         }
-    shapes |= {"model.norm.weight": (WIDTH,), "lm_head.weight": (VOCABULARY, WIDTH)}
-    return {name: Entry(torch.bfloat16, shape) for name, shape in shapes.items()}
+    shapes |= {"model.norm.weight": (width,), "lm_head.weight": (shape.vocabulary, width)}
+    return {name: Entry(torch.bfloat16, size) for name, size in shapes.items()}
 
 
-def make(folder: Path, layers: int) -> None:
+def make(folder: Path, shape: Shape, layers: int) -> None:
     folder.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": WIDTH,
-        "intermediate_size": HIDDEN,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KEY_HEADS,
-        "vocab_size": VOCABULARY,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.key_heads,
+        "vocab_size": shape.vocabulary,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
-    described = entries(layers)
+    described = entries(shape, layers)
     writer = ShardWriter(folder / "model.safetensors", described, {"format": "pt"})
     for name, entry in described.items():
         one = torch.ones(entry.shape) if len(entry.shape) == 1 else torch.randn(entry.shape, generator=generator) * 0.02
@@ -72,56 +99,138 @@ def make(folder: Path, layers: int) -> None:
     writer.close()
 
 
+@dataclass
 class Clock(Quiet):
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
+    """Seconds of every block, and of the parts of the work that it is told to time."""
 
-    def layer(self, round_index: int, record: object) -> None:
-        peak = MemoryWatch().peak / 2**20
-        elapsed = time.perf_counter() - self.began
-        print(f"{elapsed:8.1f} s  {record.name}: solve {record.seconds:.1f} s, now {peak:.0f} MB", flush=True)
+    device: str
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ends: dict[str, float] = field(default_factory=dict)  # by block, when its last layer was done
+    began: float = 0.0
+
+    def now(self) -> float:
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def begin(self, rounds: int, layers: object) -> None:
+        self.began = self.now()
+
+    def layer(self, round_index: int, entry: Any) -> None:
+        elapsed = self.now() - self.began
+        self.ends[entry.name.rsplit(".", 2)[0]] = elapsed
+        print(f"{elapsed:8.1f} s  {entry.name}: {entry.seconds:.1f} s, {resident() / 1e6:.0f} MB now", flush=True)
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Time the functions that the work consists of; none of them is called by another."""
+        with ExitStack() as stack:
+            for owner, name, part in (
+                (Gram, "add", "Gram products"),
+                (stream.Stream, "run", "forward passes"),
+                (sweep, "solve_layer", "solves"),
+                (sweep, "relative_output_error", "errors"),
+                (streaming.StreamedModel, "load", "reading"),
+                (streaming._Output, "block", "writing"),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, self._timed(getattr(owner, name), part)))
+            yield
+
+    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            began = self.now()
+            try:
+                return function(*args, **options)
+            finally:
+                self.parts[part] += self.now() - began
+
+        return timed
+
+
+def floor(selected: Any, tokens: int, settings: Any, blocks: int, device: str) -> str:
+    """What the matrix products of a block would take at this machine's measured speed."""
+    size = 2048 if device == "cpu" else 8192
+    square = torch.randn(size, size, device=device)
+    speeds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        float((square @ square)[0, 0])
+        speeds.append(2.0 * size**3 / (time.perf_counter() - began))
+    products = plan._products(selected, tokens, settings) / blocks
+    return (
+        f"Floor: {products / 1e12:.1f} T multiplications and additions in products a block, those in float64 "
+        f"counted twice, are {products / max(speeds):.0f} s at the {max(speeds) / 1e9:,.0f} G a second of a float32 "
+        "product here."
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--model", choices=SHAPES, default="1.1b")
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--solver", default="admm")
+    parser.add_argument("--budget", default="fast")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    shape = SHAPES[options.model]
+    layers = options.layers or shape.layers
     folder = options.folder or Path(tempfile.mkdtemp())
     if not (folder / "model").exists():
-        make(folder / "model", options.layers)
+        make(folder / "model", shape, layers)
     shutil.rmtree(folder / "pruned", ignore_errors=True)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, VOCABULARY, (options.samples, options.length), generator=generator)
-    plans: list[Plan] = []
+    tokens = torch.randint(0, shape.vocabulary, (options.samples, options.length), generator=generator)
+    settings = {"solver": options.solver, "budget": options.budget, "holdout": 0.0}
+    model = streaming.StreamedModel.open(folder / "model", device=options.device)
+    chosen = streaming.resolve(None, settings)
+    lowest = floor(model.selection.layers, tokens.numel(), chosen, layers, options.device)
+    del model
+    plans: list[plan.Plan] = []
 
-    def announce(plan: Plan) -> None:
-        plans.append(plan)
-        print(f"predicted: peak {plan.peak_bytes / 2**20:.0f} MB, {plan.seconds / 60:.1f} min; the model has", end=" ")
-        print(f"{plan.model_bytes / 2**20:.0f} MB", flush=True)
+    def announce(told: plan.Plan) -> None:
+        plans.append(told)
+        print(f"predicted: peak {told.peak_bytes / 1e6:.0f} MB, {told.seconds / 60:.1f} min", flush=True)
 
-    report = prune_directory(
-        folder / "model",
-        folder / "pruned",
-        [{"input_ids": row[None]} for row in tokens],
-        iobs.Unstructured(0.5),
-        solver=options.solver,
-        budget="fast",
-        holdout=0.0,
-        progress=Clock(),
-        announce=announce,
-    )
-    predicted, peak = plans[0].peak_bytes / 2**20, report.peak_memory_bytes / 2**20
-    print(
-        f"{options.layers} layers, {report.sparsity:.4f} zeros, {report.seconds / 60:.1f} min, peak {peak:.0f} MB",
-        end="",
-    )
-    print(f" (predicted {predicted:.0f} MB, {100 * (predicted / peak - 1):+.0f} %)")
+    clock = Clock(options.device)
+    with clock.timing():
+        report = streaming.prune_directory(
+            folder / "model",
+            folder / "pruned",
+            [{"input_ids": rows} for rows in tokens.split(options.batch)],
+            iobs.Unstructured(0.5),
+            progress=clock,
+            announce=announce,
+            device=options.device,
+            **settings,
+        )
+    on_device = options.device != "cpu"
+    peak = torch.cuda.max_memory_allocated() if on_device else report.peak_memory_bytes
+    ends = [0.0, *clock.ends.values()]
+    measured = {
+        "width": shape.width,
+        "layers": layers,
+        "samples": options.samples,
+        "length": options.length,
+        "budget": options.budget if options.solver == "admm" else options.solver,
+        "device": torch.cuda.get_device_name() if on_device else f"{options.threads} threads",
+        "model_mb": plans[0].model_bytes / 1e6,
+        "peak_mb": peak / 1e6,
+        "predicted_mb": plans[0].peak_bytes / 1e6,
+        "seconds": report.seconds,
+        "predicted_seconds": plans[0].seconds,
+        "sparsity": report.sparsity,
+        "block_seconds": [after - before for before, after in itertools.pairwise(ends)],
+        "parts": {part: seconds / layers for part, seconds in clock.parts.items()},
+        "floor": lowest,
+    }
+    print(json.dumps(measured, indent=1))
+    record("model", f"{options.model} {layers} {measured['budget']} {options.device}", **measured)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ def test_statistics_are_those_of_the_network_pruned_so_far(name):
             values = inputs_by_plain_hooks(model, layer, walk.calibration.batches)
             expected = gram_by_unfold(model, layer, values)
             # float32 products of at most some thousand terms, summed in float64
-            torch.testing.assert_close(statistics.calibration.own, expected, rtol=1e-4, atol=1e-4)
+            found = statistics.calibration.own * statistics.calibration.count
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             seen.append(layer)
         for layer in group:  # what is written must be felt by all that follows
             layer.write(model, layer.read(model) * 0.5)
@@ -80,8 +81,10 @@ def test_dense_stream_is_paired_sample_by_sample():
         layer = group[0]
         own = torch.cat([v.flatten(0, 1) for v in inputs_by_plain_hooks(model, layer, walk.calibration.batches)])
         dense = torch.cat([v.flatten(0, 1) for v in inputs_by_plain_hooks(reference, layer, walk.calibration.batches)])
-        torch.testing.assert_close(statistics.calibration.cross[0], (dense.T @ own).double(), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(statistics.calibration.dense[0], (dense.T @ dense).double(), rtol=1e-4, atol=1e-4)
+        gram = statistics.calibration
+        cross, energy = gram.cross[0] * gram.count, gram.dense[0] * gram.count
+        torch.testing.assert_close(cross, (dense.T @ own).double(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(energy, (dense.T @ dense).double(), rtol=1e-4, atol=1e-4)
         for one in group:
             one.write(model, one.read(model) * 0.7)
 

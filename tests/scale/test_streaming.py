@@ -28,7 +28,8 @@ def directory(name, folder, dtype=torch.bfloat16):
 def test_block_by_block_equals_in_memory(name, tmp_path):
     directory(name, tmp_path / "model")
     model, data = load(tmp_path / "model").module, families.language_batches()
-    report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **OPTIONS)
+    same = {**OPTIONS, "arithmetic": torch.bfloat16}  # as the network in memory computes, whatever the processor
+    report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **same)
     whole = iobs.prune(model, data, iobs.Unstructured(0.5), **OPTIONS)
     model.save_pretrained(tmp_path / "whole")
     assert [row.zeros for row in report.audit] == [row.zeros for row in whole.audit]
@@ -37,6 +38,21 @@ def test_block_by_block_equals_in_memory(name, tmp_path):
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_blocks_may_be_computed_in_another_dtype_than_they_are_stored_in(tmp_path):
+    directory("llama", tmp_path / "model")
+    arguments = families.language_batches(), iobs.Unstructured(0.5)
+    reports = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        out = tmp_path / str(dtype)
+        reports[dtype] = prune_directory(tmp_path / "model", out, *arguments, arithmetic=dtype, **OPTIONS)
+        tensors = load_file(out / "model.safetensors")
+        assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+        for row in reports[dtype].audit:
+            assert row.zeros == row.asked == int((tensors[f"{row.name}.weight"] == 0).sum())
+    for ours, theirs in zip(*(report.best.layers for report in reports.values()), strict=True):
+        assert ours.error_calibration == pytest.approx(theirs.error_calibration, rel=0.15)
 
 
 def test_a_checkpoint_ends_in_the_same_bits(tmp_path):

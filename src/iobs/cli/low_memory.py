@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
     from iobs.prune.plan import Plan
 
-_ALLOWED = ("solver", "refine", "budget", "holdout", "damping", "seed", "include", "skip", "checkpoint")
+_SETTINGS = ("solver", "refine", "budget", "holdout", "damping", "seed")
+_ALLOWED = (*_SETTINGS, "include", "skip", "checkpoint")
 
 
 def prune_low_memory(
@@ -35,6 +36,7 @@ def prune_low_memory(
     from iobs.cli.progress import Steps
     from iobs.cli.watch import Watch
     from iobs.models.streaming import StreamedModel, plan_of, prune_directory, without_weights
+    from iobs.prune.settings import resolve
     from iobs.report import render_card, write_report
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -47,7 +49,8 @@ def prune_low_memory(
     _, batches = calibration.batches(loaded)
     if dry_run or output is None:
         streamed = StreamedModel.open(Path(directory), options.get("include"), options.get("skip"))
-        _show(plan_of(streamed, batches, options.get("holdout") or 0.0))
+        settings = {name: given[name] for name in _SETTINGS if name in given}
+        _show(plan_of(streamed, batches, resolve(None, {"holdout": 0.0, **settings})))
         return
     with Steps("pruning") as steps:
         settings = {"holdout": 0.0, **given}

@@ -46,7 +46,8 @@ def inverse(matrix: Tensor) -> Tensor:
     Raises:
         NotPositiveDefiniteError: as `cholesky`.
     """
-    result: Tensor = torch.cholesky_inverse(cholesky(matrix))
+    factor = cholesky(matrix)
+    result: Tensor = torch.cholesky_inverse(factor, out=factor)  # in its place: at scale one such matrix is much
     return result
 
 

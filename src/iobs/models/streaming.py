@@ -31,11 +31,12 @@ from iobs.prune.audit import asked_zeros
 from iobs.prune.batches import Batch
 from iobs.prune.checkpoint import Journal, identity_of
 from iobs.prune.layers import Layer, Selection, select
+from iobs.prune.memory import MemoryWatch
 from iobs.prune.network import evaluating
 from iobs.prune.plan import Plan, plan
 from iobs.prune.progress import Progress, Quiet
 from iobs.prune.record import AuditRow, Report
-from iobs.prune.settings import resolve
+from iobs.prune.settings import Settings, resolve
 from iobs.prune.spread import require_fit
 from iobs.prune.sweep import BlockWalk, Projection, samples, spilled_to
 from iobs.prune.trace import Block, inside
@@ -59,29 +60,54 @@ class Directory:
         """Every tensor of every file."""
         return {name: entry for entries in self.shards.values() for name, entry in entries.items()}
 
-    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The named tensors."""
+    def read(
+        self, names: Sequence[str], device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The named tensors on a device, floating ones in another dtype where one is given."""
         wanted = set(names)
         for file, entries in self.shards.items():
             present = wanted & entries.keys()
             if present:
                 with safe_open(file, framework="pt") as opened:
                     for name in sorted(present):
-                        yield name, opened.get_tensor(name).clone()
+                        stored = opened.get_tensor(name)
+                        wanted_dtype = dtype if dtype is not None and stored.is_floating_point() else stored.dtype
+                        yield name, stored.to(device, wanted_dtype, copy=True)
 
 
 @dataclass
 class StreamedModel:
-    """A module whose blocks have no weights yet; everything else is loaded."""
+    """A module whose blocks have no weights yet; everything else is loaded.
+
+    Blocks are loaded in `arithmetic`, what they are computed in; the files keep the dtypes that they had.
+    """
 
     directory: Directory
     module: nn.Module
     blocks: list[Block]
     selection: Selection
+    device: torch.device
+    arithmetic: torch.dtype
 
     @classmethod
-    def open(cls, path: Path, include: Any = None, skip: Any = None) -> StreamedModel:
+    def open(
+        cls,
+        path: Path,
+        include: Any = None,
+        skip: Any = None,
+        *,
+        device: str = "cpu",
+        arithmetic: torch.dtype | None = None,
+    ) -> StreamedModel:
         """Build the module of a directory and load what lies outside its blocks.
+
+        Args:
+            path: the directory.
+            include: name patterns of layers to prune.
+            skip: name patterns of layers that stay dense.
+            device: where blocks are computed.
+            arithmetic: what blocks are computed in; by default as stored, but in float32 on processors that would
+                have to imitate 16-bit numbers, which takes several times as long.
 
         Raises:
             ModelError: the directory is damaged, its files name their tensors otherwise than the module does, or the
@@ -92,13 +118,16 @@ class StreamedModel:
         _require_same_names(module, directory)
         blocks = _blocks(module)
         outside = [name for name in directory.entries if not any(name.startswith(f"{b.path}.") for b in blocks)]
-        _fill(module, directory.read(outside))
+        _move_buffers(module, device)
+        _fill(module, directory.read(outside, device))
         _tie(module)
         inner = {layer.name for layer in select(module, check_finite=False).layers}
         chosen = select(module, include, skip, check_finite=False)
         layers = tuple(one for one in chosen.layers if any(inside(one, block.path) for block in blocks))
         dropped = {one.name: "outside the blocks" for one in chosen.layers if one not in layers and one.name in inner}
-        return cls(directory, module, blocks, Selection(layers, {**chosen.skipped, **dropped}))
+        selection = Selection(layers, {**chosen.skipped, **dropped})
+        place, stored = torch.device(device), next(module.parameters()).dtype
+        return cls(directory, module, blocks, selection, place, arithmetic or _native(stored, place))
 
     def names(self, block: Block) -> list[str]:
         """The names of a block's tensors."""
@@ -106,11 +135,15 @@ class StreamedModel:
 
     def load(self, block: Block) -> None:
         """Bring a block's weights into memory."""
-        _fill(self.module, self.directory.read(self.names(block)))
+        _fill(self.module, self.directory.read(self.names(block), self.device, self.arithmetic))
 
     def drop(self, block: Block) -> None:
         """Let a block's weights go."""
         self.module.get_submodule(block.path).to("meta")
+
+    def rounded(self, layer: Layer, weight: Tensor) -> Tensor:
+        """A weight as the layer's file can hold it."""
+        return weight.to(self.directory.entries[layer.key].dtype)
 
 
 def prune_directory(
@@ -124,6 +157,8 @@ def prune_directory(
     include: Any = None,
     skip: Any = None,
     announce: Callable[[Plan], None] = lambda plan: None,
+    device: str = "cpu",
+    arithmetic: torch.dtype | None = None,
     **settings: Any,
 ) -> Report:
     """Prune a Hugging Face directory into another one, in one round, with one block in memory at a time.
@@ -138,6 +173,8 @@ def prune_directory(
         include: as `iobs.prune`.
         skip: as `iobs.prune`.
         announce: is told the plan, with predicted memory and time, before the work.
+        device: where blocks are computed. Activations lie in mapped files on a CPU, in the memory of any other device.
+        arithmetic: what blocks are computed in; see `StreamedModel.open`.
         settings: solver, budget, refine, damping, seed and holdout, as `iobs.prune`.
 
     Raises:
@@ -153,21 +190,24 @@ def prune_directory(
     check_output(Path(output))
     started = time.perf_counter()
     collected = data_batches.collect(batches)
-    streamed = StreamedModel.open(Path(source), include, skip)
+    streamed = StreamedModel.open(Path(source), include, skip, device=device, arithmetic=arithmetic)
     require_fit(streamed.selection, pattern)
-    announce(plan_of(streamed, collected, chosen.holdout))
+    memory = MemoryWatch()
+    announce(plan_of(streamed, collected, chosen))
     fit, heldout = data_batches.split(collected, chosen.holdout, chosen.seed)
     patterns = uniform(pattern, streamed.selection.layers)
     journal = None
     if checkpoint is not None:
         described = {**chosen.summary(), "pattern": str(pattern), "layers": [one.name for one in patterns]}
+        described["arithmetic"] = str(streamed.arithmetic)
         weights = streamed.directory.read([*streamed.directory.entries])
         journal = Journal(checkpoint, identity_of(described, weights, fit.batches, heldout.batches))
     told = progress or Quiet()
     told.begin(1, [layer.name for layer in patterns])
-    projection = Projection(streamed.module, patterns, chosen, told, journal)
+    projection = Projection(streamed.module, patterns, chosen, told, journal, streamed.rounded, memory)
     audit: list[AuditRow] = []
     with ExitStack() as stack:
+        stack.enter_context(memory.watching())
         temporary = stack.enter_context(output_directory(Path(output)))
         spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=temporary.parent)))
         writer = stack.enter_context(_Output(streamed, temporary))
@@ -191,13 +231,20 @@ def prune_directory(
             seed=chosen.seed,
             blocks=streamed.blocks,
             residence=residence,
-            spill=spilled_to(spill),
+            spill=spilled_to(spill) if streamed.device.type == "cpu" else lambda index, hidden: hidden,
+            arithmetic=streamed.arithmetic,
         )
         unseen = walk.sweep_blocks(projection.visit, projection.replay)
     skipped = {**streamed.selection.skipped, **{one.name: "the network fed it nothing" for one in unseen}}
     projection.record.seconds = time.perf_counter() - started
     return Report(
-        settings={"model": str(source), **chosen.summary(), "pattern": str(pattern), "samples": fit.samples},
+        settings={
+            "model": str(source),
+            "arithmetic": str(streamed.arithmetic),
+            **chosen.summary(),
+            "pattern": str(pattern),
+            "samples": fit.samples,
+        },
         loss_name="not measured: the whole network is never in memory",
         dense_loss=None,
         rounds=[projection.record],
@@ -209,18 +256,31 @@ def prune_directory(
     )
 
 
-def plan_of(streamed: StreamedModel, batches: Sequence[Batch], holdout: float) -> Plan:
+def plan_of(streamed: StreamedModel, batches: Sequence[Batch], settings: Settings) -> Plan:
     """What a run over a directory will need."""
-    entries = streamed.directory.entries
-    inner = {name for block in streamed.blocks for name in streamed.names(block)}
+    entries, itemsize = streamed.directory.entries, streamed.arithmetic.itemsize
+    numbers = [
+        sum(entries[name].bytes // entries[name].dtype.itemsize for name in streamed.names(block))
+        for block in streamed.blocks
+    ]
     return plan(
         layers=streamed.selection.layers,
-        resident_bytes=sum(entry.bytes for name, entry in entries.items() if name not in inner),
-        block_bytes=max(sum(entries[name].bytes for name in streamed.names(block)) for block in streamed.blocks),
+        block_bytes=itemsize * max(numbers),
         model_bytes=sum(entry.bytes for entry in entries.values()),
         batches=batches,
-        holdout=holdout > 0,
+        settings=settings,
+        itemsize=itemsize,
+        device=streamed.device,
     )
+
+
+def _native(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype itself, or float32 where a CPU has no instructions for it."""
+    if device.type != "cpu" or stored not in (torch.bfloat16, torch.float16):
+        return stored
+    able = torch.cpu.get_capabilities()
+    names = ("avx512_bf16", "amx_bf16", "bf16") if stored is torch.bfloat16 else ("avx512_fp16", "amx_fp16")
+    return stored if any(able.get(name) for name in names) else torch.float32
 
 
 @dataclass
@@ -248,7 +308,7 @@ class _Output:
         """Write a block as it is in memory now."""
         state = self.streamed.module.state_dict()
         for name in self.streamed.names(block):
-            self._put(name, state[name])
+            self._put(name, state[name].to(self.streamed.directory.entries[name].dtype))
 
     def _put(self, name: str, tensor: Tensor) -> None:
         for file, entries in self.streamed.directory.shards.items():
@@ -353,6 +413,12 @@ def _fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
             holder._parameters[last] = nn.Parameter(tensor, requires_grad=False)
         else:
             holder._buffers[last] = tensor
+
+
+def _move_buffers(module: nn.Module, device: str) -> None:
+    for holder in module.modules():
+        for name, buffer in holder._buffers.items():
+            holder._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def _tie(module: nn.Module) -> None:

@@ -14,6 +14,7 @@ from iobs.prune.layers import Layer
 POSITIONS = 64  # output positions of a convolution that enter its Gram, for each sample; measured: no visible loss
 EXPERT_TOKENS = 16  # an expert that saw fewer has no Hessian to speak of
 _CHUNK = 8192  # rows of one float32 product; sums over chunks are float64
+WIDE = 4096  # columns from which a finished Gram is kept in float32: half the memory, and what solvers search in
 
 
 def input_rows(layer: Layer, module: nn.Module, value: Tensor, positions: Tensor | None) -> Tensor:
@@ -69,7 +70,8 @@ def draw_positions(
 class Gram:
     """Second moments of a layer's inputs X (columns are samples): X X^T, and with dense inputs D also D X^T, D D^T.
 
-    Tensors are (groups, columns, columns) float64, sums over `count` samples.
+    Tensors are (groups, columns, columns): float64 sums while samples come in, means over `count` of them once
+    `finish` was called, from 4096 columns on in float32.
     """
 
     own: Tensor
@@ -95,6 +97,14 @@ class Gram:
             assert dense is not None
             _accumulate(self.cross, dense, rows)
             _accumulate(self.dense, dense, dense)
+
+    def finish(self) -> None:
+        """Turn sums into means, when every sample of every rank has been counted in."""
+        for name in ("own", "cross", "dense"):
+            total = getattr(self, name)
+            if total is not None and self.count:
+                total /= self.count
+                setattr(self, name, total.float() if total.shape[-1] >= WIDE else total)
 
     def target_cross(self) -> Tensor:
         """D X^T where dense inputs were given, else X X^T: the target is then the layer's own output."""
@@ -136,25 +146,34 @@ def quadratic(gram: Gram, group: int, target: Tensor, current: Tensor, same: boo
     """min 1/2 ||V X - T D||^2 / count for the rows of one group, damped towards the current weights.
 
     Args:
-        gram: the layer's Grams; D = X where no dense inputs were kept.
+        gram: the layer's finished Grams; D = X where no dense inputs were kept.
         group: which group of the rows.
         target: (rows of the group, columns) weight T of the layer that is imitated.
         current: (rows of the group, columns) weight that damping pulls towards.
         same: target and current are the same weights.
     """
-    hessian = gram.own[group] / gram.count
+    hessian = gram.own[group]
+    target, current = target.to(hessian.dtype), current.to(hessian.dtype)
     if not bool(hessian.diagonal().any()):
         # Nothing that these weights are fed ever fires: every choice has the same error, so the largest are kept.
-        return Quadratic.at(current.double(), torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device))
+        return Quadratic.at(current, torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device))
     if gram.cross is None and same:
-        return Quadratic.at(current.double(), hessian)
-    return Quadratic(hessian, target.double() @ gram.target_cross()[group] / gram.count, current.double())
+        return Quadratic.at(current, hessian)
+    return Quadratic(hessian, target @ gram.target_cross()[group], current)
 
 
 def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:
     """||V X - T D||^2 / ||T D||^2 over all groups, from the Grams alone; 0 where the target's output is zero."""
-    parts = gram.own.shape[0]
-    weight, target = (matrix.double().reshape(parts, -1, matrix.shape[1]) for matrix in (weight, target))
-    energy = ((target @ gram.target_energy()) * target).sum()
-    error = ((weight @ gram.own) * weight).sum() - 2 * ((target @ gram.target_cross()) * weight).sum() + energy
-    return max(0.0, float(error / energy)) if float(energy) > 0 else 0.0
+    parts, dtype = gram.own.shape[0], gram.own.dtype
+    weight, target = (matrix.to(dtype).reshape(parts, -1, matrix.shape[1]) for matrix in (weight, target))
+    energy = _product(target, gram.target_energy(), target)
+    if gram.cross is None:
+        difference = weight - target
+        error = _product(difference, gram.own, difference)
+    else:
+        error = _product(weight, gram.own, weight) - 2 * _product(target, gram.cross, weight) + energy
+    return max(0.0, error / energy) if energy > 0 else 0.0
+
+
+def _product(left: Tensor, gram: Tensor, right: Tensor) -> float:
+    return float((left @ gram).mul_(right).sum(dtype=torch.float64))

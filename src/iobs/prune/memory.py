@@ -1,14 +1,18 @@
-"""Peak memory of this process: anonymous resident pages (mapped files do not count), and the device's own peak."""
+"""Peak memory of this process: anonymous resident pages (mapped files do not count), or the device's own peak."""
 
 from __future__ import annotations
 
 import resource
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 _STATUS = Path("/proc/self/status")
+_INTERVAL = 0.02  # seconds between two looks
 
 
 class MemoryWatch:
@@ -21,14 +25,32 @@ class MemoryWatch:
         self.look()
 
     def look(self) -> int:
-        """Measure now; returns bytes."""
-        self.peak = max(self.peak, _resident())
+        """Measure now; returns the peak so far in bytes."""
+        self.peak = max(self.peak, resident())
         if torch.cuda.is_available():
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())
         return self.peak
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look all the time from a thread, so that what comes and goes inside a solve is seen too."""
+        ended = threading.Event()
 
-def _resident() -> int:
+        def watch() -> None:
+            while not ended.wait(_INTERVAL):
+                self.look()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def resident() -> int:
+    """Anonymous resident memory now, in bytes; the largest resident memory where the system does not tell."""
     if _STATUS.exists():
         for line in _STATUS.read_text().splitlines():
             if line.startswith("RssAnon:"):

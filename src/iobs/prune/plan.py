@@ -1,4 +1,4 @@
-"""What a run will need, said before it starts: peak memory and time."""
+"""What a run will need, said before it starts: peak memory and time, from the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 
 from iobs.prune import batches as data_batches
 from iobs.prune.batches import Batch
+from iobs.prune.gram import WIDE
 from iobs.prune.layers import Layer
-from iobs.prune.memory import MemoryWatch
+from iobs.prune.memory import resident
+from iobs.prune.settings import Settings
+from iobs.solvers.admm import SCHEDULES
 
-# Working copies of a solve with the "fast" budget, by measured peak: of the (columns, columns) float64 Hessian
-# (the mean, its damped factor, the scaled copy and the eigenvectors), and of the (rows, columns) float64 weights.
-_SQUARES, _MATRICES = 2.5, 3.6
+_CODE = 100 * 2**20  # what compiled kernels and the linear algebra library take for themselves when first used
+_ACTIVATIONS = 6  # tensors of (tokens, widest columns) that are alive at once in a block's forward pass
 
 
 @dataclass(frozen=True)
@@ -39,48 +41,87 @@ class Plan:
 
 def plan(
     layers: Sequence[Layer],
-    resident_bytes: int,
     block_bytes: int,
     model_bytes: int,
     batches: Sequence[Batch],
-    holdout: bool,
+    settings: Settings,
+    itemsize: int,
+    device: torch.device,
 ) -> Plan:
-    """Predict a run that keeps one block in memory.
+    """Predict a run that keeps one block in memory; what stays in memory throughout is there already.
 
     Args:
         layers: what is pruned.
-        resident_bytes: weights that stay in memory throughout.
         block_bytes: weights of the largest block.
         model_bytes: weights of the whole model.
         batches: calibration data.
-        holdout: a second Gram is kept for held-out samples.
+        settings: of the run.
+        itemsize: bytes of a number in a forward pass.
+        device: whose memory and speed are meant.
     """
-    baseline = MemoryWatch().peak
-    grams = 2 + (1 if holdout else 0)
-    solving = max(
-        8 * layer.groups * layer.shape[1] ** 2 * (_SQUARES + grams - 2) + 8 * layer.weights * _MATRICES
-        for layer in layers
-    )
-    tokens = sum(max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches)
-    widest = max(layer.shape[1] for layer in layers)
-    largest = max(max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches)
-    activations = 4 * largest * widest * 6
-    flops = sum(2.0 * tokens * layer.shape[1] ** 2 + 60.0 * layer.shape[1] ** 3 / 3 for layer in layers)
-    flops += sum(40.0 * 2 * layer.shape[0] * layer.shape[1] ** 2 for layer in layers)
+    present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
+    sizes = [max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches]
+    grams = 2 if settings.holdout > 0 else 1
+    solving = max(_solving_bytes(layer, settings, grams) for layer in layers)
+    gathering = max(_gathering_bytes(layer, grams, max(sizes), itemsize) for layer in layers)
+    forward = itemsize * _ACTIVATIONS * max(sizes) * max(layer.shape[1] for layer in layers)
     return Plan(
-        peak_bytes=int(baseline + resident_bytes + block_bytes + max(solving, activations)),
-        seconds=flops / _speed(),
+        peak_bytes=int(present + block_bytes + max(solving, gathering + forward)),
+        seconds=_products(layers, sum(sizes), settings) / _speed(device),
         model_bytes=model_bytes,
-        spilled_bytes=2 * tokens * min(layer.shape[1] for layer in layers),
+        spilled_bytes=itemsize * sum(sizes) * min(layer.shape[1] for layer in layers),
         layers=len(layers),
     )
 
 
-def _speed() -> float:
-    """Multiply-adds a second of a float32 product here and now."""
-    square = torch.ones(768, 768)
-    square @ square
+def _gathering_bytes(layer: Layer, grams: int, tokens: int, itemsize: int) -> int:
+    """Float64 sums, the float32 product of a batch, and its inputs as they are and in float32."""
+    square, columns = layer.shape[1] ** 2, layer.shape[1]
+    return 8 * grams * layer.groups * square + 4 * layer.groups * square + (4 + itemsize) * tokens * columns
+
+
+def _solving_bytes(layer: Layer, settings: Settings, grams: int) -> int:
+    """The squares (columns, columns) and the matrices (rows, columns) that are alive at once in a solve.
+
+    Both have the Gram means and a damped copy, in float64 or float32, and the weights in the model's float32, as
+    anchor and as linear term. ADMM's search adds in float32: the scaled Hessian, one shifted, its Cholesky factor or
+    inverse; the scaled linear term, three iterates and a mask; or, in the polish, seven matrices and no more squares.
+    Exact elimination adds a factor of the Hessian and two copies on the way, its weights, their changes and a mask.
+    """
+    square, matrix = layer.shape[1] ** 2, layer.weights // layer.groups
+    wide = layer.shape[1] >= WIDE
+    number = 4 if wide else 8
+    squares = number * square * (grams * layer.groups + 1)
+    matrices = (4 + number + (0 if wide else number)) * matrix
+    if settings.solver == "admm":
+        return squares + matrices + max((3 * 4) * square + 17 * matrix, 4 * square + 29 * matrix)
+    return squares + matrices + 3 * number * square + (2 * number + 1) * matrix
+
+
+def _products(layers: Sequence[Layer], tokens: int, settings: Settings) -> float:
+    """Multiplications and additions in float32 products, those in float64 counted twice.
+
+    Of a layer: its Gram; about three passes of the data through its weights; then as many products of its weights
+    with a square as the solver has iterations, the linear term and the error's two; and the solver's inverses.
+    """
+    schedule = SCHEDULES[settings.budget]
+    iterations, stages = (schedule.iterations + schedule.refit + 1, schedule.stages + 1)
+    if settings.solver != "admm":
+        iterations, stages = 1, 2
+    total = 0.0
+    for layer in layers:
+        square = layer.shape[1] ** 2
+        other = 3 if layer.shape[1] >= WIDE else 6
+        total += 2.0 * tokens * (square + 3 * layer.weights)
+        total += 2.0 * layer.shape[0] * square * (iterations + other) + 2.0 * layer.shape[1] * square * stages
+    return total
+
+
+def _speed(device: torch.device) -> float:
+    """Multiplications and additions a second of a float32 product here and now."""
+    square = torch.ones(1024, 1024, device=device)
+    float((square @ square)[0, 0])  # reading a value waits for the device
     began = time.perf_counter()
     for _ in range(4):
-        square @ square
-    return 4 * 2 * 768.0**3 / (time.perf_counter() - began)
+        float((square @ square)[0, 0])
+    return 4 * 2 * 1024.0**3 / (time.perf_counter() - began)

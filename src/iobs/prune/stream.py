@@ -77,6 +77,13 @@ class Stream:
                 assert hidden is not None
                 self.hidden[index] = hidden
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Go on in another dtype: hidden states and the blocks' other floating arguments."""
+        self.hidden = [hidden.to(dtype) for hidden in self.hidden]
+        for index, blocks in enumerate(self.arguments):
+            seen: dict[int, Tensor] = {}  # blocks share their masks and positions
+            self.arguments[index] = [_cast(arguments, dtype, seen) for arguments in blocks]
+
     def _record(self, index: int) -> None:
         """Every block's arguments on one batch, and the first block's hidden state, from a run without blocks."""
         recorded: list[Arguments] = []
@@ -119,6 +126,18 @@ def running_along_is_exact(model: nn.Module, chain: list[Block], batch: Batch) -
     expected = batches.logits(batches.forward(model, batches.to_device(batch, next(model.parameters()).device)))
     found = batches.logits(output)
     return found.shape == expected.shape and torch.equal(found, expected)
+
+
+def _cast(value: Any, dtype: torch.dtype, seen: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = value.to(dtype) if value.is_floating_point() else value
+        return seen[id(value)]
+    if isinstance(value, (tuple, list)):
+        return type(value)([_cast(entry, dtype, seen) for entry in value])
+    if isinstance(value, dict):
+        return {key: _cast(entry, dtype, seen) for key, entry in value.items()}
+    return value
 
 
 def _insert(arguments: Arguments, where: int | str, hidden: Tensor | None) -> Arguments:

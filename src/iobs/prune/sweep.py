@@ -36,11 +36,13 @@ class BlockWalk(Walk):
         blocks: the chain; running along it must be exact.
         residence: told which block comes and which goes.
         spill: where the activations of a batch are kept between blocks; by default in memory.
+        arithmetic: what blocks are computed in; None is as the network has it.
     """
 
     blocks: list[Block] = field(default_factory=list)
     residence: Residence = lambda block, present: None
     spill: Callable[[int, Tensor], Tensor] = lambda index, hidden: hidden
+    arithmetic: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         self.chain = self.blocks
@@ -52,6 +54,8 @@ class BlockWalk(Walk):
         """As `sweep`, with blocks that come and go."""
         stream = Stream(self.model, self._own[0].batches + self._own[1].batches, self.chain)
         stream.advance(BEFORE)
+        if self.arithmetic is not None:
+            stream.cast(self.arithmetic)
         self._spill(stream)
         left = list(self.layers)
         for stage, block in enumerate(self.chain):
@@ -77,6 +81,7 @@ class Projection:
         settings: solver, damping and the like.
         progress: is told of every layer.
         journal: keeps solved layers, or None.
+        rounded: a layer's weights as the output's files can hold them.
     """
 
     model: nn.Module
@@ -84,6 +89,7 @@ class Projection:
     settings: Settings
     progress: Progress
     journal: Journal | None = None
+    rounded: Callable[[Layer, Tensor], Tensor] = lambda layer, weight: weight
     memory: MemoryWatch = field(default_factory=MemoryWatch)
 
     def __post_init__(self) -> None:
@@ -94,8 +100,7 @@ class Projection:
         for layer in group:
             began = time.perf_counter()
             weight = layer.read(self.model)
-            solutions = solve_layer(layer, statistics, weight, weight, self.patterns[layer], self.settings)
-            layer.write(self.model, torch.cat([solution.weight for solution in solutions]))
+            damping, dead = self._solve(layer, statistics, weight)
             written = layer.read(self.model)
             heldout = statistics.heldout
             error = relative_output_error(statistics.calibration, written, weight)
@@ -107,8 +112,8 @@ class Projection:
                 error_calibration=error,
                 error_heldout=None if heldout is None else relative_output_error(heldout, written, weight),
                 error_dense=error,
-                damping=max(solution.stats["damping"] for solution in solutions),
-                dead_columns=sum(solution.stats["dead_columns"] for solution in solutions),
+                damping=damping,
+                dead_columns=dead,
                 inputs=statistics.calibration.count if statistics.tokens is None else statistics.tokens,
                 seconds=time.perf_counter() - began,
                 stats={"rule": statistics.rule} if statistics.rule else {},
@@ -116,6 +121,13 @@ class Projection:
             if self.journal is not None:
                 self.journal.put(layer.name, {"weight": layer.tensor(self.model)}, {"entry": asdict(entry)})
             self._done(entry)
+
+    def _solve(self, layer: Layer, statistics: Statistics, weight: Tensor) -> tuple[float, int]:
+        """Write a layer's pruned weights; what the solver needed for them is free again at the end."""
+        solutions = solve_layer(layer, statistics, weight, weight, self.patterns[layer], self.settings)
+        layer.write(self.model, self.rounded(layer, torch.cat([solution.weight for solution in solutions])))
+        stats = [solution.stats for solution in solutions]
+        return max(one["damping"] for one in stats), sum(one["dead_columns"] for one in stats)
 
     def replay(self, group: list[Layer]) -> bool:
         """Take a group from the journal if it is there."""

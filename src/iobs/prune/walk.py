@@ -120,7 +120,7 @@ class Walk:
         module = streams[0].model.get_submodule(layer.path)
         device = layer.tensor(streams[0].model).device
         used = streams[-1:] if self.dense_inputs else streams
-        grams = [Gram.empty(layer, device, len(used) > 1) for _ in range(2)]
+        grams = [Gram.empty(layer, device, len(used) > 1) for _ in range(2 if self.heldout.batches else 1)]
         generator = torch.Generator().manual_seed(self.seed)
         for index in range(len(streams[0].data)):
             held_out = index >= len(self._own[0].batches)
@@ -131,8 +131,15 @@ class Walk:
                 positions = gram.draw_positions(module, call[0], generator, self.positions)
                 grams[held_out].add(*[gram.input_rows(layer, module, value, positions) for value in call])
         statistics = Statistics(grams[0], grams[1] if self.heldout.batches else None)
-        self.ranks.sum_statistics(statistics)
+        self._complete(statistics)
         return statistics
+
+    def _complete(self, statistics: Statistics) -> None:
+        """The statistics of all ranks' samples, ready for use."""
+        self.ranks.sum_statistics(statistics)
+        for one in (statistics.calibration, statistics.heldout):
+            if one is not None:
+                one.finish()
 
     def _of_experts(
         self, streams: list[Stream], stage: int, experts: list[Layer]
@@ -163,7 +170,7 @@ class Walk:
             with captured_inputs(stream.model, experts, note):
                 stream.run(stage, index)
         for pair in grams.values():
-            self.ranks.sum_statistics(Statistics(pair[0], pair[1]))
+            self._complete(Statistics(pair[0], pair[1]))
         return [gram.of_routed(*grams[layer]) for layer in experts]
 
 

@@ -1,0 +1,78 @@
+"""What the benchmarks of scale measured: rows in results/scale.jsonl, the newest of each key, and the page of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+Row = dict[str, Any]
+
+
+def record(kind: str, key: str, **values: Any) -> None:
+    """Keep a measurement in place of the older one of the same key, and write the page anew."""
+    file = RESULTS / "scale.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()] if file.exists() else []
+    rows = [row for row in rows if (row["kind"], row["key"]) != (kind, key)]
+    rows.append({"kind": kind, "key": key, **values})
+    rows.sort(key=lambda row: (row["kind"], row["key"]))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
+    (RESULTS / "scale.md").write_text(page(rows), encoding="utf8")
+
+
+def page(rows: list[Row]) -> str:
+    """The results as a page of markdown."""
+    parts = ["# Scale", _INTRODUCTION]
+    for kind, section in _SECTIONS.items():
+        chosen = [row for row in rows if row["kind"] == kind]
+        if chosen:
+            parts.append(section(chosen))
+    return "\n\n".join(parts) + "\n"
+
+
+_INTRODUCTION = (
+    "Made by `scale.py`, `resume_kills.py` and `two_ranks.py`. Peak memory is the anonymous resident memory of the "
+    "whole process, looked at every 20 ms; predictions are those that the plan prints before the work. Seconds are of "
+    "a small machine that does other work besides: upper bounds."
+)
+
+
+def _table(head: list[str], body: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *body])
+
+
+def _models(rows: list[Row]) -> str:
+    head = ["model", "budget", "device", "peak, MB", "predicted, MB", "", "minutes", "predicted", "zeros"]
+    body, notes = [], []
+    for row in sorted(rows, key=lambda row: row["model_mb"]):
+        name = f"{row['layers']} x {row['width']} wide, {row['model_mb']:,.0f} MB, {row['samples']} x {row['length']}"
+        peak, predicted = row["peak_mb"], row["predicted_mb"]
+        memory = [f"{peak:,.0f}", f"{predicted:,.0f}", f"{predicted / peak - 1:+.0%}"]
+        minutes = [f"{row['seconds'] / 60:.1f}", f"{row['predicted_seconds'] / 60:.1f}"]
+        body.append([name, row["budget"], row["device"], *memory, *minutes, f"{row['sparsity']:.4f}"])
+        blocks = ", ".join(f"{one:.0f}" for one in row["block_seconds"])
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in row["parts"].items())
+        notes.append(f"**{name}, {row['budget']}.** Blocks, seconds: {blocks}. Of one: {parts}. {row['floor']}")
+    return "\n\n".join(["## Block by block from files to files", _table(head, body), *notes])
+
+
+def _kills(rows: list[Row]) -> str:
+    head = ["ranks", "killed at work", "resumed to the same bits", "work, s", "entries of the journal at the kills"]
+    body = []
+    for row in rows:
+        entries = f"{min(row['entries'])} to {max(row['entries'])} of {row['whole']}"
+        body.append([str(row["ranks"]), str(row["kills"]), str(row["good"]), f"{row['seconds']:.1f}", entries])
+    return "\n\n".join(["## Killed and resumed", _table(head, body)])
+
+
+def _ranks(rows: list[Row]) -> str:
+    head = ["run", "1 rank, s", "2 ranks, s", "times faster", "share spent in sums and broadcasts", "equal masks"]
+    body = []
+    for row in rows:
+        times = [f"{row['one']:.1f}", f"{row['two']:.1f}", f"{row['one'] / row['two']:.2f}"]
+        body.append([row["key"], *times, f"{row['communication']:.1%}", f"{row['equal']:.4%}"])
+    return "\n\n".join(["## Two ranks against one: gloo, one thread each, both warm", _table(head, body)])
+
+
+_SECTIONS = {"model": _models, "kills": _kills, "ranks": _ranks}
