@@ -35,8 +35,8 @@ class GradientStep:
         parameters: "prunable" steps on the pruned matrices only, as the paper; "all" on every parameter.
         support: "dense" steps wake removed weights too, as the paper; "fixed" moves only the weights that the last
             projection kept (the next one may still choose others).
-        decay: the learning rate rises over the first tenth of all steps of the run (Adam's first steps move every weight
-            by the whole rate, which an exactly refitted layer resents) and falls linearly to zero.
+        decay: the learning rate rises over the first tenth of all steps of the run (else Adam moves every weight by the
+            whole rate at once, which an exactly refitted layer resents) and falls linearly to zero.
         batch_size: samples a step, or None for the batches as they are; "auto" is 64, or 4096 tokens of text.
         augment: changes a batch before it is used; "auto" is mirroring and shifts of pictures, as far as the dense
             network's predictions stay the same under them; None changes nothing.
