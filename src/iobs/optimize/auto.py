@@ -77,7 +77,7 @@ def stages(
     for name, propose in _plan(problem, empty, kicks):
         if proposals.solved(problem, best) and problem.size == best.support.size - problem.forced.size:
             return
-        if not swapper.whole and name in ("kick", "merging pursuit") and agreed >= _AGREEMENTS:
+        if not swapper.whole and name in ("kick", "pursuit", "merging pursuit") and agreed >= _AGREEMENTS:
             continue
         proposal = propose(best)
         if proposal is not best and not proposals.solved(problem, proposal):
@@ -90,7 +90,11 @@ def stages(
 
 def _plan(problem: Problem, empty: Fit, kicks: int) -> Iterator[tuple[str, Callable[[Fit], Fit]]]:
     objective = problem.objective
-    yield "pursuit", lambda best: proposals.hard_thresholding_pursuit(problem, empty)
+    first_pursuit, second_pursuit = (
+        ("pursuit", lambda best: proposals.hard_thresholding_pursuit(problem, empty)),
+        ("merging pursuit", lambda best: proposals.compressive_sampling_pursuit(problem, empty)),
+    )[:: -1 if problem.dear else 1]  # merging takes fewer differentiations
+    yield first_pursuit
     linear = isinstance(objective, LeastSquares) and not objective.ridge.any()
     if linear:
         assert isinstance(objective, LeastSquares)
@@ -102,7 +106,7 @@ def _plan(problem: Problem, empty: Fit, kicks: int) -> Iterator[tuple[str, Calla
     first = 0 if objective.quadratic else min(2, kicks)
     for number in range(first):
         yield "kick", partial(_kick, problem, number)
-    yield "merging pursuit", lambda best: proposals.compressive_sampling_pursuit(problem, empty)
+    yield second_pursuit
     for number in range(first, kicks):
         yield "kick", partial(_kick, problem, number)
     if linear and under and n * n * d <= _WORK_LIMIT:

@@ -124,9 +124,10 @@ def from_torch(
 def _second_derivative(gradient: torch.Tensor, point: torch.Tensor, vectors: torch.Tensor) -> Array:
     if not gradient.requires_grad:
         return np.zeros((vectors.shape[0], point.numel()))
-    # One product at a time: the batched form is slower, and loads half of torch's compiler when it is first used.
-    products = torch.stack([torch.autograd.grad(gradient, point, row, retain_graph=True)[0] for row in vectors])
-    return _numpy(products)
+    # One product at a time: the batched form is no faster. As the derivative of a number, not of a vector with weights:
+    # checking those weights loads half of torch's compiler, seconds of it, when it is first done.
+    products = [torch.autograd.grad(gradient @ row, point, retain_graph=True)[0] for row in vectors]
+    return _numpy(torch.stack(products)) if products else np.zeros((0, point.numel()))
 
 
 def _numpy(tensor: torch.Tensor) -> Array:

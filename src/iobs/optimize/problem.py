@@ -15,6 +15,7 @@ from iobs.optimize.objective import Objective
 DENSE_LIMIT = 4096  # no d x d array is formed for more coordinates than this
 _EXACT_SCALE = 64  # variables up to which d products for an exact diagonal are cheap
 _ROUNDS, _PROBES = 3, 8
+_EVEN = 10.0  # estimates that lie within this factor of their median may as well be equal
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Problem:
     def forced(self) -> Indices:
         """Coordinates that are always in the support."""
         return self.objective.forced
+
+    @property
+    def dear(self) -> bool:
+        """Whether every column of the Hessian costs a differentiation of its own."""
+        return isinstance(self.objective, TorchObjective)
 
     @cached_property
     def scale(self) -> Array:
@@ -117,6 +123,8 @@ def _equilibrated(objective: TorchObjective) -> Array:
         typical = float(np.median(estimate))
         if not (typical > 0 and np.isfinite(estimate).all()):
             return np.ones(objective.dimension)
+        if estimate.max() < _EVEN * typical and estimate.min() > typical / _EVEN:
+            return np.full(objective.dimension, np.sqrt(typical)) * scale
         # Never more than a factor of ten below the typical entry at once: an estimate can come out near zero by chance.
         scale = scale * np.sqrt(np.maximum(estimate, 0.01 * typical))
     return scale

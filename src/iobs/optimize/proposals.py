@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from scipy.linalg.lapack import dposv
 
-from iobs.optimize.autodiff import TorchObjective
-from iobs.optimize.designs import Array
+from iobs.optimize.designs import Array, Indices
 from iobs.optimize.problem import Problem
+from iobs.optimize.products import refit_exactly, refit_loosely
 from iobs.optimize.refit import Fit, refit
 
 
@@ -25,7 +25,6 @@ def start(problem: Problem, theta: Array | None = None) -> Fit:
 def hard_thresholding_pursuit(problem: Problem, fit: Fit, *, steps: int = 12) -> Fit:
     """HTP (Foucart 2011) in scaled variables: a gradient step, the k largest, a refit; the best support seen."""
     best, seen = fit, {fit.support.tobytes()}
-    dear = isinstance(problem.objective, TorchObjective)
     scale = problem.scale
     for _ in range(steps):
         slope = fit.gradient / scale
@@ -35,14 +34,35 @@ def hard_thresholding_pursuit(problem: Problem, fit: Fit, *, steps: int = 12) ->
             break
         seen.add(support.tobytes())
         # Supports on the way need no more than their shape; the last one is refitted to the end.
-        fit = refit(problem.objective, support, fit.theta, steps=1 if dear else 2)
+        fit = _refit_on_the_way(problem, support, fit.theta, steps=1 if problem.dear else 2)
         if fit.value < best.value or best.support.size < support.size:
             best = fit
         if solved(problem, fit):
             break
-    if problem.objective.quadratic or not best.support.size:
-        return best
-    return refit(problem.objective, best.support, best.theta)
+    return best if problem.objective.quadratic else _to_the_end(problem, best)
+
+
+def _to_the_end(problem: Problem, fit: Fit) -> Fit:
+    if not fit.support.size or solved(problem, fit):
+        return fit
+    return refit(problem.objective, fit.support, fit.theta)
+
+
+def _refit_on_the_way(problem: Problem, support: Indices, theta: Array, *, steps: int | None) -> Fit:
+    """A refit as exact as is useful; where it is dear, to the end only if this may be the support that is sought.
+
+    At a minimiser of f without any constraint the gradient outside the support is that of the inexact fit alone, so it
+    is no larger than inside.
+    """
+    if not problem.dear:
+        return refit(problem.objective, support, theta, steps=steps)
+    fit, hessian = refit_loosely(problem.objective, support, theta)
+    slope = np.abs(fit.gradient / problem.scale)
+    inside = float(slope[support].max(initial=0.0))
+    slope[support] = 0.0
+    if slope.max() > 2 * inside:
+        return fit
+    return refit_exactly(problem.objective, support, fit.theta, block=hessian, begun=fit)
 
 
 def _step_length(problem: Problem, fit: Fit, slope: Array) -> float:
@@ -71,14 +91,14 @@ def compressive_sampling_pursuit(problem: Problem, fit: Fit, *, steps: int = 20)
         slope = np.abs(fit.gradient) / problem.scale
         slope[fit.support] = 0.0
         merged = np.union1d(fit.support, problem.top(slope, _merge_count(problem)))
-        wide = refit(problem.objective, merged.astype(np.int64), fit.theta, steps=8)
-        pruned = refit(problem.objective, problem.top(np.abs(wide.theta) * problem.scale), wide.theta)
+        wide = refit(problem.objective, merged.astype(np.int64), fit.theta, steps=1 if problem.dear else 8)
+        pruned = _refit_on_the_way(problem, problem.top(np.abs(wide.theta) * problem.scale), wide.theta, steps=None)
         if pruned.value >= best.value * (1 - 1e-9) and best.support.size == pruned.support.size:
             break
         best = fit = pruned
         if solved(problem, fit):
             break
-    return best
+    return _to_the_end(problem, best) if problem.dear else best
 
 
 def _merge_count(problem: Problem) -> int:

@@ -6,49 +6,46 @@ method on the k variables of the support, which needs no more than k x k matrice
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-from scipy.linalg.lapack import dposv, dpotrf, dpotri
 
+from iobs.optimize.autodiff import TorchObjective
 from iobs.optimize.designs import Array, Indices
+from iobs.optimize.fits import Fit as Fit
+from iobs.optimize.fits import inverse_block as inverse_block
+from iobs.optimize.fits import newton_direction as newton_direction
 from iobs.optimize.objective import Objective
+from iobs.optimize.products import refit_exactly, refit_loosely
 
 _CHORD = 1e-3  # a Hessian is kept while each step on it lowers the decrement by this factor
-_JITTER = 1e-12  # relative to the diagonal: what makes duplicate columns harmless
 
 
-@dataclass(frozen=True)
-class Fit:
-    """f minimised on a support.
-
-    Attributes:
-        support: sorted coordinates Q (k,), forced ones included.
-        theta: (d,), zero outside Q.
-        value: f(theta).
-        gradient: (d,), about zero on Q.
-    """
-
-    support: Indices
-    theta: Array
-    value: float
-    gradient: Array
-
-
-def refit(objective: Objective, support: Indices, start: Array | None = None, *, steps: int = 50) -> Fit:
+def refit(
+    objective: Objective,
+    support: Indices,
+    start: Array | None = None,
+    *,
+    steps: int | None = None,
+    block: Array | None = None,
+) -> Fit:
     """Minimise f over vectors that live on `support`.
 
     Args:
         objective: f.
         support: coordinates that may be non-zero (k,).
         start: (d,) first guess, zero if not given.
-        steps: at most so many Newton steps.
+        steps: at most so many Newton steps, for a fit that need not be exact; None goes on to the minimiser.
+        block: H_QQ near the start (k, k), where it is known already and dear to find again.
     """
     theta = np.zeros(objective.dimension)
+    if support.size and isinstance(objective, TorchObjective):
+        first = theta if start is None else start
+        if steps is None:
+            return refit_exactly(objective, support, first, block=block)
+        return refit_loosely(objective, support, first, steps=steps)[0]
     if support.size:
         part = objective.restricted(support)
         first = np.zeros(support.size) if start is None else start[support]
-        theta[support] = minimise_on_all(part, first, steps=steps)
+        theta[support] = minimise_on_all(part, first, steps=50 if steps is None else steps)
     value, gradient = objective.value_and_gradient(theta)
     return Fit(support, theta, value, gradient)
 
@@ -102,37 +99,3 @@ def _halve_until_descent(
             return None
         length *= 0.5
     return None
-
-
-def newton_direction(hessian: Array, gradient: Array) -> Array:
-    """-(H + mu D)^-1 g with D = diag(H), mu the least of 0, 1e-12, 1e-10, ... that makes the matrix definite."""
-    diagonal = np.abs(hessian.diagonal())
-    floor = diagonal.max(initial=0.0) * 1e-14
-    ridge = np.maximum(diagonal, floor if floor > 0 else 1.0)
-    amount = 0.0
-    while amount < 1e8:
-        matrix = hessian.copy()
-        matrix[np.diag_indices_from(matrix)] += amount * ridge
-        _, direction, info = dposv(matrix, -gradient, lower=1, overwrite_a=1)
-        if info == 0 and np.isfinite(direction).all():
-            return np.asarray(direction)
-        amount = _JITTER if amount == 0 else 100 * amount
-    return np.asarray(-gradient / ridge)
-
-
-def inverse_block(hessian: Array) -> Array:
-    """H_QQ^-1, with the diagonal raised by as little as makes it exist (duplicate columns)."""
-    amount = 0.0
-    diagonal = hessian.diagonal()
-    while amount < 1.0:
-        matrix = hessian.copy()
-        matrix[np.diag_indices_from(matrix)] += amount * diagonal + (1e-300 if amount else 0.0)
-        factor, info = dpotrf(matrix, lower=1, overwrite_a=1)
-        if info == 0:
-            # A factor that nearly broke down would give an inverse that is mostly rounding.
-            pivots = factor.diagonal() ** 2
-            if amount or (pivots > 1e-13 * diagonal).all():
-                lower, _ = dpotri(factor, lower=1, overwrite_c=1)
-                return np.asarray(np.tril(lower) + np.tril(lower, -1).T)
-        amount = _JITTER if amount == 0 else 100 * amount
-    return np.asarray(np.diag(1.0 / np.maximum(diagonal, 1e-300)))

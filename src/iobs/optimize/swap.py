@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from iobs.optimize import kernels
-from iobs.optimize.autodiff import TorchObjective
 from iobs.optimize.designs import Array, Booleans, Indices
 from iobs.optimize.problem import Problem
 from iobs.optimize.proposals import solved as vanishes
@@ -77,11 +76,6 @@ class Swapper:
         return fit, False
 
     @property
-    def _dear(self) -> bool:
-        """Whether every column of the Hessian costs a differentiation of its own."""
-        return isinstance(self.problem.objective, TorchObjective)
-
-    @property
     def whole(self) -> bool:
         """Whether all of the Hessian is formed once: exchanges are then cheap."""
         return self.problem.objective.quadratic and self.problem.dimension <= _GRAM_LIMIT
@@ -134,7 +128,9 @@ class Swapper:
         start = np.zeros(self.problem.dimension)
         chosen = state.members[state.support]
         start[chosen] = state.theta
-        trial = refit(self.problem.objective, np.sort(chosen), start)
+        order = np.argsort(chosen)
+        block = state.hessian[np.ix_(state.support[order], state.support[order])] if self.problem.dear else None
+        trial = refit(self.problem.objective, chosen[order], start, block=block)
         gain = fit.value - trial.value
         return trial if gain > 0.5 * self.tolerance * self._size(fit) else None
 
@@ -144,7 +140,7 @@ class Swapper:
             return np.arange(self.problem.dimension)
         outside = self.problem.candidates.copy()
         outside[fit.support] = False
-        wanted = max(30, 2 * fit.support.size) if self._dear else max(100, 3 * fit.support.size)
+        wanted = max(30, 2 * fit.support.size) if self.problem.dear else max(100, 3 * fit.support.size)
         count = min(int(outside.sum()), wanted)
         score = np.where(outside, np.abs(fit.gradient) / self.problem.scale, -1.0)
         best = np.argpartition(-score, count - 1)[:count] if count else np.zeros(0, np.int64)

@@ -1,0 +1,156 @@
+"""Refits of a function whose curvature is dear: every column of its Hessian costs a differentiation.
+
+On the way a Newton step is solved for by a few conjugate gradients. The last refit of a support starts from one block
+of the Hessian and lets the gradients that it meets improve that block (the BFGS update), so that a step costs one
+gradient and the steps shrink faster than linearly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from iobs.optimize.designs import Array, Indices
+from iobs.optimize.fits import Fit, newton_direction
+from iobs.optimize.objective import Objective
+
+_SLOW = 0.1  # a new block is formed when a full step lowers the decrement by less than this factor
+_LOOSE = 0.1  # relative residual of an inexact Newton step
+
+
+def refit_loosely(objective: Objective, support: Indices, start: Array, *, steps: int = 1) -> tuple[Fit, Array]:
+    """A few inexact Newton steps on a support, enough to judge it by; and the H_QQ that its products add up to.
+
+    Args:
+        objective: f.
+        support: coordinates that may be non-zero (k,).
+        start: (d,) first guess; entries outside the support are dropped.
+        steps: at most so many steps, each at most k Hessian products.
+    """
+    fit = _begin(objective, support, start)
+    hessian = np.zeros((support.size, support.size))
+    for _ in range(steps):
+        direction, hessian = _conjugate_gradients(objective, fit)
+        decrease = -float(fit.gradient[support] @ direction)
+        better = line_search(objective, fit, direction, decrease)
+        if better is None:
+            break
+        hessian = _updated(hessian, (better.theta - fit.theta)[support], (better.gradient - fit.gradient)[support])
+        fit = better
+        if decrease <= 1e-6 * abs(fit.value):
+            break
+    return fit, hessian
+
+
+def refit_exactly(
+    objective: Objective,
+    support: Indices,
+    start: Array,
+    *,
+    steps: int = 50,
+    block: Array | None = None,
+    begun: Fit | None = None,
+) -> Fit:
+    """The minimiser on a support, to rounding.
+
+    Args:
+        objective: f.
+        support: coordinates that may be non-zero (k,).
+        start: (d,) first guess; entries outside the support are dropped.
+        steps: at most so many steps.
+        block: an approximate H_QQ (k, k) to begin with; it is computed if not given.
+        begun: the fit at the start, where it is known.
+    """
+    fit = _begin(objective, support, start) if begun is None else begun
+    fresh = block is None
+    hessian = objective.hessian_block(fit.theta, support) if block is None else block
+    previous = np.inf
+    for _ in range(steps):
+        gradient = fit.gradient[support]
+        direction = newton_direction(hessian, gradient)
+        decrease = -float(gradient @ direction)
+        better = None if not fresh and decrease > _SLOW * previous else line_search(objective, fit, direction, decrease)
+        if better is None:
+            if fresh:
+                break
+            hessian, fresh, previous = objective.hessian_block(fit.theta, support), True, np.inf
+            continue
+        moved = (better.theta - fit.theta)[support]
+        hessian = _updated(hessian, moved, better.gradient[support] - gradient)
+        fit, previous, fresh = better, decrease, False
+        if decrease <= 1e-26 * max(abs(fit.value), 1e-4):
+            break
+    return fit
+
+
+def _begin(objective: Objective, support: Indices, start: Array) -> Fit:
+    theta = np.zeros(objective.dimension)
+    theta[support] = start[support]
+    value, gradient = objective.value_and_gradient(theta)
+    if not np.isfinite(value):
+        theta = np.zeros(objective.dimension)
+        value, gradient = objective.value_and_gradient(theta)
+    return Fit(support, theta, value, gradient)
+
+
+def line_search(objective: Objective, fit: Fit, direction: Array, decrease: float) -> Fit | None:
+    """The first of 1, 1/2, 1/4, ... along a direction on the support that lowers f enough.
+
+    Close to a minimum rounding hides the change of f. There a full step counts if the slope along it has all but
+    vanished (the approximate Wolfe condition of Hager and Zhang 2005), which the gradient still tells.
+    """
+    rounding = 1e-15 * max(abs(fit.value), 1e-300)
+    length = 1.0
+    for _ in range(30):
+        theta = fit.theta.copy()
+        theta[fit.support] += length * direction
+        value, gradient = objective.value_and_gradient(theta)
+        if np.isfinite(value):
+            slope = abs(float(gradient[fit.support] @ direction))
+            lower = value <= fit.value - 1e-4 * length * decrease + rounding
+            flat = slope <= 0.1 * decrease <= 1e-6 and value <= fit.value + 1e-9 * max(abs(fit.value), 1e-4)
+            if lower or flat:
+                return Fit(fit.support, theta, value, gradient)
+        if length * decrease <= rounding:
+            return None
+        length *= 0.5
+    return None
+
+
+def _conjugate_gradients(objective: Objective, fit: Fit) -> tuple[Array, Array]:
+    """H_QQ^-1 (-g_Q) to a relative residual of `_LOOSE`, and a matrix that agrees with H_QQ along every direction used.
+
+    Stops where the curvature is not positive.
+    """
+    support = fit.support
+    residual = -fit.gradient[support]
+    solution, direction = np.zeros(support.size), residual.copy()
+    size = first = float(residual @ residual)
+    hessian = np.eye(support.size)
+    for number in range(support.size):
+        if size <= _LOOSE**2 * first or size == 0:
+            break
+        full = np.zeros(objective.dimension)
+        full[support] = direction
+        product = objective.hessian_product(fit.theta, full)[support]
+        curvature = float(direction @ product)
+        if not curvature > 0:
+            return (solution if solution.any() else direction), hessian
+        if number == 0:
+            hessian *= curvature / size
+        hessian = _updated(hessian, direction, product)
+        length = size / curvature
+        solution += length * direction
+        residual -= length * product
+        following = float(residual @ residual)
+        direction = residual + following / size * direction
+        size = following
+    return solution, hessian
+
+
+def _updated(hessian: Array, step: Array, change: Array) -> Array:
+    """The BFGS update: the nearest definite matrix that maps the step to the change of the gradient."""
+    along, product = float(step @ change), hessian @ step
+    size = float(step @ product)
+    if not (along > 1e-8 * size > 0):
+        return hessian
+    return np.asarray(hessian + np.outer(change, change) / along - np.outer(product, product) / size)
