@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -42,8 +44,14 @@ def _root(
     """
 
 
+def _end(number: int, frame: object) -> None:
+    """A request to end is an exit like any other: what was half-written is removed on the way out."""
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """Run the command line; under torchrun, as one of several ranks."""
+    signal.signal(signal.SIGTERM, _end)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         app()
         return

@@ -46,9 +46,32 @@ class ErrorsAsLines(TyperGroup):
             except IOBSError as error:
                 error_console().print(f"[bold red]Error:[/] {_escaped(str(error))}")
                 raise typer.Exit(1) from error
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                error_console().print(f"[bold red]Error:[/] {_escaped(_OUT_OF_MEMORY.format(_reason(error)))}")
+                raise typer.Exit(1) from error
             except KeyboardInterrupt:
                 error_console().print("Stopped. Nothing half-written was left behind.")
                 raise typer.Exit(130) from None
+
+
+_OUT_OF_MEMORY = (
+    "The memory is not enough ({}). Lower --batch-size, --samples or --seq-len, take --budget fast, or prune a "
+    "directory with --low-memory; nothing was left behind."
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether numpy, or torch on any device, asked for more memory than there is."""
+    # The CPU's allocator raises a plain RuntimeError, which only its words tell apart.
+    return (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+    )
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:

@@ -86,7 +86,7 @@ def load_pretrained(
         )
     if dtype is None and module.dtype == torch.float16 and torch.device(device).type == "cpu":
         module = module.float()
-    tokenizer = load_tokenizer(source, trust_remote_code) if not is_directory or _has_tokenizer(Path(source)) else None
+    tokenizer = load_tokenizer(source, trust_remote_code) if not is_directory or has_tokenizer(Path(source)) else None
 
     def write(model: LoadedModel, directory: Path) -> None:
         with _quiet(transformers):
@@ -197,7 +197,8 @@ def context_of(config: Any, tokenizer: Any) -> int | None:
     return stated if isinstance(stated, int) and 0 < stated < 10**9 else None
 
 
-def _has_tokenizer(directory: Path) -> bool:
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory holds a tokenizer's files."""
     return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 

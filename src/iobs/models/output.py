@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from iobs.errors import OutputError
+
+if sys.platform != "win32":
+    import fcntl
+
+_PARTIAL = ".partial"
 
 
 def check_output(directory: Path, needed_bytes: int = 0, replaceable: Collection[str] = ()) -> None:
@@ -44,13 +50,17 @@ def check_output(directory: Path, needed_bytes: int = 0, replaceable: Collection
 def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iterator[Path]:
     """A temporary sibling to write into, renamed to `directory` at the end, removed on any failure or Ctrl-C.
 
+    What a killed process left of the same output is removed at the start: a living one keeps its sibling locked.
+
     Raises:
         OutputError: as `check_output`, or the disk filled up while writing.
     """
     check_output(directory, replaceable=replaceable)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=directory.parent))
+        _remove_abandoned(directory)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=_PARTIAL, dir=directory.parent))
+        lock = _locked(temporary)
     except OSError as error:
         raise _explained(directory, error) from error
     try:
@@ -62,6 +72,30 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
         raise _explained(directory, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(directory: Path) -> int | None:
+    """A handle that holds a directory's lock; None where another process holds it, or there are no such locks."""
+    if sys.platform == "win32":
+        return None
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _remove_abandoned(directory: Path) -> None:
+    for entry in directory.parent.iterdir():
+        if entry.name.startswith(f".{directory.name}.") and entry.name.endswith(_PARTIAL) and entry.is_dir():
+            handle = _locked(entry)
+            if handle is not None:
+                shutil.rmtree(entry, ignore_errors=True)
+                os.close(handle)
 
 
 def _publish(temporary: Path, directory: Path) -> None:

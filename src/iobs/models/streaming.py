@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.errors import CalibrationError, ModelError
-from iobs.models.huggingface import check_directory, context_of, load_tokenizer
+from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import check_output, output_directory
 from iobs.models.shards import Entry, ShardWriter, read_entries
@@ -209,7 +209,7 @@ def prune_directory(
     with ExitStack() as stack:
         stack.enter_context(memory.watching())
         temporary = stack.enter_context(output_directory(Path(output)))
-        spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=temporary.parent)))
+        spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=temporary)))
         writer = stack.enter_context(_Output(streamed, temporary))
         stack.enter_context(evaluating(streamed.module))
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -333,8 +333,11 @@ def without_weights(path: Path) -> LoadedModel:
     def refuse(model: LoadedModel, folder: Path) -> None:
         raise ModelError("A model whose weights are not in memory cannot be written.")
 
-    config = transformers.AutoConfig.from_pretrained(path)
-    tokenizer = load_tokenizer(path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except Exception as error:  # transformers raises every kind
+        raise ModelError(f"{path} cannot be opened as a language model: {error}") from error
+    tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context_of(config, tokenizer), refuse)
 
 
