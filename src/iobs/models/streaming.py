@@ -1,4 +1,4 @@
-"""Prune a model directory block by block: never more of it in memory than one block and what lies outside the blocks.
+"""Prune a model directory block by block: never more of it in memory than one block, or what is run before the first.
 
 The files are read a tensor at a time, and the output's files are written a block at a time.
 """
@@ -141,6 +141,12 @@ class StreamedModel:
         """Let a block's weights go."""
         self.module.get_submodule(block.path).to("meta")
 
+    def drop_outside(self) -> None:
+        """Let all weights go: the embedding has been run, and the head is not run at all."""
+        for holder in self.module.modules():
+            for name, parameter in holder._parameters.items():
+                holder._parameters[name] = None if parameter is None else nn.Parameter(parameter.to("meta"), False)
+
     def rounded(self, layer: Layer, weight: Tensor) -> Tensor:
         """A weight as the layer's file can hold it."""
         return weight.to(self.directory.entries[layer.key].dtype)
@@ -231,6 +237,7 @@ def prune_directory(
             seed=chosen.seed,
             blocks=streamed.blocks,
             residence=residence,
+            begun=streamed.drop_outside,
             spill=spilled_to(spill) if streamed.device.type == "cpu" else lambda index, hidden: hidden,
             arithmetic=streamed.arithmetic,
         )
@@ -259,6 +266,8 @@ def prune_directory(
 def plan_of(streamed: StreamedModel, batches: Sequence[Batch], settings: Settings) -> Plan:
     """What a run over a directory will need."""
     entries, itemsize = streamed.directory.entries, streamed.arithmetic.itemsize
+    model_bytes = sum(entry.bytes for entry in entries.values())
+    inner = [entries[name] for block in streamed.blocks for name in streamed.names(block)]
     numbers = [
         sum(entries[name].bytes // entries[name].dtype.itemsize for name in streamed.names(block))
         for block in streamed.blocks
@@ -266,7 +275,8 @@ def plan_of(streamed: StreamedModel, batches: Sequence[Batch], settings: Setting
     return plan(
         layers=streamed.selection.layers,
         block_bytes=itemsize * max(numbers),
-        model_bytes=sum(entry.bytes for entry in entries.values()),
+        outside_bytes=model_bytes - sum(entry.bytes for entry in inner),
+        model_bytes=model_bytes,
         batches=batches,
         settings=settings,
         itemsize=itemsize,

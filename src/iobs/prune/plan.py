@@ -42,17 +42,19 @@ class Plan:
 def plan(
     layers: Sequence[Layer],
     block_bytes: int,
+    outside_bytes: int,
     model_bytes: int,
     batches: Sequence[Batch],
     settings: Settings,
     itemsize: int,
     device: torch.device,
 ) -> Plan:
-    """Predict a run that keeps one block in memory; what stays in memory throughout is there already.
+    """Predict a run that keeps one block in memory, from a moment when what lies outside the blocks has been loaded.
 
     Args:
         layers: what is pruned.
         block_bytes: weights of the largest block.
+        outside_bytes: weights that are let go before the first block comes.
         model_bytes: weights of the whole model.
         batches: calibration data.
         settings: of the run.
@@ -66,7 +68,7 @@ def plan(
     gathering = max(_gathering_bytes(layer, grams, max(sizes), itemsize) for layer in layers)
     forward = itemsize * _ACTIVATIONS * max(sizes) * max(layer.shape[1] for layer in layers)
     return Plan(
-        peak_bytes=int(present + block_bytes + max(solving, gathering + forward)),
+        peak_bytes=max(present, present - outside_bytes + block_bytes + max(solving, gathering + forward)),
         seconds=_products(layers, sum(sizes), settings) / _speed(device),
         model_bytes=model_bytes,
         spilled_bytes=itemsize * sum(sizes) * min(layer.shape[1] for layer in layers),
@@ -84,8 +86,8 @@ def _solving_bytes(layer: Layer, settings: Settings, grams: int) -> int:
     """The squares (columns, columns) and the matrices (rows, columns) that are alive at once in a solve.
 
     Both have the Gram means and a damped copy, in float64 or float32, and the weights in the model's float32, as
-    anchor and as linear term. ADMM's search adds in float32: the scaled Hessian, one shifted, its Cholesky factor or
-    inverse; the scaled linear term, three iterates and a mask; or, in the polish, seven matrices and no more squares.
+    anchor and as linear term. ADMM's search adds in float32: the scaled Hessian, the last inverse, and the next one
+    with three on the way to it; the scaled linear term, three iterates and a mask; or, in the polish, seven matrices.
     Exact elimination adds a factor of the Hessian and two copies on the way, its weights, their changes and a mask.
     """
     square, matrix = layer.shape[1] ** 2, layer.weights // layer.groups
@@ -94,7 +96,7 @@ def _solving_bytes(layer: Layer, settings: Settings, grams: int) -> int:
     squares = number * square * (grams * layer.groups + 1)
     matrices = (4 + number + (0 if wide else number)) * matrix
     if settings.solver == "admm":
-        return squares + matrices + max((3 * 4) * square + 17 * matrix, 4 * square + 29 * matrix)
+        return squares + matrices + max((6 * 4) * square + 17 * matrix, 4 * square + 29 * matrix)
     return squares + matrices + 3 * number * square + (2 * number + 1) * matrix
 
 

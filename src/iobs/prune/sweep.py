@@ -35,12 +35,14 @@ class BlockWalk(Walk):
     Args:
         blocks: the chain; running along it must be exact.
         residence: told which block comes and which goes.
+        begun: told when what lies before the blocks has been run, once and for all.
         spill: where the activations of a batch are kept between blocks; by default in memory.
         arithmetic: what blocks are computed in; None is as the network has it.
     """
 
     blocks: list[Block] = field(default_factory=list)
     residence: Residence = lambda block, present: None
+    begun: Callable[[], None] = lambda: None
     spill: Callable[[int, Tensor], Tensor] = lambda index, hidden: hidden
     arithmetic: torch.dtype | None = None
 
@@ -57,6 +59,7 @@ class BlockWalk(Walk):
         if self.arithmetic is not None:
             stream.cast(self.arithmetic)
         self._spill(stream)
+        self.begun()
         left = list(self.layers)
         for stage, block in enumerate(self.chain):
             self.residence(block, True)
