@@ -15,6 +15,7 @@ from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.base import Budget
 from iobs.solvers.candidates import best_of, polished
 from iobs.solvers.kernels.conjugate import polish_weights
+from iobs.solvers.kernels.inverse import shifted_inverse
 from iobs.solvers.kernels.project import project, restart
 from iobs.solvers.kernels.select import largest
 from iobs.solvers.weights import is_cheap, scaled
@@ -27,7 +28,7 @@ class Schedule:
     Attributes:
         penalties: of the first and of the last stage; the stages between them grow geometrically.
         stages: one factorisation each, where rows are at least as many as half the columns.
-        iterations: in all; the stages share them evenly.
+        iterations: at most, in all; the stages share them evenly.
         relaxation: over-relaxation of the dense step.
         refit: conjugate gradient steps on the last support.
     """
@@ -40,10 +41,12 @@ class Schedule:
 
 
 SCHEDULES = {
-    "fast": Schedule((0.3, 1.0), stages=3, iterations=6, relaxation=1.5, refit=5),
-    "default": Schedule((0.2, 2.0), stages=8, iterations=40, relaxation=1.0, refit=5),
+    "fast": Schedule((0.5, 1.0), stages=3, iterations=6, relaxation=1.4, refit=5),
+    "default": Schedule((0.25, 2.0), stages=10, iterations=40, relaxation=1.0, refit=6),
     "best": Schedule((0.2, 2.0), stages=10, iterations=120, relaxation=1.0, refit=10),
 }
+_BALANCED = 0.7  # penalty from which a support that rests has settled; a little below the one that balances the scale
+_REST = 1e-3  # share of the kept entries that still change sides when a support rests
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ class ADMM:
 def alternate(
     hessian: Tensor, linear: Tensor, start: Tensor, groups: Groups, schedule: Schedule, factors: Factors
 ) -> tuple[Tensor, Tensor]:
-    """The iteration itself, in float32.
+    """The iteration itself, in float32, until the support has settled or the schedule ends.
+
+    It starts as if the centre had just been projected: the multiplier is what the projection took away.
 
     Args:
         hessian: (d, d), scaled.
@@ -100,23 +105,23 @@ def alternate(
     """
     stages = schedule.stages if 2 * len(linear) >= len(hessian) else max(2, schedule.stages * 5 // 8)
     low, high = schedule.penalties
-    mask = largest(start, groups)
-    target = start.mul_(mask)
+    target, mask = start, largest(start, groups)
     dense, right = torch.empty_like(linear), torch.empty_like(linear)
-    penalty = 0.0
+    penalty, resting = low, 0
     for stage in range(stages):
         previous, penalty = penalty, low * (high / low) ** (stage / (stages - 1))
-        solver = factors.get(("penalty", penalty), partial(_shifted_inverse, hessian, penalty))
+        solver = factors.get(("penalty", penalty), partial(shifted_inverse, hessian, penalty))
         restart(right, target, mask, linear, previous / penalty, penalty)
         steps = schedule.iterations * (stage + 1) // stages - schedule.iterations * stage // stages
         for _ in range(steps):
+            before = mask.clone() if penalty > _BALANCED else None
             torch.mm(right, solver, out=dense)
             project(dense, target, mask, linear, groups, penalty, schedule.relaxation)
             dense, right = right, dense
+            if before is not None:
+                changed = int((mask != before).sum())
+                # Twice in a row: the first iteration of a stage may change little only because it is the first.
+                resting = resting + 1 if changed <= _REST * groups.count * groups.keep else 0
+                if resting == 2:
+                    return largest(target, groups), target
     return largest(target, groups), target
-
-
-def _shifted_inverse(hessian: Tensor, penalty: float) -> Tensor:
-    shifted = hessian.clone()
-    shifted.diagonal().add_(penalty)
-    return linalg.inverse(shifted)

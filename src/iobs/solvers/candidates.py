@@ -13,9 +13,11 @@ from iobs.solvers.exact import Exact
 from iobs.solvers.magnitude import Magnitude
 from iobs.solvers.obc import OBC
 from iobs.solvers.refit import Refit
+from iobs.solvers.screened import ScreenedSwap
 from iobs.solvers.swap import Swap
 
 _SMALL = 1 << 24  # rows x columns^3 up to which every candidate and every swap is tried whatever the budget
+_ELIMINATION = 80  # members^3 / columns^2 of a row up to which swaps cost no more than the search before them
 _PROVABLE = 16  # columns up to which the optimum of a row is proven in milliseconds
 
 
@@ -36,8 +38,9 @@ def polished(problem: Quadratic, pattern: Pattern, found: Solution, budget: Budg
             yield swap(problem, pattern, OBC()(problem, pattern))
             if columns <= _PROVABLE and pattern.groups(problem.shape).size <= columns:
                 yield Exact()(problem, pattern)
-    elif budget == "best" and columns <= 512:
-        yield Swap(rounds=1, certify=False)(problem, pattern, found)
+    elif budget == "best" and (int(found.mask.sum()) / rows) ** 3 <= _ELIMINATION * columns**2:
+        screened = ScreenedSwap()
+        yield screened(problem, pattern, screened(problem, pattern, found))
 
 
 def best_of(problem: Quadratic, pattern: Pattern, candidates: Iterable[Solution]) -> Solution:

@@ -24,48 +24,44 @@ class Swap:
 
     Args:
         rounds: exchanges between rows, each at most one entry given or taken a row; None goes on to the end.
-        certify: go on until no swap is left, in float64. Otherwise every row is searched once, in float32, which
-            finds nearly all of the gain in a third of the time.
     """
 
     rounds: int | None = None
-    certify: bool = True
 
     def __call__(self, problem: Quadratic, pattern: Pattern, solution: Solution) -> Solution:
         """A solution at least as good; `stats["swaps"]` are those made, `stats["certified"]` says that none is left."""
         groups = pattern.groups(problem.shape)
-        hessian, linear, scale = _scaled(problem, torch.float64 if self.certify else torch.float32)
-        search = _Search(hessian, linear, groups, self.certify)
+        hessian, linear, scale = _scaled(problem)
+        search = _Search(hessian, linear, groups)
         mask = solution.mask.clone()
         weight = torch.zeros_like(linear)
         search.polish_rows(mask, weight, range(len(mask)))
         certified = groups.size <= problem.shape[1] or search.exchange(mask, weight, self.rounds)
         weight = (weight / scale).to(problem.dtype)
         stats = {**solution.stats, "swaps": search.swaps, "exchanges": search.exchanges}
-        stats["certified"] = certified and self.certify
+        stats["certified"] = certified
         found = Solution.of(problem, weight, mask, **stats)
         if float(found.loss.sum()) > float(solution.loss.sum()):  # equal but for the rounding of the dtype
             return replace(solution, stats=stats)
         return found
 
 
-def _scaled(problem: Quadratic, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _scaled(problem: Quadratic) -> tuple[Tensor, Tensor, Tensor]:
     """The problem with unit curvatures, which keeps the small inverses accurate, and the scale of its variables."""
-    scale = problem.matrix.diagonal().to(dtype).sqrt()
-    hessian = problem.matrix.to(dtype) / scale
+    scale = problem.matrix.diagonal().double().sqrt()
+    hessian = problem.matrix.double() / scale
     hessian /= scale[:, None]
-    return hessian.contiguous(), problem.linear.to(dtype) / scale, scale
+    return hessian.contiguous(), problem.linear.double() / scale, scale
 
 
 class _Search:
     """Best single removal and admission of every row, kept up to date as rows change."""
 
-    def __init__(self, hessian: Tensor, linear: Tensor, groups: Groups, certify: bool) -> None:
+    def __init__(self, hessian: Tensor, linear: Tensor, groups: Groups) -> None:
         self.hessian = hessian
         self.linear = linear
         self.groups = groups
-        self.certify = certify
-        self.tolerance = 1e-10 if certify else 1e-6  # of the row's own scale, b H^-1 b on its support
+        self.tolerance = 1e-10  # of the row's own scale, b H^-1 b on its support
         self.swaps = 0
         self.exchanges = 0
         rows = len(linear)
@@ -81,8 +77,8 @@ class _Search:
             state = self._polish_row(mask, row)
             weight[row] = 0
             weight[row, state.support] = state.weight
-            self.removal[row], self.leaves[row] = _first(state.removals(), state.support, torch.inf)
-            admission, self.enters[row] = _first(-state.admissions(), state.rest, 0.0)
+            self.removal[row], self.leaves[row] = first(state.removals(), state.support, torch.inf)
+            admission, self.enters[row] = first(-state.admissions(), state.rest, 0.0)
             self.admission[row] = -admission
 
     def _polish_row(self, mask: Tensor, row: int) -> RowState:
@@ -99,7 +95,7 @@ class _Search:
                 mask[row] = False
                 mask[row, state.support] = True
             # Where swaps were made, rounding may have built up: only a fresh state that needs none is a certificate.
-            if made == 0 or (made < _REBUILD and not self.certify):
+            if made == 0:
                 return state
 
     def exchange(self, mask: Tensor, weight: Tensor, rounds: int | None) -> bool:
@@ -110,7 +106,7 @@ class _Search:
         """
         limit = mask.numel() if rounds is None else rounds
         for _ in range(limit + 1):
-            givers, takers = self._pairs()
+            givers, takers = exchange_pairs(self.removal, self.admission, self.tolerance * float(self.scale.mean()))
             if len(givers) == 0:
                 return True
             if limit == 0:
@@ -122,43 +118,49 @@ class _Search:
             self.polish_rows(mask, weight, [*givers.tolist(), *takers.tolist()])
         return False
 
-    def _pairs(self) -> tuple[Tensor, Tensor]:
-        """Rows that give and rows that take, matched best with best; each row does one thing at a time."""
-        least = self.tolerance * float(self.scale.mean())
-        by_cost = self.removal.argsort(stable=True).tolist()
-        by_gain = self.admission.argsort(descending=True, stable=True).tolist()
-        busy: set[int] = set()
-        givers, takers = [], []
-        cheap, dear = iter(by_cost), iter(by_gain)
-        giver, taker = next(cheap, None), next(dear, None)
-        while giver is not None and taker is not None:
-            if giver in busy:
-                giver = next(cheap, None)
-            elif taker in busy:
-                taker = next(dear, None)
-            elif giver == taker:  # one row leads both lists: it takes or gives, whichever gains more with the next best
-                other_giver = next((row for row in cheap if row not in busy), None)
-                other_taker = next((row for row in dear if row not in busy), None)
-                if other_giver is None or other_taker is None:
-                    break
-                takes = self.admission[taker] - self.removal[other_giver]
-                gives = self.admission[other_taker] - self.removal[giver]
-                giver, taker = (other_giver, taker) if takes > gives else (giver, other_taker)
-                if max(takes, gives) <= least:
-                    break
-                busy |= {giver, taker}
-                givers.append(giver)
-                takers.append(taker)
-            elif self.admission[taker] - self.removal[giver] <= least:
+
+def exchange_pairs(removal: Tensor, admission: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Rows that give and rows that take, matched best with best; each row does one thing at a time.
+
+    Args:
+        removal: (rows,), what the cheapest removal costs.
+        admission: (rows,), what the best admission gains.
+        least: gain that an exchange has to exceed.
+    """
+    by_cost = removal.argsort(stable=True).tolist()
+    by_gain = admission.argsort(descending=True, stable=True).tolist()
+    busy: set[int] = set()
+    givers, takers = [], []
+    cheap, dear = iter(by_cost), iter(by_gain)
+    giver, taker = next(cheap, None), next(dear, None)
+    while giver is not None and taker is not None:
+        if giver in busy:
+            giver = next(cheap, None)
+        elif taker in busy:
+            taker = next(dear, None)
+        elif giver == taker:  # one row leads both lists: it takes or gives, whichever gains more with the next best
+            other_giver = next((row for row in cheap if row not in busy), None)
+            other_taker = next((row for row in dear if row not in busy), None)
+            if other_giver is None or other_taker is None:
                 break
-            else:
-                busy |= {giver, taker}
-                givers.append(giver)
-                takers.append(taker)
-        return torch.tensor(givers, dtype=torch.int64), torch.tensor(takers, dtype=torch.int64)
+            takes = admission[taker] - removal[other_giver]
+            gives = admission[other_taker] - removal[giver]
+            giver, taker = (other_giver, taker) if takes > gives else (giver, other_taker)
+            if max(takes, gives) <= least:
+                break
+            busy |= {giver, taker}
+            givers.append(giver)
+            takers.append(taker)
+        elif admission[taker] - removal[giver] <= least:
+            break
+        else:
+            busy |= {giver, taker}
+            givers.append(giver)
+            takers.append(taker)
+    return torch.tensor(givers, dtype=torch.int64), torch.tensor(takers, dtype=torch.int64)
 
 
-def _first(values: Tensor, names: Tensor, empty: float) -> tuple[float, int]:
+def first(values: Tensor, names: Tensor, empty: float) -> tuple[float, int]:
     """The least value and its name."""
     if len(values) == 0:
         return empty, 0

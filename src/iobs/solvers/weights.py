@@ -10,7 +10,7 @@ from iobs.core.quadratic import Quadratic
 from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.kernels.conjugate import polish_weights
 
-_EXACT_WORK = 1 << 27  # multiplications up to which rows are factorised for, one by one, in float64
+_EXACT_WORK = 1 << 22  # multiplications up to which rows are factorised for, one by one, in float64
 
 
 def scaled(problem: Quadratic) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,8 +21,8 @@ def project(
 ) -> None:
     """Replace the dense solution by the next right-hand side, and bring target and mask up to date, all in place.
 
-    The numba form finds a layer-wide threshold from a histogram of 16 bits, interpolated inside its bucket: the count
-    kept on the way may be off by a few in a million.
+    The numba form finds a layer-wide threshold from a histogram of 15 bits, interpolated inside its bucket: the count
+    kept on the way may be off by a few in a hundred thousand.
 
     Args:
         dense: float32 (rows, d) contiguous: the dense solution; on return B + penalty (s - u).

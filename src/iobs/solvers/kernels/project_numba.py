@@ -12,35 +12,36 @@ Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
-_SHIFT = np.uint32(15)
-_BUCKETS = 1 << 16
+_SHIFT = 16  # buckets are 15 bits: the exponent and 7 of the mantissa, so that two histograms stay in cache
+_BUCKETS = 1 << 15
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def move(start: int, stop: int, dense: Floats, target: Floats, mask: Bools, relaxation: float) -> Any:
-    """Move the target; count its magnitudes by their leading 16 bits."""
+    """Move the target; count its magnitudes by their leading bits."""
     a, rest = np.float32(relaxation), np.float32(1 - relaxation)
     one = np.float32(1)
-    histogram = np.zeros((2, _BUCKETS), np.int64)
+    shift = np.uint32(_SHIFT)
+    histogram = np.zeros((2, _BUCKETS), np.int32)
     for r in range(start, stop):
         row, x, kept = target[r], dense[r], mask[r]
         for j in range(row.size):
             row[j] = a * x[j] + (rest if kept[j] else one) * row[j]
         bits = row.view(np.uint32)
         for j in range(row.size):
-            histogram[j & 1, (bits[j] & _MAGNITUDE) >> _SHIFT] += 1
+            histogram[j & 1, (bits[j] & _MAGNITUDE) >> shift] += 1
     return histogram[0] + histogram[1]
 
 
 @njit(cache=True)
-def level(histogram: NDArray[np.int64], keep: int) -> Any:
+def level(histogram: NDArray[np.int32], keep: int) -> Any:
     """The magnitude that about `keep` entries reach: exact to a bucket, interpolated inside it."""
     above = 0
     bucket = _BUCKETS - 1
     while bucket > 0 and above + histogram[bucket] < keep:
         above += histogram[bucket]
         bucket -= 1
-    edges = np.array([bucket << 15, (bucket + 1) << 15], np.uint32).view(np.float32)
+    edges = np.array([bucket << _SHIFT, (bucket + 1) << _SHIFT], np.uint32).view(np.float32)
     inside = max(1, histogram[bucket])
     return edges[1] - (edges[1] - edges[0]) * np.float32((keep - above) / inside)
 
@@ -100,13 +101,29 @@ def local(
         x, row, kept, b = dense[r], target[r], mask[r], linear[r]
         for j in range(row.size):
             row[j] = a * x[j] + (rest if kept[j] else one) * row[j]
-        if size <= 16:
+        if size == 4:
+            _rank_fours(row, kept, keep)
+        elif size <= 16:
             _rank_groups(row, kept, size, keep)
         else:
             for first in range(0, row.size, size):
                 _select(row[first : first + size], kept[first : first + size], keep)
         for j in range(row.size):
             x[j] = b[j] + (up if kept[j] else down) * row[j]
+
+
+@njit(nogil=True, cache=True)
+def _rank_fours(row: Floats, kept: Bools, keep: int) -> None:
+    """`_rank_groups` for the commonest size, in six comparisons a group that the compiler turns into vectors."""
+    count = np.int32(keep)
+    for i in range(row.size // 4):
+        a, b, c, d = abs(row[4 * i]), abs(row[4 * i + 1]), abs(row[4 * i + 2]), abs(row[4 * i + 3])
+        ab, ac, ad = np.int32(a < b), np.int32(a < c), np.int32(a < d)
+        bc, bd, cd = np.int32(b < c), np.int32(b < d), np.int32(c < d)
+        kept[4 * i] = ab + ac + ad < count
+        kept[4 * i + 1] = 1 - ab + bc + bd < count
+        kept[4 * i + 2] = 2 - ac - bc + cd < count
+        kept[4 * i + 3] = 3 - ad - bd - cd < count
 
 
 @njit(nogil=True, cache=True)

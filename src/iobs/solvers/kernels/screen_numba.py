@@ -1,0 +1,209 @@
+"""The loop of `screen.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from iobs.solvers.kernels.swaps_numba import polish
+
+Floats = NDArray[Any]
+Integers = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
+def _eliminate(
+    hessian: Floats, linear: Floats, others: Integers, lower: Floats, half: Floats, columns: Integers
+) -> bool:
+    """L of H_FF = L L^T, and L^-1 [H_FQ, b_F]; False where a pivot is not positive."""
+    q = columns.size
+    for i in range(others.size):
+        row = hessian[others[i]]
+        for j in range(q):
+            half[i, j] = row[columns[j]]
+        half[i, q] = linear[others[i]]
+        for j in range(i + 1):
+            total = row[others[j]]
+            for t in range(j):
+                total -= lower[i, t] * lower[j, t]
+            if j < i:
+                lower[i, j] = total * lower[j, j]
+            elif total > 0:
+                lower[i, i] = 1 / np.sqrt(total)  # its inverse is what the rest needs
+            else:
+                return False
+        for j in range(i):
+            share = lower[i, j]
+            for t in range(q + 1):
+                half[i, t] -= share * half[j, t]
+        for t in range(q + 1):
+            half[i, t] *= lower[i, i]
+    return True
+
+
+@njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
+def _reduce(hessian: Floats, linear: Floats, half: Floats, columns: Integers, small: Floats, right: Floats) -> None:
+    """Schur complement and linear term on the columns."""
+    q = columns.size
+    for a in range(q):
+        right[a] = linear[columns[a]]
+        for b in range(q):
+            small[a, b] = hessian[columns[a], columns[b]]
+    for i in range(len(half)):
+        for a in range(q):
+            share = half[i, a]
+            right[a] -= share * half[i, q]
+            for b in range(q):
+                small[a, b] -= share * half[i, b]
+
+
+@njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
+def _invert(matrix: Floats) -> bool:
+    """Gauss-Jordan in place; False where a pivot is not positive."""
+    n = len(matrix)
+    for p in range(n):
+        pivot = matrix[p, p]
+        if not pivot > 0:
+            return False
+        matrix[p, p] = 1
+        for b in range(n):
+            matrix[p, b] /= pivot
+        for a in range(n):
+            if a != p:
+                share = matrix[a, p]
+                matrix[a, p] = 0
+                for b in range(n):
+                    matrix[a, b] -= share * matrix[p, b]
+    return True
+
+
+@njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
+def swap_row(
+    hessian: Floats,
+    linear: Floats,
+    mask: Bools,
+    weight: Floats,
+    columns: Integers,
+    members: int,
+    inside: int,
+    outside: int,
+    tolerance: float,
+    limit: int,
+    prices: Floats,
+    names: Integers,
+) -> int:
+    """`screen.swap_row_torch`, in place. `prices` are those of the best removal and admission and the row's scale."""
+    q = columns.size
+    in_race = np.zeros(mask.size, np.bool_)
+    for t in range(q):
+        in_race[columns[t]] = True
+    others = np.flatnonzero(mask & ~in_race)
+    lower = np.empty((others.size, others.size), hessian.dtype)
+    half = np.empty((others.size, q + 1), hessian.dtype)
+    small, right = np.empty((q, q), hessian.dtype), np.empty(q, hessian.dtype)
+    if not _eliminate(hessian, linear, others, lower, half, columns):
+        return 0
+    _reduce(hessian, linear, half, columns, small, right)
+    inverse = small[:members, :members].copy()
+    if not _invert(inverse):
+        return 0
+    crossed = small[members:, :members]
+    spread = np.zeros((q - members, members), hessian.dtype)
+    value = np.zeros(members, hessian.dtype)
+    for a in range(members):
+        for b in range(members):
+            value[b] += inverse[a, b] * right[a]
+    schur, gradient = np.empty(q - members, hessian.dtype), right[members:].copy()
+    for p in range(q - members):
+        schur[p] = small[members + p, members + p]
+        for a in range(members):
+            for b in range(members):
+                spread[p, b] += crossed[p, a] * inverse[a, b]
+        for a in range(members):
+            schur[p] -= spread[p, a] * crossed[p, a]
+            gradient[p] -= crossed[p, a] * value[a]
+        schur[p] = max(schur[p], hessian[columns[members + p], columns[members + p]] * np.float32(1.2e-7))
+    total = (value * right[:members]).sum() + (half[:, q] * half[:, q]).sum()
+    prices[2] = total
+    support, rest = np.arange(members), np.arange(members, q)
+    made = 0
+    if members and q > members:
+        made = polish(
+            support, rest, inverse, spread, schur, gradient, value, small, inside, outside, tolerance * total, limit
+        )
+    _write(mask, weight, columns, support, rest, value, others, lower, half)
+    for i in range(members):
+        price = value[i] * value[i] / inverse[i, i]
+        if price < prices[0]:
+            prices[0], names[0] = price, columns[support[i]]
+    for p in range(q - members):
+        price = gradient[p] * gradient[p] / schur[p]
+        if price > prices[1]:
+            prices[1], names[1] = price, columns[rest[p]]
+    return made
+
+
+@njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
+def _write(
+    mask: Bools,
+    weight: Floats,
+    columns: Integers,
+    support: Integers,
+    rest: Integers,
+    value: Floats,
+    others: Integers,
+    lower: Floats,
+    half: Floats,
+) -> None:
+    """The new mask, and weights: those that follow by back substitution."""
+    q = columns.size
+    weight[:] = 0
+    mask[columns[rest]] = False
+    mask[columns[support]] = True
+    for i in range(support.size):
+        weight[columns[support[i]]] = value[i]
+    follow = half[:, q].copy()
+    for i in range(others.size):
+        for t in range(support.size):
+            follow[i] -= half[i, support[t]] * value[t]
+    for i in range(others.size - 1, -1, -1):
+        follow[i] *= lower[i, i]
+        for j in range(i):
+            follow[j] -= lower[i, j] * follow[i]
+        weight[others[i]] = follow[i]
+
+
+@njit(nogil=True, cache=True)
+def swap_rows(
+    start: int,
+    stop: int,
+    hessian: Floats,
+    linear: Floats,
+    mask: Bools,
+    weight: Floats,
+    slots: Integers,
+    keep: int,
+    size: int,
+    tolerance: float,
+    limit: int,
+    prices: Floats,
+    names: Integers,
+    swaps: Integers,
+) -> None:
+    """Rows `start` to `stop`."""
+    for r in range(start, stop):
+        columns = slots[r][slots[r] >= 0]
+        members = 0
+        for t in range(columns.size):
+            members += mask[r, columns[t]]
+        inside, outside = keep, size - keep
+        if size >= mask.shape[1]:
+            inside, outside = members, columns.size - members
+        found, called = prices[r], names[r]
+        swaps[r] = swap_row(
+            hessian, linear[r], mask[r], weight[r], columns, members, inside, outside, tolerance, limit, found, called
+        )
