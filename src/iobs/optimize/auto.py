@@ -6,11 +6,12 @@ The stages run until the gradient vanishes altogether (no support can be better 
 2. for a quadratic: message passing, then swaps, when the design is incoherent enough for it;
 3. merging pursuit (CoSaMP), then swaps;
 4. kicks: a part of the best support is exchanged at random for promising outsiders, or all of it for anything, then
-   swaps; where these are dear only until stages have agreed on the same support a few times in a row;
+   swaps; only until stages have agreed on the same support a few times in a row, which also ends what follows but 6;
 5. for an under-determined quadratic: adaptive diagonal damping, then swaps; first as if there were no noise, then with
    the noise that the best fit so far leaves;
 6. the Top-k support of the Newton step from the best fit, refitted: with it among the candidates the result keeps the
-   local rate of the I-OBS theorem.
+   local rate of the I-OBS theorem. Large problems and general functions find that step by at most 300 products with H,
+   so there it is the Newton step only as far as these converge.
 
 Every stage may only lower f.
 """
@@ -24,7 +25,6 @@ from functools import partial
 import numpy as np
 
 from iobs.optimize import proposals
-from iobs.optimize.autodiff import TorchObjective
 from iobs.optimize.curvature import FullHessian
 from iobs.optimize.designs import Array, Indices
 from iobs.optimize.objectives import LeastSquares
@@ -39,8 +39,10 @@ LOCAL_MODEL = (
 )
 
 _AGREEMENTS = 2  # stages in a row that must return to the same support, where a swap is not cheap
+_MANY_AGREEMENTS = 6  # and where it is: with noise they soon agree, without any they do not until they are right
 _WORK_LIMIT = 4e8  # multiplications of one iteration of adaptive damping
-_NEWTON_LIMIT = 1024  # coordinates up to which the dense Newton point is looked at; a quarter if f is not quadratic
+_NEWTON_LIMIT = 1024  # coordinates up to which the Newton point is found by factorising H; a quarter if it varies
+_NEWTON_PRODUCTS = 300  # with H, for the Newton point of larger problems, by conjugate gradients to a residual of 1e-6
 _PASSING_LIMIT = 4_000_000  # entries of a design that message passing may walk hundreds of times
 
 
@@ -77,7 +79,7 @@ def stages(
     for name, propose in _plan(problem, empty, kicks):
         if proposals.solved(problem, best) and problem.size == best.support.size - problem.forced.size:
             return
-        if not swapper.whole and name in ("kick", "pursuit", "merging pursuit") and agreed >= _AGREEMENTS:
+        if name != "Newton point" and agreed >= (_MANY_AGREEMENTS if swapper.whole else _AGREEMENTS):
             continue
         proposal = propose(best)
         if proposal is not best and not proposals.solved(problem, proposal):
@@ -112,9 +114,7 @@ def _plan(problem: Problem, empty: Fit, kicks: int) -> Iterator[tuple[str, Calla
     if linear and under and n * n * d <= _WORK_LIMIT:
         yield "adaptive damping", lambda best: _from_scores(problem, partial(proposals.adaptive_damping, steps=150))
         yield "adaptive damping with noise", lambda best: _damped_for_noise(problem, best)
-    limit = _NEWTON_LIMIT if objective.quadratic else _NEWTON_LIMIT // 4
-    if objective.dimension <= limit and not isinstance(objective, TorchObjective):
-        yield "Newton point", lambda best: _newton_support(problem, best)
+    yield "Newton point", lambda best: _newton_support(problem, best)
 
 
 def _from_scores(problem: Problem, propose: Callable[[Array, Array, int], Array]) -> Fit:
@@ -136,7 +136,12 @@ def _damped_for_noise(problem: Problem, best: Fit) -> Fit:
 
 def _newton_support(problem: Problem, best: Fit) -> Fit:
     """The refit on the support of T_k of the Newton point (Option 1's mask)."""
-    centre = FullHessian().model(problem, best.theta, best.gradient).centre()
+    limit = _NEWTON_LIMIT if problem.objective.quadratic else _NEWTON_LIMIT // 4
+    if problem.dimension <= limit and not problem.dear:
+        centre = FullHessian().model(problem, best.theta, best.gradient).centre()
+    else:
+        model = FullHessian().products(problem, best.theta, best.gradient)
+        centre = model.centre(tolerance=1e-6, steps=_NEWTON_PRODUCTS)
     fit = refit(problem.objective, problem.top(np.abs(centre)), best.theta)
     return fit if fit.value < best.value else best
 

@@ -9,8 +9,9 @@ that are out, and free ones. With c the minimiser over all that are not out, P t
 - and at least 1/2 sum of the m smallest Delta_j c_j^2, for any diagonal Delta with H - Delta positive semi-definite:
   what the perspective relaxation gives at c.
 
-The bounds are sharp where there are many more samples than columns. Near n = d the first term vanishes and so do they.
-Everything is compared with a margin for rounding, which is reported.
+These bounds are sharp where there are many more samples than columns. Near n = d the first term vanishes, and so do
+they; what is not closed soon is then bounded by tangents within a box (`boxes`), which needs no definite
+Hessian. Everything is compared with a margin for rounding, which is reported.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ import numpy as np
 
 from iobs.errors import NotPositiveDefiniteError, ProblemError
 from iobs.optimize import auto
+from iobs.optimize.boxes import Boxes
 from iobs.optimize.designs import Array, Booleans, Indices
 from iobs.optimize.objective import Objective
+from iobs.optimize.objectives import LeastSquares
 from iobs.optimize.problem import DENSE_LIMIT, Problem
 from iobs.optimize.refit import Fit, refit
 
 _STORED_BYTES = 1 << 30
+_FIRST_SHARE = 0.1  # of the time, for branch and bound before anything else is tried
+_BOX_LIMIT = 2048  # coordinates up to which tangents are tried: a few arrays of their square are held
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def certify(
     """Bound the best value over all supports of k coordinates.
 
     Args:
-        objective: a quadratic with a definite Hessian: least squares with more samples than columns, or with a ridge.
+        objective: a convex quadratic: least squares, or an `iobs.Quadratic` of one row.
         k: the sparsity.
         fit: a support to start from; the best known method finds one otherwise.
         gap: relative gap at which to stop.
@@ -96,8 +101,7 @@ def certify(
 
     Raises:
         ProblemError: f is not quadratic, or too large to store H.
-        NotPositiveDefiniteError: the Hessian is singular (fewer samples than columns and no ridge): nothing better than
-            the trivial bound exists here; add a ridge.
+        NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
     """
     if not objective.quadratic:
         raise ProblemError("Branch and bound needs a quadratic objective; others are known to be 1-swap optimal only.")
@@ -107,7 +111,26 @@ def certify(
     problem = Problem(objective, k, rng=np.random.default_rng(seed))
     if fit is None:
         fit = list(auto.stages(problem))[-1].fit
-    return _Search(problem, fit, gap, begun, seconds, max_nodes).run()
+    search = _Search(problem, fit, gap, begun, seconds, max_nodes)
+    found = search.run(_FIRST_SHARE)
+    if found.closed or problem.size == 0:
+        return found
+    lower, margin = _bound_in_boxes(search, found.lower, begun + 0.9 * seconds)
+    if lower <= found.lower:
+        return search.run(1.0)
+    return search.certificate(
+        max(found.lower, lower), max(found.margin, margin) if lower > found.lower else found.margin
+    )
+
+
+def _bound_in_boxes(search: _Search, floor: float, deadline: float) -> tuple[float, float]:
+    active = search.usable()
+    if active.size > _BOX_LIMIT:
+        return -np.inf, 0.0
+    problem = search.problem
+    count = min(problem.size + problem.forced.size, active.size)
+    boxes = Boxes(search.hessian[np.ix_(active, active)], search.linear[active], search.start, count)
+    return boxes.lower(floor, search.best.value, deadline)
 
 
 class _Search:
@@ -118,24 +141,49 @@ class _Search:
         self.hessian = objective.hessian_block(np.zeros(objective.dimension), np.arange(objective.dimension))
         self.start, gradient = objective.value_and_gradient(np.zeros(objective.dimension))
         self.linear = -gradient
-        self.nodes, self.stored = 0, 0
+        self.nodes, self.stored, self.margin = 0, 0, 0.0
+        self.open: list[tuple[float, int, _Node]] = []
         self.counter = itertools.count()
 
-    def run(self) -> Certificate:
-        root = self._root()
-        heap: list[tuple[float, int, _Node]] = []
-        self._branch(root, heap)
+    def run(self, share: float) -> Certificate:
+        """Branch and bound for a share of the time, going on where it stopped; f >= 0 where the Hessian is singular."""
+        heap = self.open
+        if not heap:
+            root = self._root()
+            if root is None:
+                return self.certificate(self._trivial())
+            self._branch(root, heap)
         while heap and self._gap(heap[0][0]) > self.goal:
-            if time.perf_counter() - self.begun > self.limit or self.nodes >= self.max_nodes:
+            if time.perf_counter() - self.begun > share * self.limit or self.nodes >= self.max_nodes:
                 break
             node = heapq.heappop(heap)[2]
             self.stored -= 0 if node.inverse is None else node.inverse.nbytes
             self._branch(node, heap)
-        return self._certificate(min(heap[0][0], self.best.value) if heap else self.best.value, heap)
+        return self.certificate(min(heap[0][0], self.best.value) if heap else self.best.value)
 
-    def _root(self) -> _Node:
+    def usable(self) -> Indices:
+        """The coordinates that f depends on."""
+        forced = self.problem.forced[self.hessian.diagonal()[self.problem.forced] > 0]
+        return np.sort(np.concatenate([np.flatnonzero(self.problem.candidates), forced])).astype(np.int64)
+
+    def _trivial(self) -> float:
+        """The least value without any constraint, less rounding; for least squares that is not below zero."""
+        block = self.hessian[np.ix_(self.usable(), self.usable())]
+        values, vectors = np.linalg.eigh(block)
+        if values[0] < -1e-9 * values[-1]:
+            raise NotPositiveDefiniteError("The Hessian has a negative eigenvalue: f has no least value to bound.")
+        self.margin = 1e-9 * abs(self.start)
+        if isinstance(self.problem.objective, LeastSquares):
+            return 0.0
+        projected = vectors.T @ self.linear[self.usable()]
+        good = values > 1e-10 * values[-1]
+        if float(np.abs(projected[~good]).max(initial=0.0)) > 1e-6 * float(np.abs(projected).max()):
+            return -np.inf
+        return self.start - 0.5 * float((projected[good] ** 2 / values[good]).sum())
+
+    def _root(self) -> _Node | None:
         problem = self.problem
-        active = np.sort(np.concatenate([np.flatnonzero(problem.candidates), problem.forced])).astype(np.int64)
+        active = self.usable()
         block = self.hessian[np.ix_(active, active)]
         try:
             factor = np.linalg.cholesky(block)
@@ -143,10 +191,7 @@ class _Search:
         except np.linalg.LinAlgError:
             usable = False
         if not usable:
-            raise NotPositiveDefiniteError(
-                "The Hessian is singular (fewer samples than columns?), so every bound here is trivial; "
-                "add a ridge to the objective, or remove columns."
-            )
+            return None
         inverse = np.linalg.inv(block)
         inverse = 0.5 * (inverse + inverse.T)
         scaled = np.sqrt(inverse.diagonal())
@@ -240,14 +285,16 @@ class _Search:
         if fit.value < self.best.value:
             self.best = fit
 
-    def _certificate(self, lower: float, heap: list[tuple[float, int, _Node]]) -> Certificate:
+    def certificate(self, lower: float, margin: float | None = None) -> Certificate:
+        """What is known when the search ends."""
+        margin = self.margin if margin is None else margin
         upper = self.best.value
         gap = self._gap(lower)
         closed = gap <= self.goal
         explained = max(0.0, upper - lower) / max(abs(self.start - upper), 1e-300)
         seconds = time.perf_counter() - self.begun
-        what = f"within {gap:.2g} of the best value possible" if heap else "a global minimiser"
-        message = f"{what} ({self.nodes} nodes, {seconds:.2f} s, rounding margin {self.margin:.1e})"
+        what = "a global minimiser" if closed and not self.open else f"within {gap:.2g} of the best value possible"
+        message = f"{what} ({self.nodes} nodes, {seconds:.2f} s, rounding margin {margin:.1e})"
         if not closed:
             message = f"gap {gap:.3g} not closed: at least {lower:.6g}, at most {upper:.6g}; " + message
-        return Certificate(lower, upper, gap, explained, self.best, self.nodes, seconds, closed, self.margin, message)
+        return Certificate(lower, upper, gap, explained, self.best, self.nodes, seconds, closed, margin, message)

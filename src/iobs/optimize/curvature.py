@@ -42,14 +42,19 @@ class FullHessian:
         """Stored up to `DENSE_LIMIT` coordinates, by products beyond."""
         objective = problem.objective
         damping = problem.damping if self.damping is None else self.damping
-        amount = _amount(objective, theta, damping)
         if objective.dimension > DENSE_LIMIT:
-            return ProductModel(objective, theta, gradient, amount)
+            return self.products(problem, theta, gradient)
+        amount = _amount(objective, theta, damping)
         matrix = objective.hessian_block(theta, np.arange(objective.dimension))
         if damping is None and amount == 0.0 and not _definite(matrix):
             amount = _SINGULAR_DAMPING * largest_eigenvalue(objective, theta)
         matrix[np.diag_indices_from(matrix)] += amount
         return QuadraticObjective(matrix, matrix @ theta - gradient, forced=problem.forced)
+
+    def products(self, problem: Problem, theta: Array, gradient: Array) -> ProductModel:
+        """The model that only multiplies with H, at any size."""
+        damping = problem.damping if self.damping is None else self.damping
+        return ProductModel(problem.objective, theta, gradient, _amount(problem.objective, theta, damping))
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ def _amount(objective: Objective, theta: Array, damping: float | None) -> float:
     if damping is not None:
         return 0.0 if damping == 0 else damping * float(objective.hessian_diagonal(theta).mean())
     if objective.rank < objective.dimension:
-        return _SINGULAR_DAMPING * largest_eigenvalue(objective, theta)
+        return _SINGULAR_DAMPING * largest_eigenvalue(objective, theta, tolerance=1e-3)
     return 0.0
 
 

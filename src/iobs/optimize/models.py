@@ -171,17 +171,25 @@ class ProductModel:
         """No intercept of its own."""
         return theta, 0.0
 
-    def centre(self) -> Array:
-        """H^-1 b by conjugate gradients from the point itself."""
+    def centre(self, *, tolerance: float = 1e-12, steps: int = 2000) -> Array:
+        """H^-1 b by conjugate gradients from the point itself; the last iterate where the curvature is not positive.
+
+        Args:
+            tolerance: residual, relative to b, that is small enough.
+            steps: at most so many products with H.
+        """
         residual = self.linear - self.hessian_product(self.point, self.point)
         estimate, direction = self.point.copy(), residual.copy()
         size = float(residual @ residual)
-        goal = 1e-24 * float(self.linear @ self.linear)
-        for _ in range(min(self.dimension, 2000)):
+        goal = tolerance**2 * float(self.linear @ self.linear)
+        for _ in range(min(self.dimension, steps)):
             if size <= goal:
                 break
             product = self.hessian_product(self.point, direction)
-            length = size / float(direction @ product)
+            curvature = float(direction @ product)
+            if not curvature > 0:
+                break
+            length = size / curvature
             estimate += length * direction
             residual -= length * product
             next_size = float(residual @ residual)

@@ -13,6 +13,9 @@ from iobs.optimize.problem import Problem
 from iobs.optimize.products import refit_exactly, refit_loosely
 from iobs.optimize.refit import Fit, refit
 
+_UNCHANGED = 12  # iterations with the same k largest scores that end message passing
+_SETTLED = 1e-3  # change of an iterate, relative to its largest entry, that ends adaptive damping
+
 
 def start(problem: Problem, theta: Array | None = None) -> Fit:
     """The fit of the forced coordinates alone, or of the k largest entries of a given theta."""
@@ -134,6 +137,7 @@ def message_passing(columns: Array, target: Array, k: int, *, steps: int = 250, 
     power, share = energy / k, min(k / d, 0.99)
     place, width = np.sqrt(0.5 * power), 0.5 * power
     estimate, residual, scores = np.zeros(d), target.copy(), np.zeros(d)
+    support, same = np.zeros(0, np.int64), 0
     for iteration in range(steps):
         noise = float(residual @ residual) / n
         if not noise < 1e4 * energy / n or noise < 1e-13 * energy / n:
@@ -144,7 +148,10 @@ def message_passing(columns: Array, target: Array, k: int, *, steps: int = 250, 
         if iteration > 3:
             place, width = learned
         change = float(np.abs(mean - estimate).max())
-        if change <= 1e-6 * float(np.abs(mean).max()):
+        chosen = np.sort(np.argpartition(-scores, k - 1)[:k])
+        same = same + 1 if np.array_equal(chosen, support) else 0
+        support = chosen
+        if change <= 1e-6 * float(np.abs(mean).max()) or same >= _UNCHANGED:
             break
         estimate = damping * mean + (1 - damping) * estimate
         onsager = residual * (float(variance.sum()) / noise / n)
@@ -193,18 +200,21 @@ def adaptive_damping(
     n, d = columns.shape
     weights, scores, level = np.ones(d), np.zeros(d), np.inf
     for iteration in range(steps):
-        weighted = columns * weights
-        system = weighted @ columns.T
+        half = columns * np.sqrt(weights)
+        system = half @ half.T  # of a matrix with itself: half of the multiplications
         system[np.diag_indices(n)] += variance + 1e-12 * float(system.trace()) / n
         _, dual, info = dposv(system, target, lower=1, overwrite_a=1)
         if info != 0:
             break
         solution = weights * (columns.T @ dual)
+        settled = float(np.abs(np.abs(solution) - scores).max()) <= _SETTLED * float(scores.max())
         scores = np.abs(solution)
         ordered = np.partition(scores, (d - k - 1, d - k))
         next_size, last_size = float(ordered[d - k - 1]), float(ordered[d - k])
         level = min(level, shrink * next_size)
         if level < 1e-5 * scores.max() or (iteration > 4 and next_size < 1e-3 * last_size):
+            break
+        if settled:  # with noise it settles within a few iterations, where no k entries stand out
             break
         weights = solution**2 + level**2
     return scores

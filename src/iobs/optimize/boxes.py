@@ -1,0 +1,264 @@
+"""A lower bound over all k-sparse vectors that needs no definite Hessian: tangents, and how large coefficients can be.
+
+For a convex quadratic f every tangent lies below it: f(v) >= f(w) + g^T (v - w), g = H w - c, for any w. If all entries
+of v are at most t in size and at most k are not zero, the right-hand side is at least
+
+    A(w, t) = f(w) - g^T w - t h_k(g),      h_k(g) = the sum of the k largest |g_i|.
+
+With t known this is a strong bound even where H is singular: the dense vectors that fit everything have many or large
+entries. That no good vector has large entries is proved by tangents too. Let the largest entry be v_j = s tau, s = +-1,
+so that the k - 1 others are at most tau. With w = w_a + s b V, where V_j = 1 and X V is about what the other columns
+cannot explain of column j (a row of a regularised inverse, or a lasso of column j on the others), and Z = H V,
+
+    f(v) >= f_a - s b (V^T H w_a) - b^2 / 2 V^T Z + tau (s g_aj + b Z_j - h_{k-1}(g_a) - b h_{k-1}(Z without j)),
+
+f_a = f(w_a) - g_a^T w_a. For fixed a and b >= 0 this is linear in tau, so on an interval of tau its least value is at
+an end, and from the last end on it does not fall if the slope is not negative. The best b at a given tau is
+
+    b = (tau (Z_j - h_{k-1}(Z)) - s V^T H w_a)_+ / (V^T Z).
+
+All j, s, a and intervals are a few matrix products. The few coordinates that spoil the bound get a better V. Then, with
+t as small as A and these bounds balance, f is at least the lesser of A and the bounds of all larger tau.
+
+Within the box the same tangents bound every entry by itself: v_j = s m, the others at most t. Entries beyond M_j would
+have values above what is to be proved, so M_j replaces t for coordinate j in A, with new w for the new box.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from iobs.optimize.designs import Array
+
+_RATIO = 1.12  # of the ends of neighbouring intervals
+_INTERVALS = 36
+_RIDGES = (3e-3, 1e-2)  # of the regularised inverse, relative to the diagonal of H
+_STALLED = 3e-3  # mean relative shrinking of a box that counts as none
+_TRIALS = 8  # targets tried
+_STEP = 0.15  # of the way from what is proved to what is not, a trial
+_SHARES = (0.985, 0.95, 0.9, 0.8)  # of a box, tried from outside
+
+
+@njit(cache=True, nogil=True)
+def lasso(hessian: Array, point: Array, gradient: Array, penalty: Array, sweeps: int, tolerance: float) -> None:
+    """Coordinate descent on 1/2 w^T H w - c^T w + sum_i penalty_i |w_i| from a point, in place.
+
+    Args:
+        hessian: (d, d), positive diagonal.
+        point: w (d,).
+        gradient: H w - c (d,), kept up to date.
+        penalty: (d,).
+        sweeps: at most so many passes; three of four only over what is not zero.
+        tolerance: stop once no entry moves by more than this in a full pass.
+    """
+    d = point.size
+    for sweep in range(sweeps):
+        everything = sweep % 4 == 0
+        largest = 0.0
+        for i in range(d):
+            if not everything and point[i] == 0.0:
+                continue
+            curvature = hessian[i, i]
+            aim = point[i] * curvature - gradient[i]
+            new = 0.0
+            if aim > penalty[i]:
+                new = (aim - penalty[i]) / curvature
+            elif aim < -penalty[i]:
+                new = (aim + penalty[i]) / curvature
+            if new != point[i]:
+                change = new - point[i]
+                for m in range(d):
+                    gradient[m] += change * hessian[i, m]
+                point[i] = new
+                largest = max(largest, abs(change))
+        if everything and largest <= tolerance:
+            return
+
+
+@dataclass(frozen=True)
+class Tangents:
+    """Tangent points w_a of f, one a row.
+
+    Attributes:
+        points: w_a (a, d).
+        gradients: g_a (a, d).
+        values: f(w_a) - g_a^T w_a (a,).
+    """
+
+    points: Array
+    gradients: Array
+    values: Array
+
+
+@dataclass(frozen=True)
+class Directions:
+    """What moves one coordinate alone, one coordinate a row.
+
+    Attributes:
+        images: Z = V H (d, d), with V_jj = 1.
+        own: Z_jj (d,).
+        rest: h_{k-1} of Z_j without j (d,).
+        lengths: V_j^T H V_j (d,).
+    """
+
+    images: Array
+    own: Array
+    rest: Array
+    lengths: Array
+
+
+class Boxes:
+    """Lower bounds of a convex quadratic over k-sparse vectors; see the module.
+
+    Args:
+        hessian: H (d, d), positive semi-definite with a positive diagonal.
+        linear: c (d,).
+        constant: f(0).
+        k: the sparsity.
+    """
+
+    def __init__(self, hessian: Array, linear: Array, constant: float, k: int) -> None:
+        self.units = 1.0 / np.sqrt(hessian.diagonal())  # in units in which all columns have length one
+        self.hessian = np.ascontiguousarray(hessian * self.units * self.units[:, None])
+        self.linear = linear * self.units
+        self.constant, self.k = constant, k
+        self.largest = self.spread = 0.0  # the largest norm(w_a)_1 and norm(V_j)_1, for the margin
+
+    def lower(self, floor: float, upper: float, deadline: float) -> tuple[float, float]:
+        """(bound, margin): f is at least bound - margin on every k-sparse vector; -inf where nothing can be shown.
+
+        Args:
+            floor: a bound known already; if the first look does not reach it, no second one is taken.
+            upper: the best value known; nothing above it is aimed at.
+            deadline: on `time.perf_counter`; the bound that is known then is returned.
+        """
+        d = self.linear.size
+        tangents = self._tangents(np.ones((2, d)))
+        families = [self._inverse_directions(ridge) for ridge in _RIDGES]
+        ends: Array = float(np.abs(tangents.points[-1]).max()) * _RATIO ** np.arange(_INTERVALS)
+        bounds = np.max([self._beyond(tangents, family, ends) for family in families], axis=0)
+        outside = np.minimum.accumulate(bounds[::-1])[::-1]
+        inside = [self._inside(tangents, np.full((2, d), end)) for end in ends]
+        bound, ceiling = float(np.minimum(inside, outside).max()), min(upper, float(outside.max()))
+        for _ in range(_TRIALS):
+            target = bound + _STEP * (ceiling - bound)
+            if bound < floor or not np.isfinite(bound) or time.perf_counter() > deadline:
+                break
+            start = float(ends[int(np.argmax(outside >= target))])
+            reached = self._shrink_until(target, tangents, families, np.full((2, d), start), deadline)
+            if reached < target:
+                ceiling = target
+            bound = max(bound, min(target, reached))
+        # Rounding: a gradient at w is off by d eps norm(w)_1 at most, in columns of length one, and meets norm(v)_1.
+        size = self.largest + self.spread * float(ends[-1])
+        margin = 8 * d * np.finfo(float).eps * (size * (size + self.k * float(ends[-1])) + abs(self.constant))
+        return bound, margin
+
+    def _shrink_until(
+        self, target: float, tangents: Tangents, families: list[Directions], box: Array, deadline: float
+    ) -> float:
+        """The best A over boxes outside which f is at least `target`."""
+        reached, fresh = self._inside(tangents, box), False
+        while reached < target and time.perf_counter() < deadline:
+            smaller = np.min([self._shrink(target, tangents, family, box) for family in families], axis=0)
+            moved = float(np.log(smaller / box).mean()) < -_STALLED
+            box = smaller
+            if not moved:
+                if fresh:
+                    break
+                tangents = self._tangents(box)
+            fresh = not moved
+            reached = max(reached, self._inside(tangents, box))
+        return reached
+
+    def _shrink(self, target: float, tangents: Tangents, family: Directions, box: Array) -> Array:
+        """A box (2, d) outside which, within the given one, f is at least `target`."""
+        cross = family.images @ tangents.points.T
+        slopes = tangents.gradients.T
+        far = _top_sum(self._weighted(tangents.gradients, box), self.k - 1)
+        new = box.copy()
+        for side, sign in enumerate((1.0, -1.0)):
+            weighted = self._weighted(sign * family.images, box)
+            np.fill_diagonal(weighted, 0.0)
+            rest = _top_sum(weighted, self.k - 1)[:, None]
+            going = np.ones(self.linear.size, dtype=np.bool_)
+            for share in _SHARES:
+                high, low = new[side][:, None], share * box[side][:, None]
+                pull = 0.5 * (low + high) * family.own[:, None] - rest - sign * cross
+                amount = np.maximum(pull, 0.0) / family.lengths[:, None]
+                base = tangents.values - far - amount * (rest + sign * cross + 0.5 * amount * family.lengths[:, None])
+                slope = sign * slopes + amount * family.own[:, None]
+                going &= (base + slope * np.where(slope > 0, low, high)).max(axis=1) >= target
+                new[side, going] = low[going, 0]
+        return np.maximum(new, 1e-6 * new.max())
+
+    def _weighted(self, gradients: Array, box: Array) -> Array:
+        """What -g_i v_i can be at most in the box, (m, d)."""
+        return np.asarray(np.where(gradients < 0, -gradients * box[0], gradients * box[1]))
+
+    def _tangents(self, box: Array) -> Tangents:
+        """The path of the lasso with penalties 1 / box."""
+        wide = box.max(axis=0)
+        point, gradient = np.zeros(wide.size), -self.linear.copy()
+        points, gradients = [point.copy()], [gradient.copy()]
+        for level in float(np.abs(gradient * wide).max()) * np.geomspace(0.3, 1e-3, 24):
+            lasso(self.hessian, point, gradient, level / wide, 60, 1e-3 * float(np.abs(point).max()))
+            gradient = self.hessian @ point - self.linear
+            points.append(point.copy())
+            gradients.append(gradient.copy())
+        stack, slopes = np.array(points), np.array(gradients)
+        self.largest = max(self.largest, float(np.abs(stack).sum(axis=1).max()))
+        values = self.constant - 0.5 * np.einsum("ad,ad->a", stack, slopes + self.linear)
+        return Tangents(stack, slopes, values)
+
+    def _inside(self, tangents: Tangents, box: Array) -> float:
+        """The best A over the tangents."""
+        return float((tangents.values - _top_sum(self._weighted(tangents.gradients, box), self.k)).max())
+
+    def _inverse_directions(self, ridge: float) -> Directions:
+        """Rows of (H + ridge I)^-1, each divided by its own diagonal entry."""
+        inverse = np.linalg.inv(self.hessian + ridge * np.eye(self.linear.size))
+        vectors = np.ascontiguousarray(inverse / inverse.diagonal()[:, None])
+        images = vectors @ self.hessian
+        others = np.abs(images)
+        np.fill_diagonal(others, 0.0)
+        lengths = np.einsum("ij,ij->i", vectors, images)
+        self.spread = max(self.spread, float(np.abs(vectors).sum(axis=1).max()))
+        return Directions(images, images.diagonal().copy(), _top_sum(others, self.k - 1), lengths)
+
+    def _beyond(self, tangents: Tangents, family: Directions, ends: Array) -> Array:
+        """(intervals,) lower bounds where the largest entry lies in the interval, whichever coordinate and sign it has.
+
+        Interval i is [ends[i], ends[i + 1]]; the last one has no upper end.
+        """
+        cross = family.images @ tangents.points.T  # V_j^T H w_a
+        slopes = tangents.gradients.T
+        far = _top_sum(np.abs(tangents.gradients), self.k - 1)
+        room = (family.own - family.rest)[:, None]
+        lengths = family.lengths[:, None]
+        bounds = np.full(ends.size, np.inf)
+        for number, low in enumerate(ends):
+            last = number == ends.size - 1
+            high = low if last else ends[number + 1]
+            for sign in (1.0, -1.0):
+                amount = np.maximum(0.5 * (low + high) * room - sign * cross, 0.0) / lengths
+                base = tangents.values - sign * amount * cross - 0.5 * amount**2 * lengths
+                slope = sign * slopes + amount * room - far
+                value = base + slope * np.where(slope > 0, low, high)
+                if last:
+                    value = np.where(slope > 1e-9 * np.abs(self.linear).max(), value, -np.inf)
+                bounds[number] = min(bounds[number], float(value.max(axis=1).min()))
+        return bounds
+
+
+def _top_sum(values: Array, count: int) -> Array:
+    """The sum of the `count` largest entries of every row."""
+    if count <= 0:
+        return np.zeros(values.shape[0])
+    if count >= values.shape[1]:
+        return np.asarray(values.sum(axis=1))
+    return np.asarray(np.partition(values, values.shape[1] - count, axis=1)[:, -count:].sum(axis=1))
