@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ORDER = ["SparseGPT", "ours sparsegpt", "ours admm fast", "ours admm", "ours admm best", "ALPS", "ours obc", "OBC"]
-CHOSEN_ON = ["L2.q", "L5.o", "L0.o", "L2.o"]
+CHOSEN_ON = ["L2.q", "L5.o", "L0.o", "L2.o", "S1024"]
 """Problems that the schedules were chosen on (schedules only; the others were first seen in this race)."""
 
 Cells = dict[tuple[str, str], dict[str, dict]]

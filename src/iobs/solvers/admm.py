@@ -43,7 +43,7 @@ class Schedule:
 SCHEDULES = {
     "fast": Schedule((0.5, 1.0), stages=3, iterations=6, relaxation=1.4, refit=5),
     "default": Schedule((0.25, 2.0), stages=10, iterations=40, relaxation=1.0, refit=6),
-    "best": Schedule((0.2, 2.0), stages=10, iterations=120, relaxation=1.0, refit=10),
+    "best": Schedule((0.2, 2.0), stages=16, iterations=200, relaxation=1.0, refit=6),
 }
 _BALANCED = 0.7  # penalty from which a support that rests has settled; a little below the one that balances the scale
 _REST = 1e-3  # share of the kept entries that still change sides when a support rests

@@ -39,8 +39,7 @@ def polished(problem: Quadratic, pattern: Pattern, found: Solution, budget: Budg
             if columns <= _PROVABLE and pattern.groups(problem.shape).size <= columns:
                 yield Exact()(problem, pattern)
     elif budget == "best" and (int(found.mask.sum()) / rows) ** 3 <= _ELIMINATION * columns**2:
-        screened = ScreenedSwap()
-        yield screened(problem, pattern, screened(problem, pattern, found))
+        yield ScreenedSwap()(problem, pattern, found)
 
 
 def best_of(problem: Quadratic, pattern: Pattern, candidates: Iterable[Solution]) -> Solution:

@@ -26,28 +26,35 @@ class ScreenedSwap:
     Members that take no part are eliminated: the Schur complement on those that do is a small problem of its own, on
     which every gain is exact. Who takes part is judged as if all variables followed, by w_i^2 / [H^-1]_ii and
     g_j^2 [H^-1]_jj: the first is at most what leaving costs, the second at least what entering gains. Where the layer
-    shares one count, rows then exchange entries once. In float32; nothing is certified.
+    shares one count, rows then exchange entries. In float32; nothing is certified.
 
     Args:
         candidates: members, and outsiders, that take part in each row.
+        passes: over the rows; those that the last pass left as they were rest.
     """
 
     candidates: int = 48
+    passes: int = 3
 
     def __call__(self, problem: Quadratic, pattern: Pattern, solution: Solution) -> Solution:
         """A solution at least as good; `stats["swaps"]` and `stats["exchanges"]` are those made."""
         groups = pattern.groups(problem.shape)
         hessian, linear, scale = scaled(problem)
-        weight, mask = solution.weight.float() * scale, solution.mask.clone()
-        # In this scale H_ii = [H^-1]_ii.
-        root = hessian.diagonal().sqrt()
-        slots = _likeliest(weight / root, (linear - weight @ hessian) * root, mask, groups, self.candidates)
-        rows = Rows.of(mask, weight)
-        swap_rows(rows, hessian, linear, slots, groups, _TOLERANCE, _MOST)
-        exchanges = _exchange(rows) if groups.size > problem.shape[1] else 0
+        rows = Rows.of(solution.mask.clone(), solution.weight.float() * scale)
+        root = hessian.diagonal().sqrt()  # of H_ii, which in this scale is [H^-1]_ii too
+        moved = torch.ones(len(linear), dtype=torch.bool, device=linear.device)
+        exchanges = 0
+        for _ in range(self.passes):
+            before = rows.mask.clone()
+            gradient = linear - rows.weight @ hessian
+            slots = _likeliest(rows.weight / root, gradient * root, rows.mask, groups, self.candidates)
+            slots = slots.masked_fill(~moved[:, None], -1)
+            swap_rows(rows, hessian, linear, slots, groups, _TOLERANCE, _MOST)
+            exchanges += _exchange(rows) if groups.size > problem.shape[1] else 0
+            rows.weight = polish_weights(hessian, linear, rows.mask, rows.weight.mul_(rows.mask), _REFIT)
+            moved = (rows.mask != before).any(1)
         stats = {**solution.stats, "swaps": int(rows.swaps.sum()), "exchanges": exchanges}
-        weight = polish_weights(hessian, linear, mask, weight.mul_(mask), _REFIT).div_(scale)
-        found = Solution.of(problem, weight.to(problem.dtype), mask, **stats)
+        found = Solution.of(problem, (rows.weight / scale).to(problem.dtype), rows.mask, **stats)
         if float(found.loss.sum()) > float(solution.loss.sum()):
             return replace(solution, stats=stats)
         return found

@@ -57,7 +57,8 @@ def swap_rows(
         rows: to search.
         hessian: float32 (d, d) contiguous.
         linear: float32 (rows, d) contiguous.
-        slots: int64 (rows, slots): the columns of each row, its members first, for N:M in whole groups; -1 for none.
+        slots: int64 (rows, slots): the columns of each row, its members first, for N:M in whole groups; -1 for none. A
+            row without any rests.
         groups: of the pattern.
         tolerance: least gain, relative to the row's scale.
         limit: swaps in a row.
@@ -88,6 +89,8 @@ def swap_rows_torch(
     for row, columns in enumerate(slots):
         inside, outside = groups.keep, groups.size - groups.keep
         columns = columns[columns >= 0]
+        if len(columns) == 0:
+            continue
         if groups.size >= len(hessian):
             inside = int(rows.mask[row, columns].sum())
             outside = len(columns) - inside
@@ -118,7 +121,7 @@ def _swap_row_torch(
     reduced = linear[columns] - own @ towards
     state = RowState.build(small, reduced, inner)
     scale = float(own @ own) + float(state.weight @ reduced[inner])
-    rows.swaps[row] = polish(state, small, *slots, tolerance * scale, limit)
+    rows.swaps[row] += polish(state, small, *slots, tolerance * scale, limit)
     members, rest = columns[state.support], columns[state.rest]
     mask[rest], mask[members] = False, True
     rows.weight[row] = 0
@@ -126,6 +129,7 @@ def _swap_row_torch(
     following = (own - towards.index_select(1, state.support) @ state.weight)[:, None]
     rows.weight[row, others] = torch.linalg.solve_triangular(lower.T, following, upper=True)[:, 0]
     rows.prices[row, 2] = scale
+    rows.prices[row, 0], rows.prices[row, 1] = torch.inf, 0.0
     if len(members):
         rows.prices[row, 0], cheapest = state.removals().min(0)
         rows.names[row, 0] = members[cheapest]

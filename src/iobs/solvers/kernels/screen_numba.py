@@ -197,6 +197,9 @@ def swap_rows(
     """Rows `start` to `stop`."""
     for r in range(start, stop):
         columns = slots[r][slots[r] >= 0]
+        if columns.size == 0:
+            continue
+        prices[r, 0], prices[r, 1] = np.inf, 0
         members = 0
         for t in range(columns.size):
             members += mask[r, columns[t]]
@@ -204,6 +207,6 @@ def swap_rows(
         if size >= mask.shape[1]:
             inside, outside = members, columns.size - members
         found, called = prices[r], names[r]
-        swaps[r] = swap_row(
+        swaps[r] += swap_row(
             hessian, linear[r], mask[r], weight[r], columns, members, inside, outside, tolerance, limit, found, called
         )

@@ -1,0 +1,101 @@
+"""Swaps among screened columns: exact on what takes part, never worse, the same in both forms and on any threads."""
+
+import pytest
+import torch
+from solver_problems import best_on, random_problem, swapped_masks
+
+import iobs
+from iobs.core.patterns import top_mask
+from iobs.core.quadratic import Solution
+from iobs.errors import NotPositiveDefiniteError
+from iobs.solvers.kernels import screen
+from iobs.solvers.kernels.inverse import shifted_inverse
+from iobs.solvers.screened import ScreenedSwap, _likeliest
+from iobs.solvers.weights import scaled
+
+PATTERNS = [iobs.Unstructured(0.5), iobs.Unstructured(0.6, per="row"), iobs.NM(2, 4), iobs.NM(3, 8)]
+
+
+def by_magnitude(problem, pattern):
+    mask = top_mask(problem.centre().abs(), pattern)
+    return Solution.of(problem, best_on(problem.to(torch.float64), mask).to(problem.dtype), mask)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_both_forms_agree(pattern):
+    problem = random_problem(12, 32, dtype=torch.float32)
+    groups, solution = pattern.groups((12, 32)), by_magnitude(problem, pattern)
+    hessian, linear, scale = scaled(problem)
+    weight = solution.weight * scale
+    slots = _likeliest(weight, linear - weight @ hessian, solution.mask, groups, 6)
+    forms = []
+    for form in (screen.swap_rows_torch, screen.swap_rows_numba):
+        rows = screen.Rows.of(solution.mask.clone(), weight.clone())
+        form(rows, hessian, linear, slots, groups, 1e-5, 10)
+        forms.append(rows)
+    plain, numba = forms
+    assert int(plain.swaps.sum()) > 0
+    assert torch.equal(plain.swaps, numba.swaps)
+    assert torch.equal(plain.mask, numba.mask)
+    assert torch.equal(plain.names, numba.names)
+    # Condition 50 times the rounding of float32, and the swaps' own down-dates.
+    torch.testing.assert_close(plain.weight, numba.weight, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(plain.prices, numba.prices, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS[1:], ids=str)
+def test_with_every_column_no_swap_is_left(pattern):
+    problem = random_problem(3, 16, dtype=torch.float32)
+    start = by_magnitude(problem, pattern)
+    found = ScreenedSwap(candidates=16)(problem, pattern, start)
+    assert found.stats["swaps"] > 0
+    exact = problem.to(torch.float64)
+    least = exact.loss(best_on(exact, found.mask)).sum()
+    assert found.loss.sum() < start.loss.sum()
+    for mask in swapped_masks(found.mask, pattern):
+        assert exact.loss(best_on(exact, mask)).sum() >= least - 1e-5 * least.abs()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_never_worse_and_exact_counts(pattern):
+    problem = random_problem(24, 48, dtype=torch.float32, condition=1e4)
+    start = by_magnitude(problem, pattern)
+    found = ScreenedSwap(candidates=4)(problem, pattern, start)
+    assert found.loss.sum() <= start.loss.sum()
+    groups = pattern.groups((24, 48))
+    assert (found.mask.reshape(groups.count, -1).sum(1) == groups.keep).all()
+
+
+def test_empty_and_full_rows():
+    problem = random_problem(4, 16, dtype=torch.float32)
+    mask = torch.zeros(4, 16, dtype=torch.bool)
+    mask[0], mask[1, :3] = True, True
+    start = Solution.of(problem, best_on(problem.to(torch.float64), mask).float(), mask)
+    found = ScreenedSwap()(problem, iobs.Unstructured(keep=19), start)
+    assert int(found.mask.sum()) == 19
+    assert found.stats["exchanges"] > 0
+    assert found.loss.sum() < start.loss.sum()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS[:3], ids=str)
+def test_best_is_the_same_bits_on_one_and_two_threads(pattern):
+    problem = random_problem(96, 64, dtype=torch.float32)  # large enough for screened swaps
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(iobs.solve(problem, pattern, budget="best", damping=0.01))
+    finally:
+        torch.set_num_threads(threads)
+    assert (found[0].mask == found[1].mask).double().mean() >= 0.9999
+    assert torch.equal(found[0].weight, found[1].weight)
+
+
+@pytest.mark.parametrize("d", [5, 384, 385, 900])
+def test_shifted_inverse(d):
+    samples = torch.randn(2 * d, d)
+    hessian = samples.T @ samples / d
+    expected = torch.linalg.inv(hessian.double() + 0.2 * torch.eye(d, dtype=torch.float64))
+    torch.testing.assert_close(shifted_inverse(hessian, 0.2).double(), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotPositiveDefiniteError):
+        shifted_inverse(hessian - 10 * torch.eye(d), 0.2)
