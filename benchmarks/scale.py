@@ -197,7 +197,7 @@ def main() -> None:
         plans.append(told)
         print(f"predicted: peak {told.peak_bytes / 1e6:.0f} MB, {told.seconds / 60:.1f} min", flush=True)
 
-    clock = Clock(options.device)
+    clock, used = Clock(options.device), time.process_time()
     with clock.timing():
         report = streaming.prune_directory(
             folder / "model",
@@ -223,6 +223,7 @@ def main() -> None:
         "peak_mb": peak / 1e6,
         "predicted_mb": plans[0].peak_bytes / 1e6,
         "seconds": report.seconds,
+        "processor_seconds": time.process_time() - used,
         "predicted_seconds": plans[0].seconds,
         "sparsity": report.sparsity,
         "block_seconds": [after - before for before, after in itertools.pairwise(ends)],

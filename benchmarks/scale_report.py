@@ -34,7 +34,7 @@ def page(rows: list[Row]) -> str:
 _INTRODUCTION = (
     "Made by `scale.py`, `resume_kills.py` and `two_ranks.py`. Peak memory is the anonymous resident memory of the "
     "whole process, looked at every 20 ms; predictions are those that the plan prints before the work. Seconds are of "
-    "a small machine that does other work besides: upper bounds."
+    "a small machine that does other work besides: upper bounds; processor time is that of all threads together."
 )
 
 
@@ -43,13 +43,24 @@ def _table(head: list[str], body: list[list[str]]) -> str:
 
 
 def _models(rows: list[Row]) -> str:
-    head = ["model", "budget", "device", "peak, MB", "predicted, MB", "", "minutes", "predicted", "zeros"]
+    head = [
+        "model",
+        "budget",
+        "device",
+        "peak, MB",
+        "predicted, MB",
+        "",
+        "minutes",
+        "of processor time",
+        "predicted",
+        "zeros",
+    ]
     body, notes = [], []
     for row in sorted(rows, key=lambda row: row["model_mb"]):
         name = f"{row['layers']} x {row['width']} wide, {row['model_mb']:,.0f} MB, {row['samples']} x {row['length']}"
         peak, predicted = row["peak_mb"], row["predicted_mb"]
         memory = [f"{peak:,.0f}", f"{predicted:,.0f}", f"{predicted / peak - 1:+.0%}"]
-        minutes = [f"{row['seconds'] / 60:.1f}", f"{row['predicted_seconds'] / 60:.1f}"]
+        minutes = [f"{row[name] / 60:.1f}" for name in ("seconds", "processor_seconds", "predicted_seconds")]
         body.append([name, row["budget"], row["device"], *memory, *minutes, f"{row['sparsity']:.4f}"])
         blocks = ", ".join(f"{one:.0f}" for one in row["block_seconds"])
         parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in row["parts"].items())

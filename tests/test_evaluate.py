@@ -143,7 +143,7 @@ def test_tasks_without_the_library(embedded, monkeypatch):
 
 
 def test_tasks_are_flattened_and_failures_named(embedded, monkeypatch):
-    def run(model, tasks, limit, bootstrap_iters):
+    def run(model, tasks, num_fewshot, limit, bootstrap_iters):
         if tasks == ["unknown"]:
             raise KeyError("unknown")
         return {"results": {"mmlu": {"alias": "mmlu", "sample_len": 2, "acc,none": 0.25, "acc_stderr,none": 0.01}}}

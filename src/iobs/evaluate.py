@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iobs.data import ArraySource, Batch, Source, TextSource, array_batches, token_windows
+from iobs.data import ArraySource, Batch, Questions, Source, TextSource, array_batches, prompt, token_windows
+from iobs.data.questions import LETTERS
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
 
@@ -130,8 +133,9 @@ def evaluate(
         return {"perplexity": score, "tokens": float(windows.numel())}
     if isinstance(source, ArraySource):
         order = torch.arange(len(source.inputs) if limit is None else min(limit, len(source.inputs)))
-        batches = [*array_batches(source.inputs, source.targets, order, batch or 64)]
-        return {"accuracy": accuracy(model.module, batches, progress), "samples": float(len(order))}
+        batches, size = array_batches(source.inputs, source.targets, order, batch or 64), batch or 64
+        told = partial(_told_of, progress, math.ceil(len(order) / size))
+        return {"accuracy": accuracy(model.module, batches, told), "samples": float(len(order))}
     if model.task == "causal-lm":
         windows = _stacked_windows(source.batches)
         return {
@@ -141,8 +145,58 @@ def evaluate(
     return {"accuracy": accuracy(model.module, source.batches, progress)}
 
 
-def evaluate_tasks(model: LoadedModel, tasks: Sequence[str], *, limit: int | None = None) -> dict[str, float]:
+def _told_of(progress: Progress, total: int, done: int, _: int) -> None:
+    progress(done, total)
+
+
+@torch.no_grad()
+def answer(
+    model: LoadedModel, questions: Questions, *, shots: int = 5, progress: Progress = no_progress
+) -> tuple[dict[str, float], int]:
+    """MMLU: the share of questions whose right letter is the likeliest of the four after the prompt.
+
+    Args:
+        model: the language model.
+        questions: what to answer, and the examples.
+        shots: examples before each question, of its own subject.
+        progress: told (questions done, questions in all).
+
+    Returns:
+        The share by subject and, as `average`, over all questions; and how many prompts were longer than the model's
+        context and lost their beginning.
+
+    Raises:
+        ModelError: the model has no tokenizer.
+    """
+    tokenizer = model.require_tokenizer()
+    device = next(model.module.parameters()).device
+    letters = [tokenizer([f" {letter}"], verbose=False)["input_ids"][0][-1] for letter in LETTERS]
+    hits: dict[str, list[bool]] = defaultdict(list)
+    cut = 0
+    for number, question in enumerate(questions.test, 1):
+        text = prompt(question, questions.examples.get(question.subject, [])[:shots])
+        tokens = tokenizer([text], verbose=False)["input_ids"][0]
+        if model.context is not None and len(tokens) > model.context:
+            tokens, cut = tokens[-model.context :], cut + 1
+        logits = output_logits(model.module(input_ids=torch.tensor([tokens], device=device)))[0, -1, letters]
+        if torch.isnan(logits).any():
+            raise NonFiniteError(f"The model gives NaN on question {number}, of {question.subject}.")
+        hits[question.subject].append(int(logits.argmax()) == question.answer)
+        progress(number, len(questions.test))
+    table = {subject: sum(right) / len(right) for subject, right in hits.items()}
+    return {**table, "average": sum(map(sum, hits.values())) / len(questions.test)}, cut
+
+
+def evaluate_tasks(
+    model: LoadedModel, tasks: Sequence[str], *, shots: int | None = None, limit: int | None = None
+) -> dict[str, float]:
     """Scores of lm-eval tasks, as `task/metric`.
+
+    Args:
+        model: the language model.
+        tasks: names of lm-eval's tasks.
+        shots: examples before each question; None is what a task says.
+        limit: questions of each task at most.
 
     Raises:
         DataError: lm-eval is not installed, does not know a task, or cannot reach its data.
@@ -156,7 +210,11 @@ def evaluate_tasks(model: LoadedModel, tasks: Sequence[str], *, limit: int | Non
         raise DataError("--tasks needs lm-eval: pip install 'iobs[eval]'.") from error
     try:
         results = simple_evaluate(
-            HFLM(pretrained=model.module, tokenizer=tokenizer), tasks=list(tasks), limit=limit, bootstrap_iters=0
+            HFLM(pretrained=model.module, tokenizer=tokenizer),
+            tasks=list(tasks),
+            num_fewshot=shots,
+            limit=limit,
+            bootstrap_iters=0,
         )
     except Exception as error:  # unknown tasks and unreachable data come as many classes
         raise DataError(f"lm-eval cannot run {', '.join(tasks)}: {type(error).__name__}: {error}") from error

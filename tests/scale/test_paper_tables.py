@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from iobs.paper import Request, find, llama, mmlu, table_cbs, table_llm, table_vit
+from iobs.data import Question, prompt, read_questions
+from iobs.evaluate import answer
+from iobs.paper import Request, find, llama, table_cbs, table_llm, table_vit
 from iobs.paper.rounds import Measured, Row, Settings, starred
 
 NAMES = [
@@ -100,9 +102,9 @@ def test_stand_ins_run_to_their_end(name, tmp_path, monkeypatch):
 
 
 def test_mmlu_prompts_are_those_of_the_original():
-    example = mmlu.Question("high_school_physics", "What falls?", ("up", "down", "left", "right"), 1)
-    question = mmlu.Question("high_school_physics", "What rises? ", ("w", "x", "y", "z"), 0)
-    assert mmlu.prompt(question, [example]) == (
+    example = Question("high_school_physics", "What falls?", ("up", "down", "left", "right"), 1)
+    question = Question("high_school_physics", "What rises? ", ("w", "x", "y", "z"), 0)
+    assert prompt(question, [example]) == (
         "The following are multiple choice questions (with answers) about high school physics.\n\n"
         "What falls?\nA. up\nB. down\nC. left\nD. right\nAnswer: B\n\n"
         "What rises?\nA. w\nB. x\nC. y\nD. z\nAnswer:"
@@ -112,9 +114,9 @@ def test_mmlu_prompts_are_those_of_the_original():
 def test_mmlu_offline_gives_a_table_by_subject_at_chance(shared_data):
     from iobs.models import load
 
-    questions = mmlu.read(shared_data / "mmlu" / "mmlu.jsonl.gz", subjects=5, each=12)
+    questions = read_questions(shared_data / "mmlu" / "mmlu.jsonl.gz", subjects=5, each=12)
     assert all(len(examples) == 5 for examples in questions.examples.values())
-    table, cut = mmlu.score(load(shared_data / "llama_stories260K"), questions)
+    table, cut = answer(load(shared_data / "llama_stories260K"), questions)
     assert len(table) == 6
     assert cut > 0  # five examples do not fit into 512 tokens of this tokenizer
     count = len(questions.test)

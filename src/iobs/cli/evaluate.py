@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from iobs.cli import console
 
@@ -15,8 +17,21 @@ def evaluate(
     tasks: Annotated[
         str | None, typer.Option(help="Tasks of lm-eval, with commas between.", show_default=False)
     ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Multiple choice as in MMLU: a .jsonl(.gz) with split, subject, question, choices, answer.",
+            show_default=False,
+        ),
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question; 5, or as a task says.", show_default=False)
+    ] = None,
     seq_len: console.SequenceLength = 2048,
-    limit: Annotated[int | None, typer.Option(min=1, help="Windows, pictures or questions at most.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Windows or pictures at most, or questions of a subject or task.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in one forward pass.")] = None,
     dtype: console.DType = None,
     device: console.Device = None,
@@ -24,28 +39,51 @@ def evaluate(
     trust_remote_code: console.TrustRemoteCode = False,
     as_json: console.AsJson = False,
 ) -> None:
-    """Score a model: perplexity on text, accuracy on labelled inputs, or tasks of lm-eval.
+    """Score a model: perplexity on text, accuracy on labelled inputs, multiple choice, or tasks of lm-eval.
 
     Without --data the embedded model is scored on its held-out text and any other language model on WikiText-2.
     """
     from iobs.cli.loading import load_model
     from iobs.cli.progress import Steps
-    from iobs.data import open_source
+    from iobs.data import open_source, read_questions
+    from iobs.evaluate import answer, evaluate_tasks
     from iobs.evaluate import evaluate as score
-    from iobs.evaluate import evaluate_tasks
     from iobs.report import scores_table
 
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
     scores: dict[str, float] = {}
+    answers: dict[str, float] = {}
     name = model or "embedded"
-    if data or not tasks:
+    if data or not (tasks or questions):
         source = open_source(data or [], "evaluation", loaded)
         with Steps("scoring") as steps:
             scores |= score(loaded, source, length=seq_len, limit=limit, batch=batch_size, progress=steps.update)
         name += f" on {source.name}"
     if tasks:
-        scores |= evaluate_tasks(loaded, [task.strip() for task in tasks.split(",")], limit=limit)
+        scores |= evaluate_tasks(loaded, [task.strip() for task in tasks.split(",")], shots=shots, limit=limit)
+    if questions:
+        with Steps("answering") as steps:
+            asked = read_questions(questions, each=limit)
+            table, cut = answer(loaded, asked, shots=5 if shots is None else shots, progress=steps.update)
+        answers = {f"{questions.name}: {subject}": share for subject, share in table.items()}
+        if cut:
+            console.say(
+                f"{cut} of {len(asked.test)} prompts were longer than the model's context: beginnings were cut."
+            )
     if as_json:
-        console.print_json(scores)
-    else:
-        console.output_console().print(scores_table({name: scores}, counts=True))
+        console.print_json(scores | answers)
+        return
+    out = console.output_console()
+    if scores:
+        out.print(scores_table({name: scores}, counts=True))
+    if answers:
+        out.print(_by_subject(name, answers))
+
+
+def _by_subject(model: str, shares: dict[str, float]) -> Table:
+    table = Table(title=f"Right answers of {model}; chance is 25 %", title_justify="left", header_style="bold")
+    table.add_column("subject")
+    table.add_column("right", justify="right")
+    for subject, share in shares.items():
+        table.add_row(subject, f"{share:.1%}")
+    return table

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from iobs.cli import console
 from iobs.paper import Experiment, Request, Results, experiments, find
+
+
+def _own(metavar: str, text: str) -> Any:
+    return typer.Option(metavar=metavar, help=text, show_default=False, rich_help_panel="Your own network and data")
 
 
 def reproduce(
@@ -20,6 +25,18 @@ def reproduce(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for pictures and logs.", show_default=False)
     ] = None,
+    model: Annotated[
+        str | None, _own("MODEL", "Run on this network instead of the paper's, with the paper's settings.")
+    ] = None,
+    data: Annotated[list[str] | None, _own("SOURCE", "Calibrate on this instead; as in iobs prune.")] = None,
+    eval_data: Annotated[
+        list[str] | None, _own("SOURCE", "Score on this instead; for language models one a corpus, in order.")
+    ] = None,
+    questions: Annotated[Path | None, _own("FILE", "MMLU's questions, .jsonl(.gz); else lm-eval has them.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds, instead of the paper's.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Pictures, windows, or questions of a subject at most.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     as_json: console.AsJson = False,
 ) -> None:
@@ -29,7 +46,8 @@ def reproduce(
         out.print(_list(experiments()))
         return
     experiment = find(name)
-    results = experiment.run(Request(stand_in=stand_in, seed=seed, output=output, say=console.say))
+    request = Request(stand_in, seed, output, console.say, model, tuple(data or ()), tuple(eval_data or ()))
+    results = experiment.run(replace(request, questions=questions, rounds=rounds, limit=limit))
     if as_json:
         console.print_json(
             {"name": experiment.name, "measure": results.measure, "rows": [vars(r) for r in results.rows]}

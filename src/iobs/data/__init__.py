@@ -1,6 +1,7 @@
 """Calibration and evaluation data: text, pictures, arrays, or a function of the user's."""
 
 from iobs.data.documents import CORPORA, Part, read_documents
+from iobs.data.questions import Question, Questions, made_questions, prompt, read_questions
 from iobs.data.sources import (
     ArraySource,
     Batch,
@@ -20,13 +21,18 @@ __all__ = [
     "Batch",
     "BatchSource",
     "Part",
+    "Question",
+    "Questions",
     "Source",
     "TextSource",
     "array_batches",
     "calibration_batches",
     "calibration_windows",
     "embedded_text",
+    "made_questions",
     "open_source",
+    "prompt",
     "read_documents",
+    "read_questions",
     "token_windows",
 ]

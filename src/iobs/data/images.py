@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,55 @@ def read_arrays(file: Path) -> tuple[Tensor, Tensor | None]:
     return _as_tensor(images), labels
 
 
-def read_pictures(source: Path) -> tuple[Tensor, Tensor | None]:
-    """Pictures of a folder or zip file, all of one size, as (N, 3, H, W) float32, and their labels (N,) int64.
+Transform = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures in files, read and transformed when they are asked for: a set of them need not fit into memory.
+
+    Args:
+        folder: where they are.
+        names: their paths below it.
+        transform: makes a (3, H, W) float32 tensor of an RGB picture.
+    """
+
+    folder: Path
+    names: list[str]
+    transform: Transform
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self.names)
+
+    def __getitem__(self, chosen: Tensor) -> Tensor:
+        """Some of them, (len(chosen), 3, H, W).
+
+        Raises:
+            DataError: one is damaged.
+        """
+        from PIL import Image
+
+        tensors = []
+        for number in chosen.tolist():
+            try:
+                with Image.open(self.folder / self.names[number]) as opened:
+                    tensors.append(self.transform(opened.convert("RGB")))
+            except OSError as error:
+                raise _damaged(self.folder, self.names[number]) from error
+        return torch.stack(tensors)
+
+
+def read_pictures(source: Path, transform: Transform | None = None) -> tuple[Tensor | Pictures, Tensor | None]:
+    """Pictures of a folder or zip file as (N, 3, H, W) float32, and their labels (N,) int64.
 
     The label is the number that a picture's name starts with (`207.jpg`, `207_1.png`), or that its folder's name is;
     folders with other names are numbered in alphabetical order. Without either, labels are None.
+
+    Args:
+        source: a folder or zip file.
+        transform: a network's own; a folder's pictures may then be of any size and are read one batch at a time.
+            Without it they are all of one size, and normalised as most networks want it.
 
     Raises:
         DataError: Pillow is missing, there are no pictures, or they differ in size.
@@ -62,6 +107,8 @@ def read_pictures(source: Path) -> tuple[Tensor, Tensor | None]:
     if source.is_dir():
         files = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
         names = [path.relative_to(source).as_posix() for path in files]
+        if transform is not None and names:
+            return Pictures(source, names, transform), _labels(names)
         contents: Iterable[bytes] = (path.read_bytes() for path in files)
         return _pictures(Image, source, names, contents)
     try:
@@ -81,10 +128,14 @@ def _pictures(image: Any, source: Path, names: list[str], contents: Iterable[byt
             with image.open(io.BytesIO(content)) as opened:
                 arrays.append(np.asarray(opened.convert("RGB")))
         except OSError as error:
-            raise DataError(f"{source}: {name} is not a picture, or is damaged.") from error
+            raise _damaged(source, name) from error
         if arrays[-1].shape != arrays[0].shape:
             raise DataError(f"{source}: {names[0]} and {name} differ in size; resize all pictures to one size.")
     return _as_tensor(np.stack(arrays)), _labels(names)
+
+
+def _damaged(source: Path, name: str) -> DataError:
+    return DataError(f"{source}: {name} is not a picture, or is damaged.")
 
 
 def _as_tensor(images: np.ndarray) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from iobs.data.documents import CORPORA, PIECE, Part, corpus_documents, read_documents
-from iobs.data.images import read_arrays, read_pictures
+from iobs.data.images import Pictures, Transform, read_arrays, read_pictures
 from iobs.data.topics import embedded_text
 from iobs.data.windows import calibration_windows
 from iobs.errors import CalibrationError, DataError
@@ -31,10 +32,10 @@ class TextSource:
 
 @dataclass(frozen=True)
 class ArraySource:
-    """Inputs (N, ...) and, where known, targets (N,) int64."""
+    """Inputs (N, ...) and, where known, targets (N,) int64. Pictures in files come when they are asked for."""
 
     name: str
-    inputs: Tensor
+    inputs: Tensor | Pictures
     targets: Tensor | None
 
 
@@ -70,7 +71,7 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
         if path.suffix == ".npz" and path.is_file():
             return ArraySource(spec, *read_arrays(path))
         if path.is_dir() or (path.suffix == ".zip" and path.is_file()):
-            return ArraySource(spec, *read_pictures(path))
+            return ArraySource(spec, *read_pictures(path, _transform_of(model)))
     files = [Path(spec).expanduser() for spec in specs]
     for file in files:
         if not file.is_file():
@@ -119,7 +120,7 @@ def calibration_batches(
     return [*array_batches(source.inputs, source.targets, drawn, batch)]
 
 
-def array_batches(inputs: Tensor, targets: Tensor | None, order: Tensor, batch: int) -> Iterator[Batch]:
+def array_batches(inputs: Tensor | Pictures, targets: Tensor | None, order: Tensor, batch: int) -> Iterator[Batch]:
     """Inputs, with their targets where there are any, in the given order, `batch` at a time."""
     for chosen in torch.split(order, batch):
         yield inputs[chosen] if targets is None else (inputs[chosen], targets[chosen])
@@ -136,6 +137,15 @@ def _default(part: Part, model: LoadedModel) -> Source:
         )
     name = "c4" if part == "calibration" else "wikitext2"
     return TextSource(name, lambda: corpus_documents(name, part))
+
+
+def _transform_of(model: LoadedModel) -> Transform | None:
+    """How a timm network wants its pictures: resized, cropped and normalised as it was evaluated."""
+    if getattr(model.module, "pretrained_cfg", None) is None:
+        return None
+    timm: Any = importlib.import_module("timm.data")
+    transform: Transform = timm.create_transform(**timm.resolve_data_config({}, model=model.module), is_training=False)
+    return transform
 
 
 def _all_documents(files: Sequence[Path], piece: int | None) -> Iterator[str]:

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from iobs.paper import mmlu
 from iobs.paper.registry import Experiment, Request, Results, Row
 from iobs.paper.rounds import (
     Measured,
     Scores,
     Settings,
     calibration,
+    chosen,
     iterate,
     language_model,
     perplexities,
     stand_in_folder,
     starred,
 )
+
+if TYPE_CHECKING:
+    from iobs.models import LoadedModel
 
 # 8 million tokens of RedPajama; the sparsity is not stated, 50 % as everywhere in the paper.
 SETTINGS = {
@@ -39,7 +43,7 @@ CORPORA = ("wikitext2", "c4")
 
 def scores_of(name: str, request: Request) -> tuple[list[Scores], list[str]]:
     """Perplexity and MMLU of the dense model and of every round; both the table and the figure are read off them."""
-    settings = SETTINGS[name]
+    ((label, settings),) = chosen({name: SETTINGS[name]}, request).items()
     notes = ["The number of zeros is not stated in the paper for these runs; 50 % here."]
     if request.stand_in:
         settings = replace(settings, samples=64, length=128)
@@ -47,20 +51,19 @@ def scores_of(name: str, request: Request) -> tuple[list[Scores], list[str]]:
 
     def compute() -> list[Scores]:
         loaded = language_model(settings, request)
-        questions = _questions(request)
         batches = calibration(loaded, settings, request)
+        right = _mmlu(loaded, request)
 
         def score(module: object) -> Scores:
-            table, cut = mmlu.score(loaded, questions)
-            found = perplexities(loaded, CORPORA, settings.length, request)
-            return {**found, "mmlu": table["average"], "cut prompts": float(cut), "prompts": len(questions.test)}
+            return {**perplexities(loaded, CORPORA, settings.length, request), **right()}
 
         return iterate(loaded.module, batches, settings, score, request.say)
 
     # The table and the figure of a model share one file of scores.
-    scores = Measured(request, name.lower()).get(name + (" (stand-in)" if request.stand_in else ""), settings, compute)
-    cut, count = scores[0]["cut prompts"], scores[0]["prompts"]
-    notes.append(f"{cut:.0f} of {count:.0f} prompts were longer than the model's context and lost their beginning.")
+    scores = Measured(request, name.lower()).get(label + (" (stand-in)" if request.stand_in else ""), settings, compute)
+    if "prompts" in scores[0]:
+        cut, count = scores[0]["cut prompts"], scores[0]["prompts"]
+        notes.append(f"{cut:.0f} of {count:.0f} prompts were longer than the model's context: beginnings were cut.")
     return scores, notes
 
 
@@ -70,8 +73,8 @@ def table(name: str) -> Callable[[Request], Results]:
     def run(request: Request) -> Results:
         scores, notes = scores_of(name, request)
         rows = [
-            Row(name, "dense" if index == 0 else f"round {index}", PUBLISHED[name][index], found["mmlu"])
-            for index, found in enumerate(scores)
+            Row(name, "dense" if index == 0 else f"round {index}", published, found["mmlu"])
+            for index, (found, published) in enumerate(zip(scores, PUBLISHED[name], strict=False))
         ]
         return Results("MMLU, five examples, share right; * is the best round", starred(rows, lowest=False), notes)
 
@@ -106,11 +109,26 @@ def experiment(name: str, place: str, kind: str) -> Experiment:
     )
 
 
-def _questions(request: Request) -> mmlu.Questions:
+def _mmlu(loaded: LoadedModel, request: Request) -> Callable[[], Scores]:
+    """Scores the model on MMLU with five examples: on a file of questions, or with lm-eval, which fetches them."""
+    from iobs.data import made_questions, read_questions
+    from iobs.evaluate import answer, evaluate_tasks
+
     folder = stand_in_folder()
-    if request.stand_in:
-        return mmlu.made() if folder is None else mmlu.read(folder / "mmlu" / "mmlu.jsonl.gz", subjects=5, each=10)
-    return mmlu.read(Path("mmlu.jsonl.gz"))
+    if request.questions is not None:
+        questions = read_questions(request.questions, each=request.limit)
+    elif request.stand_in and folder is not None:
+        questions = read_questions(folder / "mmlu" / "mmlu.jsonl.gz", subjects=5, each=request.limit or 10)
+    elif request.stand_in:
+        questions = made_questions()
+    else:
+        return lambda: {"mmlu": evaluate_tasks(loaded, ["mmlu"], shots=5, limit=request.limit)["mmlu/acc"]}
+
+    def score() -> Scores:
+        table, cut = answer(loaded, questions)
+        return {"mmlu": table["average"], "cut prompts": float(cut), "prompts": float(len(questions.test))}
+
+    return score
 
 
 def _draw(name: str, scores: list[Scores], file: Path) -> Path:

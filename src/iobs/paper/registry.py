@@ -24,12 +24,24 @@ class Request:
         seed: of every random choice.
         output: folder for pictures and logs, or None to write nothing.
         say: told, in one line each, what is being done.
+        model: MODEL to run on instead of the paper's.
+        data: calibration data instead of the paper's, as --data has it.
+        eval_data: what to score on instead; of language models one for each corpus of the table.
+        questions: a file of MMLU's questions; without it lm-eval fetches them.
+        rounds: rounds instead of the paper's.
+        limit: pictures or windows scored at most, or questions of a subject.
     """
 
     stand_in: bool
     seed: int
     output: Path | None
     say: Callable[[str], None]
+    model: str | None = None
+    data: tuple[str, ...] = ()
+    eval_data: tuple[str, ...] = ()
+    questions: Path | None = None
+    rounds: int | None = None
+    limit: int | None = None
 
 
 @dataclass(frozen=True)

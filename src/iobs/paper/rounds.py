@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from iobs.errors import DataError
 from iobs.paper.registry import Request, Row
 
 if TYPE_CHECKING:
@@ -57,8 +58,12 @@ def iterate(
     score: Callable[[nn.Module], Scores],
     say: Callable[[str], None],
     skip: Sequence[str] = (),
+    scored: Collection[int] | None = None,
 ) -> list[Scores]:
-    """Project, score, step without a mask, and again; scores of the dense network first, then of every projection."""
+    """Project, score, step without a mask, and again; scores of the dense network first, then of every projection.
+
+    Only the rounds in `scored` are scored where it is given; the others' scores are empty.
+    """
     from iobs import GradientStep, Unstructured, prune
     from iobs.prune.batches import Part, size
     from iobs.prune.layers import select
@@ -89,8 +94,8 @@ def iterate(
             holdout=0.0,
             skip=[*skip] or None,
         )
-        scores.append(score(model))
-        say(f"round {index + 1} of {settings.rounds}: {_shown(scores[-1])}")
+        scores.append(score(model) if scored is None or index + 1 in scored else {})
+        say(f"round {index + 1} of {settings.rounds}{': ' if scores[-1] else ''}{_shown(scores[-1])}")
         if index + 1 < settings.rounds:
             if trainer is None:
                 named = dict(model.named_parameters())
@@ -136,8 +141,26 @@ def starred(rows: list[Row], lowest: bool) -> list[Row]:
     return [Row(row.setting, f"{row.method} *", row.published, row.measured) if row is best else row for row in rows]
 
 
+def chosen(table: Mapping[str, Settings], request: Request) -> dict[str, Settings]:
+    """A table's settings as the request changes them: all of it, or only the entry that the user's model belongs to.
+
+    A model belongs to the entry whose name is part of its own; any other takes the first entry's settings.
+    """
+    entries = dict(table)
+    if request.model is not None:
+        plain = request.model.lower().replace("_", "-")
+        names = [name for name in table if name.lower() in plain]
+        first = next(iter(table.values()))
+        entries = {name: replace(table[name], model=request.model) for name in names}
+        entries = entries or {request.model: replace(first, model=request.model)}
+    return {
+        name: replace(settings, data=", ".join(request.data) or settings.data, rounds=request.rounds or settings.rounds)
+        for name, settings in entries.items()
+    }
+
+
 def language_model(settings: Settings, request: Request) -> LoadedModel:
-    """The paper's language model in float32, or the embedded one."""
+    """The model in float32, or the embedded one."""
     import torch
 
     from iobs.models import load
@@ -145,30 +168,36 @@ def language_model(settings: Settings, request: Request) -> LoadedModel:
     return load(None if request.stand_in else settings.model, dtype=torch.float32)
 
 
-def calibration(loaded: LoadedModel, settings: Settings, request: Request) -> list[Any]:
-    """The paper's calibration data, or the embedded text."""
+def calibration(loaded: LoadedModel, settings: Settings, request: Request, batch: int = 8) -> list[Any]:
+    """The paper's calibration data, the user's, or with a stand-in the embedded text."""
     from iobs.data import calibration_batches, open_source
 
-    source = open_source([] if request.stand_in else [settings.data], "calibration", loaded)
-    return [
-        *calibration_batches(
-            source, loaded, samples=settings.samples, length=settings.length, seed=request.seed, batch=8
-        )
-    ]
+    usual = [] if request.stand_in else [settings.data]
+    source = open_source([*request.data] or usual, "calibration", loaded)
+    return calibration_batches(
+        source, loaded, samples=settings.samples, length=settings.length, seed=request.seed, batch=batch
+    )
 
 
 def perplexities(loaded: LoadedModel, corpora: Sequence[str], length: int, request: Request) -> Scores:
-    """Perplexity of a model on each corpus; with a stand-in on the held-out embedded text."""
+    """Perplexity of a model on each corpus, or on the user's texts in its place; with a stand-in on the embedded text.
+
+    Raises:
+        DataError: the user's texts are not one for each corpus.
+    """
     from iobs.data import open_source
     from iobs.evaluate import evaluate
 
+    def score(specs: list[str], limit: int | None) -> float:
+        source = open_source(specs, "evaluation", loaded)
+        return evaluate(loaded, source, length=length, limit=limit)["perplexity"]
+
     if request.stand_in:
-        score = evaluate(loaded, open_source([], "evaluation", loaded), length=length, limit=32)["perplexity"]
-        return dict.fromkeys(corpora, score)
-    return {
-        corpus: evaluate(loaded, open_source([corpus], "evaluation", loaded), length=length)["perplexity"]
-        for corpus in corpora
-    }
+        return dict.fromkeys(corpora, score([], request.limit or 32))
+    if request.eval_data and len(request.eval_data) != len(corpora):
+        raise DataError(f"Give one --eval-data for each of {', '.join(corpora)}, in this order, or none.")
+    specs = request.eval_data or tuple(corpora)
+    return {corpus: score([spec], request.limit) for corpus, spec in zip(corpora, specs, strict=True)}
 
 
 def stand_in_folder() -> Path | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from iobs.errors import DataError
 from iobs.paper.registry import Experiment, Request, Results, Row
 from iobs.paper.rounds import Measured, Settings
+from iobs.paper.vision import Network, on_pictures, stand_in
 
 SPARSITIES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 # Top-1 accuracy in per cent of I-OBS and CBS; dense 71.95.
@@ -21,27 +23,38 @@ SETTINGS = [Settings("MobileNetV1 1.0 of STR", "ImageNet", 400, 0, sparsity, 1, 
 
 def run(request: Request) -> Results:
     """One projection at each sparsity; depthwise convolutions stay dense."""
-    if not request.stand_in:
+    if request.stand_in:
+        network = stand_in("mobilenet", request, SETTINGS[0].samples)
+    elif request.model is None:
         raise DataError(
-            "The MobileNetV1 of STR is not in timm: prune your copy with `iobs prune FILE.py:function --data FOLDER "
-            "--sparsity 0.7`, or run the stand-in with --stand-in."
+            "The MobileNetV1 of STR is in no library: give yours with --model FILE.py:function (or any other network, "
+            "as timm:NAME), and pictures with --data and --eval-data; or run the stand-in with --stand-in."
         )
-    from iobs import Unstructured, prune
-    from iobs.evaluate import accuracy
-    from iobs.paper.vision import stand_in
+    else:
+        network = on_pictures(replace(SETTINGS[0], model=request.model), request)
+    rows, origin = _rows(network, request)
+    notes = [
+        f"Measured on {origin}; published is MobileNetV1 1.0 on all of ImageNet. Compare drops, not values.",
+        "Depthwise convolutions stay dense and uncounted, as in the paper; its number of rounds is not stated.",
+    ]
+    return Results("Top-1 accuracy in per cent", rows, notes)
 
-    module, batches, test, origin = stand_in("mobilenet", request, SETTINGS[0].samples)
+
+def _rows(network: Network, request: Request) -> tuple[list[Row], str]:
+    from iobs import Unstructured, prune
+
+    module, batches, accuracy, origin = network
     measured = Measured(request, "table-cbs")
-    dense = measured.get(f"dense {origin}", SETTINGS[0], lambda: [{"accuracy": accuracy(module, test)}])
+    dense = measured.get(f"dense {origin}", SETTINGS[0], lambda: [{"accuracy": accuracy(module)}])
     rows = [Row("0 %", "dense", DENSE, dense[0]["accuracy"])]
     for index, settings in enumerate(SETTINGS):
         scores = {}
         for method, solver in (("I-OBS", "admm"), ("SparseGPT", "sparsegpt")):
 
             def compute(solver: str = solver, settings: Settings = settings) -> list[dict[str, float]]:
-                network: Any = copy.deepcopy(module)
-                prune(network, batches, Unstructured(settings.sparsity), solver=solver, budget="fast", holdout=0.0)
-                return [{"accuracy": accuracy(network, test)}]
+                changed: Any = copy.deepcopy(module)
+                prune(changed, batches, Unstructured(settings.sparsity), solver=solver, budget="fast", holdout=0.0)
+                return [{"accuracy": accuracy(changed)}]
 
             scores[method] = measured.get(f"{method} {origin}", settings, compute)[0]["accuracy"]
             request.say(f"{settings.sparsity:.0%}, {method}: {scores[method]:.2f}")
@@ -49,11 +62,7 @@ def run(request: Request) -> Results:
         rows += [Row(setting, "I-OBS", PUBLISHED["I-OBS"][index], scores["I-OBS"])]
         rows += [Row(setting, "SparseGPT", None, scores["SparseGPT"])]
         rows += [Row(setting, "CBS", PUBLISHED["CBS"][index], None)]
-    notes = [
-        f"Measured on {origin}; published is MobileNetV1 1.0 on all of ImageNet. Compare drops, not values.",
-        "Depthwise convolutions stay dense and uncounted, as in the paper; its number of rounds is not stated.",
-    ]
-    return Results("Top-1 accuracy in per cent", rows, notes)
+    return rows, origin
 
 
 EXPERIMENT = Experiment(

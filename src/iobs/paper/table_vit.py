@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from fnmatch import fnmatch
 
-from iobs.errors import DataError
 from iobs.paper.registry import Experiment, Request, Results, Row
-from iobs.paper.rounds import Measured, Settings, iterate, starred
+from iobs.paper.rounds import Measured, Settings, chosen, iterate, starred
+from iobs.paper.vision import Network, on_pictures, stand_in
 
 SETTINGS = {
     name: Settings(f"timm:deit_{size}_patch16_224", "an ImageNet folder", 128, 0, 0.5, 100, 0.01)
@@ -21,37 +21,44 @@ PUBLISHED = {
     "DeiT-Base": (81.91, 80.29, 80.30, 80.37, 80.42, 80.46, 80.43),
 }
 DENSE_PARTS = ("patch*", "head*")  # query, key, value, projection and fully connected layers are pruned
+MEASURE = "Top-1 accuracy in per cent; * is the best round"
+SAME_SAMPLES = "Each round sees the same 128 samples."
 
 
 def run(request: Request) -> Results:
-    """The three DeiT, or a small transformer for ten rounds."""
-    if not request.stand_in:
-        raise DataError(
-            "DeiT needs ImageNet: prune it with `iobs prune timm:deit_tiny_patch16_224 --recipe paper --rounds 100 "
-            "--skip 'patch*' --skip 'head*' --data FOLDER`, or run the stand-in with --stand-in."
-        )
-    from iobs.evaluate import accuracy
-    from iobs.paper.vision import stand_in
+    """The three DeiT or the user's own network on pictures, or a small transformer for ten rounds."""
+    if request.stand_in:
+        settings = replace(SETTINGS["DeiT-Tiny"], rounds=request.rounds or 10)
+        network = stand_in("vit", request, settings.samples)
+        rows, origin = _rows("DeiT-Tiny / stand-in", settings, network, request)
+        notes = [f"Measured on {origin}; published is DeiT-Tiny on ImageNet.", SAME_SAMPLES]
+        return Results(MEASURE, rows, notes)
+    rows = []
+    for name, settings in chosen(SETTINGS, request).items():
+        rows += _rows(name, settings, on_pictures(settings, request), request)[0]
+    return Results(MEASURE, rows, [SAME_SAMPLES])
 
-    settings = replace(SETTINGS["DeiT-Tiny"], rounds=10)
-    module, batches, test, origin = stand_in("vit", request, settings.samples)
 
-    def score(network: Any) -> dict[str, float]:
-        return {"accuracy": accuracy(network, test)}
+def _rows(name: str, settings: Settings, network: Network, request: Request) -> tuple[list[Row], str]:
+    module, batches, accuracy, origin = network
+    from iobs.prune.layers import find_layers
 
+    at = {*ITERATIONS, settings.rounds} if settings.rounds > 10 else set(range(1, settings.rounds + 1))
+    dense = [part for part in DENSE_PARTS if any(fnmatch(layer.name, part) for layer in find_layers(module))]
     scores = Measured(request, "table-vit").get(
-        origin, settings, lambda: iterate(module, batches, settings, score, request.say, DENSE_PARTS)
+        origin,
+        settings,
+        lambda: iterate(
+            module, batches, settings, lambda changed: {"accuracy": accuracy(changed)}, request.say, dense, at
+        ),
     )
-    published = dict(zip((0, *ITERATIONS), PUBLISHED["DeiT-Tiny"], strict=True))
-    rows = [
-        Row("DeiT-Tiny / stand-in", "dense" if i == 0 else f"{i} rounds", published.get(i), score_["accuracy"])
-        for i, score_ in enumerate(scores)
+    published = dict(zip((0, *ITERATIONS), PUBLISHED.get(name.split(" ")[0], ()), strict=False))
+    found = [
+        Row(name, "dense" if index == 0 else f"{index} rounds", published.get(index), entry["accuracy"])
+        for index, entry in enumerate(scores)
+        if entry
     ]
-    return Results(
-        "Top-1 accuracy in per cent; * is the best round",
-        starred(rows, lowest=False),
-        [f"Measured on {origin}; published is DeiT-Tiny on ImageNet.", "Each round sees the same 128 samples."],
-    )
+    return starred(found, lowest=False), origin
 
 
 EXPERIMENT = Experiment("table-vit", "Table 1", "DeiT at 50 %, 100 rounds", run, "a small vision transformer")

@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
+from iobs.errors import DataError
 from iobs.paper.registry import Request
-from iobs.paper.rounds import stand_in_folder
+from iobs.paper.rounds import Settings, calibration, stand_in_folder
 
-Network = tuple[Any, list[Any], list[Any], str]  # module, calibration and evaluation batches, where they come from
+# The module, its calibration batches, what scores it (top-1 in per cent), and where all this comes from.
+Network = tuple[Any, list[Any], Callable[[Any], float], str]
+
+
+def on_pictures(settings: Settings, request: Request) -> Network:
+    """A network on the user's pictures, through its own transforms where it is one of timm's.
+
+    Raises:
+        DataError: no pictures to calibrate or to score on were named.
+    """
+    if not request.data or not request.eval_data:
+        raise DataError(
+            f"{settings.model} needs pictures: --data FOLDER to calibrate on (of ImageNet's training pictures) and "
+            "--eval-data FOLDER to score on (its validation pictures, a folder a class); or run with --stand-in."
+        )
+    from dataclasses import replace
+
+    from iobs.data import open_source
+    from iobs.evaluate import evaluate
+    from iobs.models import load
+
+    loaded = load(settings.model)
+    test = open_source([*request.eval_data], "evaluation", loaded)
+
+    def accuracy(module: Any) -> float:
+        return evaluate(replace(loaded, module=module), test, limit=request.limit)["accuracy"]
+
+    return loaded.module, calibration(loaded, settings, request, batch=16), accuracy, settings.model
 
 
 def stand_in(kind: str, request: Request, samples: int) -> Network:
@@ -30,11 +59,19 @@ def stand_in(kind: str, request: Request, samples: int) -> Network:
     if kind == "vit":
         images, labels = zoo.cifar10("train10k", "vit")
         test, answers = zoo.cifar10("test5000", "vit")
-        calibration = _batches(images[:samples], labels[:samples])
-        return zoo.vit_cifar(), calibration, _batches(test[:1000], answers[:1000]), "a ViT of width 128 on CIFAR-10"
+        pictures = _batches(images[:samples], labels[:samples])
+        scored = _accuracy_on(_batches(test[:1000], answers[:1000]))
+        return zoo.vit_cifar(), pictures, scored, "a ViT of width 128, scored on 1,000 pictures of CIFAR-10"
     images, labels = zoo.imagenet_samples()
-    pairs = _batches(images[:samples], labels[:samples], 16), _batches(images[-200:], labels[-200:], 16)
-    return zoo.mobilenet_v1(), *pairs, "MobileNetV1 of width 0.75, scored on 200 pictures"
+    scored = _accuracy_on(_batches(images[-200:], labels[-200:], 16))
+    pictures = _batches(images[:samples], labels[:samples], 16)
+    return zoo.mobilenet_v1(), pictures, scored, "MobileNetV1 of width 0.75, scored on 200 pictures"
+
+
+def _accuracy_on(pictures: list[Any]) -> Callable[[Any], float]:
+    from iobs.evaluate import accuracy
+
+    return lambda module: accuracy(module, pictures)
 
 
 def _batches(images: Any, labels: Any, size: int = 64) -> list[Any]:
@@ -64,7 +101,8 @@ def _made(kind: str, request: Request, samples: int) -> Network:
         functional.cross_entropy(network(images), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert isinstance(network, nn.Module)
-    return network.eval(), _batches(*draw(samples)), _batches(*draw(1000)), f"a tiny {kind} trained on made patterns"
+    scored = _accuracy_on(_batches(*draw(1000)))
+    return network.eval(), _batches(*draw(samples)), scored, f"a tiny {kind} trained on made patterns"
 
 
 def _tiny_convolutional() -> Any:

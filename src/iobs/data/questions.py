@@ -1,4 +1,4 @@
-"""MMLU with five examples in the prompt, answered by the likeliest of four letters."""
+"""Questions with four answers in the shape of MMLU, and the prompts that they become."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from iobs.errors import DataError
-
-if TYPE_CHECKING:
-    from iobs.models import LoadedModel
 
 LETTERS = "ABCD"
 
@@ -36,8 +32,10 @@ class Questions:
     examples: dict[str, list[Question]]
 
 
-def read(file: Path, subjects: int | None = None, each: int | None = None) -> Questions:
+def read_questions(file: Path, subjects: int | None = None, each: int | None = None) -> Questions:
     """Questions from a .jsonl or .jsonl.gz with the keys split, subject, question, choices and answer.
+
+    Lines whose split is "dev" are the examples.
 
     Args:
         file: the file.
@@ -54,14 +52,21 @@ def read(file: Path, subjects: int | None = None, each: int | None = None) -> Qu
             for line in opened:
                 entry = json.loads(line)
                 question = Question(entry["subject"], entry["question"], tuple(entry["choices"]), int(entry["answer"]))
+                if len(question.choices) != len(LETTERS) or not 0 <= question.answer < len(LETTERS):
+                    raise ValueError(f"a question has {len(question.choices)} choices and answer {question.answer}")
                 (examples if entry["split"] == "dev" else test)[question.subject].append(question)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{file} holds no MMLU questions ({error}).") from error
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{file} holds no questions ({type(error).__name__}: {error}); it takes one JSON object a line with split "
+            '("dev" or "test"), subject, question, choices (four) and answer (an index).'
+        ) from error
+    if not test:
+        raise DataError(f"{file} holds no question to answer: every line is an example.")
     names = sorted(test)[:subjects]
     return Questions([question for name in names for question in test[name][:each]], dict(examples))
 
 
-def made(subjects: int = 5, each: int = 8) -> Questions:
+def made_questions(subjects: int = 5, each: int = 8) -> Questions:
     """Sums in the shape of MMLU, for where its questions are not at hand."""
 
     def question(subject: int, index: int) -> Question:
@@ -75,38 +80,13 @@ def made(subjects: int = 5, each: int = 8) -> Questions:
 
 
 def prompt(question: Question, examples: Sequence[Question]) -> str:
-    """The usual five-shot prompt; it ends where the answer's letter comes."""
+    """The usual prompt of MMLU, its examples first; it ends where the answer's letter comes."""
     subject = question.subject.replace("_", " ")
     parts = [f"The following are multiple choice questions (with answers) about {subject}.\n"]
-    parts += [f"{_stated(example)} {LETTERS[example.answer]}\n" for example in examples[:5]]
+    parts += [f"{_stated(example)} {LETTERS[example.answer]}\n" for example in examples]
     return "\n".join([*parts, _stated(question)])
 
 
 def _stated(question: Question) -> str:
     choices = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, question.choices, strict=True))
     return f"{question.question.strip()}\n{choices}\nAnswer:"
-
-
-def score(loaded: LoadedModel, questions: Questions) -> tuple[dict[str, float], int]:
-    """Accuracy by subject, with `average` over all questions, and how many prompts were cut on the left.
-
-    Raises:
-        ModelError: the model has no tokenizer.
-    """
-    import torch
-
-    tokenizer: Any = loaded.require_tokenizer()
-    letters = [tokenizer([f" {letter}"], verbose=False)["input_ids"][0][-1] for letter in LETTERS]
-    device = next(loaded.module.parameters()).device
-    hits: dict[str, list[bool]] = defaultdict(list)
-    cut = 0
-    for question in questions.test:
-        text = prompt(question, questions.examples.get(question.subject, []))
-        tokens = tokenizer([text], verbose=False)["input_ids"][0]
-        if loaded.context is not None and len(tokens) > loaded.context:
-            tokens, cut = tokens[-loaded.context :], cut + 1
-        with torch.no_grad():
-            logits = loaded.module(input_ids=torch.tensor([tokens], device=device)).logits[0, -1, letters]
-        hits[question.subject].append(int(logits.argmax()) == question.answer)
-    table = {subject: sum(right) / len(right) for subject, right in hits.items()}
-    return {**table, "average": sum(map(sum, hits.values())) / len(questions.test)}, cut
