@@ -31,7 +31,7 @@ from iobs.prune.audit import asked_zeros
 from iobs.prune.batches import Batch
 from iobs.prune.checkpoint import Journal, identity_of
 from iobs.prune.layers import Layer, Selection, select
-from iobs.prune.memory import MemoryWatch
+from iobs.prune.memory import MemoryWatch, give_back_what_is_freed
 from iobs.prune.network import evaluating
 from iobs.prune.plan import Plan, plan
 from iobs.prune.progress import Progress, Quiet
@@ -194,6 +194,7 @@ def prune_directory(
             "need the whole network in memory: use iobs.prune for those."
         )
     check_output(Path(output))
+    give_back_what_is_freed()
     started = time.perf_counter()
     collected = data_batches.collect(batches)
     streamed = StreamedModel.open(Path(source), include, skip, device=device, arithmetic=arithmetic)
