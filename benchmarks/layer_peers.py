@@ -42,11 +42,16 @@ class Peers:
         return layer
 
     def sparsegpt(self, weight: Tensor, gram: Tensor, sparsity: float, nm: tuple[int, int] | None) -> Tensor:
-        """`nm` is (kept, of); SparseGPT itself counts the pruned."""
+        """`nm` is (kept, of); SparseGPT itself counts the pruned.
+
+        Unstructured, its code removes one entry a block more than it is asked for: it is asked for half a one less.
+        """
         layer = self._layer(weight)
         pruner = self.sparsegpt_file.SparseGPT(layer)
         pruner.H = gram.float().clone()
         keep, of = nm or (0, 0)
+        if nm is None:
+            sparsity -= 0.5 / (weight.shape[0] * min(128, weight.shape[1]))
         with contextlib.redirect_stdout(io.StringIO()):
             pruner.fasterprune(sparsity, prunen=of - keep, prunem=of, percdamp=DAMPING)
         return layer.weight.data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from iobs.core.patterns import Pattern
@@ -13,6 +14,8 @@ from iobs.prune.settings import Settings
 from iobs.prune.spread import patterns_of_groups
 from iobs.solvers import solve
 
+SEARCH_COLUMNS = 256  # from which a problem is handed to its solver in float32: half the time of whatever follows
+
 
 def solve_layer(
     layer: Layer,
@@ -23,7 +26,7 @@ def solve_layer(
     settings: Settings,
     old: Tensor | None = None,
 ) -> list[Solution]:
-    """Solve one layer, group by group.
+    """Solve one layer, group by group. Grams are summed in float64; wide problems are then solved in float32.
 
     Args:
         layer: its address.
@@ -38,9 +41,12 @@ def solve_layer(
     solutions = []
     for part, piece in enumerate(patterns_of_groups(layer, pattern)):
         own = slice(part * rows, (part + 1) * rows)
+        problem = quadratic(statistics.calibration, part, target[own], current[own], same=target is current)
+        if problem.shape[1] >= SEARCH_COLUMNS:
+            problem = problem.to(torch.float32)
         solutions.append(
             solve(
-                quadratic(statistics.calibration, part, target[own], current[own], same=target is current),
+                problem,
                 piece,
                 settings.solver,
                 refine=settings.refine if old is None else keeping(old[own], settings.refine),
