@@ -31,7 +31,7 @@ def refit_loosely(objective: Objective, support: Indices, start: Array, *, steps
     for _ in range(steps):
         direction, hessian = _conjugate_gradients(objective, fit)
         decrease = -float(fit.gradient[support] @ direction)
-        better = line_search(objective, fit, direction, decrease)
+        better = line_search(objective, fit, direction, decrease, max(abs(fit.value), 1e-4))
         if better is None:
             break
         hessian = _updated(hessian, (better.theta - fit.theta)[support], (better.gradient - fit.gradient)[support])
@@ -63,12 +63,13 @@ def refit_exactly(
     fit = _begin(objective, support, start) if begun is None else begun
     fresh = block is None
     hessian = objective.hessian_block(fit.theta, support) if block is None else block
-    previous = np.inf
+    previous, size = np.inf, max(abs(fit.value), 1e-4)
     for _ in range(steps):
         gradient = fit.gradient[support]
         direction = newton_direction(hessian, gradient)
         decrease = -float(gradient @ direction)
-        better = None if not fresh and decrease > _SLOW * previous else line_search(objective, fit, direction, decrease)
+        slow = not fresh and decrease > _SLOW * previous
+        better = None if slow else line_search(objective, fit, direction, decrease, size)
         if better is None:
             if fresh:
                 break
@@ -77,7 +78,7 @@ def refit_exactly(
         moved = (better.theta - fit.theta)[support]
         hessian = _updated(hessian, moved, better.gradient[support] - gradient)
         fit, previous, fresh = better, decrease, False
-        if decrease <= 1e-26 * max(abs(fit.value), 1e-4):
+        if decrease <= 1e-28 * size:
             break
     return fit
 
@@ -92,25 +93,25 @@ def _begin(objective: Objective, support: Indices, start: Array) -> Fit:
     return Fit(support, theta, value, gradient)
 
 
-def line_search(objective: Objective, fit: Fit, direction: Array, decrease: float) -> Fit | None:
+def line_search(objective: Objective, fit: Fit, direction: Array, decrease: float, size: float) -> Fit | None:
     """The first of 1, 1/2, 1/4, ... along a direction on the support that lowers f enough.
 
-    Close to a minimum rounding hides the change of f. There a full step counts if the slope along it has all but
-    vanished (the approximate Wolfe condition of Hager and Zhang 2005), which the gradient still tells.
+    Close to a minimum rounding, relative to a value `size` that f had on the way, hides the change of f. There a step
+    counts if it halves the slope along it (compare the approximate Wolfe condition of Hager and Zhang 2005), which the
+    gradient still tells.
     """
-    rounding = 1e-15 * max(abs(fit.value), 1e-300)
+    rounding = 1e-9 * size
     length = 1.0
     for _ in range(30):
         theta = fit.theta.copy()
         theta[fit.support] += length * direction
         value, gradient = objective.value_and_gradient(theta)
         if np.isfinite(value):
-            slope = abs(float(gradient[fit.support] @ direction))
-            lower = value <= fit.value - 1e-4 * length * decrease + rounding
-            flat = slope <= 0.1 * decrease <= 1e-6 and value <= fit.value + 1e-9 * max(abs(fit.value), 1e-4)
-            if lower or flat:
+            lower = value <= fit.value - 1e-4 * length * decrease
+            flat = decrease <= rounding and abs(float(gradient[fit.support] @ direction)) <= 0.5 * decrease
+            if lower or (flat and value <= fit.value + rounding):
                 return Fit(fit.support, theta, value, gradient)
-        if length * decrease <= rounding:
+        if length * decrease <= 1e-7 * rounding:
             return None
         length *= 0.5
     return None
