@@ -34,11 +34,11 @@ def test_best_says_what_it_picked_and_keeps_the_best():
     report = iobs.prune(model, data, iobs.Unstructured(0.8), recipe="best")
     story = " ".join(report.notes)
     assert "Estimated time" in story
-    assert "Learning rate" in story
+    assert "learning rate" in story
     assert "first projection leaves" in story
     assert report.best.loss_heldout <= report.rounds[0].loss_heldout
     assert report.rounds[-1].kind == "polish"
-    assert report.settings["step"]["lr"] != "auto"
+    assert "auto" not in (report.settings["polish"]["lr"], report.settings["polish"]["optimizer"])
 
 
 def test_best_leaves_patterns_that_fix_every_layer_alone():
@@ -53,7 +53,8 @@ def test_explicit_arguments_override_a_recipe():
     assert (settings.rounds, settings.allocation, settings.target) == (3, "uniform", "current")
     assert settings.step == RECIPES["best"]["step"]
     assert resolve(None, {"rounds": 4}).step == RECIPES["best"]["step"]
-    assert resolve("best", {"rounds": 1}).polish is None
+    assert resolve("best", {"rounds": 1}).polish == RECIPES["best"]["polish"]
+    assert resolve(None, {"rounds": 1}).polish is None
 
 
 def test_unknown_recipe():

@@ -92,6 +92,9 @@ def test_impossible_steps(settings):
         GradientStep(**settings)
 
 
+RATES = (5e-5, 1.5e-4, 5e-4, 1.5e-3, 4e-3)
+
+
 def test_rates_are_tried_upwards_until_they_do_harm():
     seen = []
 
@@ -99,7 +102,7 @@ def test_rates_are_tried_upwards_until_they_do_harm():
         seen.append(rate)
         return abs(rate - 4e-4) + 1e-4
 
-    rate, losses = best_rate(trial)
+    rate, losses = best_rate(trial, RATES)
     assert rate == 5e-4
     assert list(losses) == sorted(seen)
     assert max(seen) < 4e-3
@@ -111,4 +114,4 @@ def test_divergence_ends_the_search():
             raise NonFiniteError("diverged")
         return 1.0
 
-    assert best_rate(trial)[0] == 5e-5
+    assert best_rate(trial, RATES)[0] == 5e-5

@@ -93,6 +93,9 @@ def prune(
     loss: Annotated[
         str | None, _option("NAME", "task (default), kl to the dense model, or block for its blocks' outputs.", _STEPS)
     ] = None,
+    polish: Annotated[
+        int | None, _option("N", "Steps on the final support, after the last round; best takes 300.", _STEPS, least=1)
+    ] = None,
     include: Annotated[
         list[str] | None, _option("PATTERN", "Prune only these layers: `*.mlp.*` or re:EXPRESSION; repeat.", _LAYERS)
     ] = None,
@@ -153,6 +156,7 @@ def prune(
         "schedule": schedule,
         "data": "fresh" if fresh_data else None,
         "step": _step(recipe, rounds, {"steps": steps, "lr": lr, "optimizer": optimizer, "loss": loss}),
+        "polish": _polish(recipe, polish),
         "batch_norm": batch_norm,
         "depthwise": depthwise or None,
         "keep_zeros": keep_zeros or None,
@@ -209,9 +213,20 @@ def _step(recipe: str | None, rounds: int | None, given: dict[str, Any]) -> Grad
         except ValueError:
             raise typer.BadParameter("give a number or auto", param_hint="--lr") from None
     usual = resolve(recipe, {}).step
+    if usual is not None and usual.optimizer == "auto" and given.get("lr", "auto") != "auto":
+        given = {"optimizer": "adam", **given}
     if usual is None and (rounds or 1) < 2:
         raise typer.BadParameter("steps are taken between rounds: give --rounds 2 or more", param_hint="--rounds")
     return GradientStep(**given) if usual is None else replace(usual, **given)
+
+
+def _polish(recipe: str | None, steps: int | None) -> GradientStep | None:
+    """The polish of a recipe, or else that of "best", with another number of steps; None where none was given."""
+    from iobs.prune.settings import resolve
+
+    usual = resolve(recipe, {}).polish or resolve("best", {}).polish
+    assert usual is not None
+    return None if steps is None else replace(usual, steps=steps)
 
 
 def _pattern(sparsity: float | None, text: str | None) -> Pattern:

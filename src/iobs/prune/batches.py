@@ -36,9 +36,11 @@ def collect(batches: Iterable[Batch] | Batch) -> list[Batch]:
 
 
 def tensors(batch: Batch) -> list[Tensor]:
-    """The tensors of a batch."""
+    """The tensors of a batch, those of a mapping within a tuple too."""
+    if isinstance(batch, Tensor):
+        return [batch]
     values: Iterable[Any] = batch.values() if isinstance(batch, Mapping) else batch
-    return [batch] if isinstance(batch, Tensor) else [value for value in values if isinstance(value, Tensor)]
+    return [tensor for value in values if isinstance(value, (Tensor, Mapping)) for tensor in tensors(value)]
 
 
 def size(batch: Batch, index: int = 0) -> int:
@@ -75,9 +77,13 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     if isinstance(batch, Tensor):
         return change(batch)
+
+    def changed(value: Any) -> Any:
+        return _map(value, change) if isinstance(value, (Tensor, Mapping)) else value
+
     if isinstance(batch, Mapping):
-        return {key: change(value) if isinstance(value, Tensor) else value for key, value in batch.items()}
-    return tuple(change(value) if isinstance(value, Tensor) else value for value in batch)
+        return {key: changed(value) for key, value in batch.items()}
+    return tuple(map(changed, batch))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -11,13 +12,12 @@ from torch import Tensor
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Solution
 from iobs.errors import NonFiniteError
-from iobs.prune import steps as gradient_steps
 from iobs.prune.allocation import as_allocation, can_allocate, uniform
 from iobs.prune.gram import Statistics
 from iobs.prune.layers import Layer
 from iobs.prune.record import AllocationRecord, RoundRecord
 from iobs.prune.sensitivity import Planner
-from iobs.prune.steps import GradientStep
+from iobs.prune.steps import GradientStep, Optimizer
 
 if TYPE_CHECKING:
     from iobs.prune.run import Run
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 _DAMAGE = 0.2  # held-out KL of the first projection, in nats, above which rounds of growing sparsity pay
 _DENSE_CAUTION = 3.0  # steps on dense weights are this much smaller than those on a fixed support
 _TRIAL_STEPS = 12  # of a learning rate's trial
-_RATES = (5e-5, 1.5e-4, 5e-4, 1.5e-3, 4e-3)
+_RATES: dict[str, tuple[float, ...]] = {
+    "adam": (5e-5, 1.5e-4, 5e-4, 1.5e-3, 4e-3),
+    "momentum": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "sgd": (1e-2, 3e-2, 1e-1, 3e-1, 1.0),
+}
+_AUTO: tuple[Optimizer, ...] = ("adam", "momentum")
 _HOPELESS = 1.3  # a rate this much worse than the best ends the search: larger ones are worse still
 
 
@@ -40,9 +45,7 @@ def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:
         return run.solve(layer, statistics, dense, dense, pattern, budget="fast")
 
-    assert run.reference is not None
-    divergence = gradient_steps.kl_to(run.reference)
-    planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, divergence, run.settings.seed)
+    planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, run.settings.seed)
     return planner.allocate(run.pattern, allocation)
 
 
@@ -60,33 +63,37 @@ def settle(run: Run, first: RoundRecord) -> None:
         settings = replace(settings, schedule="cubic", rounds=settings.rounds if grow else 1)
     steps = [step for step in (settings.step, settings.polish) if step is not None]
     if any(step.lr == "auto" for step in steps):
-        rate = _best_rate(run, next(step for step in reversed(steps) if step.lr == "auto"))
+        found = _best_descent(run, next(step for step in reversed(steps) if step.lr == "auto"))
         settings = replace(
-            settings,
-            step=_with_rate(settings.step, rate / _DENSE_CAUTION),
-            polish=_with_rate(settings.polish, rate),
+            settings, step=_settled(settings.step, *found), polish=_settled(settings.polish, *found, caution=1.0)
         )
     run.settings = settings
 
 
-def _best_rate(run: Run, step: GradientStep) -> float:
-    """The learning rate whose short run on the first projection's support leaves the least held-out loss."""
+def _best_descent(run: Run, step: GradientStep) -> tuple[Optimizer, float]:
+    """The optimizer and rate whose short run on the first projection's support leaves the least held-out loss."""
     start = run.snapshot()
     masks = run.masks()
 
-    def trial(rate: float) -> float:
+    def trial(optimizer: Optimizer, rate: float) -> float:
         run.restore(start)
-        short = replace(step, lr=rate, steps=_TRIAL_STEPS, decay=True)
+        short = replace(step, lr=rate, optimizer=optimizer, steps=_TRIAL_STEPS, decay=True)
         run.trainer(short, _TRIAL_STEPS, masks).run(run.fit, lambda done, total, loss: None)
         loss = run.measure(run.heldout if run.heldout.batches else run.fit)
         assert loss is not None
         return loss
 
-    rate, losses = best_rate(trial)
+    tried: dict[tuple[Optimizer, float], float] = {}
+    for optimizer in _AUTO if step.optimizer == "auto" else (step.optimizer,):
+        _, losses = best_rate(partial(trial, optimizer), _RATES[optimizer])
+        tried |= {(optimizer, rate): loss for rate, loss in losses.items()}
     run.restore(start)
-    tried = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in losses.items())
-    run.note(f"Learning rate {rate:g}, by the held-out loss after {_TRIAL_STEPS} steps ({tried}).")
-    return rate
+    best = min(tried, key=lambda pair: tried[pair], default=(_AUTO[0], _RATES[_AUTO[0]][0]))
+    listed = ", ".join(f"{optimizer} {rate:g}: {loss:.4g}" for (optimizer, rate), loss in tried.items())
+    run.note(
+        f"Steps of {best[0]} with learning rate {best[1]:g}: least held-out loss after {_TRIAL_STEPS} steps ({listed})."
+    )
+    return best
 
 
 def _criterion(pattern: Pattern, layers: int, generations: int) -> Literal["uniform", "kl", "evolve"]:
@@ -96,25 +103,30 @@ def _criterion(pattern: Pattern, layers: int, generations: int) -> Literal["unif
     return "evolve" if layers * (layers - 1) // 2 <= generations else "kl"
 
 
-def _with_rate(step: GradientStep | None, rate: float) -> GradientStep | None:
-    return replace(step, lr=rate) if step is not None and step.lr == "auto" else step
+def _settled(
+    step: GradientStep | None, optimizer: Optimizer, rate: float, caution: float = _DENSE_CAUTION
+) -> GradientStep | None:
+    if step is None or step.lr != "auto":
+        return step
+    return replace(step, optimizer=optimizer, lr=rate / (caution if step.support == "dense" else 1.0))
 
 
-def best_rate(trial: Callable[[float], float]) -> tuple[float, dict[float, float]]:
+def best_rate(trial: Callable[[float], float], rates: tuple[float, ...]) -> tuple[float, dict[float, float]]:
     """The learning rate with the least loss after a short run; rates are tried upwards until they do harm.
 
     Args:
         trial: rate -> held-out loss after the run.
+        rates: ascending.
 
     Returns:
         The rate, and the loss of every rate that was tried.
     """
     losses: dict[float, float] = {}
-    for rate in _RATES:
+    for rate in rates:
         try:
             losses[rate] = trial(rate)
         except NonFiniteError:  # diverged: no larger rate can do better
             break
         if losses[rate] > _HOPELESS * min(losses.values()):
             break
-    return min(losses, key=lambda rate: losses[rate], default=_RATES[0]), losses
+    return min(losses, key=lambda rate: losses[rate], default=rates[0]), losses

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from iobs.prune.batches import Batch, Part
 from iobs.prune.gram import Gram, Statistics, relative_output_error
 from iobs.prune.layers import Layer
 from iobs.prune.record import AllocationRecord
-from iobs.prune.steps import LossFunction, mean_loss
+from iobs.prune.steps import answered, kl_to_answers, mean_loss
 from iobs.prune.walk import Walk
 
 # What a curve is measured at: multiples of the density that the whole network is to have.
@@ -29,6 +30,7 @@ _POSITIONS = 16  # of a convolution, for each sample; curves need less than the 
 _PROBE = 300  # samples that gradients and divergences are measured on
 _PASSES = 6000  # samples that the divergences of all layers together may take
 _PROBE_TOKENS = 16384  # and positions of text, every one of which is a distribution of its own
+_ANSWERS = 2**26  # numbers that the dense network's answers to the probe may take
 _CURVE_TOKENS = 65536  # positions of text that curves are measured on
 
 SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
@@ -54,7 +56,6 @@ class Planner:
         calibration: samples that layers are solved for.
         heldout: samples that errors are read off on, where there are any.
         solve: solves one layer for (layer, statistics, dense weight, pattern).
-        divergence: the loss that "kl" and "evolve" go by.
         seed: of everything drawn.
     """
 
@@ -63,7 +64,6 @@ class Planner:
     calibration: Part
     heldout: Part
     solve: SolveLayer
-    divergence: LossFunction
     seed: int
     measured: dict[Layer, Measured] = field(default_factory=dict)
 
@@ -133,14 +133,16 @@ class Planner:
         return {layer: self._divergence_per_error(layer) for layer in self.layers}
 
     def _divergence_per_error(self, layer: Layer) -> float:
-        measured = self.measured[layer]
+        measured, probe = self.measured[layer], self._probe
         with self._written({layer: measured.probe}):
-            cost = mean_loss(self.model, self._probe_part, self.divergence)
+            cost = mean_loss(self.model, probe, kl_to_answers)
         return max(cost, 1e-9) / max(measured.probe_error, 1e-30)
 
-    @property
-    def _probe_part(self) -> Part:
-        return _at_most(self.calibration, min(_PROBE, max(32, _PASSES // len(self.layers))), _PROBE_TOKENS)
+    @cached_property
+    def _probe(self) -> Part:
+        """Samples with the dense network's answers beside them; first asked for while the model is dense."""
+        most = min(_PROBE, max(32, _PASSES // len(self.layers)))
+        return answered(self.model, _at_most(self.calibration, most, _PROBE_TOKENS), _ANSWERS)
 
     # ---- search
     def _evolve(
@@ -148,10 +150,10 @@ class Planner:
     ) -> dict[Layer, int]:
         """Move weights between two layers at a time, as long as the divergence of the network falls (EvoPress)."""
         generator = torch.Generator().manual_seed(self.seed)
-        probe = self._probe_part
+        probe = self._probe
         weights = {layer: self._at(layer, counts[layer]) for layer in self.layers}
         with self._written(weights):
-            best = mean_loss(self.model, probe, self.divergence)
+            best = mean_loss(self.model, probe, kl_to_answers)
         for _ in range(generations):
             giver, taker = (self.layers[i] for i in torch.randperm(len(self.layers), generator=generator)[:2].tolist())
             share = 0.02 + 0.18 * float(torch.rand((), generator=generator))
@@ -162,7 +164,7 @@ class Planner:
             trial = {giver: counts[giver] - moved, taker: counts[taker] + moved}
             changed = {layer: self._at(layer, keep) for layer, keep in trial.items()}
             with self._written({**weights, **changed}):
-                found = mean_loss(self.model, probe, self.divergence)
+                found = mean_loss(self.model, probe, kl_to_answers)
             if found < best:
                 best, counts, weights = found, {**counts, **trial}, {**weights, **changed}
         return counts

@@ -68,7 +68,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 # "paper" is Algorithm 2 to the letter. "fast" is the best single projection. "best" grows the sparsity over rounds of
 # steps on the KL divergence to the dense model and polishes on the final support, where the first projection does
 # damage; what is "auto" it takes from the calibration data (LOG.md has the measurements).
-_TEACHER = GradientStep(lr="auto", optimizer="adam", steps=25, loss="kl", batch_size="auto", augment="auto")
+_TEACHER = GradientStep(lr="auto", optimizer="auto", steps=25, loss="kl", batch_size="auto", augment="auto")
 RECIPES: dict[str, dict[str, Any]] = {
     "fast": {"solver": "admm", "rounds": 1, "target": "dense", "allocation": "auto"},
     "paper": {
@@ -100,8 +100,6 @@ def resolve(recipe: str | None, given: dict[str, Any]) -> Settings:
     if recipe is not None and recipe not in RECIPES:
         raise ProblemError(f"There is no recipe {recipe!r}; choose one of {', '.join(sorted(RECIPES))}.")
     settings = replace(Settings(), **({} if recipe is None else RECIPES[recipe]))
-    if "rounds" in given and given["rounds"] == 1 and "step" not in given:
-        settings = replace(settings, rounds=1, step=None, polish=None)
     return replace(settings, **given)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from iobs.prune.distributed import current
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 Loss = Literal["task", "kl", "block"] | LossFunction
+Optimizer = Literal["sgd", "momentum", "adam", "auto"]
 Augmentation = Callable[[Batch, torch.Generator], Batch]
 
 
@@ -27,7 +27,8 @@ class GradientStep:
 
     Args:
         lr: step size, or "auto": chosen from the calibration data by short trials after the first projection.
-        optimizer: "sgd", as the paper; "momentum", the same with Nesterov's momentum of 0.9; or "adam".
+        optimizer: "sgd", as the paper; "momentum", the same with Nesterov's momentum of 0.9; "adam"; or "auto" with
+            lr="auto": the better of the last two in the same trials.
         steps: how many steps a round; each takes the next batch of the round's data, round and round. With one
             step of "sgd" the gradient is that of the whole round's data, as in the paper.
         loss: "task" (the model's own loss, or cross-entropy with the targets), "kl" (to the dense model),
@@ -46,7 +47,7 @@ class GradientStep:
     """
 
     lr: float | Literal["auto"] = 0.01
-    optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
+    optimizer: Optimizer = "sgd"
     steps: int = 1
     loss: Loss = "task"
     parameters: Literal["prunable", "all"] = "prunable"
@@ -58,8 +59,10 @@ class GradientStep:
     def __post_init__(self) -> None:
         if (self.lr != "auto" and not self.lr > 0) or self.steps < 1:
             raise ProblemError(f"A gradient step needs lr > 0 and steps >= 1, got lr={self.lr}, steps={self.steps}.")
-        if self.optimizer not in ("sgd", "momentum", "adam"):
-            raise ProblemError(f'optimizer must be "sgd", "momentum" or "adam", got {self.optimizer!r}.')
+        if self.optimizer not in ("sgd", "momentum", "adam", "auto"):
+            raise ProblemError(f'optimizer must be "sgd", "momentum", "adam" or "auto", got {self.optimizer!r}.')
+        if self.optimizer == "auto" and self.lr != "auto":
+            raise ProblemError(f'optimizer="auto" is chosen together with lr="auto", got lr={self.lr}.')
         if self.parameters not in ("prunable", "all"):
             raise ProblemError(f'parameters must be "prunable" or "all", got {self.parameters!r}.')
         if self.support not in ("dense", "fixed"):
@@ -102,19 +105,41 @@ def kl_to(reference: nn.Module) -> LossFunction:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.no_grad():
-            dense = batches.logits(batches.forward(reference, batch)).float()
-        sparse = batches.logits(batches.forward(model, batch)).float()
-        rows = dense.shape[-1]
-        if rows == 1:
-            return (sparse - dense).square().sum() / dense.square().sum()
-        return functional.kl_div(
-            sparse.reshape(-1, rows).log_softmax(-1),
-            dense.reshape(-1, rows).log_softmax(-1),
-            reduction="batchmean",
-            log_target=True,
-        )
+            dense = batches.logits(batches.forward(reference, batch))
+        return _divergence(dense, batches.logits(batches.forward(model, batch)))
 
     return loss
+
+
+def kl_to_answers(model: nn.Module, batch: Batch) -> Tensor:
+    """The same for a batch (inputs, the dense model's answers to them), which `answered` makes."""
+    return _divergence(batch[1], batches.logits(batches.forward(model, batch)))
+
+
+@torch.no_grad()
+def answered(model: nn.Module, part: Part, most: int) -> Part:
+    """The leading batches of a part as (inputs, the model's answers), until the answers hold `most` numbers."""
+    device = next(model.parameters()).device
+    found, numbers = Part(), 0
+    for batch, number in zip(part.batches, part.numbers, strict=True):
+        if numbers < most:
+            answer = batches.logits(batches.forward(model, batches.to_device(batch, device)))
+            kept = torch.arange(len(answer)) < max(1, (most - numbers) // answer[0].numel())
+            found.add((batches.inputs(batch), answer), kept, number)
+            numbers += answer.numel()
+    return found
+
+
+def _divergence(dense: Tensor, sparse: Tensor) -> Tensor:
+    dense, sparse, classes = dense.float(), sparse.float(), dense.shape[-1]
+    if classes == 1:
+        return (sparse - dense).square().sum() / dense.square().sum()
+    return functional.kl_div(
+        sparse.reshape(-1, classes).log_softmax(-1),
+        dense.reshape(-1, classes).log_softmax(-1),
+        reduction="batchmean",
+        log_target=True,
+    )
 
 
 def block_distance_to(reference: nn.Module, paths: list[str]) -> LossFunction:
@@ -182,15 +207,17 @@ class Trainer:
 
     def __post_init__(self) -> None:
         assert self.step.lr != "auto"
+        assert self.step.optimizer != "auto"
         self.ranks = current()
         self.rate = self.step.lr
         self.masters = {name: value.detach().float().clone() for name, value in self.parameters.items()}
         values = list(self.masters.values())
-        self.optimizer: torch.optim.Optimizer = {
-            "sgd": partial(torch.optim.SGD, values),
-            "momentum": partial(torch.optim.SGD, values, momentum=0.9, nesterov=True),
-            "adam": partial(torch.optim.Adam, values),
-        }[self.step.optimizer](lr=self.rate)
+        moving = self.step.optimizer == "momentum"
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.Adam(values, lr=self.rate)
+            if self.step.optimizer == "adam"
+            else torch.optim.SGD(values, lr=self.rate, momentum=0.9 if moving else 0.0, nesterov=moving)
+        )
 
     def adopt(self) -> None:
         """Take the model's present weights (after a projection) as the masters."""
