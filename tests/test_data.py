@@ -16,6 +16,7 @@ from iobs.data import documents
 from iobs.data.images import IMAGENET_MEAN, IMAGENET_STD
 from iobs.data.topics import percentile
 from iobs.errors import CalibrationError, DataError, ModelError
+from iobs.evaluate import evaluate
 
 
 class Characters:
@@ -234,6 +235,31 @@ def test_pictures_in_a_folder_and_in_a_zip(tmp_path, embedded):
     image.new("RGB", (9, 9)).save(folder / "cat" / "large.png")
     with pytest.raises(DataError, match="differ in size"):
         data.open_source([str(folder)], "calibration", embedded)
+
+
+def test_pictures_through_a_networks_own_transform(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    models.ensure_torchvision()
+    timm = pytest.importorskip("timm")
+    for label in ("n01", "n02"):
+        (tmp_path / "pictures" / label).mkdir(parents=True)
+        image.new("RGB", (300 if label == "n01" else 260, 280), (200, 10, 20)).save(
+            tmp_path / "pictures" / label / "p.png"
+        )
+    module = timm.create_model("resnet18", pretrained=False, num_classes=2)
+    loaded = models.LoadedModel(module.eval(), None, "timm:resnet18", "image-classification", None, lambda *_: None)
+    source = data.open_source([str(tmp_path / "pictures")], "evaluation", loaded)
+    assert len(source.inputs) == 2
+    assert source.targets.tolist() == [0, 1]
+    expected = timm.data.create_transform(**timm.data.resolve_data_config({}, model=module), is_training=False)
+    with image.open(tmp_path / "pictures" / "n02" / "p.png") as opened:
+        assert torch.equal(source.inputs[torch.tensor([1])][0], expected(opened.convert("RGB")))
+    (batch,) = data.calibration_batches(source, loaded, samples=2, length=0, seed=0)
+    assert batch[0].shape == (2, 3, 224, 224)
+    assert evaluate(loaded, source)["samples"] == 2
+    (tmp_path / "pictures" / "n01" / "p.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"p\.png is not a picture"):
+        evaluate(loaded, source)
 
 
 def test_damaged_zip_and_empty_folder(tmp_path, embedded):

@@ -1,14 +1,16 @@
 """The recipes hold the paper's settings and numbers and run to their end; perplexity and MMLU by short references."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from iobs.data import Question, prompt, read_questions
+from iobs.errors import DataError
 from iobs.evaluate import answer
 from iobs.paper import Request, find, llama, table_cbs, table_llm, table_vit
-from iobs.paper.rounds import Measured, Row, Settings, starred
+from iobs.paper.rounds import Measured, Row, Settings, chosen, starred
 
 NAMES = [
     "table-vit",
@@ -99,6 +101,67 @@ def test_stand_ins_run_to_their_end(name, tmp_path, monkeypatch):
     measured = [row.measured for row in results.rows if row.measured is not None]
     assert len(measured) >= 7
     assert all(map(math.isfinite, measured))
+
+
+NETWORKS = """
+import timm
+
+def vit():
+    return timm.create_model(
+        "vit_tiny_patch16_224", pretrained=False, img_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=2,
+        num_classes=2, pretrained_cfg_overlay={"input_size": (3, 32, 32)},
+    )
+
+def mobilenet():
+    return timm.create_model(
+        "mobilenetv1_100", pretrained=False, num_classes=2, pretrained_cfg_overlay={"input_size": (3, 32, 32)}
+    )
+"""
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A folder of pictures in two classes and several sizes, and a file of networks that take them."""
+    image = pytest.importorskip("PIL.Image")
+    for label in ("cat", "dog"):
+        (tmp_path / "pictures" / label).mkdir(parents=True)
+        for index in range(4):
+            shape = (40 + 3 * index, 50 - 2 * index)
+            image.new("RGB", shape, (60 * index, 10, 90)).save(tmp_path / "pictures" / label / f"{index}x.png")
+    (tmp_path / "mine.py").write_text(NETWORKS)
+    return str(tmp_path / "pictures")
+
+
+@pytest.mark.parametrize(("name", "network", "rows"), [("table-vit", "vit", 3), ("table-cbs", "mobilenet", 13)])
+def test_the_users_network_is_run_on_the_users_pictures(name, network, rows, pictures, tmp_path):
+    request = Request(False, 0, None, lambda text: None, f"{tmp_path / 'mine.py'}:{network}", (pictures,), (pictures,))
+    results = find(name).run(replace(request, rounds=2))
+    assert sum(row.measured is not None for row in results.rows) == rows
+
+
+@pytest.mark.parametrize("name", ["table-vit", "table-cbs"])
+def test_without_pictures_an_error_says_what_to_give(name):
+    with pytest.raises(DataError, match="--eval-data"):
+        find(name).run(Request(False, 0, None, lambda text: None))
+
+
+def test_the_users_language_model_takes_a_tables_settings(tmp_path):
+    from iobs.models import EMBEDDED
+
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    request = Request(False, 0, None, lambda text: None, str(EMBEDDED), (str(text),), (str(text),) * 2)
+    results = find("table-llm").run(replace(request, rounds=2, limit=2))
+    assert [row.method.removesuffix(" *") for row in results.rows] == ["dense", "SparseGPT", "I-OBS(2)"] * 2
+    assert all(row.measured > 1 and row.published is None for row in results.rows)
+    with pytest.raises(DataError, match="one --eval-data for each"):
+        find("table-llm").run(replace(request, eval_data=(str(text),)))
+
+
+def test_a_model_belongs_to_the_entry_that_its_name_tells():
+    request = Request(False, 0, None, lambda text: None, "/models/opt-125m", rounds=1)
+    ((name, settings),) = chosen(table_llm.SETTINGS, request).items()
+    assert (name, settings.model, settings.rounds, settings.lr) == ("OPT-125M", "/models/opt-125m", 1, 0.01)
 
 
 def test_mmlu_prompts_are_those_of_the_original():

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def load_function(spec: str) -> Callable[[], Any]:
     sys.modules[definition.name] = module  # dataclasses look their module up here
     sys.path.insert(0, str(file.parent))  # the file may import its neighbours
     try:
-        definition.loader.exec_module(module)
+        _with_torchvision(partial(definition.loader.exec_module, module))
     except Exception as error:
         raise ModelError(f"{file} fails when it is run: {type(error).__name__}: {error}") from error
     finally:
@@ -66,9 +67,20 @@ def call_function(spec: str) -> Any:
     """
     function = load_function(spec)
     try:
-        return function()
+        return _with_torchvision(function)
     except Exception as error:
         raise ModelError(f"{spec} fails when it is called: {type(error).__name__}: {error}") from error
+
+
+def _with_torchvision(call: Callable[[], Any]) -> Any:
+    """Call, and once more where torchvision, which timm needs, could not be imported as it is."""
+    try:
+        return call()
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+        ensure_torchvision()
+        return call()
 
 
 def load_from_function(spec: str) -> LoadedModel:
