@@ -1,11 +1,15 @@
 """The recipes hold the paper's settings and numbers and run to their end; perplexity and MMLU by short references."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from iobs.cli import app
 from iobs.data import Question, prompt, read_questions
 from iobs.errors import DataError
 from iobs.evaluate import answer
@@ -184,6 +188,56 @@ def test_mmlu_offline_gives_a_table_by_subject_at_chance(shared_data):
     assert cut > 0  # five examples do not fit into 512 tokens of this tokenizer
     count = len(questions.test)
     assert abs(table["average"] - 0.25) < 4 * math.sqrt(0.25 * 0.75 / count)
+
+
+def test_mmlu_from_the_command_line_is_a_table_of_every_subject(shared_data):
+    command = ["evaluate", str(shared_data / "llama_stories260K"), "--limit", "1"]
+    result = CliRunner().invoke(app, [*command, "--questions", str(shared_data / "mmlu" / "mmlu.jsonl.gz"), "--json"])
+    assert result.exit_code == 0, result.output
+    table = json.loads(result.stdout)
+    assert len(table) == 57 + 1
+    assert "mmlu.jsonl.gz: high_school_physics" in table
+    shares = [share for name, share in table.items() if not name.endswith("average")]
+    assert table["mmlu.jsonl.gz: average"] == pytest.approx(sum(shares) / 57)
+    assert "of 57 prompts" in result.stderr
+
+
+@pytest.mark.slow
+def test_mmlu_agrees_with_lm_eval(shared_data, tmp_path):
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from iobs.models import load
+
+    loaded = load(shared_data / "llama_stories260K")
+    questions = read_questions(shared_data / "mmlu" / "mmlu.jsonl.gz", subjects=2, each=25)
+    subjects = sorted({question.subject for question in questions.test})
+    for subject in subjects:
+        sets = {"dev": questions.examples[subject], "test": [q for q in questions.test if q.subject == subject]}
+        for split, entries in sets.items():
+            rows = [{"question": q.question, "choices": q.choices, "answer": q.answer} for q in entries]
+            (tmp_path / f"{subject}.{split}.json").write_text("\n".join(map(json.dumps, rows)))
+        (tmp_path / f"{subject}.yaml").write_text(
+            f"task: mine_{subject}\n"
+            f"include: {Path(lm_eval.__file__).parent}/tasks/mmlu/default/_default_template_yaml\n"
+            "dataset_path: json\ndataset_name: null\n"
+            "dataset_kwargs:\n  data_files:\n"
+            f"    dev: {tmp_path}/{subject}.dev.json\n    test: {tmp_path}/{subject}.test.json\n"
+            "description: 'The following are multiple choice questions (with answers) about "
+            f"{subject.replace('_', ' ')}.\n\n\n\n'\n"
+        )
+    found = lm_eval.simple_evaluate(
+        HFLM(pretrained=loaded.module, tokenizer=loaded.tokenizer),
+        tasks=[f"mine_{subject}" for subject in subjects],
+        num_fewshot=5,
+        task_manager=TaskManager(include_path=[str(tmp_path)]),
+        bootstrap_iters=0,
+    )
+    table, _ = answer(loaded, questions)
+    for subject in subjects:
+        theirs = found["results"][f"mine_{subject}"]["acc,none"]
+        assert table[subject] == pytest.approx(theirs, abs=1.5 / 25)  # they lose one token more of prompts cut short
 
 
 def test_perplexity_equals_a_short_reference(shared_data):
