@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
+from sklearn.linear_model import Lasso
 from sparse_problems import correlated_design, sparse_signal
 
 from iobs.errors import NotPositiveDefiniteError, ProblemError
+from iobs.optimize.boxes import Boxes, lasso
 from iobs.optimize.certificate import certify
 from iobs.optimize.minimize import minimize
+from iobs.optimize.models import QuadraticObjective
 from iobs.optimize.objectives import LeastSquares, Logistic, Poisson
 from iobs.optimize.refit import refit
 from iobs.optimize.theory import compare, constants_on_segment, quadratic_factors
@@ -57,11 +61,72 @@ def test_a_larger_problem_closes_and_a_limit_reports_the_gap():
     assert cut.gap_explained > 0
 
 
+def _bound(objective, k, best):
+    """The bound by tangents alone, and its margin."""
+    everything = np.arange(objective.dimension)
+    hessian = objective.hessian_block(np.zeros(objective.dimension), everything)
+    value, gradient = objective.value_and_gradient(np.zeros(objective.dimension))
+    boxes = Boxes(hessian, -gradient, value, k)
+    return boxes.lower(-np.inf, best, time.perf_counter() + 20)
+
+
+def _any_shape(seed):
+    """Also with fewer samples than columns, and columns of any units."""
+    rng = np.random.default_rng(seed)
+    d, k = int(rng.integers(4, 10)), int(rng.integers(1, 4))
+    n = int(rng.integers(3, 30))
+    X = correlated_design(rng, n, d, float(rng.choice([0, 0.7]))) * 10.0 ** rng.uniform(-2, 2, d)
+    y = X @ (sparse_signal(rng, d, min(k, d)) / X.std(axis=0)) + rng.choice([0.0, 0.1, 1, 5]) * rng.standard_normal(n)
+    return LeastSquares(X, y, ridge=float(rng.choice([0.0, 0.0, 0.1]))), k
+
+
+def _enumerated(objective, k):
+    supports = itertools.combinations(range(objective.dimension), k)
+    return min(refit(objective, np.array(support, np.int64)).value for support in supports)
+
+
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(300), marks=pytest.mark.slow)], ids=["8", "300"])
+def test_tangents_bound_every_support_from_below(seeds):
+    shown = []
+    for seed in seeds:
+        objective, k = _any_shape(seed)
+        best = _enumerated(objective, k)
+        lower, margin = _bound(objective, k, best)
+        assert lower - margin <= best, seed
+        shown.append(lower > 0.05 * best > 0)
+    assert np.mean(shown) > 0.2
+
+
+def test_tangents_bound_where_the_hessian_is_singular():
+    rng = np.random.default_rng(8)
+    X = correlated_design(rng, 100, 100, 0.5)
+    margin = X @ sparse_signal(rng, 100, 4)
+    y = margin + np.sqrt(margin.var() / 5) * rng.standard_normal(100)
+    found = certify(LeastSquares(X, y), 4, seconds=5)
+    assert 0.3 * found.upper < found.lower <= found.upper
+    assert "not closed" in found.message
+    scaled = certify(LeastSquares(X * 10.0 ** rng.uniform(-2, 2, 100), y), 4, seconds=5)
+    assert scaled.lower > 0.3 * found.upper
+
+
+def test_the_lasso_of_the_bound_is_the_usual_one(rng):
+    X = correlated_design(rng, 60, 12, 0.5)
+    y = X @ sparse_signal(rng, 12, 3) + rng.standard_normal(60)
+    theirs = Lasso(alpha=0.1, fit_intercept=False, tol=1e-12, max_iter=100_000).fit(X, y).coef_
+    point, gradient = np.zeros(12), -X.T @ y
+    lasso(X.T @ X, point, gradient, np.full(12, 6.0), 10_000, 1e-12)
+    np.testing.assert_allclose(point, theirs, atol=1e-8)
+    np.testing.assert_allclose(gradient, X.T @ (X @ point - y), atol=1e-8)
+
+
 def test_what_cannot_be_certified_says_so(rng):
     X = rng.standard_normal((20, 30))
-    with pytest.raises(NotPositiveDefiniteError, match="ridge"):
-        certify(LeastSquares(X, rng.standard_normal(20)), 3)
+    singular = certify(LeastSquares(X, rng.standard_normal(20)), 3, seconds=3)
+    assert not singular.closed
+    assert 0 <= singular.lower < singular.upper
     assert certify(LeastSquares(X, rng.standard_normal(20), ridge=30.0), 2).gap <= 1
+    with pytest.raises(NotPositiveDefiniteError, match="negative eigenvalue"):
+        certify(QuadraticObjective(np.eye(3) + 2 * np.ones((3, 3)) - 2 * np.eye(3), np.ones(3), constant=1.0), 1)
     with pytest.raises(ProblemError, match="quadratic"):
         certify(Logistic(X, rng.random(20) < 0.5), 3)
     X = np.zeros((2, 5000))

@@ -38,6 +38,7 @@ _RATIO = 1.12  # of the ends of neighbouring intervals
 _INTERVALS = 36
 _RIDGES = (3e-3, 1e-2)  # of the regularised inverse, relative to the diagonal of H
 _STALLED = 3e-3  # mean relative shrinking of a box that counts as none
+_PASSES = 150  # of shrinking, for one target
 _TRIALS = 8  # targets tried
 _STEP = 0.15  # of the way from what is proved to what is not, a trial
 _SHARES = (0.985, 0.95, 0.9, 0.8)  # of a box, tried from outside
@@ -139,7 +140,8 @@ class Boxes:
         d = self.linear.size
         tangents = self._tangents(np.ones((2, d)))
         families = [self._inverse_directions(ridge) for ridge in _RIDGES]
-        ends: Array = float(np.abs(tangents.points[-1]).max()) * _RATIO ** np.arange(_INTERVALS)
+        near = float(np.abs(tangents.points[-1]).max())
+        ends = np.geomspace(near, near * _RATIO ** (_INTERVALS - 1), _INTERVALS)
         bounds = np.max([self._beyond(tangents, family, ends) for family in families], axis=0)
         outside = np.minimum.accumulate(bounds[::-1])[::-1]
         inside = [self._inside(tangents, np.full((2, d), end)) for end in ends]
@@ -163,7 +165,9 @@ class Boxes:
     ) -> float:
         """The best A over boxes outside which f is at least `target`."""
         reached, fresh = self._inside(tangents, box), False
-        while reached < target and time.perf_counter() < deadline:
+        for _ in range(_PASSES):
+            if reached >= target or time.perf_counter() > deadline:
+                break
             smaller = np.min([self._shrink(target, tangents, family, box) for family in families], axis=0)
             moved = float(np.log(smaller / box).mean()) < -_STALLED
             box = smaller
@@ -194,7 +198,7 @@ class Boxes:
                 slope = sign * slopes + amount * family.own[:, None]
                 going &= (base + slope * np.where(slope > 0, low, high)).max(axis=1) >= target
                 new[side, going] = low[going, 0]
-        return np.maximum(new, 1e-6 * new.max())
+        return np.asarray(np.maximum(new, 1e-6 * new.max()))
 
     def _weighted(self, gradients: Array, box: Array) -> Array:
         """What -g_i v_i can be at most in the box, (m, d)."""

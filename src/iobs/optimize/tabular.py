@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from iobs.errors import DataError, NonFiniteError
 from iobs.optimize.designs import Array
 
 _CHUNK_ROWS = 50_000
-_BYTES_PER_NUMBER_OF_TEXT = 4  # a short number and its comma; it becomes 8 bytes, and is held twice while joined
+_SAMPLE_ROWS = 1000  # read first, to tell from them how many numbers the file holds
+_BYTES = 24  # a number while text is read: in pieces, joined, and in the design matrix
+_BYTES_AS_TEXT = 120  # and without pandas, where each is a string first
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,10 @@ def _target(values: Any, name: str) -> tuple[Array, list[str]]:
 
 
 def _read_text(file: Path, target: str) -> dict[str, Any]:
-    _check_memory(file)
     separator = "\t" if file.suffix == ".tsv" else ","
-    if importlib.util.find_spec("pandas") is not None:
+    pandas = importlib.util.find_spec("pandas") is not None
+    _check_memory(file, separator, _BYTES if pandas else _BYTES_AS_TEXT)
+    if pandas:
         return _read_with_pandas(file, separator)
     with file.open(newline="", encoding="utf-8-sig") as handle:
         rows = csv.reader(handle, delimiter=separator)
@@ -151,14 +155,29 @@ def _read_npz(file: Path, target: str) -> dict[str, Any]:
     return arrays
 
 
-def _check_memory(file: Path) -> None:
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    needed = file.stat().st_size // _BYTES_PER_NUMBER_OF_TEXT * 16
-    if file.stat().st_size > 1 << 28 and needed > available:
+def _check_memory(file: Path, separator: str, size: int) -> None:
+    """Refuse a file whose numbers would not fit, judged by its first rows, before any more of it is read."""
+    with file.open("rb") as handle:
+        sample = list(itertools.islice(handle, _SAMPLE_ROWS + 1))[1:]
+    read = sum(map(len, sample))
+    if not read:
+        return
+    numbers = sum(line.count(separator.encode()) + 1 for line in sample) * file.stat().st_size // read
+    needed, available = size * numbers, _available_memory()
+    if needed > available:
         raise DataError(
             f"{file} would need about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free; "
-            "save it as .npz with float32 arrays or as Parquet, or leave columns out of the file."
+            "save it as .npz with float32 arrays or as Parquet, or leave rows or columns out of the file."
         )
+
+
+def _available_memory() -> int:
+    """Bytes that can be had without swapping: with the file cache, which gives way."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _plain(values: Any) -> Any:
