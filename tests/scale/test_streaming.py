@@ -6,12 +6,16 @@ import families
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import iobs
+from iobs import models
+from iobs.cli import app
 from iobs.errors import CalibrationError, ModelError
 from iobs.models import load
 from iobs.models.streaming import prune_directory
 from iobs.prune.progress import Quiet
+from iobs.report import read_report
 
 OPTIONS = {"solver": "sparsegpt", "target": "current", "holdout": 0.0}
 NAMES = ("opt", "llama", "qwen3", "gemma3", "phi3", "gpt2", "bloom", "falcon", "mamba")
@@ -175,3 +179,24 @@ def test_hostile_directories_are_one_clear_error_and_nothing_is_written(damage, 
     assert not (tmp_path / "out").exists()
     assert not (folder / "ran").exists()
     assert not list(tmp_path.glob(".*"))
+
+
+def test_low_memory_from_the_command_line(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    options = ["--low-memory", "--data", str(text), "--samples", "8", "--seq-len", "32", "--solver", "sparsegpt"]
+
+    def run(*more):
+        return CliRunner().invoke(app, ["prune", str(models.EMBEDDED), "-o", str(tmp_path / "out"), *options, *more])
+
+    planned = run("--dry-run")
+    assert "Predicted peak memory" in planned.output
+    assert run("--rounds", "3").exit_code == 2
+    assert not (tmp_path / "out").exists()
+    done = run("--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "tokenizer.json", "report.json", "README.md"} <= names
+    assert read_report(tmp_path / "out" / "report.json").settings["arithmetic"] == "torch.float32"
+    assert "50.00 % zeros" in CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "text.txt"]

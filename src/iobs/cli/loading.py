@@ -20,18 +20,24 @@ def load_model(
         typer.BadParameter: an unknown dtype or device.
         ModelError: the model cannot be loaded.
     """
-    if dtype is not None and dtype not in _DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(_DTYPES)}", param_hint="--dtype")
     return models.load(
         spec,
-        dtype=None if dtype is None else _DTYPES[dtype],
-        device=_device(device),
+        dtype=checked_dtype(dtype),
+        device=checked_device(device),
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
 
 
-def _device(device: str | None) -> str:
+def checked_dtype(dtype: str | None) -> torch.dtype | None:
+    """The dtype of a name; None stays None."""
+    if dtype is not None and dtype not in _DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(_DTYPES)}", param_hint="--dtype")
+    return None if dtype is None else _DTYPES[dtype]
+
+
+def checked_device(device: str | None) -> str:
+    """The device as named, or the first GPU if there is one."""
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from iobs.prune.plan import Plan
 
 _SETTINGS = ("solver", "refine", "budget", "holdout", "damping", "seed")
-_ALLOWED = (*_SETTINGS, "include", "skip", "checkpoint")
+_OPENING = ("include", "skip", "device", "arithmetic")
+_ALLOWED = (*_SETTINGS, *_OPENING, "checkpoint")
 
 
 def prune_low_memory(
@@ -48,7 +49,7 @@ def prune_low_memory(
     loaded = without_weights(Path(directory))
     _, batches = calibration.batches(loaded)
     if dry_run or output is None:
-        streamed = StreamedModel.open(Path(directory), options.get("include"), options.get("skip"))
+        streamed = StreamedModel.open(Path(directory), **{name: given[name] for name in _OPENING if name in given})
         settings = {name: given[name] for name in _SETTINGS if name in given}
         _show(plan_of(streamed, batches, resolve(None, {"holdout": 0.0, **settings})))
         return

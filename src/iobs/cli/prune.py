@@ -113,7 +113,7 @@ def prune(
     trust_remote_code: console.TrustRemoteCode = False,
 ) -> None:
     """Prune MODEL and write it to a directory that loads as before, with report.json and report.html beside it."""
-    from iobs.cli.loading import load_model
+    from iobs.cli.loading import checked_device, checked_dtype, load_model
     from iobs.cli.low_memory import prune_low_memory
     from iobs.cli.results import write_results
     from iobs.models import check_output, output_directory, size_in_bytes
@@ -135,6 +135,7 @@ def prune(
         }
         given |= {"allocation": allocation, "target": target, "include": include, "skip": skip, "holdout": holdout}
         given |= {"damping": damping, "seed": seed, "checkpoint": _checkpoint(output, resume)}
+        given |= {"device": checked_device(device), "arithmetic": checked_dtype(dtype)}
         prune_low_memory(model, output, wanted, calibration, given, dry_run)
         return
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
