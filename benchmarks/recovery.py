@@ -16,6 +16,7 @@ import argparse
 import importlib
 import importlib.metadata
 import os
+import re
 import resource
 import signal
 import statistics
@@ -51,15 +52,22 @@ def available(name: str):
 
 
 class Report(list):
-    """Lines that are on disk as soon as they are known."""
+    """Lines that are on disk as soon as they are known; with `keep`, below the sections of an earlier run.
 
-    def __init__(self, file: Path) -> None:
+    A section that is run again replaces the one of the same title.
+    """
+
+    def __init__(self, file: Path, keep: bool) -> None:
         self.file = file
+        self.kept = file.read_text() if keep and file.is_file() else ""
         file.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, line: str) -> None:
         super().append(line)
-        self.file.write_text("\n".join(self) + "\n")
+        if line.startswith("\n### "):
+            self.kept = re.sub(re.escape(line.strip("\n")) + r"\n.*?(?=^##|\Z)", "", self.kept, flags=re.S | re.M)
+        kept = self.kept.rstrip() + "\n\n" if self.kept else ""
+        self.file.write_text(kept + "\n".join(self) + "\n")
 
 
 def clocks():
@@ -172,24 +180,39 @@ def race(title, cells, make, entries, out):
         print(out[-1], flush=True)
 
 
-def section_undersampled(trials, seed, out):
+def undersampled_cells(trials, seed):
     base = {"n": 200, "d": 500}
-    cells = [
+    return [
         ("k 60", trials, seed, {**base, "k": 60}),
         ("k 70", trials, seed + 1000, {**base, "k": 70}),
         ("k 60, correlation .9", trials, seed + 2000, {**base, "k": 60, "rho": 0.9}),
     ]
-    race("n 200, d 500, no noise", cells, LeastSquares, {"iobs": ours, **linear_peers()}, out)
+
+
+def section_undersampled(trials, seed, out):
+    race(
+        "n 200, d 500, no noise",
+        undersampled_cells(trials, seed),
+        LeastSquares,
+        {"iobs": ours, **linear_peers()},
+        out,
+    )
+
+
+def section_scope(trials, seed, out):
+    _beside("skscope Scope", undersampled_cells(min(trials, 10), seed), out)
+
+
+def section_grasp(trials, seed, out):
+    """GraSP takes ten seconds a call where it fails: three problems there."""
+    _beside("skscope Grasp", [undersampled_cells(10, seed)[0], undersampled_cells(3, seed)[1]], out)
+
+
+def _beside(name, cells, out):
     peers = linear_peers(True)
-    for name, some, count in (
-        ("skscope Scope", cells, 10),
-        ("skscope Grasp", cells[:1], 10),
-        ("skscope Grasp", cells[1:2], 3),
-    ):
-        if name in peers:  # GraSP takes ten seconds a call where it fails
-            few = [(label, min(trials, count), first, arguments) for label, _, first, arguments in some]
-            title = f"The same beside {name} (its times include compiling, at every call)"
-            race(title, few, LeastSquares, {"iobs": ours, name: peers[name]}, out)
+    if name in peers:
+        title = f"The same beside {name} (its times include compiling, at every call)"
+        race(title, cells, LeastSquares, {"iobs": ours, name: peers[name]}, out)
 
 
 def section_k80(trials, seed, out):
@@ -400,6 +423,8 @@ def section_million(trials, seed, out):
 
 SECTIONS = {
     "undersampled": section_undersampled,
+    "scope": section_scope,
+    "grasp": section_grasp,
     "k80": section_k80,
     "noise": section_noise,
     "logistic": section_logistic,
@@ -426,13 +451,14 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=[])
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=900_000)
+    parser.add_argument("--keep", action="store_true", help="keep the sections of the file that are not run")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    out = Report(arguments.output)
+    out = Report(arguments.output, arguments.keep)
     for line in (
-        "# Sparse recovery",
+        f"## Seeds from {arguments.seed}" if arguments.keep else "# Sparse recovery",
         "",
         f"`python benchmarks/recovery.py --trials {arguments.trials} --seed {arguments.seed}`, one thread. "
         "Each cell of a race: exact support / objective no worse than that of the refitted true support / median time "
