@@ -3,18 +3,19 @@
     python benchmarks/resume_kills.py [--kills 25] [--seed 0] [--ranks 1]
 
 The moment is drawn uniformly over the work of an undisturbed run, which is timed first: from the first file of the
-checkpoint to the last weights, without the start of Python. A run that ends before its moment, because the machine was
-quicker, is drawn again and counted. With several ranks all of them are killed.
+checkpoint to the last weights. A run that ends before its moment, because the machine was quicker, is drawn again and
+counted. With several ranks all of them are killed. Runs are processes of their own, forked from one that has imported
+what they need and has one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +28,8 @@ from scale_report import record
 import iobs
 from iobs.prune.distributed import joined
 
-Processes = list[subprocess.Popen[bytes]]
+FORKED = multiprocessing.get_context("fork")
+Processes = list[multiprocessing.context.ForkProcess]
 
 
 def prune(output: Path, checkpoint: Path) -> None:
@@ -45,21 +47,28 @@ def prune(output: Path, checkpoint: Path) -> None:
             save_file({name: value.contiguous() for name, value in model.state_dict().items()}, output)
 
 
+def rank(number: int, ranks: int, port: int, output: Path, checkpoint: Path) -> None:
+    """One process of a run."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "RANK": str(number)}
+    os.environ.update(shared)
+    prune(output, checkpoint)
+
+
 def start(output: Path, checkpoint: Path, ranks: int) -> Processes:
     """The processes of one run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, __file__, "--child", str(output), str(checkpoint)]
-    return [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, start_new_session=True)
-        for rank in range(ranks)
-    ]
+    processes = [FORKED.Process(target=rank, args=(i, ranks, port, output, checkpoint)) for i in range(ranks)]
+    for process in processes:
+        process.start()
+    return processes
 
 
 def wait(processes: Processes) -> None:
-    assert all(process.wait() == 0 for process in processes)
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
 
 
 def seconds(output: Path, checkpoint: Path, ranks: int) -> float:
@@ -81,11 +90,11 @@ def killed(output: Path, checkpoint: Path, ranks: int, delay: float) -> bool:
     while not checkpoint.exists():
         time.sleep(0.005)
     time.sleep(delay)
-    working = not output.exists() and all(process.poll() is None for process in processes)
+    working = not output.exists() and all(process.is_alive() for process in processes)
     for process in processes:
         process.kill()
     for process in processes:
-        process.wait()
+        process.join()
     return working
 
 
@@ -99,13 +108,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--child", nargs=2, type=Path)
     options = parser.parse_args()
-    if options.child:
-        return prune(*options.child)
     generator = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        prune(folder / "import.safetensors", folder / "import.checkpoint")  # whatever is imported late is now there
         reference = folder / "0.safetensors"
         length = statistics.median(
             seconds(folder / f"{i}.safetensors", folder / f"{i}.undisturbed", options.ranks) for i in range(3)
