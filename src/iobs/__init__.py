@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "NM",
+    "Allocation",
     "GradientStep",
     "Quadratic",
     "Report",

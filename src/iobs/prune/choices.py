@@ -22,7 +22,8 @@ from iobs.prune.steps import GradientStep, Optimizer
 if TYPE_CHECKING:
     from iobs.prune.run import Run
 
-_DAMAGE = 0.2  # held-out KL of the first projection, in nats, above which rounds of growing sparsity pay
+_SEARCHED = 2**24  # entries of all layers' Grams up to which their sparsities are searched for
+_DAMAGE = 1.0  # held-out KL of the first projection, in nats, above which rounds of growing sparsity pay
 _DENSE_CAUTION = 3.0  # steps on dense weights are this much smaller than those on a fixed support
 _TRIAL_STEPS = 12  # of a learning rate's trial
 _RATES: dict[str, tuple[float, ...]] = {
@@ -38,7 +39,7 @@ def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """The pattern of every layer, and the measurements behind an uneven one."""
     layers, allocation = run.selection.layers, as_allocation(run.settings.allocation)
     if allocation.criterion == "auto":
-        allocation = replace(allocation, criterion=_criterion(run.pattern, len(layers), allocation.generations))
+        allocation = replace(allocation, criterion=_criterion(run.pattern, layers, allocation.generations))
     if allocation.criterion == "uniform":
         return uniform(run.pattern, layers), []
 
@@ -96,11 +97,11 @@ def _best_descent(run: Run, step: GradientStep) -> tuple[Optimizer, float]:
     return best
 
 
-def _criterion(pattern: Pattern, layers: int, generations: int) -> Literal["uniform", "kl", "evolve"]:
-    """Measured divergences, and a search on top where its trials are enough for every pair of layers."""
+def _criterion(pattern: Pattern, layers: tuple[Layer, ...], generations: int) -> Literal["uniform", "kl", "evolve"]:
+    """Measured divergences, and a search on top where all Grams can be kept for it and its solves are cheap."""
     if not can_allocate(pattern):
         return "uniform"
-    return "evolve" if layers * (layers - 1) // 2 <= generations else "kl"
+    return "evolve" if generations and sum(layer.shape[1] ** 2 for layer in layers) <= _SEARCHED else "kl"
 
 
 def _settled(

@@ -70,7 +70,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 # damage; what is "auto" it takes from the calibration data (LOG.md has the measurements).
 _TEACHER = GradientStep(lr="auto", optimizer="auto", steps=25, loss="kl", batch_size="auto", augment="auto")
 RECIPES: dict[str, dict[str, Any]] = {
-    "fast": {"solver": "admm", "rounds": 1, "target": "dense", "allocation": "auto"},
+    "fast": {"solver": "admm", "rounds": 1, "target": "dense", "allocation": Allocation("auto", generations=0)},
     "paper": {
         "solver": "sparsegpt",
         "rounds": 10,
