@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from iobs.core.patterns import NM, Unstructured
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.prune import GradientStep, Report, audit, keep_sparse, prune
+from iobs.prune import Allocation, GradientStep, Report, audit, keep_sparse, prune
 from iobs.solvers import solve
 
 if TYPE_CHECKING:
