@@ -27,12 +27,13 @@ import torch
 from scale_report import record
 
 import iobs
-from iobs.models import streaming
+from iobs.models import streamed, streaming
 from iobs.models.shards import Entry, ShardWriter
 from iobs.prune import plan, stream, sweep
 from iobs.prune.gram import Gram
 from iobs.prune.memory import resident
 from iobs.prune.progress import Quiet
+from iobs.prune.settings import resolve
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Clock(Quiet):
                 (stream.Stream, "run", "forward passes"),
                 (sweep, "solve_layer", "solves"),
                 (sweep, "relative_output_error", "errors"),
-                (streaming.StreamedModel, "load", "reading"),
+                (streamed.StreamedModel, "load", "reading"),
                 (streaming._Output, "block", "writing"),
             ):
                 stack.enter_context(mock.patch.object(owner, name, self._timed(getattr(owner, name), part)))
@@ -187,8 +188,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, shape.vocabulary, (options.samples, options.length), generator=generator)
     settings = {"solver": options.solver, "budget": options.budget, "holdout": 0.0}
-    model = streaming.StreamedModel.open(folder / "model", device=options.device)
-    chosen = streaming.resolve(None, settings)
+    model = streamed.StreamedModel.open(folder / "model", device=options.device)
+    chosen = resolve(None, settings)
     lowest = floor(model.selection.layers, tokens.numel(), chosen, layers, options.device)
     del model
     plans: list[plan.Plan] = []

@@ -36,7 +36,8 @@ def prune_low_memory(
     """
     from iobs.cli.progress import Steps
     from iobs.cli.watch import Watch
-    from iobs.models.streaming import StreamedModel, plan_of, prune_directory, without_weights
+    from iobs.models.streamed import StreamedModel
+    from iobs.models.streaming import plan_of, prune_directory, without_weights
     from iobs.prune.settings import resolve
     from iobs.report import render_card, write_report
 
