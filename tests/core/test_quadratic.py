@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import iobs
 from iobs.core.quadratic import DenseHessian, Quadratic, Solution, relative_error
 from iobs.errors import NonFiniteError, ProblemError
 
@@ -110,3 +111,11 @@ def test_malformed_problems(hessian, centre):
 def test_large_finite_values_are_not_mistaken_for_infinity():
     huge = torch.full((2, 4), 3e38)
     assert Quadratic(torch.eye(4), huge).shape == (2, 4)
+
+
+def test_parameters_are_taken_as_they_are(hessian, centre):
+    weight = torch.nn.Parameter(centre.clone())
+    inputs = torch.randn(8, len(hessian), dtype=hessian.dtype, requires_grad=True)
+    gram = hessian + inputs.T @ inputs
+    solution = iobs.solve(iobs.Quadratic(gram, weight @ gram, weight), iobs.Unstructured(0.5))
+    assert not solution.weight.requires_grad

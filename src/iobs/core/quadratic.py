@@ -99,10 +99,11 @@ class Quadratic:
         anchor: Tensor | None = None,
         centred: bool = False,
     ) -> None:
-        self.hessian = hessian
-        self.anchor = anchor
+        # A layer's own weight is a parameter that asks for gradients; the factorisations here know of none.
+        self.hessian = hessian.detach() if isinstance(hessian, Tensor) else hessian
+        self.anchor = None if anchor is None else anchor.detach()
         self.centred = centred
-        self._linear = linear
+        self._linear = None if linear is None else linear.detach()
         self.factors = Factors()
         self._check()
 
