@@ -19,6 +19,7 @@ from iobs.errors import ProblemError
 from iobs.solvers.kernels.eliminate import eliminate, eliminate_groups
 from iobs.solvers.kernels.select import largest
 
+_ACCURATE = 2048  # columns up to which H is factorised in float64: ill-conditioned layers get other masks otherwise
 _PANEL = 4  # blocks whose share of earlier columns is multiplied out together: wide products run faster
 
 
@@ -38,14 +39,17 @@ class SparseGPT:
             raise ProblemError(f"block must be at least 1 column, got {self.block}; 128 is usual.")
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
-        """Arithmetic is in the dtype of the problem's linear term."""
+        """Arithmetic is in the dtype of the linear term; H, where it is not too wide, is factorised in float64."""
         groups = pattern.groups(problem.shape)
         centre = problem.centre()
-        upper = problem.factors.get(
-            ("upper", centre.dtype), lambda: linalg.upper_factor(problem.matrix.to(centre.dtype))
-        )
+        upper = problem.factors.get(("upper", centre.dtype), lambda: _upper(problem.matrix, centre.dtype))
         weight, mask = _prune(centre, upper, groups, _blocks(problem.shape[1], self.block, groups))
         return Solution.of(problem, weight, mask)
+
+
+def _upper(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    accurate = torch.float64 if len(matrix) <= _ACCURATE else dtype
+    return linalg.upper_factor(matrix.to(accurate)).to(dtype)
 
 
 def _blocks(columns: int, block: int, groups: Groups) -> list[slice]:
