@@ -99,8 +99,10 @@ class Quadratic:
         anchor: Tensor | None = None,
         centred: bool = False,
     ) -> None:
-        # A layer's own weight is a parameter that asks for gradients; the factorisations here know of none.
-        self.hessian = hessian.detach() if isinstance(hessian, Tensor) else hessian
+        # A layer's own weight is a parameter that asks for gradients; the factorisations here know of none. A Hessian
+        # that asks for none stays the same object: that is how problems are known to share it.
+        asks = isinstance(hessian, Tensor) and hessian.requires_grad
+        self.hessian = hessian.detach() if asks else hessian  # type: ignore[union-attr]
         self.anchor = None if anchor is None else anchor.detach()
         self.centred = centred
         self._linear = None if linear is None else linear.detach()
