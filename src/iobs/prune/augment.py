@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from iobs.prune import batches
 from iobs.prune.batches import Batch, Part
 
-_AGREEMENT = 0.9  # share of samples whose dense prediction must survive an augmentation
+_AGREEMENT = 0.75  # share of samples whose dense prediction must survive an augmentation
 _PROBE = 256  # samples that the agreement is measured on
 
 
@@ -50,7 +50,7 @@ class FlipShift:
 
 @torch.no_grad()
 def suited(model: nn.Module, part: Part, seed: int) -> FlipShift | None:
-    """The strongest augmentation that leaves at least 90 % of a network's predictions as they are.
+    """The strongest augmentation that leaves at least three quarters of a network's predictions as they are.
 
     Mirroring is judged alone, then shifts by an eighth and a sixteenth of the side and by one pixel. Text and
     features give None.
