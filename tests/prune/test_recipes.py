@@ -57,6 +57,11 @@ def test_explicit_arguments_override_a_recipe():
     assert resolve(None, {"rounds": 1}).polish is None
 
 
+def test_targets_that_contradict_the_inputs():
+    with pytest.raises(ProblemError, match="imitates outputs"):
+        resolve("best", {"inputs": "dense"})
+
+
 def test_unknown_recipe():
     with pytest.raises(ProblemError, match="no recipe"):
         resolve("quick", {})

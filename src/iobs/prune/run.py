@@ -305,7 +305,10 @@ class Run:
     # ---- measuring and choosing
     def _finish_round(self, record: RoundRecord, portion: Part, began: float) -> None:
         # As many calibration samples as are held out say as much, and a round's measurement stays cheap.
-        record.loss_calibration = self.measure(portion.first(self.heldout.samples) if self.heldout.batches else portion)
+        # With none held out the rounds are compared by it, so on the same samples whatever they were solved for.
+        record.loss_calibration = self.measure(
+            portion.first(self.heldout.samples) if self.heldout.batches else self.fit
+        )
         record.loss_heldout = self.measure(self.heldout)
         record.seconds = time.perf_counter() - began
 

@@ -38,6 +38,10 @@ class Settings:
             raise ProblemError(f"rounds must be at least 1, got {self.rounds}.")
         if not self.damping >= 0:
             raise ProblemError(f"damping must not be negative, got {self.damping}; 0.01 is usual.")
+        if self.target == "network" and self.inputs == "dense":
+            raise ProblemError(
+                'target="network" imitates outputs on the pruned network\'s inputs; with inputs="dense" use "current".'
+            )
         require_known(self.solver, self.refine, self.budget)
         as_allocation(self.allocation)
         for name, allowed in _CHOICES.items():
