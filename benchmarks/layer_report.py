@@ -40,7 +40,8 @@ def write_report(rows: list[dict], folder: Path) -> None:
         "",
         "Made by `benchmarks/layer_race.py`: real layers of all-MiniLM-L6-v2 and synthetic ones, float32 problems, "
         "damping 0.01, CPU, one thread, one process, interleaved, equal non-zeros. Errors are relative, under the "
-        "undamped Gram matrix. Seconds are CPU time, least of three repeats; what takes more than four runs once. "
+        "undamped Gram matrix. Seconds are CPU time, least of up to three repeats. "
+        "SparseGPT and ours were timed beside each other, mostly in a run after the others. "
         f"The ADMM schedules were chosen on {', '.join(CHOSEN_ON)}; every layer is reported.",
         "",
         "![error against time](layer_race.png)",
