@@ -112,6 +112,13 @@ def _settled(
     return replace(step, optimizer=optimizer, lr=rate / (caution if step.support == "dense" else 1.0))
 
 
+def trial_steps(step: GradientStep) -> int:
+    """How many steps the choice of an optimizer and a learning rate takes at most."""
+    if step.lr != "auto":
+        return 0
+    return _TRIAL_STEPS * sum(len(_RATES[name]) for name in (_AUTO if step.optimizer == "auto" else (step.optimizer,)))
+
+
 def best_rate(trial: Callable[[float], float], rates: tuple[float, ...]) -> tuple[float, dict[float, float]]:
     """The learning rate with the least loss after a short run; rates are tried upwards until they do harm.
 

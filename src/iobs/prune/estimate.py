@@ -9,14 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from iobs.prune import batches
+from iobs.prune.allocation import as_allocation
 from iobs.prune.batches import Batch, Part
+from iobs.prune.choices import trial_steps
 from iobs.prune.gram import POSITIONS
 from iobs.prune.layers import Layer
+from iobs.prune.sensitivity import PASSES, PROBE, PROBE_TOKENS
 from iobs.prune.settings import Settings
+from iobs.prune.steps import usual_size
 
 _STEP_PASSES = 4  # forward passes that a gradient step costs: the teacher's, and three for forward and backward
 _SOLVE_CUBES = 60  # products of (columns, columns) matrices that a layer's solve costs, and as many row by row
-_TRIALS = 60  # steps that the choice of a learning rate takes
 
 
 @torch.no_grad()
@@ -41,13 +44,19 @@ def estimate_seconds(model: nn.Module, layers: tuple[Layer, ...], fit: Part, set
         grams = fit.samples * min(rows.get(layer.path, 0.0), 64 * POSITIONS) * columns**2 * (2 * streams - 1)
         products += grams + _SOLVE_CUBES * columns**2 * (columns + layer.shape[0])
     sweep = forward * fit.samples * streams * (2 + len(layers) / 2) + products / rate
+    rounds = 1 if settings.schedule == "auto" else settings.rounds  # sparsity seldom has to grow
     steps = 0.0
     if settings.step is not None:
-        steps += (settings.rounds - 1) * settings.step.steps
+        steps += (rounds - 1) * settings.step.steps
     if settings.polish is not None:
-        steps += settings.polish.steps + _TRIALS
-    uneven = settings.allocation != "uniform"
-    return (settings.rounds + uneven) * sweep + steps * _STEP_PASSES * forward * min(64, fit.samples)
+        steps += settings.polish.steps
+    steps += max((trial_steps(step) for step in (settings.step, settings.polish) if step is not None), default=0)
+    allocation = as_allocation(settings.allocation)
+    uneven = allocation.criterion != "uniform"
+    probe = max(1, min(PROBE, PROBE_TOKENS // batches.positions(batch)))
+    searched = allocation.generations * probe if allocation.criterion in ("auto", "evolve") else 0
+    looks = forward * (searched + uneven * min(PASSES, probe * len(layers)))
+    return (rounds + uneven) * sweep + looks + steps * _STEP_PASSES * forward * min(usual_size(batch), fit.samples)
 
 
 def _timed(model: nn.Module, batch: Batch) -> float:

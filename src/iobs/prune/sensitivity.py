@@ -27,9 +27,9 @@ from iobs.prune.walk import Walk
 _LEVELS = (1 / 6, 1 / 3, 2 / 3, 1.0, 1.5, 2.5)
 _DENSEST = 0.9  # measured levels end here; at density 1 the error is zero
 _POSITIONS = 16  # of a convolution, for each sample; curves need less than the weights themselves
-_PROBE = 300  # samples that gradients and divergences are measured on
-_PASSES = 6000  # samples that the divergences of all layers together may take
-_PROBE_TOKENS = 16384  # and positions of text, every one of which is a distribution of its own
+PROBE = 300  # samples that gradients and divergences are measured on
+PASSES = 6000  # samples that the divergences of all layers together may take
+PROBE_TOKENS = 16384  # and positions of text, every one of which is a distribution of its own
 _ANSWERS = 2**26  # numbers that the dense network's answers to the probe may take
 _CURVE_TOKENS = 65536  # positions of text that curves are measured on
 
@@ -141,8 +141,8 @@ class Planner:
     @cached_property
     def _probe(self) -> Part:
         """Samples with the dense network's answers beside them; first asked for while the model is dense."""
-        most = min(_PROBE, max(32, _PASSES // len(self.layers)))
-        return answered(self.model, _at_most(self.calibration, most, _PROBE_TOKENS), _ANSWERS)
+        most = min(PROBE, max(32, PASSES // len(self.layers)))
+        return answered(self.model, _at_most(self.calibration, most, PROBE_TOKENS), _ANSWERS)
 
     # ---- search
     def _evolve(
@@ -214,7 +214,7 @@ def output_fisher(model: nn.Module, layers: tuple[Layer, ...], part: Part, seed:
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     sums = {layer.path: 0.0 for layer in layers}
-    used = _at_most(part, _PROBE, _PROBE_TOKENS)
+    used = _at_most(part, PROBE, PROBE_TOKENS)
     for batch in used.batches:
         for path, square in _output_squares(model, set(sums), batches.to_device(batch, device), generator):
             sums[path] += square

@@ -237,7 +237,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(self.seed + self.taken)
         whole = self.step.steps == 1 and self.step.batch_size is None
         chosen = self.step.batch_size
-        stream = _endless(part, _usual_size(part.batches[0]) if chosen == "auto" else chosen, generator)
+        stream = _endless(part, usual_size(part.batches[0]) if chosen == "auto" else chosen, generator)
         losses = []
         for index in range(self.step.steps):
             used = part.batches if whole else [next(stream)]
@@ -324,7 +324,7 @@ class Trainer:
         self.taken += 1
 
 
-def _usual_size(batch: Batch) -> int:
+def usual_size(batch: Batch) -> int:
     """64 samples, fewer where they are long rows of tokens."""
     return max(1, min(64, 4096 // batches.positions(batch)))
 
