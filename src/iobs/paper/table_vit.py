@@ -54,7 +54,7 @@ def _rows(name: str, settings: Settings, network: Network, request: Request) -> 
     )
     published = dict(zip((0, *ITERATIONS), PUBLISHED.get(name.split(" ")[0], ()), strict=False))
     found = [
-        Row(name, "dense" if index == 0 else f"{index} rounds", published.get(index), entry["accuracy"])
+        Row(name, "dense" if index == 0 else f"round {index}", published.get(index), entry["accuracy"])
         for index, entry in enumerate(scores)
         if entry
     ]
