@@ -124,4 +124,5 @@ def alternate(
                 resting = resting + 1 if changed <= _REST * groups.count * groups.keep else 0
                 if resting == 2:
                     return largest(target, groups), target
+        del solver  # before the next is made: at 5,632 columns one takes 127 MB
     return largest(target, groups), target
