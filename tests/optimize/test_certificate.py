@@ -30,7 +30,11 @@ def _small(seed):
     return LeastSquares(X, y, ridge=ridge, forced=[0] if rng.random() < 0.3 else []), int(rng.integers(1, d - 1))
 
 
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(5000), marks=pytest.mark.slow)], ids=["60", "5000"])
+# All 5,000 in portions, each within the time that a test may take.
+_PORTIONS = [pytest.param(range(start, start + 500), marks=pytest.mark.slow) for start in range(0, 5000, 500)]
+
+
+@pytest.mark.parametrize("seeds", [range(60), *_PORTIONS], ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
 def test_enumeration_agrees(seeds):
     for seed in seeds:
         objective, k = _small(seed)
@@ -85,7 +89,10 @@ def _enumerated(objective, k):
     return min(refit(objective, np.array(support, np.int64)).value for support in supports)
 
 
-@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(300), marks=pytest.mark.slow)], ids=["8", "300"])
+_TANGENT_PORTIONS = [pytest.param(range(start, start + 50), marks=pytest.mark.slow) for start in range(0, 300, 50)]
+
+
+@pytest.mark.parametrize("seeds", [range(8), *_TANGENT_PORTIONS], ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
 def test_tangents_bound_every_support_from_below(seeds):
     shown = []
     for seed in seeds:
