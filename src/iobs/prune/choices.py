@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 _SEARCHED = 2**24  # entries of all layers' Grams up to which their sparsities are searched for
 _DAMAGE = 1.0  # held-out KL of the first projection, in nats, above which rounds of growing sparsity pay
 _DENSE_CAUTION = 3.0  # steps on dense weights are this much smaller than those on a fixed support
-_TRIAL_STEPS = 12  # of a learning rate's trial
+_TRIAL_STEPS = 12  # of a learning rate's trial, at least,
+_TRIAL_SHARE = 4  # and this part of the steps it is for: the shorter a run, the smaller the rate that suits it
 _RATES: dict[str, tuple[float, ...]] = {
     "adam": (5e-5, 1.5e-4, 5e-4, 1.5e-3, 4e-3),
-    "momentum": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "momentum": (3e-3, 1e-2, 3e-2, 1e-1),
     "sgd": (1e-2, 3e-2, 1e-1, 3e-1, 1.0),
 }
 _AUTO: tuple[Optimizer, ...] = ("adam", "momentum")
@@ -73,13 +74,12 @@ def settle(run: Run, first: RoundRecord) -> None:
 
 def _best_descent(run: Run, step: GradientStep) -> tuple[Optimizer, float]:
     """The optimizer and rate whose short run on the first projection's support leaves the least held-out loss."""
-    start = run.snapshot()
-    masks = run.masks()
+    start, masks, length = run.snapshot(), run.masks(), _trial_length(step)
 
     def trial(optimizer: Optimizer, rate: float) -> float:
         run.restore(start)
-        short = replace(step, lr=rate, optimizer=optimizer, steps=_TRIAL_STEPS, decay=True)
-        run.trainer(short, _TRIAL_STEPS, masks).run(run.fit, lambda done, total, loss: None)
+        short = replace(step, lr=rate, optimizer=optimizer, steps=length, decay=True)
+        run.trainer(short, length, masks).run(run.fit, lambda done, total, loss: None)
         loss = run.measure(run.heldout if run.heldout.batches else run.fit)
         assert loss is not None
         return loss
@@ -91,9 +91,7 @@ def _best_descent(run: Run, step: GradientStep) -> tuple[Optimizer, float]:
     run.restore(start)
     best = min(tried, key=lambda pair: tried[pair], default=(_AUTO[0], _RATES[_AUTO[0]][0]))
     listed = ", ".join(f"{optimizer} {rate:g}: {loss:.4g}" for (optimizer, rate), loss in tried.items())
-    run.note(
-        f"Steps of {best[0]} with learning rate {best[1]:g}: least held-out loss after {_TRIAL_STEPS} steps ({listed})."
-    )
+    run.note(f"Steps of {best[0]} with learning rate {best[1]:g}: least held-out loss after {length} steps ({listed}).")
     return best
 
 
@@ -116,7 +114,13 @@ def trial_steps(step: GradientStep) -> int:
     """How many steps the choice of an optimizer and a learning rate takes at most."""
     if step.lr != "auto":
         return 0
-    return _TRIAL_STEPS * sum(len(_RATES[name]) for name in (_AUTO if step.optimizer == "auto" else (step.optimizer,)))
+    return _trial_length(step) * sum(
+        len(_RATES[name]) for name in (_AUTO if step.optimizer == "auto" else (step.optimizer,))
+    )
+
+
+def _trial_length(step: GradientStep) -> int:
+    return max(_TRIAL_STEPS, step.steps // _TRIAL_SHARE)
 
 
 def best_rate(trial: Callable[[float], float], rates: tuple[float, ...]) -> tuple[float, dict[float, float]]:
