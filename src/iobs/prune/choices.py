@@ -26,14 +26,14 @@ _SEARCHED = 2**24  # entries of all layers' Grams up to which their sparsities a
 _DAMAGE = 1.0  # held-out KL of the first projection, in nats, above which rounds of growing sparsity pay
 _DENSE_CAUTION = 3.0  # steps on dense weights are this much smaller than those on a fixed support
 _TRIAL_STEPS = 12  # of a learning rate's trial, at least,
-_TRIAL_SHARE = 4  # and this part of the steps it is for: the shorter a run, the smaller the rate that suits it
+_TRIAL_SHARE = 6  # and this part of the steps it is for: the shorter a run, the smaller the rate that suits it
 _RATES: dict[str, tuple[float, ...]] = {
-    "adam": (5e-5, 1.5e-4, 5e-4, 1.5e-3, 4e-3),
-    "momentum": (3e-3, 1e-2, 3e-2, 1e-1),
+    "adam": (5e-5, 2e-4, 6e-4, 2e-3),
+    "momentum": (1e-2, 3e-2, 1e-1),
     "sgd": (1e-2, 3e-2, 1e-1, 3e-1, 1.0),
 }
 _AUTO: tuple[Optimizer, ...] = ("adam", "momentum")
-_HOPELESS = 1.3  # a rate this much worse than the best ends the search: larger ones are worse still
+_HOPELESS = 1.15  # a rate this much worse than the best ends the search: larger ones are worse still
 
 
 def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
