@@ -123,6 +123,13 @@ def _trial_length(step: GradientStep) -> int:
     return max(_TRIAL_STEPS, step.steps // _TRIAL_SHARE)
 
 
+def polishes(step: GradientStep | None, tried: bool) -> tuple[GradientStep, ...]:
+    """The polish; and, where trials chose it, one as short as they: more steps may be worse."""
+    if step is None:
+        return ()
+    return (step, replace(step, steps=_trial_length(step))) if tried else (step,)
+
+
 def best_rate(trial: Callable[[float], float], rates: tuple[float, ...]) -> tuple[float, dict[float, float]]:
     """The learning rate with the least loss after a short run; rates are tried upwards until they do harm.
 

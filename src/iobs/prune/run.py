@@ -85,6 +85,7 @@ class Run:
         if any(step is not None for step in (self.settings.step, self.settings.polish)):
             expected = estimate_seconds(self.model, self.selection.layers, self.fit, self.settings)
             self.note(f"Estimated time: {expected:.0f} s.")
+        tried = self.settings.polish is not None and self.settings.polish.lr == "auto"
         final, curves = choices.allocate(self)
         records: list[RoundRecord] = []
         best: dict[str, Tensor] = {}
@@ -108,10 +109,10 @@ class Run:
                 record.step_losses = self._run_steps(trainer, self.portions[index], index)
             record.seconds = time.perf_counter() - began
             self.progress.round(record)
-        if self.settings.polish is not None:
-            self.restore(best)
-            leader = records[best_index(records, asked(final))]
-            records.append(self._polish(self.settings.polish, leader, len(records)))
+        leader, projected = records[best_index(records, asked(final))], best
+        for step in choices.polishes(self.settings.polish, tried):
+            self.restore(projected)
+            records.append(self._polish(step, leader, len(records)))
             best = self._keep_best(records, best, final)
         self.restore(best)
         return Report(
