@@ -71,7 +71,7 @@ def _bound(objective, k, best):
     hessian = objective.hessian_block(np.zeros(objective.dimension), everything)
     value, gradient = objective.value_and_gradient(np.zeros(objective.dimension))
     boxes = Boxes(hessian, -gradient, value, k)
-    return boxes.lower(-np.inf, best, time.perf_counter() + 20)
+    return boxes.lower(-np.inf, best, time.perf_counter() + 120)
 
 
 def _any_shape(seed):
@@ -109,11 +109,11 @@ def test_tangents_bound_where_the_hessian_is_singular():
     X = correlated_design(rng, 100, 100, 0.5)
     margin = X @ sparse_signal(rng, 100, 4)
     y = margin + np.sqrt(margin.var() / 5) * rng.standard_normal(100)
-    found = certify(LeastSquares(X, y), 4, seconds=5)
-    assert 0.3 * found.upper < found.lower <= found.upper
-    assert "not closed" in found.message
-    scaled = certify(LeastSquares(X * 10.0 ** rng.uniform(-2, 2, 100), y), 4, seconds=5)
-    assert scaled.lower > 0.3 * found.upper
+    best = minimize(LeastSquares(X, y), 4).loss
+    lower, margin = _bound(LeastSquares(X, y), 4, best)
+    assert 0.3 * best < lower - margin <= best
+    scaled, margin = _bound(LeastSquares(X * 10.0 ** rng.uniform(-2, 2, 100), y), 4, best)
+    assert 0.3 * best < scaled - margin <= best
 
 
 def test_the_lasso_of_the_bound_is_the_usual_one(rng):
