@@ -27,7 +27,7 @@ from iobs.optimize.multinomial import Multinomial
         SparseRegressor(loss="poisson", ridge=0.1, k=1),
         pytest.param(SparseClassifier(), marks=pytest.mark.slow),
         pytest.param(SparseClassifier(max_k=2), marks=pytest.mark.slow),
-        pytest.param(SparseClassifier(k="cv", cv=3), marks=pytest.mark.slow),
+        pytest.param(SparseClassifier(k="cv", cv=3), marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
     ids=str,
 )
