@@ -133,7 +133,8 @@ def evaluate(
         return {"perplexity": score, "tokens": float(windows.numel())}
     if isinstance(source, ArraySource):
         order = torch.arange(len(source.inputs) if limit is None else min(limit, len(source.inputs)))
-        batches, size = array_batches(source.inputs, source.targets, order, batch or 64), batch or 64
+        size = batch or 64
+        batches = array_batches(source.inputs, source.targets, order, size)
         told = partial(_told_of, progress, math.ceil(len(order) / size))
         return {"accuracy": accuracy(model.module, batches, told), "samples": float(len(order))}
     if model.task == "causal-lm":

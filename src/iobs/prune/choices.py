@@ -85,11 +85,12 @@ def _best_descent(run: Run, step: GradientStep) -> tuple[Optimizer, float]:
         return loss
 
     tried: dict[tuple[Optimizer, float], float] = {}
-    for optimizer in _AUTO if step.optimizer == "auto" else (step.optimizer,):
+    for optimizer in _tried(step):
         _, losses = best_rate(partial(trial, optimizer), _RATES[optimizer])
         tried |= {(optimizer, rate): loss for rate, loss in losses.items()}
     run.restore(start)
-    best = min(tried, key=lambda pair: tried[pair], default=(_AUTO[0], _RATES[_AUTO[0]][0]))
+    first = _tried(step)[0]
+    best = min(tried, key=lambda pair: tried[pair], default=(first, _RATES[first][0]))  # all may have diverged
     listed = ", ".join(f"{optimizer} {rate:g}: {loss:.4g}" for (optimizer, rate), loss in tried.items())
     run.note(f"Steps of {best[0]} with learning rate {best[1]:g}: least held-out loss after {length} steps ({listed}).")
     return best
@@ -112,11 +113,11 @@ def _settled(
 
 def trial_steps(step: GradientStep) -> int:
     """How many steps the choice of an optimizer and a learning rate takes at most."""
-    if step.lr != "auto":
-        return 0
-    return _trial_length(step) * sum(
-        len(_RATES[name]) for name in (_AUTO if step.optimizer == "auto" else (step.optimizer,))
-    )
+    return _trial_length(step) * sum(len(_RATES[name]) for name in _tried(step)) if step.lr == "auto" else 0
+
+
+def _tried(step: GradientStep) -> tuple[Optimizer, ...]:
+    return _AUTO if step.optimizer == "auto" else (step.optimizer,)
 
 
 def _trial_length(step: GradientStep) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class GradientStep:
     def __post_init__(self) -> None:
         if (self.lr != "auto" and not self.lr > 0) or self.steps < 1:
             raise ProblemError(f"A gradient step needs lr > 0 and steps >= 1, got lr={self.lr}, steps={self.steps}.")
-        if self.optimizer not in ("sgd", "momentum", "adam", "auto"):
+        if self.optimizer not in get_args(Optimizer):
             raise ProblemError(f'optimizer must be "sgd", "momentum", "adam" or "auto", got {self.optimizer!r}.')
         if self.optimizer == "auto" and self.lr != "auto":
             raise ProblemError(f'optimizer="auto" is chosen together with lr="auto", got lr={self.lr}.')
