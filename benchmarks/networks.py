@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import wilcoxon
 from torch import Tensor, nn
 
 import iobs
@@ -38,10 +39,21 @@ WINDOW = 512
 
 
 @dataclass(frozen=True)
-class Network:
-    """What a sweep needs of a network: (model, calibration batches, score) by seed, and its levels."""
+class Case:
+    """A network to prune: the module, its calibration batches, its score, and where too few pictures tell scores apart
+    the pictures (inputs, numbers) by which networks are compared one by one."""
 
-    load: Callable[[Any, Path, int], tuple[nn.Module, list[Any], Callable[[nn.Module], float]]]
+    module: nn.Module
+    batches: list[Any]
+    score: Callable[[nn.Module], float]
+    pictures: tuple[Tensor, list[int]] | None = None
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a sweep needs of a network: a case by seed, and its levels."""
+
+    load: Callable[[Any, Path, int], Case]
     sparsities: tuple[str, ...]
     quick: tuple[str, ...]
     score: str
@@ -49,48 +61,51 @@ class Network:
     skip: str | None = None
 
 
-def pictures(name: str, network: str) -> Callable[[Any, Path, int], Any]:
+def pictures(name: str, network: str) -> Callable[[Any, Path, int], Case]:
     """A classifier of CIFAR-10."""
 
-    def load(zoo: Any, folder: Path, seed: int) -> Any:
+    def load(zoo: Any, folder: Path, seed: int) -> Case:
         images, labels = zoo.cifar10("train10k", network)
         test = zoo.cifar10("test5000", network)
         chosen = drawn(len(images), SAMPLES, seed)
-        model = getattr(zoo, name)()
-        return model, [(images[i], labels[i]) for i in chosen.split(100)], lambda model: zoo.accuracy(model, *test)
+        batches = [(images[i], labels[i]) for i in chosen.split(100)]
+        return Case(getattr(zoo, name)(), batches, lambda model: zoo.accuracy(model, *test))
 
     return load
 
 
-def digits(zoo: Any, folder: Path, seed: int) -> Any:
+def digits(zoo: Any, folder: Path, seed: int) -> Case:
     """MLPNet on MNIST."""
     images, labels = zoo.mnist("train")
     test = zoo.mnist("test")
     chosen = drawn(len(images), SAMPLES, seed)
-    return (
-        zoo.mlpnet(),
-        [(images[i], labels[i]) for i in chosen.split(100)],
-        lambda model: zoo.accuracy(model, *test),
-    )
+    batches = [(images[i], labels[i]) for i in chosen.split(100)]
+    return Case(zoo.mlpnet(), batches, lambda model: zoo.accuracy(model, *test))
 
 
-def stories(zoo: Any, folder: Path, seed: int) -> Any:
+def stories(zoo: Any, folder: Path, seed: int) -> Case:
     """The 260 thousand parameter llama; 1,000 stories, concatenated and cut into windows."""
     loaded = models.load(str(folder / "llama_stories260K"), dtype=torch.float32)
     model, tokenizer = loaded.module, loaded.require_tokenizer()
     texts = zoo.stories("calibration")
     calibration = windows(tokenizer, [texts[i] for i in drawn(len(texts), SAMPLES, seed).tolist()])
     validation = windows(tokenizer, zoo.stories("validation"))
-    return model, [{"input_ids": part} for part in calibration.split(16)], lambda model: perplexity(model, validation)
+    batches = [{"input_ids": part} for part in calibration.split(16)]
+    return Case(model, batches, lambda model: perplexity(model, validation))
 
 
-def thousand_classes(zoo: Any, folder: Path, seed: int) -> Any:
+def thousand_classes(zoo: Any, folder: Path, seed: int) -> Case:
     """MobileNetV1: calibrated on half of the 600 pictures, scored on the other half."""
     images, labels = zoo.imagenet_samples()
     order = drawn(len(images), len(images), seed)
     chosen, rest = order[:300], order[300:]
     data = [(images[i], labels[i]) for i in chosen.split(25)]
-    return zoo.mobilenet_v1(), data, lambda model: zoo.accuracy(model, images[rest], labels[rest], batch=50)
+    return Case(
+        zoo.mobilenet_v1(),
+        data,
+        lambda model: zoo.accuracy(model, images[rest], labels[rest], batch=50),
+        (images[rest], rest.tolist()),
+    )
 
 
 def drawn(count: int, samples: int, seed: int) -> Tensor:
@@ -111,7 +126,7 @@ NETWORKS = {
     "mlpnet": Network(digits, ("0.9", "0.95", "0.98"), ("0.95", "0.98"), "accuracy"),
     "vit": Network(pictures("vit_cifar", "vit"), ("0.5", "0.7"), ("0.5", "0.7"), "accuracy"),
     "llama_stories260K": Network(stories, ("0.5", "2:4", "0.7"), ("0.5", "0.7"), "perplexity", peers=False),
-    "mobilenet": Network(thousand_classes, ("0.3", "0.5", "0.7", "0.8"), (), "accuracy"),
+    "mobilenet": Network(thousand_classes, ("0.3", "0.4", "0.5", "0.6", "0.7", "0.8"), (), "accuracy"),
 }
 
 OURS: dict[str, dict[str, Any]] = {
@@ -151,21 +166,24 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 def run(zoo: Any, folder: Path, name: str, method: str, level: str, seed: int) -> dict[str, Any]:
     """One run as a row."""
-    network = NETWORKS[name]
-    model, batches, score = network.load(zoo, folder, seed)
+    skip = NETWORKS[name].skip
+    case = NETWORKS[name].load(zoo, folder, seed)
+    dense = case.score(case.module)
+    answers = log_probabilities(case)
     started = time.perf_counter()
     if method in PEERS:
-        report = prune_by_fisher(model, batches, float(level), skip=network.skip, **PEERS[method])
+        report = prune_by_fisher(case.module, case.batches, float(level), skip=skip, **PEERS[method])
     else:
         choices = {**OURS, **ABLATIONS}[method]
-        report = iobs.prune(model, batches, parse(level), skip=network.skip, seed=seed, **choices)
+        report = iobs.prune(case.module, case.batches, parse(level), skip=skip, seed=seed, **choices)
     seconds = time.perf_counter() - started
-    return {
+    row = {
         "network": name,
         "method": method,
         "level": level,
         "seed": seed,
-        "score": score(model),
+        "score": case.score(case.module),
+        "dense": dense,
         "seconds": seconds,
         "sparsity": report.sparsity,
         "heldout": [record.loss_heldout for record in report.rounds],
@@ -173,6 +191,19 @@ def run(zoo: Any, folder: Path, name: str, method: str, level: str, seed: int) -
         "notes": report.notes,
         "commit": commit(),
     }
+    if case.pictures is not None:
+        divergence = (answers.exp() * (answers - log_probabilities(case))).sum(1)
+        row["kl"] = dict(zip(map(str, case.pictures[1]), (round(float(value), 5) for value in divergence), strict=True))
+    return row
+
+
+@torch.no_grad()
+def log_probabilities(case: Case) -> Tensor:
+    """What the network says of each picture, (pictures, classes)."""
+    if case.pictures is None:
+        return torch.empty(0)
+    case.module.eval()
+    return torch.cat([case.module(part).float().log_softmax(1) for part in case.pictures[0].split(50)])
 
 
 def commit() -> str:
@@ -208,7 +239,51 @@ def tables(rows: list[dict[str, Any]]) -> str:
             ]
             if any(entries):
                 lines.append(f"| {method} | {' | '.join(entries)} |")
+        lines += divergences([row for row in own if "kl" in row], levels)
     return "\n".join(lines) + "\n"
+
+
+def divergences(rows: list[dict[str, Any]], levels: list[str]) -> list[str]:
+    """KL to the dense network by method, and whether "best" is below each peer on the same pictures."""
+    if not rows:
+        return []
+    lines = [
+        "",
+        'KL to the dense network, nats, mean over the pictures that were not calibrated on; in brackets p of "best" '
+        "being as large as this, Wilcoxon's signed-rank test over pictures (each one's mean over the seeds of both).",
+        "",
+        f"| method | {' | '.join(levels)} |",
+        f"|---|{'---|' * len(levels)}",
+    ]
+
+    def by_picture(method: str, level: str, seeds: set[int]) -> dict[str, float]:
+        found = defaultdict(list)
+        for row in rows:
+            if (row["method"], row["level"]) == (method, level) and row["seed"] in seeds:
+                for picture, value in row["kl"].items():
+                    found[picture].append(value)
+        return {picture: statistics.mean(values) for picture, values in found.items()}
+
+    def cell(method: str, level: str) -> str:
+        seeds = {
+            name: {row["seed"] for row in rows if (row["method"], row["level"]) == (name, level)}
+            for name in ("best", method)
+        }
+        if not seeds[method]:
+            return ""
+        mean = f"{statistics.mean(by_picture(method, level, seeds[method]).values()):.3f}"
+        shared = seeds["best"] & seeds[method]
+        if method == "best" or not shared:
+            return mean
+        ours, theirs = by_picture("best", level, shared), by_picture(method, level, shared)
+        p = wilcoxon([ours[key] - theirs[key] for key in ours], alternative="less").pvalue
+        return f"{mean} ({p:.0e})"
+
+    for method in (*OURS, *PEERS, *ABLATIONS):
+        cells = [cell(method, level) for level in levels]
+        if any(cells):
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+    return lines
 
 
 def entry(rows: list[dict[str, Any]]) -> str:
