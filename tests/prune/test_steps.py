@@ -6,7 +6,7 @@ from torch import nn
 
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.prune import GradientStep
-from iobs.prune.augment import FlipShift, suited
+from iobs.prune.augment import FlipShift, Pairs, label_preserving, suited
 from iobs.prune.batches import Part
 from iobs.prune.choices import best_rate
 from iobs.prune.steps import Trainer, kl_to
@@ -64,11 +64,47 @@ class Brightness(nn.Module):
 
 def test_the_dense_network_decides_what_is_suited():
     part = Part([torch.randn(100, 1, 16, 16)], [0])
-    assert suited(Brightness(left=False), part, 0).flip
-    found = suited(Brightness(left=True), part, 0)
+    assert label_preserving(Brightness(left=False), part, 0).flip
+    found = label_preserving(Brightness(left=True), part, 0)
     assert found is None or not found.flip
-    assert suited(nn.Linear(4, 2), Part([torch.randn(10, 4)], [0]), 0) is None
-    assert suited(nn.Embedding(9, 4), Part([torch.randint(9, (10, 12))], [0]), 0) is None
+    assert label_preserving(nn.Linear(4, 2), Part([torch.randn(10, 4)], [0]), 0) is None
+    assert label_preserving(nn.Embedding(9, 4), Part([torch.randint(9, (10, 12))], [0]), 0) is None
+
+
+def test_features_are_blended_two_by_two():
+    values, targets = torch.eye(40), torch.arange(40)
+    mixed, kept = Pairs()((values, targets), torch.Generator().manual_seed(0))
+    assert torch.equal(kept, targets)
+    assert torch.allclose(mixed.sum(1), torch.ones(40))
+    partners = (mixed > 0).sum(1)
+    assert set(partners.tolist()) == {1, 2}  # about half are left as they are
+    assert 10 < int((partners == 2).sum()) < 30
+    assert torch.all(mixed.diagonal() > 0)
+
+
+def test_pictures_get_a_square_of_one_other():
+    numbers = torch.arange(1.0, 61.0)[:, None, None, None].expand(60, 3, 16, 16)
+    mixed = Pairs()(numbers.clone(), torch.Generator().manual_seed(0))
+    assert torch.equal(mixed[:, 0], mixed[:, 2])  # all channels alike
+    pasted = 0
+    for picture in mixed[:, 0]:
+        values = picture.unique()
+        assert len(values) <= 2
+        if len(values) == 2:
+            pasted += 1
+            inner = min((picture == value for value in values), key=lambda place: int(place.any(0).all()))
+            rows, columns = inner.any(1).sum(), inner.any(0).sum()
+            assert rows * columns == inner.sum() or (~inner).sum() == (~inner).any(1).sum() * (~inner).any(0).sum()
+    assert pasted > 10
+
+
+def test_samples_are_mixed_only_where_the_dense_network_answers():
+    part = Part([(torch.randn(50, 1, 16, 16), torch.zeros(50))], [0])
+    assert isinstance(suited(Brightness(left=False), part, 0, mix=True), Pairs)
+    assert isinstance(suited(Brightness(left=False), part, 0, mix=False), FlipShift)
+    assert suited(nn.Linear(4, 2), Part([torch.randn(10, 4)], [0]), 0, mix=True) == Pairs(None)
+    assert suited(nn.Linear(4, 2), Part([torch.randn(10, 4)], [0]), 0, mix=False) is None
+    assert suited(nn.Embedding(9, 4), Part([torch.randint(9, (10, 12))], [0]), 0, mix=True) is None
 
 
 def test_masked_entries_stay_zero_and_the_rest_learns():

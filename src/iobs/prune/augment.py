@@ -1,7 +1,12 @@
-"""Light changes to pictures that keep a thousand of them from being learnt by heart."""
+"""Changes to samples that keep a thousand of them from being learnt by heart.
+
+Mirroring and moving keep a picture's label. Mixing two samples does not, but where the dense network is the teacher it
+answers for the mixture as for anything else: so few samples become as many as there are pairs of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +33,7 @@ class FlipShift:
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
         """Change the pictures of a batch, every sample in its own way."""
-        return _with_pictures(batch, self._change(_pictures(batch), generator))
+        return _with_values(batch, self._change(_values(batch), generator))
 
     def _change(self, pictures: Tensor, generator: torch.Generator) -> Tensor:
         count, (height, width) = len(pictures), pictures.shape[-2:]
@@ -48,8 +53,72 @@ class FlipShift:
         return " and ".join(parts)
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Mixes the samples of a batch two by two; targets, where a batch has some, are left as they are.
+
+    A sample becomes a blend with another (mixup, Zhang et al., 2018) with probability 1/2, and has a square of another
+    pasted into it (CutMix, Yun et al., 2019) with probability 1/2; samples without height and width are only blended.
+
+    Args:
+        before: what happens to every sample first.
+    """
+
+    before: FlipShift | None = None
+
+    def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """Change the samples of a batch, every one in its own way."""
+        given = batch if self.before is None else self.before(batch, generator)
+        mixed = _blended(_values(given), generator)
+        return _with_values(given, _pasted(mixed, generator) if _is_picture(given) else mixed)
+
+    def __str__(self) -> str:
+        return f"{'' if self.before is None else f'{self.before}, '}pairs of samples mixed"
+
+
+def _blended(values: Tensor, generator: torch.Generator) -> Tensor:
+    count = len(values)
+    share = torch.rand(count, generator=generator)
+    share[torch.rand(count, generator=generator) < 0.5] = 1.0
+    share = share.to(values).reshape(-1, *[1] * (values.ndim - 1))
+    other = torch.randperm(count, generator=generator).to(values.device)
+    return share * values + (1 - share) * values[other]
+
+
+def _pasted(pictures: Tensor, generator: torch.Generator) -> Tensor:
+    """Squares whose share of the picture is uniform between none and all of it."""
+    count, (height, width) = len(pictures), pictures.shape[-2:]
+    side = torch.rand(count, generator=generator).sqrt()
+    side[torch.rand(count, generator=generator) < 0.5] = 0.0
+    other = torch.randperm(count, generator=generator).to(pictures.device)
+
+    def inside(length: int) -> Tensor:
+        """Which of so many rows or columns lie in a sample's square, (samples, length)."""
+        size = (side * length).floor()
+        first = (torch.rand(count, generator=generator) * (length + 1 - size)).floor()
+        place = torch.arange(length) - first[:, None]
+        return (place >= 0) & (place < size[:, None])
+
+    square = (inside(height)[:, :, None] & inside(width)[:, None, :]).to(pictures.device)
+    return torch.where(square if pictures.ndim == 3 else square[:, None], pictures[other], pictures)
+
+
+def suited(model: nn.Module, part: Part, seed: int, mix: bool) -> FlipShift | Pairs | None:
+    """The strongest augmentation that suits a network and its samples; None for tokens.
+
+    Args:
+        model: the dense network, in eval mode.
+        part: calibration samples.
+        seed: of the trial.
+        mix: whether samples may be mixed, which asks for a loss that goes by the dense network's answers.
+    """
+    kept = label_preserving(model, part, seed)
+    mixes = mix and all(_can_mix(batch) for batch in part.batches)
+    return Pairs(kept) if mixes else kept
+
+
 @torch.no_grad()
-def suited(model: nn.Module, part: Part, seed: int) -> FlipShift | None:
+def label_preserving(model: nn.Module, part: Part, seed: int) -> FlipShift | None:
     """The strongest augmentation that leaves at least three quarters of a network's predictions as they are.
 
     Mirroring is judged alone, then shifts by an eighth and a sixteenth of the side and by one pixel. Text and
@@ -74,7 +143,7 @@ def suited(model: nn.Module, part: Part, seed: int) -> FlipShift | None:
         return float((plain == changed).float().mean()) >= _AGREEMENT
 
     flip = keeps(FlipShift(True, 0))
-    side = min(_pictures(used[0]).shape[-2:])
+    side = min(_values(used[0]).shape[-2:])
     sizes = sorted({side // 8, side // 16, 1}, reverse=True)
     shift = next((size for size in sizes if size and keeps(FlipShift(flip, size))), 0)
     return FlipShift(flip, shift) if flip or shift else None
@@ -105,21 +174,27 @@ def _predictions(model: nn.Module, used: list[Batch], change: FlipShift | None, 
     return torch.cat(found)
 
 
-def _pictures(batch: Batch) -> Tensor:
-    value = batch["pixel_values"] if isinstance(batch, dict) else batches.inputs(batch)
+def _values(batch: Batch) -> Tensor:
+    value = batch["pixel_values"] if isinstance(batch, Mapping) else batches.inputs(batch)
     assert isinstance(value, Tensor)
     return value
 
 
-def _with_pictures(batch: Batch, pictures: Tensor) -> Batch:
-    if isinstance(batch, dict):
-        return {**batch, "pixel_values": pictures}
-    return (pictures, *batch[1:]) if isinstance(batch, (tuple, list)) else pictures
+def _with_values(batch: Batch, values: Tensor) -> Batch:
+    if isinstance(batch, Mapping):
+        return {**batch, "pixel_values": values}
+    return (values, *batch[1:]) if isinstance(batch, (tuple, list)) else values
+
+
+def _can_mix(batch: Batch) -> bool:
+    """Whether a batch's inputs are one tensor of real numbers."""
+    alone = "pixel_values" in batch if isinstance(batch, Mapping) else isinstance(batches.inputs(batch), Tensor)
+    return alone and _values(batch).is_floating_point()
 
 
 def _is_picture(batch: Batch) -> bool:
     """Whether a batch holds pictures: (samples, height, width) or (samples, 1 to 4 channels, height, width)."""
-    value = batch.get("pixel_values") if isinstance(batch, dict) else batches.inputs(batch)
+    value = batch.get("pixel_values") if isinstance(batch, Mapping) else batches.inputs(batch)
     if not isinstance(value, Tensor) or not value.is_floating_point() or min(value.shape[-2:], default=0) < 8:
         return False
     return value.ndim == 3 or (value.ndim == 4 and value.shape[1] <= 4)

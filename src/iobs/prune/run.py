@@ -68,7 +68,7 @@ class Run:
         self.ranks = current()
         self.ranks.require_enough(self.fit)
         self.journal = self._opened(checkpoint)
-        self.suited: tuple[Augmentation | None] | None = None  # once it is known
+        self.suited: dict[bool, Augmentation | None] = {}  # by whether samples may be mixed
 
     def execute(self) -> Report:
         """All rounds, the choice among them, the audit; the original weights come back if anything fails."""
@@ -358,11 +358,11 @@ class Run:
     def _augmentation(self, step: GradientStep) -> Augmentation | None:
         if step.augment != "auto":
             return step.augment
-        if self.suited is None:
-            found = suited(self.reference or self.model, self.fit, self.settings.seed)
-            self.note(f"Augmentation of the gradient steps: {found or 'none'}.")
-            self.suited = (found,)
-        return self.suited[0]
+        taught = step.loss in ("kl", "block")  # the dense network answers for whatever is shown
+        if taught not in self.suited:
+            self.suited[taught] = suited(self.reference or self.model, self.fit, self.settings.seed, mix=taught)
+            self.note(f"Augmentation of the gradient steps: {self.suited[taught] or 'none'}.")
+        return self.suited[taught]
 
     def note(self, text: str) -> None:
         """Tell the report and whoever watches."""

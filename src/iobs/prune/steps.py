@@ -40,7 +40,8 @@ class GradientStep:
             whole rate at once, which an exactly refitted layer resents) and falls linearly to zero.
         batch_size: samples a step, or None for the batches as they are; "auto" is 64, or 4096 tokens of text.
         augment: changes a batch before it is used; "auto" is mirroring and shifts of pictures, as far as the dense
-            network's predictions stay the same under them; None changes nothing.
+            network's predictions stay the same under them, and, where it gives the answers (losses "kl" and "block"),
+            mixtures of two samples of real numbers; None changes nothing.
 
     Raises:
         ProblemError: a setting outside its range.
@@ -274,11 +275,12 @@ class Trainer:
         gradients = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         value = 0.0
         names, parameters = list(self.parameters), list(self.parameters.values())
-        for batch in (self.ranks.rows(whole) for whole in used):
-            share = batches.size(batch) / samples
+        for whole in used:
+            # All ranks change the whole batch alike, then take their rows: any number of them agrees with one.
+            given = self.ranks.rows(whole if self.augmentation is None else self.augmentation(whole, generator))
+            share = batches.size(given) / samples
             if share == 0:
                 continue
-            given = batch if self.augmentation is None else self.augmentation(batch, generator)
             with torch.enable_grad():
                 loss = self.loss(self.model, given) * share
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
