@@ -76,26 +76,25 @@ def test_features_are_blended_two_by_two():
     mixed, kept = Pairs()((values, targets), torch.Generator().manual_seed(0))
     assert torch.equal(kept, targets)
     assert torch.allclose(mixed.sum(1), torch.ones(40))
-    partners = (mixed > 0).sum(1)
-    assert set(partners.tolist()) == {1, 2}  # about half are left as they are
-    assert 10 < int((partners == 2).sum()) < 30
-    assert torch.all(mixed.diagonal() > 0)
+    assert int((mixed > 0).sum(1).max()) == 2
+    assert 5 < int((mixed.diagonal() > 0.5).sum()) < 35  # shares are uniform
 
 
-def test_pictures_get_a_square_of_one_other():
+def test_pictures_are_blended_or_get_a_square_of_one_other():
     numbers = torch.arange(1.0, 61.0)[:, None, None, None].expand(60, 3, 16, 16)
     mixed = Pairs()(numbers.clone(), torch.Generator().manual_seed(0))
     assert torch.equal(mixed[:, 0], mixed[:, 2])  # all channels alike
     pasted = 0
-    for picture in mixed[:, 0]:
+    for number, picture in enumerate(mixed[:, 0], 1):
         values = picture.unique()
         assert len(values) <= 2
         if len(values) == 2:
             pasted += 1
-            inner = min((picture == value for value in values), key=lambda place: int(place.any(0).all()))
-            rows, columns = inner.any(1).sum(), inner.any(0).sum()
-            assert rows * columns == inner.sum() or (~inner).sum() == (~inner).any(1).sum() * (~inner).any(0).sum()
-    assert pasted > 10
+            other = picture != number
+            assert other.any(1).sum() * other.any(0).sum() == other.sum()
+            assert other.any(1).sum() == other.any(0).sum()
+    assert 15 < pasted < 45
+    assert bool((mixed.frac() != 0).any())  # the others are blends
 
 
 def test_samples_are_mixed_only_where_the_dense_network_answers():

@@ -57,8 +57,8 @@ class FlipShift:
 class Pairs:
     """Mixes the samples of a batch two by two; targets, where a batch has some, are left as they are.
 
-    A sample becomes a blend with another (mixup, Zhang et al., 2018) with probability 1/2, and has a square of another
-    pasted into it (CutMix, Yun et al., 2019) with probability 1/2; samples without height and width are only blended.
+    A sample becomes a blend with another (mixup, Zhang et al., 2018) or has a square of another pasted into it (CutMix,
+    Yun et al., 2019), with probability 1/2 each; samples without height and width are blended.
 
     Args:
         before: what happens to every sample first.
@@ -69,28 +69,27 @@ class Pairs:
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
         """Change the samples of a batch, every one in its own way."""
         given = batch if self.before is None else self.before(batch, generator)
-        mixed = _blended(_values(given), generator)
-        return _with_values(given, _pasted(mixed, generator) if _is_picture(given) else mixed)
+        values = _values(given)
+        other = values[torch.randperm(len(values), generator=generator).to(values.device)]
+        mixed = _blended(values, other, generator)
+        if _is_picture(given):
+            coin = torch.rand(len(values), generator=generator) < 0.5
+            mixed = torch.where(_by_sample(coin, values), _pasted(values, other, generator), mixed)
+        return _with_values(given, mixed)
 
     def __str__(self) -> str:
         return f"{'' if self.before is None else f'{self.before}, '}pairs of samples mixed"
 
 
-def _blended(values: Tensor, generator: torch.Generator) -> Tensor:
-    count = len(values)
-    share = torch.rand(count, generator=generator)
-    share[torch.rand(count, generator=generator) < 0.5] = 1.0
-    share = share.to(values).reshape(-1, *[1] * (values.ndim - 1))
-    other = torch.randperm(count, generator=generator).to(values.device)
-    return share * values + (1 - share) * values[other]
+def _blended(values: Tensor, other: Tensor, generator: torch.Generator) -> Tensor:
+    share = _by_sample(torch.rand(len(values), generator=generator), values)
+    return torch.lerp(values, other, share.to(values.dtype))
 
 
-def _pasted(pictures: Tensor, generator: torch.Generator) -> Tensor:
-    """Squares whose share of the picture is uniform between none and all of it."""
+def _pasted(pictures: Tensor, other: Tensor, generator: torch.Generator) -> Tensor:
+    """Squares of the other picture whose share of the whole is uniform between none and all of it."""
     count, (height, width) = len(pictures), pictures.shape[-2:]
     side = torch.rand(count, generator=generator).sqrt()
-    side[torch.rand(count, generator=generator) < 0.5] = 0.0
-    other = torch.randperm(count, generator=generator).to(pictures.device)
 
     def inside(length: int) -> Tensor:
         """Which of so many rows or columns lie in a sample's square, (samples, length)."""
@@ -100,7 +99,12 @@ def _pasted(pictures: Tensor, generator: torch.Generator) -> Tensor:
         return (place >= 0) & (place < size[:, None])
 
     square = (inside(height)[:, :, None] & inside(width)[:, None, :]).to(pictures.device)
-    return torch.where(square if pictures.ndim == 3 else square[:, None], pictures[other], pictures)
+    return torch.where(square if pictures.ndim == 3 else square[:, None], other, pictures)
+
+
+def _by_sample(numbers: Tensor, values: Tensor) -> Tensor:
+    """One number a sample, shaped to be combined with all of its values."""
+    return numbers.to(values.device).reshape(-1, *[1] * (values.ndim - 1))
 
 
 def suited(model: nn.Module, part: Part, seed: int, mix: bool) -> FlipShift | Pairs | None:
