@@ -26,9 +26,9 @@ _SEARCHED = 2**24  # entries of all layers' Grams up to which their sparsities a
 _DAMAGE = 1.0  # held-out KL of the first projection, in nats, above which rounds of growing sparsity pay
 _DENSE_CAUTION = 3.0  # steps on dense weights are this much smaller than those on a fixed support
 _TRIAL_STEPS = 12  # of a learning rate's trial, at least,
-_TRIAL_SHARE = 6  # and this part of the steps it is for: the shorter a run, the smaller the rate that suits it
+_TRIAL_SHARE = 10  # and this part of the steps it is for: the shorter a run, the smaller the rate that suits it
 _RATES: dict[str, tuple[float, ...]] = {
-    "adam": (5e-5, 2e-4, 6e-4, 2e-3),
+    "adam": (5e-5, 2e-4, 8e-4, 3e-3),
     "momentum": (1e-2, 3e-2, 1e-1),
     "sgd": (1e-2, 3e-2, 1e-1, 3e-1, 1.0),
 }
