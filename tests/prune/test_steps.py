@@ -1,5 +1,7 @@
 """Augmentation, batches, learning rates and supports of the gradient steps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,9 @@ from iobs.errors import NonFiniteError, ProblemError
 from iobs.prune import GradientStep
 from iobs.prune.augment import FlipShift, Pairs, label_preserving, suited
 from iobs.prune.batches import Part
-from iobs.prune.choices import best_rate
+from iobs.prune.choices import boldest, try_rates
+from iobs.prune.estimate import affordable
+from iobs.prune.layers import find_layers
 from iobs.prune.steps import Trainer, kl_to
 
 
@@ -137,8 +141,8 @@ def test_rates_are_tried_upwards_until_they_do_harm():
         seen.append(rate)
         return abs(rate - 4e-4) + 1e-4
 
-    rate, losses = best_rate(trial, RATES)
-    assert rate == 5e-4
+    losses = try_rates(trial, RATES)
+    assert min(losses, key=losses.get) == 5e-4
     assert list(losses) == sorted(seen)
     assert max(seen) < 4e-3
 
@@ -149,4 +153,23 @@ def test_divergence_ends_the_search():
             raise NonFiniteError("diverged")
         return 1.0
 
-    assert best_rate(trial, RATES)[0] == 5e-5
+    assert try_rates(trial, RATES) == {5e-5: 1.0}
+
+
+def test_the_largest_rate_that_is_as_good_as_the_best_is_taken():
+    tried = {("adam", 1e-3): 0.5, ("adam", 1e-2): 0.505, ("adam", 1e-1): 0.52, ("momentum", 1.0): 0.501}
+    assert boldest(tried) == ("adam", 1e-2)
+    assert boldest({}) is None
+
+
+def test_cheap_networks_take_more_steps():
+    step = GradientStep(steps=10, most_steps=100, batch_size=4)
+    small, large = nn.Sequential(nn.Linear(8, 4)), nn.Sequential(nn.Linear(30000, 30000, device="meta"))
+    part = Part([torch.randn(20, 8)], [0])
+    assert affordable(step, small, tuple(find_layers(small)), part) == replace(step, steps=100, most_steps=None)
+    assert affordable(replace(step, most_steps=None), small, tuple(find_layers(small)), part).steps == 10
+    with pytest.raises(ProblemError, match="most_steps"):
+        GradientStep(steps=10, most_steps=5)
+    part = Part([torch.randn(20, 30000, device="meta")], [0])
+    # 30,000 x 30,000 weights, 4 samples, 4 passes: 14.4 G a step, 4,000 G in all
+    assert affordable(replace(step, most_steps=1000), large, tuple(find_layers(large)), part).steps == 277

@@ -227,7 +227,7 @@ def _polish(recipe: str | None, steps: int | None) -> GradientStep | None:
 
     usual = resolve(recipe, {}).polish or resolve("best", {}).polish
     assert usual is not None
-    return None if steps is None else replace(usual, steps=steps)
+    return None if steps is None else replace(usual, steps=steps, most_steps=None)
 
 
 def _pattern(sparsity: float | None, text: str | None) -> Pattern:

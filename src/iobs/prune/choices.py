@@ -33,6 +33,7 @@ _RATES: dict[str, tuple[float, ...]] = {
     "sgd": (1e-2, 3e-2, 1e-1, 3e-1, 1.0),
 }
 _AUTO: tuple[Optimizer, ...] = ("adam", "momentum")
+_AS_GOOD = 1.02  # a held-out loss up to this much above the least is as good as it
 _HOPELESS = 1.15  # a rate this much worse than the best ends the search: larger ones are worse still
 
 
@@ -86,14 +87,21 @@ def _best_descent(run: Run, step: GradientStep) -> tuple[Optimizer, float]:
 
     tried: dict[tuple[Optimizer, float], float] = {}
     for optimizer in _tried(step):
-        _, losses = best_rate(partial(trial, optimizer), _RATES[optimizer])
+        losses = try_rates(partial(trial, optimizer), _RATES[optimizer])
         tried |= {(optimizer, rate): loss for rate, loss in losses.items()}
     run.restore(start)
-    first = _tried(step)[0]
-    best = min(tried, key=lambda pair: tried[pair], default=(first, _RATES[first][0]))  # all may have diverged
+    best = boldest(tried) or (_tried(step)[0], _RATES[_tried(step)[0]][0])  # all may have diverged
     listed = ", ".join(f"{optimizer} {rate:g}: {loss:.4g}" for (optimizer, rate), loss in tried.items())
     run.note(f"Steps of {best[0]} with learning rate {best[1]:g}: least held-out loss after {length} steps ({listed}).")
     return best
+
+
+def boldest(tried: dict[tuple[Optimizer, float], float]) -> tuple[Optimizer, float] | None:
+    """The largest rate that is as good as the best, of the best's optimizer: longer runs want larger rates."""
+    if not tried:
+        return None
+    optimizer, least = min(tried.items(), key=lambda entry: entry[1])[0][0], min(tried.values())
+    return max(pair for pair, loss in tried.items() if pair[0] == optimizer and loss <= _AS_GOOD * least)
 
 
 def _criterion(pattern: Pattern, layers: tuple[Layer, ...], generations: int) -> Literal["uniform", "kl", "evolve"]:
@@ -131,15 +139,12 @@ def polishes(step: GradientStep | None, tried: bool) -> tuple[GradientStep, ...]
     return (step, replace(step, steps=_trial_length(step))) if tried else (step,)
 
 
-def best_rate(trial: Callable[[float], float], rates: tuple[float, ...]) -> tuple[float, dict[float, float]]:
-    """The learning rate with the least loss after a short run; rates are tried upwards until they do harm.
+def try_rates(trial: Callable[[float], float], rates: tuple[float, ...]) -> dict[float, float]:
+    """The loss after a short run with each learning rate; rates are tried upwards until they do harm.
 
     Args:
         trial: rate -> held-out loss after the run.
         rates: ascending.
-
-    Returns:
-        The rate, and the loss of every rate that was tried.
     """
     losses: dict[float, float] = {}
     for rate in rates:
@@ -149,4 +154,4 @@ def best_rate(trial: Callable[[float], float], rates: tuple[float, ...]) -> tupl
             break
         if losses[rate] > _HOPELESS * min(losses.values()):
             break
-    return min(losses, key=lambda rate: losses[rate], default=rates[0]), losses
+    return losses

@@ -1,8 +1,10 @@
-"""How long a run will take, estimated before it starts from one forward pass and one matrix product."""
+"""How long a run will take, and how long its steps may, from one forward pass and one matrix product."""
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +18,10 @@ from iobs.prune.gram import POSITIONS
 from iobs.prune.layers import Layer
 from iobs.prune.sensitivity import PASSES, PROBE, PROBE_TOKENS
 from iobs.prune.settings import Settings
-from iobs.prune.steps import usual_size
+from iobs.prune.steps import GradientStep, usual_size
 
 _STEP_PASSES = 4  # forward passes that a gradient step costs: the teacher's, and three for forward and backward
+_CHEAP = 4e12  # multiplications and additions: under two minutes of a processor's core
 _SOLVE_CUBES = 60  # products of (columns, columns) matrices that a layer's solve costs, and as many row by row
 
 
@@ -34,7 +37,7 @@ def estimate_seconds(model: nn.Module, layers: tuple[Layer, ...], fit: Part, set
     """
     batch = batches.take(fit.batches[0], torch.arange(min(16, batches.size(fit.batches[0]))))
     count = batches.size(batch)
-    rows = _rows_per_sample(model, layers, batch)
+    rows = _rows_per_sample(model, layers, batch, POSITIONS)
     forward = min(_timed(model, batch) for _ in range(2)) / count
     rate = _products_per_second(next(model.parameters()).device)
     streams = 2 if settings.target in ("dense", "network") else 1
@@ -65,8 +68,26 @@ def _timed(model: nn.Module, batch: Batch) -> float:
     return time.perf_counter() - began
 
 
-def _rows_per_sample(model: nn.Module, layers: tuple[Layer, ...], batch: Batch) -> dict[str, float]:
-    """Rows that a sample adds to each layer's Gram, by module path."""
+@torch.no_grad()
+def affordable(step: GradientStep, model: nn.Module, layers: tuple[Layer, ...], fit: Part) -> GradientStep:
+    """The step with as many repetitions as are cheap: between its `steps` and its `most_steps`.
+
+    Cheap is counted in multiplications and additions of the layers to be pruned, so that every machine takes as many.
+    """
+    if step.most_steps is None:
+        return step
+    batch = batches.take(fit.batches[0], torch.arange(1))
+    rows = _rows_per_sample(model, layers, batch)
+    sample = sum(rows.get(layer.path, 0.0) * layer.weights for layer in layers)
+    size = step.batch_size if isinstance(step.batch_size, int) else usual_size(batch)
+    count = int(_CHEAP / max(1.0, _STEP_PASSES * sample * min(size, fit.samples)))
+    return replace(step, steps=max(step.steps, min(step.most_steps, count)), most_steps=None)
+
+
+def _rows_per_sample(
+    model: nn.Module, layers: tuple[Layer, ...], batch: Batch, places_at_most: float = math.inf
+) -> dict[str, float]:
+    """Rows that a sample sends through each layer, by module path, with so many places of a convolution at most."""
     found: dict[str, float] = {}
 
     def note(path: str) -> Any:
@@ -74,7 +95,7 @@ def _rows_per_sample(model: nn.Module, layers: tuple[Layer, ...], batch: Batch) 
             if isinstance(output, Tensor):
                 convolution = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
                 places = output.flatten(2).shape[2] if convolution and output.ndim > 2 else 0
-                rows = min(places, POSITIONS) if convolution else output[..., 0].numel() / batches.size(batch)
+                rows = min(places, places_at_most) if convolution else output[..., 0].numel() / batches.size(batch)
                 found[path] = found.get(path, 0.0) + rows
 
         return hook

@@ -25,7 +25,7 @@ from iobs.prune.augment import suited
 from iobs.prune.batches import Batch, Part
 from iobs.prune.checkpoint import Journal, identity_of
 from iobs.prune.distributed import current
-from iobs.prune.estimate import estimate_seconds
+from iobs.prune.estimate import affordable, estimate_seconds
 from iobs.prune.gram import Statistics, relative_output_error
 from iobs.prune.layers import Layer, Selection
 from iobs.prune.memory import MemoryWatch
@@ -82,7 +82,12 @@ class Run:
     def _execute(self, started: float) -> Report:
         dense_loss = self._loss_on(self.heldout)  # where it is NaN, the walk names the layer that makes it so
         self.progress.begin(self.settings.rounds, [layer.name for layer in self.selection.layers])
-        if any(step is not None for step in (self.settings.step, self.settings.polish)):
+        step, polish = (
+            None if step is None else affordable(step, self.model, self.selection.layers, self.fit)
+            for step in (self.settings.step, self.settings.polish)
+        )
+        self.settings = replace(self.settings, step=step, polish=polish)
+        if step is not None or polish is not None:
             expected = estimate_seconds(self.model, self.selection.layers, self.fit, self.settings)
             self.note(f"Estimated time: {expected:.0f} s.")
         tried = self.settings.polish is not None and self.settings.polish.lr == "auto"

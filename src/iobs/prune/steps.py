@@ -31,6 +31,7 @@ class GradientStep:
             lr="auto": the better of the last two in the same trials.
         steps: how many steps a round; each takes the next batch of the round's data, round and round. With one
             step of "sgd" the gradient is that of the whole round's data, as in the paper.
+        most_steps: up to so many are taken where they are cheap (4e12 multiplications and additions in all).
         loss: "task" (the model's own loss, or cross-entropy with the targets), "kl" (to the dense model),
             "block" (mean squared distance to the dense model's block outputs), or a function (model, batch) -> scalar.
         parameters: "prunable" steps on the pruned matrices only, as the paper; "all" on every parameter.
@@ -50,6 +51,7 @@ class GradientStep:
     lr: float | Literal["auto"] = 0.01
     optimizer: Optimizer = "sgd"
     steps: int = 1
+    most_steps: int | None = None
     loss: Loss = "task"
     parameters: Literal["prunable", "all"] = "prunable"
     support: Literal["dense", "fixed"] = "dense"
@@ -60,6 +62,8 @@ class GradientStep:
     def __post_init__(self) -> None:
         if (self.lr != "auto" and not self.lr > 0) or self.steps < 1:
             raise ProblemError(f"A gradient step needs lr > 0 and steps >= 1, got lr={self.lr}, steps={self.steps}.")
+        if self.most_steps is not None and self.most_steps < self.steps:
+            raise ProblemError(f"most_steps={self.most_steps} is less than steps={self.steps}.")
         if self.optimizer not in get_args(Optimizer):
             raise ProblemError(f'optimizer must be "sgd", "momentum", "adam" or "auto", got {self.optimizer!r}.')
         if self.optimizer == "auto" and self.lr != "auto":
