@@ -171,5 +171,5 @@ def test_cheap_networks_take_more_steps():
     with pytest.raises(ProblemError, match="most_steps"):
         GradientStep(steps=10, most_steps=5)
     part = Part([torch.randn(20, 30000, device="meta")], [0])
-    # 30,000 x 30,000 weights, 4 samples, 4 passes: 14.4 G a step, 4,000 G in all
-    assert affordable(replace(step, most_steps=1000), large, tuple(find_layers(large)), part).steps == 277
+    # 30,000 x 30,000 weights, 4 samples, 4 passes: 14.4 G a step, 12,500 G in all
+    assert affordable(replace(step, most_steps=1000), large, tuple(find_layers(large)), part).steps == 868

@@ -21,7 +21,7 @@ from iobs.prune.settings import Settings
 from iobs.prune.steps import GradientStep, usual_size
 
 _STEP_PASSES = 4  # forward passes that a gradient step costs: the teacher's, and three for forward and backward
-_CHEAP = 4e12  # multiplications and additions: under two minutes of a processor's core
+_CHEAP = 1.25e13  # multiplications and additions: some five minutes of a core
 _SOLVE_CUBES = 60  # products of (columns, columns) matrices that a layer's solve costs, and as many row by row
 
 
@@ -73,10 +73,13 @@ def affordable(step: GradientStep, model: nn.Module, layers: tuple[Layer, ...], 
     """The step with as many repetitions as are cheap: between its `steps` and its `most_steps`.
 
     Cheap is counted in multiplications and additions of the layers to be pruned, so that every machine takes as many.
+    Text keeps to `steps`: there its attention and vocabulary cost more than they, and samples cannot be mixed.
     """
     if step.most_steps is None:
         return step
     batch = batches.take(fit.batches[0], torch.arange(1))
+    if batches.positions(batch) > 1:
+        return replace(step, most_steps=None)
     rows = _rows_per_sample(model, layers, batch)
     sample = sum(rows.get(layer.path, 0.0) * layer.weights for layer in layers)
     size = step.batch_size if isinstance(step.batch_size, int) else usual_size(batch)

@@ -31,7 +31,8 @@ class GradientStep:
             lr="auto": the better of the last two in the same trials.
         steps: how many steps a round; each takes the next batch of the round's data, round and round. With one
             step of "sgd" the gradient is that of the whole round's data, as in the paper.
-        most_steps: up to so many are taken where they are cheap (4e12 multiplications and additions in all).
+        most_steps: up to so many are taken where they are cheap (1.25e13 multiplications and additions in all);
+            text keeps to `steps`.
         loss: "task" (the model's own loss, or cross-entropy with the targets), "kl" (to the dense model),
             "block" (mean squared distance to the dense model's block outputs), or a function (model, batch) -> scalar.
         parameters: "prunable" steps on the pruned matrices only, as the paper; "all" on every parameter.
@@ -39,7 +40,7 @@ class GradientStep:
             projection kept (the next one may still choose others).
         decay: the learning rate rises over the first tenth of all steps of the run (else Adam moves every weight by the
             whole rate at once, which an exactly refitted layer resents) and falls linearly to zero.
-        batch_size: samples a step, or None for the batches as they are; "auto" is 64, or 4096 tokens of text.
+        batch_size: samples a step, or None for the batches as they are; "auto" is 64, or 2048 tokens of text.
         augment: changes a batch before it is used; "auto" is mirroring and shifts of pictures, as far as the dense
             network's predictions stay the same under them, and, where it gives the answers (losses "kl" and "block"),
             mixtures of two samples of real numbers; None changes nothing.
@@ -332,7 +333,7 @@ class Trainer:
 
 def usual_size(batch: Batch) -> int:
     """64 samples, fewer where they are long rows of tokens."""
-    return max(1, min(64, 4096 // batches.positions(batch)))
+    return max(1, min(64, 2048 // batches.positions(batch)))
 
 
 def _endless(part: Part, batch_size: int | None, generator: torch.Generator) -> Iterator[Batch]:
