@@ -29,7 +29,7 @@ from iobs.optimize.curvature import FullHessian
 from iobs.optimize.designs import Array, Indices
 from iobs.optimize.objectives import LeastSquares
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit import Fit, refit
+from iobs.optimize.refit import Fit, newton_direction, refit
 from iobs.optimize.swap import Swapper
 
 GLOBAL = "global minimum: the gradient vanishes, so for a convex f no support can be better"
@@ -41,7 +41,7 @@ LOCAL_MODEL = (
 _AGREEMENTS = 2  # stages in a row that must return to the same support, where a swap is not cheap
 _MANY_AGREEMENTS = 6  # and where it is: with noise they soon agree, without any they do not until they are right
 _WORK_LIMIT = 4e8  # multiplications of one iteration of adaptive damping
-_NEWTON_LIMIT = 1024  # coordinates up to which the Newton point is found by factorising H; a quarter if it varies
+_NEWTON_LIMIT = 1024  # coordinates up to which the Newton point is found by factorising H
 _NEWTON_PRODUCTS = 300  # with H, for the Newton point of larger problems, by conjugate gradients to a residual of 1e-6
 _PASSING_LIMIT = 4_000_000  # entries of a design that message passing may walk hundreds of times
 
@@ -136,13 +136,20 @@ def _damped_for_noise(problem: Problem, best: Fit) -> Fit:
 
 def _newton_support(problem: Problem, best: Fit) -> Fit:
     """The refit on the support of T_k of the Newton point (Option 1's mask)."""
-    limit = _NEWTON_LIMIT if problem.objective.quadratic else _NEWTON_LIMIT // 4
-    if problem.dimension <= limit and not problem.dear:
-        centre = FullHessian().model(problem, best.theta, best.gradient).centre()
+    objective = problem.objective
+    if problem.dimension <= _NEWTON_LIMIT and not problem.dear:
+        if problem.damping is None and objective.rank >= problem.dimension:  # H needs no more than one factorisation
+            block = objective.hessian_block(best.theta, np.arange(problem.dimension))
+            centre = best.theta + newton_direction(block, best.gradient)
+        else:
+            centre = FullHessian().model(problem, best.theta, best.gradient).centre()
     else:
         model = FullHessian().products(problem, best.theta, best.gradient)
         centre = model.centre(tolerance=1e-6, steps=_NEWTON_PRODUCTS)
-    fit = refit(problem.objective, problem.top(np.abs(centre)), best.theta)
+    support = problem.top(np.abs(centre))
+    if np.array_equal(support, best.support):
+        return best
+    fit = refit(objective, support, best.theta)
     return fit if fit.value < best.value else best
 
 

@@ -36,9 +36,8 @@ def newton_direction(hessian: Array, gradient: Array) -> Array:
     ridge = np.maximum(diagonal, floor if floor > 0 else 1.0)
     amount = 0.0
     while amount < 1e8:
-        matrix = hessian.copy()
-        matrix[np.diag_indices_from(matrix)] += amount * ridge
-        _, direction, info = dposv(matrix, -gradient, lower=1, overwrite_a=1)
+        matrix = hessian + np.diag(amount * ridge) if amount else hessian
+        _, direction, info = dposv(matrix, -gradient, lower=1)
         if info == 0 and np.isfinite(direction).all():
             return np.asarray(direction)
         amount = _JITTER if amount == 0 else 100 * amount

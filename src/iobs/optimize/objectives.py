@@ -114,8 +114,8 @@ class LinearModel(ABC):
 
     def hessian_block(self, theta: Array, support: Indices) -> Array:
         """H_QQ."""
-        columns = self.design.columns(support)
-        block = columns.T @ (self.sample_curvature(theta)[:, None] * columns)
+        half = np.sqrt(self.sample_curvature(theta))[:, None] * self.design.columns(support)
+        block = half.T @ half  # of a matrix with itself: half of the multiplications
         block[np.diag_indices_from(block)] += self.ridge[support]
         return block
 
