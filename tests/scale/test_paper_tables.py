@@ -107,6 +107,15 @@ def test_stand_ins_run_to_their_end(name, tmp_path, monkeypatch):
     assert all(map(math.isfinite, measured))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["table-llm", "table-llama2"])
+def test_stand_ins_are_the_real_small_networks_where_they_are(name, shared_data, tmp_path, monkeypatch):
+    monkeypatch.setenv("IOBS_SHARED_DATA", str(shared_data))
+    results = find(name).run(Request(stand_in=True, seed=0, output=tmp_path, say=lambda text: None, rounds=1, limit=2))
+    assert str(shared_data / "llama_stories260K") in next(tmp_path.glob("*.json")).read_text()
+    assert all(math.isfinite(row.measured) for row in results.rows)
+
+
 NETWORKS = """
 import timm
 

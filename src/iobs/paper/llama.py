@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from iobs.paper.rounds import (
     perplexities,
     stand_in_folder,
     starred,
+    stood_in,
 )
 
 if TYPE_CHECKING:
@@ -46,11 +46,12 @@ def scores_of(name: str, request: Request) -> tuple[list[Scores], list[str]]:
     ((label, settings),) = chosen({name: SETTINGS[name]}, request).items()
     notes = ["The number of zeros is not stated in the paper for these runs; 50 % here."]
     if request.stand_in:
-        settings = replace(settings, samples=64, length=128)
-        notes.append("Measured on the embedded model, 64 windows of 128 tokens a round; chance is 0.25 in MMLU.")
+        settings = stood_in(settings, samples=64)
+        name_of_model = Path(settings.model).name or "the embedded model"
+        notes.append(f"Measured on {name_of_model}, 64 windows of 128 tokens a round; chance is 0.25 in MMLU.")
 
     def compute() -> list[Scores]:
-        loaded = language_model(settings, request)
+        loaded = language_model(settings)
         batches = calibration(loaded, settings, request)
         right = _mmlu(loaded, request)
 
@@ -104,9 +105,7 @@ def experiment(name: str, place: str, kind: str) -> Experiment:
     """The registry's entry for a table or figure of one of the models."""
     short = f"{kind}-{name.lower().replace('-', '')}"
     title = f"{name} over ten rounds, {'MMLU' if kind == 'table' else 'perplexity'}"
-    return Experiment(
-        short, place, title, table(name) if kind == "table" else figure(name, short), "the embedded model"
-    )
+    return Experiment(short, place, title, table(name) if kind == "table" else figure(name, short), "a small model")
 
 
 def _mmlu(loaded: LoadedModel, request: Request) -> Callable[[], Scores]:

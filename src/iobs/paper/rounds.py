@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from iobs.models import LoadedModel
 
 Scores = dict[str, float]
+EMBEDDED = ""  # the model, or the text, that comes with the package
 
 
 @dataclass(frozen=True)
@@ -159,20 +160,29 @@ def chosen(table: Mapping[str, Settings], request: Request) -> dict[str, Setting
     }
 
 
-def language_model(settings: Settings, request: Request) -> LoadedModel:
-    """The model in float32, or the embedded one."""
+def stood_in(settings: Settings, samples: int) -> Settings:
+    """The settings on a small language model: a real one where $IOBS_SHARED_DATA has it, else the embedded one."""
+    folder = stand_in_folder()
+    model, data = EMBEDDED, EMBEDDED
+    if folder is not None:
+        model, data = str(folder / "llama_stories260K"), str(folder / "tinystories" / "calibration.txt")
+    return replace(settings, model=model, data=data, samples=samples, length=128)
+
+
+def language_model(settings: Settings) -> LoadedModel:
+    """The model in float32."""
     import torch
 
     from iobs.models import load
 
-    return load(None if request.stand_in else settings.model, dtype=torch.float32)
+    return load(None if settings.model == EMBEDDED else settings.model, dtype=torch.float32)
 
 
 def calibration(loaded: LoadedModel, settings: Settings, request: Request, batch: int = 8) -> list[Any]:
-    """The paper's calibration data, the user's, or with a stand-in the embedded text."""
+    """The paper's calibration data, or the user's."""
     from iobs.data import calibration_batches, open_source
 
-    usual = [] if request.stand_in else [settings.data]
+    usual = [] if settings.data == EMBEDDED else [settings.data]
     source = open_source([*request.data] or usual, "calibration", loaded)
     return calibration_batches(
         source, loaded, samples=settings.samples, length=settings.length, seed=request.seed, batch=batch
@@ -180,7 +190,7 @@ def calibration(loaded: LoadedModel, settings: Settings, request: Request, batch
 
 
 def perplexities(loaded: LoadedModel, corpora: Sequence[str], length: int, request: Request) -> Scores:
-    """Perplexity of a model on each corpus, or on the user's texts in its place; with a stand-in on the embedded text.
+    """Perplexity of a model on each corpus, or on the user's texts in its place; a stand-in on its own.
 
     Raises:
         DataError: the user's texts are not one for each corpus.
@@ -193,7 +203,9 @@ def perplexities(loaded: LoadedModel, corpora: Sequence[str], length: int, reque
         return evaluate(loaded, source, length=length, limit=limit)["perplexity"]
 
     if request.stand_in:
-        return dict.fromkeys(corpora, score([], request.limit or 32))
+        folder = stand_in_folder()
+        held_out = [] if folder is None else [str(folder / "tinystories" / "validation.txt")]
+        return dict.fromkeys(corpora, score(held_out, request.limit or 32))
     if request.eval_data and len(request.eval_data) != len(corpora):
         raise DataError(f"Give one --eval-data for each of {', '.join(corpora)}, in this order, or none.")
     specs = request.eval_data or tuple(corpora)

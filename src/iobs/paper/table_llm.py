@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from iobs.paper.registry import Experiment, Request, Results, Row
 from iobs.paper.rounds import (
     Measured,
@@ -14,6 +12,7 @@ from iobs.paper.rounds import (
     language_model,
     perplexities,
     starred,
+    stood_in,
 )
 
 SETTINGS = {
@@ -32,13 +31,13 @@ PUBLISHED = {
 
 
 def run(request: Request) -> Results:
-    """Both models, the user's own, or the embedded one under both columns of settings."""
+    """Both models, the user's own, or a small one under both columns of settings."""
     measured, rows = Measured(request, "table-llm"), []
     for name, stated in chosen(SETTINGS, request).items():
-        settings = replace(stated, samples=32, length=128) if request.stand_in else stated
+        settings = stood_in(stated, samples=32) if request.stand_in else stated
 
         def compute(settings: Settings = settings) -> list[dict[str, float]]:
-            loaded = language_model(settings, request)
+            loaded = language_model(settings)
             batches = calibration(loaded, settings, request)
             return iterate(
                 loaded.module,
@@ -65,7 +64,7 @@ def run(request: Request) -> Results:
 def _notes(request: Request) -> list[str]:
     notes = ["The model is held in float32 here: in bfloat16 most steps of these learning rates change no weight."]
     if request.stand_in:
-        notes.append("Measured on the embedded model and its held-out text, windows of 128 tokens, for both corpora.")
+        notes.append("Measured on a small model and its held-out text for both corpora, windows of 128 tokens.")
     return notes
 
 
@@ -74,5 +73,5 @@ EXPERIMENT = Experiment(
     "Table 2",
     "OPT-125M and Phi-1.5 at 50 %, three rounds",
     run,
-    "the embedded model and text",
+    "a small model and text",
 )
