@@ -23,18 +23,29 @@ class Watch:
         self._steps = steps
         self._prefix = prefix
         self._quiet = quiet
-        self._rounds = self._done = self._total = 0
+        self._rounds = self._layers = self._done = self._total = 0
         self._step_rounds = 0
 
     def begin(self, rounds: int, layers: Sequence[str]) -> None:
         """The run starts."""
-        self._rounds, self._total, self._done = rounds, rounds * len(layers), 0
+        self._rounds, self._layers, self._total, self._done = rounds, len(layers), rounds * len(layers), 0
         self._show("starting")
 
     def note(self, text: str) -> None:
         """Something has been chosen or estimated."""
         if not self._quiet:
             say(f"{self._prefix}{text}")
+
+    def choosing(self, what: str, done: int, total: int) -> None:
+        """Part of a measurement that a choice rests on has been done."""
+        if done == 1:
+            self._total += total
+        self._advance(f"{what}: {done} of {total}")
+
+    def expect_rounds(self, count: int) -> None:
+        """So many rounds it will be after all."""
+        self._total += (count - self._rounds) * self._layers
+        self._rounds = count
 
     def layer(self, round_index: int, record: LayerRecord) -> None:
         """A layer has been pruned."""

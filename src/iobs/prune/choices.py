@@ -48,7 +48,7 @@ def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:
         return run.solve(layer, statistics, dense, dense, pattern, budget="fast")
 
-    planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, run.settings.seed)
+    planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, run.settings.seed, run.progress.choosing)
     return planner.allocate(run.pattern, allocation)
 
 
@@ -64,6 +64,7 @@ def settle(run: Run, first: RoundRecord) -> None:
             + ("sparsity grows over the rounds." if grow else "no further rounds.")
         )
         settings = replace(settings, schedule="cubic", rounds=settings.rounds if grow else 1)
+        run.progress.expect_rounds(settings.rounds)
     steps = [step for step in (settings.step, settings.polish) if step is not None]
     if any(step.lr == "auto" for step in steps):
         found = _best_descent(run, next(step for step in reversed(steps) if step.lr == "auto"))
@@ -80,7 +81,10 @@ def _best_descent(run: Run, step: GradientStep) -> tuple[Optimizer, float]:
     def trial(optimizer: Optimizer, rate: float) -> float:
         run.restore(start)
         short = replace(step, lr=rate, optimizer=optimizer, steps=length, decay=True)
-        run.trainer(short, length, masks).run(run.fit, lambda done, total, loss: None)
+        name = f"trial of {optimizer} with rate {rate:g}, step"
+        run.trainer(short, length, masks).run(
+            run.fit, lambda done, total, loss: run.progress.choosing(name, done, total)
+        )
         loss = run.measure(run.heldout if run.heldout.batches else run.fit)
         assert loss is not None
         return loss

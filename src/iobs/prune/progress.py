@@ -19,6 +19,14 @@ class Progress(Protocol):
         """Something has been chosen or estimated, in one sentence."""
         ...
 
+    def choosing(self, what: str, done: int, total: int) -> None:
+        """So much of a measurement that a choice rests on has been done: layers, samples or steps."""
+        ...
+
+    def expect_rounds(self, count: int) -> None:
+        """So many rounds it will be after all."""
+        ...
+
     def layer(self, round_index: int, record: LayerRecord) -> None:
         """A layer has been pruned."""
         ...
@@ -39,6 +47,12 @@ class Quiet:
         """Nothing."""
 
     def note(self, text: str) -> None:
+        """Nothing."""
+
+    def choosing(self, what: str, done: int, total: int) -> None:
+        """Nothing."""
+
+    def expect_rounds(self, count: int) -> None:
         """Nothing."""
 
     def layer(self, round_index: int, record: LayerRecord) -> None:

@@ -57,6 +57,7 @@ class Planner:
         heldout: samples that errors are read off on, where there are any.
         solve: solves one layer for (layer, statistics, dense weight, pattern).
         seed: of everything drawn.
+        told: hears what is measured, how much of it is done, and of how much.
     """
 
     model: nn.Module
@@ -65,6 +66,7 @@ class Planner:
     heldout: Part
     solve: SolveLayer
     seed: int
+    told: Callable[[str, int, int], None] = lambda what, done, total: None
     measured: dict[Layer, Measured] = field(default_factory=dict)
 
     def allocate(self, pattern: Pattern, allocation: Allocation) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
@@ -91,6 +93,7 @@ class Planner:
         def visit(group: list[Layer], statistics: Statistics) -> None:
             for layer in group:
                 self.measured[layer] = self._measure_layer(layer, statistics, levels, density)
+                self.told("error curves of layers", len(self.measured), len(self.layers))
                 if keep_statistics:
                     self.measured[layer].statistics = statistics
 
@@ -130,7 +133,11 @@ class Planner:
             return {layer: 1 / max(energy, 1e-30) for layer, energy in energies.items()}
         if allocation.criterion == "fisher":
             return complete(output_fisher(self.model, self.layers, self.calibration, self.seed), energies)
-        return {layer: self._divergence_per_error(layer) for layer in self.layers}
+        weights = {}
+        for done, layer in enumerate(self.layers, 1):
+            weights[layer] = self._divergence_per_error(layer)
+            self.told("damage of layers", done, len(self.layers))
+        return weights
 
     def _divergence_per_error(self, layer: Layer) -> float:
         measured, probe = self.measured[layer], self._probe
@@ -154,7 +161,8 @@ class Planner:
         weights = {layer: self._at(layer, counts[layer]) for layer in self.layers}
         with self._written(weights):
             best = mean_loss(self.model, probe, kl_to_answers)
-        for _ in range(generations):
+        for generation in range(1, generations + 1):
+            self.told("moves of weights between layers", generation, generations)
             giver, taker = (self.layers[i] for i in torch.randperm(len(self.layers), generator=generator)[:2].tolist())
             share = 0.02 + 0.18 * float(torch.rand((), generator=generator))
             moved = round(share * min(counts[giver], counts[taker]))
