@@ -156,6 +156,8 @@ def answer(
 ) -> tuple[dict[str, float], int]:
     """MMLU: the share of questions whose right letter is the likeliest of the four after the prompt.
 
+    A letter of several tokens is as likely as all of them one after another.
+
     Args:
         model: the language model.
         questions: what to answer, and the examples.
@@ -171,18 +173,24 @@ def answer(
     """
     tokenizer = model.require_tokenizer()
     device = next(model.module.parameters()).device
-    letters = [tokenizer([f" {letter}"], verbose=False)["input_ids"][0][-1] for letter in LETTERS]
+    start, *whole = tokenizer(["Answer:", *(f"Answer: {letter}" for letter in LETTERS)], verbose=False)["input_ids"]
+    letters = [tuple(tokens[len(start) :]) for tokens in whole]
     hits: dict[str, list[bool]] = defaultdict(list)
     cut = 0
     for number, question in enumerate(questions.test, 1):
         text = prompt(question, questions.examples.get(question.subject, [])[:shots])
         tokens = tokenizer([text], verbose=False)["input_ids"][0]
-        if model.context is not None and len(tokens) > model.context:
-            tokens, cut = tokens[-model.context :], cut + 1
-        logits = output_logits(model.module(input_ids=torch.tensor([tokens], device=device)))[0, -1, letters]
-        if torch.isnan(logits).any():
+        following: dict[tuple[int, ...], Tensor] = {}  # log-probabilities of the last positions, by what was appended
+        for letter in letters:
+            if letter[:-1] not in following:
+                shown = torch.tensor([[*tokens, *letter[:-1]][-(model.context or 0) :]], device=device)
+                logits = output_logits(model.module(input_ids=shown))[0, -len(letter) :]
+                following[letter[:-1]] = logits.float().log_softmax(-1)
+        likelihoods = [float(sum(following[letter[:-1]][range(len(letter)), letter])) for letter in letters]
+        if any(map(math.isnan, likelihoods)):
             raise NonFiniteError(f"The model gives NaN on question {number}, of {question.subject}.")
-        hits[question.subject].append(int(logits.argmax()) == question.answer)
+        cut += model.context is not None and len(tokens) + max(map(len, letters)) - 1 > model.context
+        hits[question.subject].append(likelihoods.index(max(likelihoods)) == question.answer)
         progress(number, len(questions.test))
     table = {subject: sum(right) / len(right) for subject, right in hits.items()}
     return {**table, "average": sum(map(sum, hits.values())) / len(questions.test)}, cut
