@@ -27,7 +27,7 @@ import numpy as np
 from iobs.optimize import proposals
 from iobs.optimize.curvature import FullHessian
 from iobs.optimize.designs import Array, Indices
-from iobs.optimize.objectives import LeastSquares
+from iobs.optimize.objectives import LeastSquares, LinearModel
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit import Fit, newton_direction, refit
 from iobs.optimize.swap import Swapper
@@ -139,7 +139,10 @@ def _newton_support(problem: Problem, best: Fit) -> Fit:
     objective = problem.objective
     if problem.dimension <= _NEWTON_LIMIT and not problem.dear:
         if problem.damping is None and objective.rank >= problem.dimension:  # H needs no more than one factorisation
-            block = objective.hessian_block(best.theta, np.arange(problem.dimension))
+            if isinstance(objective, LinearModel) and not objective.quadratic:
+                block = objective.rough_hessian(best.theta)
+            else:
+                block = objective.hessian_block(best.theta, np.arange(problem.dimension))
             centre = best.theta + newton_direction(block, best.gradient)
         else:
             centre = FullHessian().model(problem, best.theta, best.gradient).centre()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from scipy.linalg.lapack import dposv, dpotrf, dpotri
+import numpy.typing as npt
+from scipy.linalg.lapack import dposv, dpotrf, dpotri, sposv
 
 from iobs.optimize.designs import Array, Indices
 
@@ -29,17 +31,21 @@ class Fit:
     gradient: Array
 
 
-def newton_direction(hessian: Array, gradient: Array) -> Array:
-    """-(H + mu D)^-1 g with D = diag(H), mu the least of 0, 1e-12, 1e-10, ... that makes the matrix definite."""
+def newton_direction(hessian: npt.NDArray[Any], gradient: Array) -> Array:
+    """-(H + mu D)^-1 g with D = diag(H), mu the least of 0, 1e-12, 1e-10, ... that makes the matrix definite.
+
+    In the Hessian's own precision, single or double.
+    """
+    solve = sposv if hessian.dtype == np.float32 else dposv
     diagonal = np.abs(hessian.diagonal())
     floor = diagonal.max(initial=0.0) * 1e-14
     ridge = np.maximum(diagonal, floor if floor > 0 else 1.0)
     amount = 0.0
     while amount < 1e8:
         matrix = hessian + np.diag(amount * ridge) if amount else hessian
-        _, direction, info = dposv(matrix, -gradient, lower=1)
+        _, direction, info = solve(matrix, -gradient, lower=1)
         if info == 0 and np.isfinite(direction).all():
-            return np.asarray(direction)
+            return np.asarray(direction, dtype=np.float64)
         amount = _JITTER if amount == 0 else 100 * amount
     return np.asarray(-gradient / ridge)
 
