@@ -54,6 +54,7 @@ def test_prune_reload_inspect_and_evaluate(shared_data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_as_the_readme_has_it(shared_data, tmp_path):
     dense = perplexity(shared_data, shared_data / "llama_stories260K")
     assert dense == pytest.approx(4.644, abs=5e-4)
