@@ -179,9 +179,9 @@ def test_summary_names_the_round_that_won():
     lines = report.summary_lines(made)
     assert lines[0] == "50.00 % zeros: 96 of 192 weights in 4 layers"
     assert "round 2 of 3" in " ".join(lines)
-    made.rounds.append(RoundRecord(3, 0.5, 0.1, 0.1, made.rounds[0].layers, kind="polish"))
+    made.rounds.append(RoundRecord(3, 0.5, 0.1, 0.1, made.rounds[0].layers, [0.1] * 60, kind="polish"))
     made.best_round = 3
-    assert "polish after round 3" in " ".join(report.summary_lines(made))
+    assert "polish of 60 steps" in " ".join(report.summary_lines(made))
 
 
 def test_card():

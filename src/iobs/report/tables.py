@@ -125,8 +125,10 @@ def best_of(scores: dict[str, dict[str, float]], metric: str) -> str | None:
 
 
 def round_name(record: RoundRecord) -> str:
-    """ "round 2", or "polish after round 3" for steps that follow the last projection."""
-    return f"round {record.index + 1}" if record.kind == "projection" else f"{record.kind} after round {record.index}"
+    """ "round 2", or "polish of 600 steps" for those that follow the last projection."""
+    if record.kind == "projection":
+        return f"round {record.index + 1}"
+    return f"{record.kind} of {len(record.step_losses)} steps"
 
 
 def mean_error(record: RoundRecord) -> float | None:
