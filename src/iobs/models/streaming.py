@@ -29,16 +29,17 @@ from iobs.prune import batches as data_batches
 from iobs.prune.allocation import uniform
 from iobs.prune.audit import asked_zeros
 from iobs.prune.batches import Batch
+from iobs.prune.block_walk import BlockWalk, samples, spilled_to
 from iobs.prune.checkpoint import Journal, identity_of
 from iobs.prune.layers import Layer
 from iobs.prune.memory import MemoryWatch, give_back_what_is_freed
 from iobs.prune.network import evaluating
 from iobs.prune.plan import Plan, plan
 from iobs.prune.progress import Progress, Quiet
+from iobs.prune.projection import Projection
 from iobs.prune.record import AuditRow, Report
 from iobs.prune.settings import Settings, resolve
 from iobs.prune.spread import require_fit
-from iobs.prune.sweep import BlockWalk, Projection, samples, spilled_to
 from iobs.prune.trace import Block, inside
 
 
@@ -101,7 +102,9 @@ def prune_directory(
         journal = Journal(checkpoint, identity_of(described, weights, fit.batches, heldout.batches))
     told = progress or Quiet()
     told.begin(1, [layer.name for layer in patterns])
-    projection = Projection(streamed.module, patterns, chosen, told, journal, streamed.rounded, memory)
+    projection = Projection(
+        streamed.module, patterns, chosen, told, journal=journal, rounded=streamed.rounded, memory=memory
+    )
     audit: list[AuditRow] = []
     with ExitStack() as stack:
         stack.enter_context(memory.watching())

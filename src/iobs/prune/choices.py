@@ -17,6 +17,7 @@ from iobs.prune.gram import Statistics
 from iobs.prune.layers import Layer
 from iobs.prune.record import AllocationRecord, RoundRecord
 from iobs.prune.sensitivity import Planner
+from iobs.prune.solving import solve_layer
 from iobs.prune.steps import GradientStep, Optimizer
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
         return uniform(run.pattern, layers), []
 
     def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:
-        return run.solve(layer, statistics, dense, dense, pattern, budget="fast")
+        old = dense if run.settings.keep_zeros else None
+        return solve_layer(layer, statistics, dense, dense, pattern, replace(run.settings, budget="fast"), old)
 
     planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, run.settings.seed, run.progress.choosing)
     return planner.allocate(run.pattern, allocation)

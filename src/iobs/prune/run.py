@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
-from iobs.core.quadratic import Solution
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.prune import batches as data_batches
 from iobs.prune import choices
@@ -26,18 +25,16 @@ from iobs.prune.batches import Batch, Part
 from iobs.prune.checkpoint import Journal, identity_of
 from iobs.prune.distributed import current
 from iobs.prune.estimate import affordable, estimate_seconds
-from iobs.prune.gram import Statistics, relative_output_error
 from iobs.prune.layers import Layer, Selection
 from iobs.prune.memory import MemoryWatch
 from iobs.prune.network import changing, state, update_batch_norm
 from iobs.prune.progress import Progress
-from iobs.prune.record import LayerRecord, Report, RoundRecord, best_index, layer_record
+from iobs.prune.projection import Projection
+from iobs.prune.record import Report, RoundRecord, best_index
 from iobs.prune.settings import Settings
-from iobs.prune.solving import solve_layer
-from iobs.prune.spread import asked, share_of, thinner
+from iobs.prune.spread import asked, thinner
 from iobs.prune.steps import Augmentation, GradientStep, LossFunction, Trainer
 from iobs.prune.walk import Walk
-from iobs.solvers import Budget
 
 
 class Run:
@@ -148,9 +145,23 @@ class Run:
             seed=settings.seed + index,
             ranks=self.ranks,
         )
-        record = RoundRecord(index, asked(patterns), None, None, [])
-        visit = partial(self._visit, record=record, patterns=patterns, trainer=trainer)
-        unseen = walk.sweep(visit, partial(self._replay, record=record))
+        masters = {} if trainer is None else trainer.masters
+        projection = Projection(
+            self.model,
+            patterns,
+            settings,
+            self.progress,
+            index,
+            self.journal,
+            self.ranks,
+            current=lambda layer: layer.matrix(masters[layer.key]) if layer.key in masters else layer.read(self.model),
+            dense=lambda layer: layer.matrix(self.original[layer.key]),
+            memory=self.memory,
+        )
+        unseen = walk.sweep(projection.visit, projection.replay)
+        record = projection.record
+        rules = {entry.name: entry.stats["rule"] for entry in record.layers if "rule" in entry.stats}
+        self.notes += [f"Round {index}, {name}: {rule}." for name, rule in rules.items()]
         self._leave_dense(unseen)
         if settings.batch_norm == "update":
             update_batch_norm(self.model, portion)
@@ -179,72 +190,6 @@ class Run:
             return copy.deepcopy(self.model).eval()
         return None if target == "current" and self.settings.inputs == "pruned" else self.reference
 
-    # ---- one layer
-    def _visit(
-        self,
-        group: list[Layer],
-        statistics: Statistics,
-        record: RoundRecord,
-        patterns: dict[Layer, Pattern],
-        trainer: Trainer | None,
-    ) -> None:
-        for position, layer in enumerate(group):
-            if self._journalled(record.index, layer):
-                self._replay_layer(layer, record)
-                continue
-            began = time.perf_counter()
-            master = trainer.masters.get(layer.key) if trainer is not None else None
-            current = layer.read(self.model) if master is None else layer.matrix(master)
-            dense = layer.matrix(self.original[layer.key])
-            imitated = dense if self.settings.target == "dense" else current
-            solutions: list[Solution] = []
-            owner = self.ranks.owner(position)
-            if owner == self.ranks.rank:
-                solutions = self.solve(layer, statistics, imitated, current, patterns[layer])
-                layer.write(self.model, torch.cat([solution.weight for solution in solutions]))
-            damping, dead = self._agreed(layer, solutions, owner)
-            written = layer.read(self.model)
-            gram, heldout = statistics.calibration, statistics.heldout
-            entry = LayerRecord(
-                name=layer.name,
-                shape=layer.shape,
-                asked=share_of(patterns[layer], layer),
-                zeros=int((written == 0).sum()),
-                error_calibration=relative_output_error(gram, written, imitated),
-                error_heldout=None if heldout is None else relative_output_error(heldout, written, imitated),
-                error_dense=relative_output_error(gram, written, dense),
-                damping=damping,
-                dead_columns=dead,
-                inputs=gram.count if statistics.tokens is None else statistics.tokens,
-                seconds=time.perf_counter() - began,
-            )
-            if statistics.rule:
-                entry.stats["rule"] = statistics.rule
-            if self.journal is not None and self.ranks.first:
-                values = {"entry": asdict(entry)}
-                self.journal.put(_layer_key(record.index, layer), {"weight": layer.tensor(self.model)}, values)
-            self._finish_layer(layer, record, entry)
-
-    def _agreed(self, layer: Layer, solutions: list[Solution], owner: int) -> tuple[float, int]:
-        """Give every rank the layer's weights as its owner solved them; damping and dead columns besides."""
-        found = torch.zeros(2, dtype=torch.float64, device=layer.tensor(self.model).device)
-        if solutions:
-            found[0] = max(solution.stats["damping"] for solution in solutions)
-            found[1] = sum(solution.stats["dead_columns"] for solution in solutions)
-        self.ranks.broadcast(found, owner)
-        if self.ranks.size > 1:
-            weight = layer.tensor(self.model).contiguous()
-            self.ranks.broadcast(weight, owner)
-            layer.tensor(self.model).copy_(weight)
-        return float(found[0]), int(found[1])
-
-    def _finish_layer(self, layer: Layer, record: RoundRecord, entry: LayerRecord) -> None:
-        if "rule" in entry.stats:
-            self.notes.append(f"Round {record.index}, {layer.name}: {entry.stats['rule']}.")
-        record.layers.append(entry)
-        self.memory.look()
-        self.progress.layer(record.index, entry)
-
     # ---- the journal
     def _identity(self) -> dict[str, Any]:
         settings = {
@@ -265,23 +210,6 @@ class Run:
         self.ranks.wait()
         return journal
 
-    def _journalled(self, index: int, layer: Layer) -> bool:
-        return self.journal is not None and _layer_key(index, layer) in self.journal
-
-    def _replay(self, group: list[Layer], record: RoundRecord) -> bool:
-        """Take a whole group of layers from the journal, if all of them are there."""
-        if not all(self._journalled(record.index, layer) for layer in group):
-            return False
-        for layer in group:
-            self._replay_layer(layer, record)
-        return True
-
-    def _replay_layer(self, layer: Layer, record: RoundRecord) -> None:
-        assert self.journal is not None
-        tensors, values = self.journal.get(_layer_key(record.index, layer))
-        layer.tensor(self.model).copy_(tensors["weight"])
-        self._finish_layer(layer, record, layer_record(values["entry"]))
-
     def _run_steps(self, trainer: Trainer, part: Part, index: int) -> list[float]:
         """The gradient steps after a round, or what the journal has of them."""
         key = f"steps {index}"
@@ -293,20 +221,6 @@ class Run:
         if self.journal is not None and self.ranks.first:
             self.journal.put(key, trainer.snapshot(), {"taken": trainer.taken, "losses": losses})
         return losses
-
-    def solve(
-        self,
-        layer: Layer,
-        statistics: Statistics,
-        target: Tensor,
-        current: Tensor,
-        pattern: Pattern,
-        budget: Budget | None = None,
-    ) -> list[Solution]:
-        """Solve one layer with the run's settings, or with another budget."""
-        settings = self.settings if budget is None else replace(self.settings, budget=budget)
-        old = layer.matrix(self.original[layer.key]) if settings.keep_zeros else None
-        return solve_layer(layer, statistics, target, current, pattern, settings, old)
 
     # ---- measuring and choosing
     def _finish_round(self, record: RoundRecord, portion: Part, began: float) -> None:
@@ -424,7 +338,3 @@ class Run:
         walk = Walk(self.model, self.fit, Part(), self.selection.layers)
         paths = [block.path for block in walk.chain]
         return "distance of block outputs", gradient_steps.block_distance_to(self.reference, paths)
-
-
-def _layer_key(index: int, layer: Layer) -> str:
-    return f"round {index} layer {layer.name}"

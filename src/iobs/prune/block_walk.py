@@ -1,0 +1,80 @@
+"""A walk along a network whose weights need not be in memory all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from iobs.prune.batches import Batch, Part
+from iobs.prune.gram import Statistics
+from iobs.prune.layers import Layer
+from iobs.prune.stream import BEFORE, Stream
+from iobs.prune.trace import Block
+from iobs.prune.walk import Walk
+
+Residence = Callable[[Block, bool], None]  # bring a block's weights into memory (True), or let them go (False)
+
+
+@dataclass
+class BlockWalk(Walk):
+    """A walk along given blocks, each of them in memory only while it is its turn.
+
+    Args:
+        blocks: the chain; running along it must be exact.
+        residence: told which block comes and which goes.
+        begun: told when what lies before the blocks has been run, once and for all.
+        spill: where the activations of a batch are kept between blocks; by default in memory.
+        arithmetic: what blocks are computed in; None is as the network has it.
+    """
+
+    blocks: list[Block] = field(default_factory=list)
+    residence: Residence = lambda block, present: None
+    begun: Callable[[], None] = lambda: None
+    spill: Callable[[int, Tensor], Tensor] = lambda index, hidden: hidden
+    arithmetic: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        self.chain = self.blocks
+
+    @torch.no_grad()
+    def sweep_blocks(
+        self, visit: Callable[[list[Layer], Statistics], None], replay: Callable[[list[Layer]], bool]
+    ) -> list[Layer]:
+        """As `sweep`, with blocks that come and go."""
+        stream = Stream(self.model, self._own[0].batches + self._own[1].batches, self.chain)
+        stream.advance(BEFORE)
+        if self.arithmetic is not None:
+            stream.cast(self.arithmetic)
+        self._spill(stream)
+        self.begun()
+        left = list(self.layers)
+        for stage, block in enumerate(self.chain):
+            self.residence(block, True)
+            left = self.visit_stage([stream], stage, left, visit, replay)
+            if stage + 1 < len(self.chain):
+                stream.advance(stage)
+                self._spill(stream)
+            self.residence(block, False)
+        return left
+
+    def _spill(self, stream: Stream) -> None:
+        stream.hidden = [self.spill(index, hidden) for index, hidden in enumerate(stream.hidden)]
+
+
+def spilled_to(folder: Path) -> Callable[[int, Tensor], Tensor]:
+    """Activations in files that are mapped into memory, one for each batch; they take no anonymous memory."""
+
+    def spill(index: int, hidden: Tensor) -> Tensor:
+        kept = torch.from_file(str(folder / f"{index}.hidden"), shared=True, size=hidden.numel(), dtype=hidden.dtype)
+        return kept.reshape(hidden.shape).copy_(hidden)
+
+    return spill
+
+
+def samples(batches: list[Batch]) -> Part:
+    """All batches, with their numbers."""
+    return Part(list(batches), list(range(len(batches))))
