@@ -16,9 +16,10 @@ from iobs.prune.batches import Batch, Part
 from iobs.prune.choices import trial_steps
 from iobs.prune.gram import POSITIONS
 from iobs.prune.layers import Layer
-from iobs.prune.sensitivity import PASSES, PROBE, PROBE_TOKENS
+from iobs.prune.sensitivity import CURVE_TOKENS, PASSES, PROBE, PROBE_TOKENS
 from iobs.prune.settings import Settings
 from iobs.prune.steps import GradientStep, usual_size
+from iobs.prune.walk import Walk
 
 _STEP_PASSES = 4  # forward passes that a gradient step costs: the teacher's, and three for forward and backward
 _CHEAP = 1.25e13  # multiplications and additions: some five minutes of a core
@@ -40,13 +41,15 @@ def estimate_seconds(model: nn.Module, layers: tuple[Layer, ...], fit: Part, set
     rows = _rows_per_sample(model, layers, batch, POSITIONS)
     forward = min(_timed(model, batch) for _ in range(2)) / count
     rate = _products_per_second(next(model.parameters()).device)
+    # Along a chain of blocks a group of layers costs its own block's pass, elsewhere the whole network's.
+    blocks = max(1, len(Walk(model, fit, Part(), layers).chain))
     streams = 2 if settings.target in ("dense", "network") else 1
     products = 0.0
     for layer in layers:
         columns = layer.shape[1]
         grams = fit.samples * min(rows.get(layer.path, 0.0), 64 * POSITIONS) * columns**2 * (2 * streams - 1)
         products += grams + _SOLVE_CUBES * columns**2 * (columns + layer.shape[0])
-    sweep = forward * fit.samples * streams * (2 + len(layers) / 2) + products / rate
+    sweep = forward * fit.samples * streams * (2 + len(layers) / (2 * blocks)) + products / rate
     rounds = 1 if settings.schedule == "auto" else settings.rounds  # sparsity seldom has to grow
     steps = 0.0
     if settings.step is not None:
@@ -59,7 +62,8 @@ def estimate_seconds(model: nn.Module, layers: tuple[Layer, ...], fit: Part, set
     probe = max(1, min(PROBE, PROBE_TOKENS // batches.positions(batch)))
     searched = allocation.generations * probe if allocation.criterion in ("auto", "evolve") else 0
     looks = forward * (searched + uneven * min(PASSES, probe * len(layers)))
-    return (rounds + uneven) * sweep + looks + steps * _STEP_PASSES * forward * min(usual_size(batch), fit.samples)
+    curves = uneven * min(1.0, CURVE_TOKENS / (batches.positions(batch) * fit.samples))
+    return (rounds + curves) * sweep + looks + steps * _STEP_PASSES * forward * min(usual_size(batch), fit.samples)
 
 
 def _timed(model: nn.Module, batch: Batch) -> float:

@@ -31,7 +31,7 @@ PROBE = 300  # samples that gradients and divergences are measured on
 PASSES = 6000  # samples that the divergences of all layers together may take
 PROBE_TOKENS = 16384  # and positions of text, every one of which is a distribution of its own
 _ANSWERS = 2**26  # numbers that the dense network's answers to the probe may take
-_CURVE_TOKENS = 65536  # positions of text that curves are measured on
+CURVE_TOKENS = 65536  # positions of text that curves are measured on
 
 SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
 
@@ -98,7 +98,7 @@ class Planner:
                     self.measured[layer].statistics = statistics
 
         calibration, heldout = (
-            _at_most(part, part.samples, _CURVE_TOKENS) for part in (self.calibration, self.heldout)
+            _at_most(part, part.samples, CURVE_TOKENS) for part in (self.calibration, self.heldout)
         )
         walk = Walk(self.model, calibration, heldout, self.layers, seed=self.seed, positions=_POSITIONS)
         walk.sweep(visit)
