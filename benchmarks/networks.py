@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -148,9 +149,11 @@ PEERS: dict[str, dict[str, Any]] = {
 _STEP, _POLISH = RECIPES["best"]["step"], RECIPES["best"]["polish"]
 ABLATIONS: dict[str, dict[str, Any]] = {
     "best, uniform allocation": {"recipe": "best", "allocation": "uniform"},
-    "best, current target": {"recipe": "best", "target": "current"},
-    "best, no rounds": {"recipe": "best", "rounds": 1, "step": _STEP},
-    "best, constant sparsity": {"recipe": "best", "schedule": "constant"},
+    "best, allocation without search": {"recipe": "best", "allocation": iobs.Allocation("auto", generations=0)},
+    "best, target of its own weights": {"recipe": "best", "target": "current"},
+    "best, growing sparsity": {"recipe": "best", "schedule": "cubic"},
+    "best, no polish": {"solver": "admm", "target": "dense", "allocation": "auto"},
+    "best, short polish": {"recipe": "best", "polish": replace(_POLISH, most_steps=None)},
     "best, task loss": {
         "recipe": "best",
         "step": replace(_STEP, loss="task"),
@@ -240,6 +243,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
             if any(entries):
                 lines.append(f"| {method} | {' | '.join(entries)} |")
         lines += divergences([row for row in own if "kl" in row], levels)
+    lines += left_out(rows)
     return "\n".join(lines) + "\n"
 
 
@@ -249,8 +253,9 @@ def divergences(rows: list[dict[str, Any]], levels: list[str]) -> list[str]:
         return []
     lines = [
         "",
-        'KL to the dense network, nats, mean over the pictures that were not calibrated on; in brackets p of "best" '
-        "being as large as this, Wilcoxon's signed-rank test over pictures (each one's mean over the seeds of both).",
+        'KL to the dense network, nats, mean over the pictures that were not calibrated on; in brackets p of "best", '
+        'or of "fast" where "best" was not run, being as large as this: Wilcoxon\'s signed-rank test over pictures '
+        "(each one's mean over the seeds of both).",
         "",
         f"| method | {' | '.join(levels)} |",
         f"|---|{'---|' * len(levels)}",
@@ -267,15 +272,16 @@ def divergences(rows: list[dict[str, Any]], levels: list[str]) -> list[str]:
     def cell(method: str, level: str) -> str:
         seeds = {
             name: {row["seed"] for row in rows if (row["method"], row["level"]) == (name, level)}
-            for name in ("best", method)
+            for name in ("best", "fast (one shot)", method)
         }
         if not seeds[method]:
             return ""
         mean = f"{statistics.mean(by_picture(method, level, seeds[method]).values()):.3f}"
-        shared = seeds["best"] & seeds[method]
-        if method == "best" or not shared:
+        own = "best" if seeds["best"] else "fast (one shot)"
+        shared = seeds[own] & seeds[method]
+        if method in (own, "best") or not shared:
             return mean
-        ours, theirs = by_picture("best", level, shared), by_picture(method, level, shared)
+        ours, theirs = by_picture(own, level, shared), by_picture(method, level, shared)
         p = wilcoxon([ours[key] - theirs[key] for key in ours], alternative="less").pvalue
         return f"{mean} ({p:.0e})"
 
@@ -283,6 +289,48 @@ def divergences(rows: list[dict[str, Any]], levels: list[str]) -> list[str]:
         cells = [cell(method, level) for level in levels]
         if any(cells):
             lines.append(f"| {method} | {' | '.join(cells)} |")
+    return lines
+
+
+def left_out(rows: list[dict[str, Any]]) -> list[str]:
+    """One network left out at a time: of "best" and its ablations, the one that the others' held-out samples choose.
+
+    Its rank among those that a network has runs of, by the mean logarithm of the held-out loss, is averaged over
+    the other networks; the least is chosen. Test scores are read only afterwards.
+    """
+    variants = ["best", *(name for name in ABLATIONS if "task loss" not in name)]  # whose held-out loss is another
+    found: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
+    for name in NETWORKS:
+        own = [row for row in rows if row["network"] == name and row["method"] in variants]
+        levels = {row["level"]: {r["method"] for r in own if r["level"] == row["level"]} for row in own}
+        level = max(levels, key=lambda level: len(levels[level]), default="")
+        for method in levels.get(level, set()):
+            chosen = [row for row in own if (row["method"], row["level"]) == (method, level)]
+            loss = statistics.mean(math.log(row["heldout"][row["best_round"]]) for row in chosen)
+            found[name][method] = loss, statistics.mean(row["score"] for row in chosen)
+    complete = {name: table for name, table in found.items() if len(table) == len(variants)}
+    if len(complete) < 2:
+        return []
+
+    def rank(name: str, method: str) -> int:
+        return sorted(complete[name], key=lambda one: complete[name][one][0]).index(method)
+
+    lines = [
+        "",
+        "## One network left out",
+        "",
+        'What the held-out samples of the other networks choose among "best" and its ablations (least mean rank), and '
+        "what it scores on the network left out. Seeds as in the tables above.",
+        "",
+        '| left out | chosen on the others | its score | "best" | the best variant\'s score, in hindsight |',
+        "|---|---|---|---|---|",
+    ]
+    for name in complete:
+        others = [other for other in complete if other != name]
+        winner = min(variants, key=lambda method: statistics.mean(rank(other, method) for other in others))
+        scores = {method: score for method, (_, score) in complete[name].items()}
+        hindsight = (min if NETWORKS[name].score == "perplexity" else max)(scores.values())
+        lines.append(f"| {name} | {winner} | {scores[winner]:.2f} | {scores['best']:.2f} | {hindsight:.2f} |")
     return lines
 
 
