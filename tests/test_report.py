@@ -9,7 +9,7 @@ from rich.console import Console
 
 from iobs import report
 from iobs.errors import DataError
-from iobs.prune.record import AuditRow, LayerRecord, Report, RoundRecord
+from iobs.prune.record import AllocationRecord, AuditRow, LayerRecord, Report, RoundRecord
 from iobs.report import numbers, plots, tables
 
 
@@ -172,6 +172,25 @@ def test_a_difference_between_asked_and_got_is_shown():
     made.rounds[1].layers[0].zeros = 30
     assert "asked" in shown(report.layers_table(made))
     assert "asked" not in shown(report.layers_table(make_report()))
+
+
+@pytest.mark.parametrize("layers", [3, 60])
+@pytest.mark.parametrize("weight", [2.0, 0.0])
+def test_the_page_shows_where_the_zeros_went(layers, weight):
+    made = make_report(layers)
+    made.allocation = [
+        AllocationRecord(f"layer{i}", (8, 6), [0.75, 0.5, 0.0], [0.4, 0.1, 0.0], weight, 0.5) for i in range(layers)
+    ]
+    page = report.render_page(made)
+    assert "Where the zeros went" in page
+    assert "Where the zeros went" not in report.render_page(make_report(layers))
+
+
+def test_damage_is_read_off_the_curve():
+    record = AllocationRecord("a", (8, 6), [0.75, 0.5, 0.0], [0.4, 0.1, 0.0], 2.0, 0.5)
+    assert [record.damage(share) for share in (0.0, 0.25, 0.5, 0.6, 0.75, 0.9)] == pytest.approx(
+        [0.0, 0.1, 0.2, 0.44, 0.8, 0.8]
+    )
 
 
 def test_summary_names_the_round_that_won():

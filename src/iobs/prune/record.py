@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -92,6 +93,14 @@ class AllocationRecord:
     errors: list[float]
     weight: float
     chosen: float
+
+    def damage(self, sparsity: float) -> float:
+        """What this layer alone would cost the network at a sparsity, read off the measured curve."""
+        points = sorted(zip(self.sparsities, self.errors, strict=True))
+        for (low, below), (high, above) in itertools.pairwise(points):
+            if sparsity <= high:
+                return self.weight * (below + (above - below) * (sparsity - low) / (high - low))
+        return self.weight * points[-1][1]
 
 
 @dataclass

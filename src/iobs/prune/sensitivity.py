@@ -97,9 +97,7 @@ class Planner:
                 if keep_statistics:
                     self.measured[layer].statistics = statistics
 
-        calibration, heldout = (
-            _at_most(part, part.samples, CURVE_TOKENS) for part in (self.calibration, self.heldout)
-        )
+        calibration, heldout = (_at_most(part, part.samples, CURVE_TOKENS) for part in (self.calibration, self.heldout))
         walk = Walk(self.model, calibration, heldout, self.layers, seed=self.seed, positions=_POSITIONS)
         walk.sweep(visit)
 

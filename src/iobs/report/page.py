@@ -21,6 +21,9 @@ def render_page(report: Report) -> str:
         _rounds(report),
         _picture("Error by layer", _ERROR_CAPTION, plots.error_by_layer(report)) if report.best.layers else "",
         _sparsity(report),
+        _picture("Where the zeros went, and why", _ALLOCATION_CAPTION, plots.allocation(report))
+        if report.allocation
+        else "",
         _picture("Time by layer", "Seconds spent on each layer in the best round.", plots.seconds_by_layer(report))
         if report.best.layers
         else "",
@@ -170,6 +173,11 @@ _ERROR_CAPTION = (
     "‖VX − Y‖² / ‖Y‖² of each layer's sparse weight V in the best round, on the samples it was solved for and on "
     "samples held out. After gradient steps the target Y is that of the round's own weights; “against dense” takes the "
     "output of the dense network's weights instead."
+)
+
+_ALLOCATION_CAPTION = (
+    "Left: the zeros that each layer was allotted; dashed, the share of the whole network. Right: what a zero would "
+    "cost in each layer if all had that share, by the measured curves, relative to the mean: the dearer, the fewer."
 )
 
 _STYLE = """

@@ -37,6 +37,39 @@ def sparsity_by_layer(report: Report) -> str:
     return _by_layer([layer.name for layer in layers], series, "zeros, %", logarithmic=False)
 
 
+def allocation(report: Report) -> str:
+    """The zeros that each layer was allotted, and what a zero of it costs, were all layers as sparse as the network."""
+    from matplotlib.ticker import LogFormatter, NullFormatter
+
+    records = report.allocation
+    sizes = [record.shape[0] * record.shape[1] for record in records]
+    share = sum(record.chosen * size for record, size in zip(records, sizes, strict=True)) / sum(sizes)
+    damages = [record.damage(share) for record in records]
+    mean = sum(damages) / sum(sizes)
+    costs = [damage / size / mean for damage, size in zip(damages, sizes, strict=True)] if mean else damages
+    named = len(records) <= _NAMED_LAYERS
+    figure, (left, right) = _figure(1.1 + 0.23 * len(records) if named else 5.0, columns=2)
+    positions = range(len(records))
+    for axes, values, colour, middle in (
+        (left, [100 * record.chosen for record in records], GREEN, 100 * share),
+        (right, costs, ORANGE, 1.0),
+    ):
+        axes.plot(values, positions, marker="o", linestyle="none", color=colour, markersize=5.5)
+        axes.axvline(middle, color=GREY, linestyle="--")
+        axes.invert_yaxis()
+        if named:
+            axes.set_yticks(positions, _short_names([record.name for record in records]) if axes is left else [])
+    if not named:
+        left.set_ylabel("layer, in the order of the network")
+    left.set(xlabel="zeros, %", xlim=(0, 100))
+    right.set(xlabel="cost of a zero / mean")
+    if min(costs) > 0:
+        right.set_xscale("log")
+        right.xaxis.set_major_formatter(LogFormatter())
+        right.xaxis.set_minor_formatter(NullFormatter())
+    return _svg(figure)
+
+
 def seconds_by_layer(report: Report) -> str:
     """Time spent on every layer in the best round."""
     layers = report.best.layers
@@ -132,14 +165,14 @@ def _short_names(names: list[str], longest: int = 26) -> list[str]:
     return [name if len(name) <= longest else "…" + name[-longest:] for name in short]
 
 
-def _figure(height: float, rows: int = 1) -> tuple[Any, list[Any]]:
+def _figure(height: float, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
     """A figure 5 inches wide: its text stays readable when a phone shows it 360 points wide."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(_STYLE):
         figure = Figure(figsize=(5.0, height), layout="constrained")
-        axes = [figure.add_subplot(rows, 1, row + 1) for row in range(rows)]
+        axes = [figure.add_subplot(rows, columns, number + 1) for number in range(rows * columns)]
         for each in axes:
             each.set_axisbelow(True)
     return figure, axes
