@@ -116,3 +116,30 @@ def test_output_fisher_of_a_linear_classifier(network):
 def test_layers_without_a_measurement_are_typical():
     weights = complete({LAYERS[0]: 2.0, LAYERS[1]: 8.0}, {LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[2]: 0.5})
     assert weights[LAYERS[2]] == pytest.approx(8.0)
+
+
+class WithUnusedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.unused = nn.Linear(12, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs).relu())
+
+
+@pytest.mark.parametrize("choices", [{"allocation": "error"}, {"allocation": "kl"}, {"allocation": "evolve"}])
+def test_layers_that_are_never_fed_take_no_part(choices):
+    torch.manual_seed(0)
+    model, data = WithUnusedHead(), [(torch.randn(40, 12), torch.zeros(40, dtype=torch.long)) for _ in range(3)]
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), skip=[], **choices)
+    assert "unused" in report.skipped
+    assert report.sparsity == 0.5
+    assert bool((model.unused.weight != 0).all())
+
+
+@pytest.mark.parametrize("model", [nn.Linear(12, 3), nn.Sequential(nn.Linear(12, 1), nn.Linear(1, 1))])
+def test_one_layer_and_layers_of_one_weight_can_be_allotted(model):
+    torch.manual_seed(0)
+    data = [(torch.randn(40, 12), torch.zeros(40, dtype=torch.long)) for _ in range(3)]
+    report = iobs.prune(nn.Sequential(model), data, iobs.Unstructured(0.5), allocation="evolve", skip=[])
+    assert report.sparsity >= 0.45

@@ -1,5 +1,7 @@
 """Recipes as a whole on small networks: they run, count exactly, say what they picked, and never lose to one shot."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -35,7 +37,7 @@ def test_best_says_what_it_picked_and_keeps_the_best():
     story = " ".join(report.notes)
     assert "Estimated time" in story
     assert "learning rate" in story
-    assert "first projection leaves" in story
+    assert "nats from the dense one" in story
     assert report.best.loss_heldout <= report.rounds[0].loss_heldout
     assert [record.kind for record in report.rounds].count("polish") == 2  # in full, and as short as its trials
     assert len(report.rounds[-1].step_losses) < len(report.rounds[-2].step_losses)
@@ -66,3 +68,43 @@ def test_targets_that_contradict_the_inputs():
 def test_unknown_recipe():
     with pytest.raises(ProblemError, match="no recipe"):
         resolve("quick", {})
+
+
+def test_a_task_loss_that_is_large_on_the_dense_network_is_no_damage():
+    model, data = network()
+    data = [(inputs, (labels + 1) % 4) for inputs, labels in data]  # every answer is called wrong
+    step, polish = (replace(RECIPES["best"][name], loss="task", steps=12) for name in ("step", "polish"))
+    report = iobs.prune(model, data, iobs.Unstructured(0.05), recipe="best", step=step, polish=polish)
+    assert report.rounds[0].loss_heldout > 1
+    assert [record.kind for record in report.rounds].count("projection") == 1
+
+
+def test_where_every_rate_diverges_the_projection_stays():
+    model, data = network()
+
+    def nonsense(module, batch):
+        return module(batch[0]).sum() * float("nan") if torch.is_grad_enabled() else module(batch[0]).square().mean()
+
+    polish = iobs.GradientStep(lr="auto", optimizer="auto", steps=12, loss=nonsense, support="fixed")
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), step=replace(polish, steps=1), polish=polish)
+    assert [record.kind for record in report.rounds] == ["projection"]
+    assert any("diverges" in note for note in report.notes)
+    polish = replace(polish, lr=0.1, optimizer="sgd")
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), step=polish, polish=polish)
+    assert [record.kind for record in report.rounds] == ["projection"]
+    assert any("left out" in note for note in report.notes)
+
+
+def test_steps_and_polish_keep_their_own_optimizers():
+    model, data = network()
+    step = iobs.GradientStep(lr="auto", optimizer="sgd", steps=3, loss="kl")
+    polish = iobs.GradientStep(lr="auto", optimizer="adam", steps=12, loss="kl", support="fixed")
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), rounds=2, step=step, polish=polish)
+    assert report.settings["step"]["optimizer"] == "sgd"
+    assert report.settings["polish"]["optimizer"] == "adam"
+
+
+def test_growing_sparsity_starts_from_the_dense_weights_without_steps_too():
+    model, data = network()
+    report = iobs.prune(model, data, iobs.Unstructured(0.8), recipe="fast", rounds=4, schedule="cubic")
+    assert report.rounds[1].sparsity == pytest.approx(report.rounds[1].asked, abs=0.02) != 0.8

@@ -159,6 +159,7 @@ def test_divergence_ends_the_search():
 def test_the_largest_rate_that_is_as_good_as_the_best_is_taken():
     tried = {("adam", 1e-3): 0.5, ("adam", 1e-2): 0.505, ("adam", 1e-1): 0.52, ("momentum", 1.0): 0.501}
     assert boldest(tried) == ("adam", 1e-2)
+    assert boldest({("adam", 1e-4): -1.0, ("adam", 1e-3): -0.99, ("adam", 1e-2): -0.5}) == ("adam", 1e-3)
     assert boldest({}) is None
 
 

@@ -85,6 +85,8 @@ class Curve:
     def at(self, keep: float) -> float:
         """The error in between: the logarithm is interpolated, in the last piece the error itself."""
         keeps, errors = self.keeps, self.errors
+        if len(keeps) == 1:
+            return errors[0]
         index = next((i for i in range(1, len(keeps)) if keep <= keeps[i]), len(keeps) - 1)
         share = (keep - keeps[index - 1]) / (keeps[index] - keeps[index - 1])
         low, high = errors[index - 1], errors[index]

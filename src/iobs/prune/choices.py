@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from iobs.errors import NonFiniteError
 from iobs.prune.allocation import as_allocation, can_allocate, uniform
 from iobs.prune.gram import Statistics
 from iobs.prune.layers import Layer
-from iobs.prune.record import AllocationRecord, RoundRecord
+from iobs.prune.record import AllocationRecord
 from iobs.prune.sensitivity import Planner
 from iobs.prune.solving import solve_layer
 from iobs.prune.steps import GradientStep, Optimizer
@@ -34,8 +34,8 @@ _RATES: dict[str, tuple[float, ...]] = {
     "sgd": (1e-2, 3e-2, 1e-1, 3e-1, 1.0),
 }
 _AUTO: tuple[Optimizer, ...] = ("adam", "momentum")
-_AS_GOOD = 1.02  # a held-out loss up to this much above the least is as good as it
-_HOPELESS = 1.15  # a rate this much worse than the best ends the search: larger ones are worse still
+_AS_GOOD = 0.02  # a held-out loss within this share of the least is as good as it
+_HOPELESS = 0.15  # a rate worse than the best by this share ends the search: larger ones are worse still
 
 
 def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
@@ -54,30 +54,41 @@ def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     return planner.allocate(run.pattern, allocation)
 
 
-def settle(run: Run, first: RoundRecord) -> None:
-    """Settle what depends on the damage of the first projection."""
-    damage = first.loss_calibration if first.loss_heldout is None else first.loss_heldout
-    assert damage is not None
+def settle(run: Run) -> None:
+    """Settle what depends on the damage of the first projection, which the model holds."""
     settings = run.settings
     if settings.schedule == "auto":
+        damage = run.divergence()
         grow = damage > _DAMAGE and settings.rounds > 2
         run.note(
-            f"The first projection leaves a held-out loss of {damage:.4g}: "
+            f"After the first projection the network is {damage:.4g} nats from the dense one: "
             + ("sparsity grows over the rounds." if grow else "no further rounds.")
         )
         settings = replace(settings, schedule="cubic", rounds=settings.rounds if grow else 1)
         run.progress.expect_rounds(settings.rounds)
-    steps = [step for step in (settings.step, settings.polish) if step is not None]
-    if any(step.lr == "auto" for step in steps):
-        found = _best_descent(run, next(step for step in reversed(steps) if step.lr == "auto"))
-        settings = replace(
-            settings, step=_settled(settings.step, *found), polish=_settled(settings.polish, *found, caution=1.0)
-        )
-    run.settings = settings
+    found: dict[Any, tuple[Optimizer, float] | None] = {}  # steps that differ in length alone share their trials
+
+    def settled(step: GradientStep | None, caution: float = 1.0) -> GradientStep | None:
+        if step is None or step.lr != "auto":
+            return step
+        key = step.optimizer, step.loss
+        if key not in found:
+            found[key] = _best_descent(run, step)
+        best = found[key]
+        if best is None:
+            return None
+        return replace(step, optimizer=best[0], lr=best[1] / (caution if step.support == "dense" else 1.0))
+
+    polish = settled(settings.polish)
+    step = settled(settings.step, _DENSE_CAUTION) if settings.rounds > 1 else settings.step
+    run.settings = replace(settings, step=step, polish=polish)
 
 
-def _best_descent(run: Run, step: GradientStep) -> tuple[Optimizer, float]:
-    """The optimizer and rate whose short run on the first projection's support leaves the least held-out loss."""
+def _best_descent(run: Run, step: GradientStep) -> tuple[Optimizer, float] | None:
+    """The optimizer and rate whose short run on the first projection's support leaves the least held-out loss.
+
+    None where all of them diverge.
+    """
     start, masks, length = run.snapshot(), run.masks(), _trial_length(step)
 
     def trial(optimizer: Optimizer, rate: float) -> float:
@@ -96,7 +107,10 @@ def _best_descent(run: Run, step: GradientStep) -> tuple[Optimizer, float]:
         losses = try_rates(partial(trial, optimizer), _RATES[optimizer])
         tried |= {(optimizer, rate): loss for rate, loss in losses.items()}
     run.restore(start)
-    best = boldest(tried) or (_tried(step)[0], _RATES[_tried(step)[0]][0])  # all may have diverged
+    best = boldest(tried)
+    if best is None:
+        run.note(f"No gradient steps: every learning rate of {' and '.join(_tried(step))} diverges.")
+        return None
     listed = ", ".join(f"{optimizer} {rate:g}: {loss:.4g}" for (optimizer, rate), loss in tried.items())
     run.note(f"Steps of {best[0]} with learning rate {best[1]:g}: least held-out loss after {length} steps ({listed}).")
     return best
@@ -107,7 +121,8 @@ def boldest(tried: dict[tuple[Optimizer, float], float]) -> tuple[Optimizer, flo
     if not tried:
         return None
     optimizer, least = min(tried.items(), key=lambda entry: entry[1])[0][0], min(tried.values())
-    return max(pair for pair, loss in tried.items() if pair[0] == optimizer and loss <= _AS_GOOD * least)
+    enough = least + _AS_GOOD * abs(least)
+    return max(pair for pair, loss in tried.items() if pair[0] == optimizer and loss <= enough)
 
 
 def _criterion(pattern: Pattern, layers: tuple[Layer, ...], generations: int) -> Literal["uniform", "kl", "evolve"]:
@@ -115,14 +130,6 @@ def _criterion(pattern: Pattern, layers: tuple[Layer, ...], generations: int) ->
     if not can_allocate(pattern):
         return "uniform"
     return "evolve" if generations and sum(layer.shape[1] ** 2 for layer in layers) <= _SEARCHED else "kl"
-
-
-def _settled(
-    step: GradientStep | None, optimizer: Optimizer, rate: float, caution: float = _DENSE_CAUTION
-) -> GradientStep | None:
-    if step is None or step.lr != "auto":
-        return step
-    return replace(step, optimizer=optimizer, lr=rate / (caution if step.support == "dense" else 1.0))
 
 
 def trial_steps(step: GradientStep) -> int:
@@ -142,7 +149,8 @@ def polishes(step: GradientStep | None, tried: bool) -> tuple[GradientStep, ...]
     """The polish; and, where trials chose it, one as short as they: more steps may be worse."""
     if step is None:
         return ()
-    return (step, replace(step, steps=_trial_length(step))) if tried else (step,)
+    short = _trial_length(step)
+    return (step, replace(step, steps=short)) if tried and short < step.steps else (step,)
 
 
 def try_rates(trial: Callable[[float], float], rates: tuple[float, ...]) -> dict[float, float]:
@@ -158,6 +166,7 @@ def try_rates(trial: Callable[[float], float], rates: tuple[float, ...]) -> dict
             losses[rate] = trial(rate)
         except NonFiniteError:  # diverged: no larger rate can do better
             break
-        if losses[rate] > _HOPELESS * min(losses.values()):
+        least = min(losses.values())
+        if losses[rate] > least + _HOPELESS * abs(least):
             break
     return losses

@@ -1,8 +1,8 @@
 """Several processes as one: samples and solves are shared out, Grams and gradients are summed.
 
 Under `torchrun` every rank holds the network. Each sees its own share of the calibration batches; Grams are summed in
-float64, so that every rank has what one process would have had. The layers that share an input are solved by turns,
-rank by rank, and their weights are broadcast.
+float64, so that every rank has what one process would have had. The layers that share an input are solved side by
+side, one on each rank, and their weights are broadcast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from iobs.errors import DistributedError
 from iobs.prune.batches import Batch, Part, size, take
 from iobs.prune.gram import Gram, Statistics
 
-PATIENCE = timedelta(seconds=50)  # a rank that says nothing for so long is dead, and ends the others
+# Longer than any layer's solve. A rank that dies is noticed at once: by its connection, or by torchrun.
+PATIENCE = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,6 @@ class Ranks:
     def wait(self) -> None:
         """Go on when every rank has come here."""
         self.sum(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"))
-
-    def owner(self, index: int) -> int:
-        """The rank that solves the index-th layer of a group."""
-        return index % self.size
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give every rank the source's tensor, in place.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
-from iobs.core.quadratic import Solution
 from iobs.prune.checkpoint import Journal
 from iobs.prune.distributed import ALONE, Ranks
 from iobs.prune.gram import Statistics, relative_output_error
@@ -21,8 +20,19 @@ from iobs.prune.record import LayerRecord, RoundRecord, layer_record
 from iobs.prune.settings import Settings
 from iobs.prune.solving import solve_layer
 from iobs.prune.spread import asked, share_of
+from iobs.prune.walk import batched
 
 Weights = Callable[[Layer], Tensor]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A layer between its solve and its measurement: what it imitates, its dense weights, and damping, dead columns
+    and seconds as numbers that ranks can send to one another."""
+
+    imitated: Tensor
+    dense: Tensor
+    numbers: Tensor
 
 
 @dataclass
@@ -62,12 +72,14 @@ class Projection:
         self.record = RoundRecord(self.index, asked(self.patterns), None, None, [])
 
     def visit(self, group: list[Layer], statistics: Statistics) -> None:
-        """Prune every layer of a group that shares its input."""
-        for position, layer in enumerate(group):
+        """Prune every layer of a group that shares its input: as many at once as there are ranks."""
+        for layer in group:
             if self._journalled(layer):
                 self._replay_layer(layer)
-            else:
-                self._done(self._pruned(layer, statistics, self.ranks.owner(position)))
+        for layers in batched([layer for layer in group if not self._journalled(layer)], self.ranks.size):
+            started = [self._solve(layer, statistics, owner) for owner, layer in enumerate(layers)]
+            for owner, (layer, work) in enumerate(zip(layers, started, strict=True)):
+                self._done(self._finished(layer, statistics, work, owner))
 
     def replay(self, group: list[Layer]) -> bool:
         """Take a whole group from the journal if all of it is there."""
@@ -77,57 +89,52 @@ class Projection:
             self._replay_layer(layer)
         return True
 
-    def _pruned(self, layer: Layer, statistics: Statistics, owner: int) -> LayerRecord:
+    def _solve(self, layer: Layer, statistics: Statistics, owner: int) -> _Work:
+        """Write a layer's pruned weights, if it is this rank's; what the solver needed is free again at the end."""
         began = time.perf_counter()
         current = layer.read(self.model) if self.current is None else self.current(layer)
         dense = current if self.dense is None else self.dense(layer)
         imitated = dense if self.settings.target == "dense" else current
-        damping, dead = self._solve(layer, statistics, imitated, current, dense, owner)
-        written = layer.read(self.model)
-        gram, heldout = statistics.calibration, statistics.heldout
-        error = relative_output_error(gram, written, imitated)
+        numbers = torch.zeros(3, dtype=torch.float64, device=current.device)
+        if owner == self.ranks.rank:
+            old = dense if self.settings.keep_zeros else None
+            pattern = self.patterns[layer]
+            solutions = solve_layer(layer, statistics, imitated, current, pattern, self.settings, old)
+            layer.write(self.model, self.rounded(layer, torch.cat([solution.weight for solution in solutions])))
+            numbers[0] = max(solution.stats["damping"] for solution in solutions)
+            numbers[1] = sum(solution.stats["dead_columns"] for solution in solutions)
+            numbers[2] = time.perf_counter() - began
+        return _Work(imitated, dense, numbers)
+
+    def _finished(self, layer: Layer, statistics: Statistics, work: _Work, owner: int) -> LayerRecord:
+        """Give every rank the layer as its owner solved it; measure it and keep it in the journal."""
+        tensor = layer.tensor(self.model)
+        if self.ranks.size > 1:
+            weight = tensor.contiguous()
+            self.ranks.broadcast(weight, owner)
+            tensor.copy_(weight)
+            self.ranks.broadcast(work.numbers, owner)
+        began = time.perf_counter()
+        damping, dead_columns, seconds = work.numbers.tolist()
+        written, gram, heldout = layer.read(self.model), statistics.calibration, statistics.heldout
+        error = relative_output_error(gram, written, work.imitated)
         entry = LayerRecord(
             name=layer.name,
             shape=layer.shape,
             asked=share_of(self.patterns[layer], layer),
             zeros=int((written == 0).sum()),
             error_calibration=error,
-            error_heldout=None if heldout is None else relative_output_error(heldout, written, imitated),
-            error_dense=error if dense is imitated else relative_output_error(gram, written, dense),
+            error_heldout=None if heldout is None else relative_output_error(heldout, written, work.imitated),
+            error_dense=error if work.dense is work.imitated else relative_output_error(gram, written, work.dense),
             damping=damping,
-            dead_columns=dead,
+            dead_columns=int(dead_columns),
             inputs=gram.count if statistics.tokens is None else statistics.tokens,
-            seconds=time.perf_counter() - began,
+            seconds=seconds + time.perf_counter() - began,
             stats={"rule": statistics.rule} if statistics.rule else {},
         )
         if self.journal is not None and self.ranks.first:
-            self.journal.put(self._key(layer), {"weight": layer.tensor(self.model)}, {"entry": asdict(entry)})
+            self.journal.put(self._key(layer), {"weight": tensor}, {"entry": asdict(entry)})
         return entry
-
-    def _solve(
-        self, layer: Layer, statistics: Statistics, imitated: Tensor, current: Tensor, dense: Tensor, owner: int
-    ) -> tuple[float, int]:
-        """Write a layer's pruned weights, on every rank as its owner solved them; its damping and dead columns.
-
-        What the solver needed for them is free again at the end.
-        """
-        solutions: list[Solution] = []
-        if owner == self.ranks.rank:
-            old = dense if self.settings.keep_zeros else None
-            pattern = self.patterns[layer]
-            solutions = solve_layer(layer, statistics, imitated, current, pattern, self.settings, old)
-            layer.write(self.model, self.rounded(layer, torch.cat([solution.weight for solution in solutions])))
-        tensor = layer.tensor(self.model)
-        found = torch.zeros(2, dtype=torch.float64, device=tensor.device)
-        if solutions:
-            found[0] = max(solution.stats["damping"] for solution in solutions)
-            found[1] = sum(solution.stats["dead_columns"] for solution in solutions)
-        self.ranks.broadcast(found, owner)
-        if self.ranks.size > 1:
-            weight = tensor.contiguous()
-            self.ranks.broadcast(weight, owner)
-            tensor.copy_(weight)
-        return float(found[0]), int(found[1])
 
     def _key(self, layer: Layer) -> str:
         return f"round {self.index} layer {layer.name}"

@@ -18,7 +18,6 @@ from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.prune import batches as data_batches
 from iobs.prune import choices
 from iobs.prune import steps as gradient_steps
-from iobs.prune.allocation import as_allocation
 from iobs.prune.audit import audit_layers
 from iobs.prune.augment import suited
 from iobs.prune.batches import Batch, Part
@@ -99,11 +98,11 @@ class Run:
             records.append(record)
             best = self._keep_best(records, best, final)
             if index == 0:
-                choices.settle(self, record)
+                choices.settle(self)
             step, last = self.settings.step, index + 1 == self.settings.rounds
-            if step is not None and not last and index == 0 and self.settings.schedule == "cubic":
+            if not last and index == 0 and self.settings.schedule == "cubic":
                 self.restore(self.original)
-                trainer = self.trainer(step, (self.settings.rounds - 2) * step.steps)
+                trainer = None if step is None else self.trainer(step, (self.settings.rounds - 2) * step.steps)
             elif step is not None and not last:
                 trainer = trainer or self.trainer(step, (self.settings.rounds - 1) * step.steps)
                 trainer.adopt()
@@ -114,7 +113,11 @@ class Run:
         leader, projected = records[best_index(records, asked(final))], best
         for step in choices.polishes(self.settings.polish, tried):
             self.restore(projected)
-            records.append(self._polish(step, leader, len(records)))
+            try:
+                records.append(self._polish(step, leader, len(records)))
+            except NonFiniteError as error:
+                self.note(f"The polish of {step.steps} steps is left out: {error}")
+                continue
             best = self._keep_best(records, best, final)
         self.restore(best)
         return Report(
@@ -244,6 +247,12 @@ class Run:
             raise NonFiniteError(f"The pruned network's {self.loss_name} is {loss}; lower the learning rate.")
         return loss
 
+    def divergence(self) -> float:
+        """KL divergence of the network as it is from the dense one, in nats; on held-out samples if there are any."""
+        assert self.reference is not None
+        part = self.heldout if self.heldout.batches else self.fit
+        return gradient_steps.mean_loss(self.model, part, gradient_steps.kl_to(self.reference))
+
     def _keep_best(
         self, records: list[RoundRecord], best: dict[str, Tensor], final: dict[Layer, Pattern]
     ) -> dict[str, Tensor]:
@@ -279,7 +288,8 @@ class Run:
             return step.augment
         taught = step.loss in ("kl", "block")  # the dense network answers for whatever is shown
         if taught not in self.suited:
-            self.suited[taught] = suited(self.reference or self.model, self.fit, self.settings.seed, mix=taught)
+            assert self.reference is not None
+            self.suited[taught] = suited(self.reference, self.fit, self.settings.seed, mix=taught)
             self.note(f"Augmentation of the gradient steps: {self.suited[taught] or 'none'}.")
         return self.suited[taught]
 
@@ -313,13 +323,15 @@ class Run:
     # ---- losses
     def _needs_reference(self) -> bool:
         settings = self.settings
-        losses = [step.loss for step in (settings.step, settings.polish) if step is not None]
+        steps = [step for step in (settings.step, settings.polish) if step is not None]
+        losses = [step.loss for step in steps]
         return (
             settings.target in ("dense", "network")
             or settings.inputs == "dense"
-            or as_allocation(settings.allocation).criterion != "uniform"
+            or settings.schedule == "auto"
             or settings.step is None  # rounds are then judged by the divergence from the dense network
             or any(loss in ("kl", "block") for loss in losses)
+            or any(step.augment == "auto" for step in steps)  # which asks the dense network what it keeps
         )
 
     def _frozen_copy(self) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.prune import batches
-from iobs.prune.allocation import Allocation, Curve, asked_sparsity, optimal_counts, total_kept
+from iobs.prune.allocation import Allocation, Curve, asked_sparsity, optimal_counts, total_kept, uniform
 from iobs.prune.batches import Batch, Part
 from iobs.prune.gram import Gram, Statistics, relative_output_error
 from iobs.prune.layers import Layer
@@ -70,24 +70,28 @@ class Planner:
     measured: dict[Layer, Measured] = field(default_factory=dict)
 
     def allocate(self, pattern: Pattern, allocation: Allocation) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
-        """The pattern of every layer, and why.
+        """The pattern of every layer, and why; layers that the network feeds nothing take no part.
 
         Raises:
             PatternError: the pattern fixes every layer's count, or bounds do not allow the sparsity.
         """
         sparsity = asked_sparsity(pattern)
         ranges = {layer: allocation.range_of(layer, sparsity) for layer in self.layers}
-        self._measure(1 - sparsity, keep_statistics=allocation.criterion == "evolve")
+        unseen = self._measure(1 - sparsity, keep_statistics=allocation.criterion == "evolve")
+        self.layers = tuple(layer for layer in self.layers if layer not in unseen)
+        ranges = {layer: ranges[layer] for layer in self.layers}
         weights = self._weights(allocation)
         curves = {layer: self.measured[layer].curve for layer in self.layers}
         counts = optimal_counts(curves, weights, total_kept(self.layers, sparsity), ranges)
         if allocation.criterion == "evolve":
             counts = self._evolve(counts, ranges, allocation.generations)
         records = [_record(layer, curves[layer], weights[layer], counts[layer]) for layer in self.layers]
-        return {layer: Unstructured(keep=counts[layer]) for layer in self.layers}, records
+        allotted = {layer: Unstructured(keep=counts[layer]) for layer in self.layers}
+        return {**uniform(pattern, tuple(unseen)), **allotted}, records
 
     # ---- curves
-    def _measure(self, density: float, keep_statistics: bool) -> None:
+    def _measure(self, density: float, keep_statistics: bool) -> list[Layer]:
+        """Measure every layer's curve; returns the layers that the network feeds nothing."""
         levels = sorted({min(level * density, _DENSEST) for level in _LEVELS})
 
         def visit(group: list[Layer], statistics: Statistics) -> None:
@@ -99,7 +103,7 @@ class Planner:
 
         calibration, heldout = (_at_most(part, part.samples, CURVE_TOKENS) for part in (self.calibration, self.heldout))
         walk = Walk(self.model, calibration, heldout, self.layers, seed=self.seed, positions=_POSITIONS)
-        walk.sweep(visit)
+        return walk.sweep(visit)
 
     def _measure_layer(self, layer: Layer, statistics: Statistics, levels: list[float], density: float) -> Measured:
         dense = layer.read(self.model)
@@ -154,6 +158,8 @@ class Planner:
         self, counts: dict[Layer, int], ranges: dict[Layer, tuple[int, int]], generations: int
     ) -> dict[Layer, int]:
         """Move weights between two layers at a time, as long as the divergence of the network falls (EvoPress)."""
+        if len(self.layers) < 2:
+            return counts
         generator = torch.Generator().manual_seed(self.seed)
         probe = self._probe
         weights = {layer: self._at(layer, counts[layer]) for layer in self.layers}
