@@ -8,6 +8,7 @@ import torch
 
 import iobs
 from iobs.errors import CheckpointError
+from iobs.prune import run
 from iobs.prune.checkpoint import Journal
 from iobs.prune.progress import Quiet
 
@@ -18,6 +19,12 @@ OPTIONS = {
         "rounds": 2,
         "step": iobs.GradientStep(lr=1e-2),
         "polish": iobs.GradientStep(lr=1e-3, optimizer="adam", steps=3, loss="kl", parameters="all"),
+    },
+    "choices": {
+        "allocation": iobs.Allocation("evolve", generations=2),
+        "polish": iobs.GradientStep(
+            lr="auto", optimizer="auto", steps=12, loss="kl", augment="auto", support="fixed", batch_size=5
+        ),
     },
 }
 
@@ -37,7 +44,7 @@ class StopsAt(Quiet):
         if self.left == 0:
             raise Stop
 
-    layer = step = round = _event
+    layer = step = round = choosing = _event
 
 
 def problem():
@@ -53,8 +60,10 @@ def prune(model, data, **options):
     return iobs.prune(model, data, iobs.Unstructured(0.5), solver="sparsegpt", **options)
 
 
+@pytest.mark.parametrize("every", [0.0, 120.0])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_resumed_runs_end_in_the_same_bits(options, tmp_path):
+def test_resumed_runs_end_in_the_same_bits(options, every, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "SAVED_EVERY", every)
     model, data = problem()
     undisturbed = copy.deepcopy(model)
     expected = prune(undisturbed, data, **options)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from iobs.core.patterns import Pattern
+from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.errors import NonFiniteError
 from iobs.prune.allocation import as_allocation, can_allocate, uniform
 from iobs.prune.gram import Statistics
 from iobs.prune.layers import Layer
-from iobs.prune.record import AllocationRecord
+from iobs.prune.record import AllocationRecord, allocation_record
 from iobs.prune.sensitivity import Planner
 from iobs.prune.solving import solve_layer
 from iobs.prune.steps import GradientStep, Optimizer
@@ -50,8 +50,18 @@ def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
         old = dense if run.settings.keep_zeros else None
         return solve_layer(layer, statistics, dense, dense, pattern, replace(run.settings, budget="fast"), old)
 
-    planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, run.settings.seed, run.progress.choosing)
-    return planner.allocate(run.pattern, allocation)
+    def planned() -> dict[str, Any]:
+        planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, run.settings.seed, run.progress.choosing)
+        counts, records = planner.allocate(run.pattern, allocation)
+        keeps = {layer.name: keep for layer, keep in counts.items()}
+        return {"keeps": keeps, "records": [asdict(record) for record in records]}
+
+    found = run.remembered("allocation", planned)
+    keeps, records = found["keeps"], [allocation_record(record) for record in found["records"]]
+    # A layer that the network feeds nothing got no count.
+    return {
+        layer: Unstructured(keep=keeps[layer.name]) if layer.name in keeps else run.pattern for layer in layers
+    }, records
 
 
 def settle(run: Run) -> None:
@@ -73,7 +83,7 @@ def settle(run: Run) -> None:
             return step
         key = step.optimizer, step.loss
         if key not in found:
-            found[key] = _best_descent(run, step)
+            found[key] = _best_descent(run, step, f"trials {len(found)}")
         best = found[key]
         if best is None:
             return None
@@ -84,12 +94,26 @@ def settle(run: Run) -> None:
     run.settings = replace(settings, step=step, polish=polish)
 
 
-def _best_descent(run: Run, step: GradientStep) -> tuple[Optimizer, float] | None:
+def _best_descent(run: Run, step: GradientStep, name: str) -> tuple[Optimizer, float] | None:
     """The optimizer and rate whose short run on the first projection's support leaves the least held-out loss.
 
     None where all of them diverge.
     """
-    start, masks, length = run.snapshot(), run.masks(), _trial_length(step)
+    length = _trial_length(step)
+    entries = run.remembered(name, lambda: {"tried": _tried_out(run, step, length)})["tried"]
+    tried: dict[tuple[Optimizer, float], float] = {(optimizer, rate): loss for optimizer, rate, loss in entries}
+    best = boldest(tried)
+    if best is None:
+        run.note(f"No gradient steps: every learning rate of {' and '.join(_tried(step))} diverges.")
+        return None
+    listed = ", ".join(f"{optimizer} {rate:g}: {loss:.4g}" for (optimizer, rate), loss in tried.items())
+    run.note(f"Steps of {best[0]} with learning rate {best[1]:g}: least held-out loss after {length} steps ({listed}).")
+    return best
+
+
+def _tried_out(run: Run, step: GradientStep, length: int) -> list[tuple[Optimizer, float, float]]:
+    """Optimizers, rates, and the held-out losses after so many steps from the first projection."""
+    start, masks = run.snapshot(), run.masks()
 
     def trial(optimizer: Optimizer, rate: float) -> float:
         run.restore(start)
@@ -102,18 +126,12 @@ def _best_descent(run: Run, step: GradientStep) -> tuple[Optimizer, float] | Non
         assert loss is not None
         return loss
 
-    tried: dict[tuple[Optimizer, float], float] = {}
+    found = []
     for optimizer in _tried(step):
         losses = try_rates(partial(trial, optimizer), _RATES[optimizer])
-        tried |= {(optimizer, rate): loss for rate, loss in losses.items()}
+        found += [(optimizer, rate, loss) for rate, loss in losses.items()]
     run.restore(start)
-    best = boldest(tried)
-    if best is None:
-        run.note(f"No gradient steps: every learning rate of {' and '.join(_tried(step))} diverges.")
-        return None
-    listed = ", ".join(f"{optimizer} {rate:g}: {loss:.4g}" for (optimizer, rate), loss in tried.items())
-    run.note(f"Steps of {best[0]} with learning rate {best[1]:g}: least held-out loss after {length} steps ({listed}).")
-    return best
+    return found
 
 
 def boldest(tried: dict[tuple[Optimizer, float], float]) -> tuple[Optimizer, float] | None:

@@ -147,15 +147,18 @@ class Report:
             for entry in values["rounds"]
         ]
         values["audit"] = [AuditRow(**{**row, "shape": tuple(row["shape"])}) for row in values["audit"]]
-        values["allocation"] = [
-            AllocationRecord(**{**row, "shape": tuple(row["shape"])}) for row in values.get("allocation", [])
-        ]
+        values["allocation"] = [allocation_record(row) for row in values.get("allocation", [])]
         return cls(**values)
 
 
 def layer_record(values: dict[str, Any]) -> LayerRecord:
     """Rebuild a layer's record from plain types."""
     return LayerRecord(**{**values, "shape": tuple(values["shape"])})
+
+
+def allocation_record(values: dict[str, Any]) -> AllocationRecord:
+    """Rebuild what a layer was allotted from plain types."""
+    return AllocationRecord(**{**values, "shape": tuple(values["shape"])})
 
 
 def best_index(records: list[RoundRecord], asked: float) -> int:

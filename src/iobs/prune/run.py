@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,8 @@ from iobs.prune.settings import Settings
 from iobs.prune.spread import asked, thinner
 from iobs.prune.steps import Augmentation, GradientStep, LossFunction, Trainer
 from iobs.prune.walk import Walk
+
+SAVED_EVERY = 120.0  # seconds between snapshots of gradient steps
 
 
 class Run:
@@ -213,17 +216,31 @@ class Run:
         self.ranks.wait()
         return journal
 
+    def remembered(self, key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Values for JSON, computed now or taken from the journal."""
+        if self.journal is not None and key in self.journal:
+            return self.journal.get(key)[1]
+        values = compute()
+        if self.journal is not None and self.ranks.first:
+            self.journal.put(key, {}, values)
+        return values
+
     def _run_steps(self, trainer: Trainer, part: Part, index: int) -> list[float]:
-        """The gradient steps after a round, or what the journal has of them."""
-        key = f"steps {index}"
+        """The gradient steps after a round, those that the journal has not."""
+        key, before, last = f"steps {index}", [], time.monotonic()
         if self.journal is not None and key in self.journal:
             tensors, values = self.journal.get(key)
             trainer.restore(tensors, values["taken"])
-            return list(values["losses"])
-        losses = trainer.run(part, partial(self.progress.step, index))
-        if self.journal is not None and self.ranks.first:
-            self.journal.put(key, trainer.snapshot(), {"taken": trainer.taken, "losses": losses})
-        return losses
+            before = values["losses"]
+
+        def keep(losses: list[float]) -> None:
+            nonlocal last
+            due = len(losses) == trainer.step.steps or time.monotonic() - last > SAVED_EVERY
+            if self.journal is not None and self.ranks.first and due:
+                self.journal.put(key, trainer.snapshot(), {"taken": trainer.taken, "losses": losses})
+                last = time.monotonic()
+
+        return trainer.run(part, partial(self.progress.step, index), before, keep)
 
     # ---- measuring and choosing
     def _finish_round(self, record: RoundRecord, portion: Part, began: float) -> None:

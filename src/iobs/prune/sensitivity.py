@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.prune import batches
-from iobs.prune.allocation import Allocation, Curve, asked_sparsity, optimal_counts, total_kept, uniform
+from iobs.prune.allocation import Allocation, Curve, asked_sparsity, optimal_counts, total_kept
 from iobs.prune.batches import Batch, Part
 from iobs.prune.gram import Gram, Statistics, relative_output_error
 from iobs.prune.layers import Layer
@@ -69,8 +69,8 @@ class Planner:
     told: Callable[[str, int, int], None] = lambda what, done, total: None
     measured: dict[Layer, Measured] = field(default_factory=dict)
 
-    def allocate(self, pattern: Pattern, allocation: Allocation) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
-        """The pattern of every layer, and why; layers that the network feeds nothing take no part.
+    def allocate(self, pattern: Pattern, allocation: Allocation) -> tuple[dict[Layer, int], list[AllocationRecord]]:
+        """How many entries every layer keeps, and why; layers that the network feeds nothing are left out.
 
         Raises:
             PatternError: the pattern fixes every layer's count, or bounds do not allow the sparsity.
@@ -86,8 +86,7 @@ class Planner:
         if allocation.criterion == "evolve":
             counts = self._evolve(counts, ranges, allocation.generations)
         records = [_record(layer, curves[layer], weights[layer], counts[layer]) for layer in self.layers]
-        allotted = {layer: Unstructured(keep=counts[layer]) for layer in self.layers}
-        return {**uniform(pattern, tuple(unseen)), **allotted}, records
+        return counts, records
 
     # ---- curves
     def _measure(self, density: float, keep_statistics: bool) -> list[Layer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -230,8 +230,20 @@ class Trainer:
         for name, value in self.parameters.items():
             self.masters[name].copy_(value.detach())
 
-    def run(self, part: Part, progress: Callable[[int, int, float], None]) -> list[float]:
+    def run(
+        self,
+        part: Part,
+        progress: Callable[[int, int, float], None],
+        before: Sequence[float] = (),
+        keep: Callable[[list[float]], None] = lambda losses: None,
+    ) -> list[float]:
         """Take the steps of one round.
+
+        Args:
+            part: samples.
+            progress: is told (steps done, of how many, the last loss).
+            before: losses of the round's first steps, which a snapshot that was restored had taken.
+            keep: is given the losses so far after every step, and may take a snapshot.
 
         Returns:
             The loss before each step.
@@ -240,16 +252,24 @@ class Trainer:
             NonFiniteError: the loss became NaN or infinite.
         """
         device = next(self.model.parameters()).device
-        generator = torch.Generator().manual_seed(self.seed + self.taken)
+        generator = torch.Generator().manual_seed(self.seed + self.taken - len(before))
         whole = self.step.steps == 1 and self.step.batch_size is None
         chosen = self.step.batch_size
         stream = _endless(part, usual_size(part.batches[0]) if chosen == "auto" else chosen, generator)
-        losses = []
+        losses = [*before]
         for index in range(self.step.steps):
             used = part.batches if whole else [next(stream)]
+            if index < len(before):
+                for batch in used:
+                    self._augmented(batch, generator)  # draws what it drew then
+                continue
             losses.append(self._step([batches.to_device(batch, device) for batch in used], generator))
             progress(index + 1, self.step.steps, losses[-1])
+            keep(losses)
         return losses
+
+    def _augmented(self, batch: Batch, generator: torch.Generator) -> Batch:
+        return batch if self.augmentation is None else self.augmentation(batch, generator)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Everything that the next steps depend on, by name; `taken` besides."""
@@ -282,7 +302,7 @@ class Trainer:
         names, parameters = list(self.parameters), list(self.parameters.values())
         for whole in used:
             # All ranks change the whole batch alike, then take their rows: any number of them agrees with one.
-            given = self.ranks.rows(whole if self.augmentation is None else self.augmentation(whole, generator))
+            given = self.ranks.rows(self._augmented(whole, generator))
             share = batches.size(given) / samples
             if share == 0:
                 continue
