@@ -17,7 +17,7 @@ from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives import LeastSquares, Logistic, Poisson, from_torch
 from iobs.optimize.presets import METHODS
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit import refit
+from iobs.optimize.refit import Fit, newton_direction, refit
 
 CASES = {
     "least squares": lambda X, m, rng: LeastSquares(X, m + 0.1 * rng.standard_normal(len(m)), intercept=True),
@@ -252,3 +252,23 @@ def test_candidates_exclude_what_cannot_help(rng):
     np.testing.assert_array_equal(problem.candidates, [True, False, True, False, True])
     assert problem.size == 3
     np.testing.assert_array_equal(problem.top(np.array([1.0, 0, 1, 9, 1]), 2), [0, 1, 2])
+
+
+@pytest.mark.parametrize("case", ["plain", "near duplicates", "far from zero", "wild scales", "wild ridge"])
+def test_the_newton_point_is_right_whatever_single_precision_makes_of_it(case):
+    rng = np.random.default_rng(3)
+    X = rng.standard_normal((400, 60))
+    if case == "near duplicates":
+        X[:, 30:] = X[:, :30] + 1e-4 * rng.standard_normal((400, 30))
+    if case == "far from zero":
+        X += 1000
+    if case == "wild scales":
+        X *= 10.0 ** rng.integers(-30, 30, 60)
+    y = (rng.random(400) < 0.5).astype(float)
+    problem = Problem(Logistic(X, y, ridge=1e40 if case == "wild ridge" else 0.0), 5)
+    theta = np.zeros(60)
+    value, gradient = problem.objective.value_and_gradient(theta)
+    found = auto._newton_direction(problem, Fit(np.arange(0), theta, value, gradient)) * problem.scale
+    exact = newton_direction(problem.objective.hessian_block(theta, np.arange(60)), gradient) * problem.scale
+    assert set(np.argsort(-np.abs(found))[:5]) == set(np.argsort(-np.abs(exact))[:5])
+    np.testing.assert_allclose(found, exact, atol=1e-3 * np.abs(exact).max())

@@ -110,18 +110,6 @@ def _check_equal(model, reference, theta, tolerance):
     )
 
 
-@pytest.mark.parametrize(("scale", "precision"), [(1.0, np.float32), (1e25, np.float64), (1e-25, np.float64)])
-def test_the_rough_hessian_keeps_to_double_precision_where_single_cannot_hold_it(scale, precision):
-    X, y, _, theta = _data()
-    X[:, 1] *= scale
-    theta[1] /= scale
-    model = Logistic(X, y, ridge=0.4)
-    exact, rough = model.hessian_block(theta, np.arange(D)), model.rough_hessian(theta)
-    assert rough.dtype == precision
-    sizes = np.sqrt(np.outer(exact.diagonal(), exact.diagonal()))
-    np.testing.assert_allclose(rough / sizes, exact / sizes, atol=1e-6)
-
-
 def test_torch_restriction_and_its_derivatives():
     function = from_torch(lambda t: (t**4).sum() + t[0] * t[1], 4)
     part = function.restricted(np.array([1, 2]))

@@ -97,6 +97,8 @@ def test_rows_already_measured_are_not_measured_again(tmp_path):
     settings = Settings("m", "d", 1, 1, 0.5, 1, 0.1)
     assert Measured(request, "t").get("a", settings, lambda: [{"x": 1.0}]) == [{"x": 1.0}]
     assert Measured(request, "t").get("a", settings, lambda: pytest.fail("measured again")) == [{"x": 1.0}]
+    for other in (replace(request, seed=1), replace(request, limit=3), replace(request, eval_data=("b",))):
+        assert Measured(other, "t").get("a", settings, lambda: [{"x": 2.0}]) == [{"x": 2.0}]
 
 
 @pytest.mark.slow

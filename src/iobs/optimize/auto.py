@@ -43,6 +43,7 @@ _MANY_AGREEMENTS = 6  # and where it is: with noise they soon agree, without any
 _WORK_LIMIT = 4e8  # multiplications of one iteration of adaptive damping
 _NEWTON_LIMIT = 1024  # coordinates up to which the Newton point is found by factorising H
 _NEWTON_PRODUCTS = 300  # with H, for the Newton point of larger problems, by conjugate gradients to a residual of 1e-6
+_ROUGH = 1e-5  # residual of the Newton equations, relative and scaled, that single precision may leave
 _PASSING_LIMIT = 4_000_000  # entries of a design that message passing may walk hundreds of times
 
 
@@ -139,11 +140,7 @@ def _newton_support(problem: Problem, best: Fit) -> Fit:
     objective = problem.objective
     if problem.dimension <= _NEWTON_LIMIT and not problem.dear:
         if problem.damping is None and objective.rank >= problem.dimension:  # H needs no more than one factorisation
-            if isinstance(objective, LinearModel) and not objective.quadratic:
-                block = objective.rough_hessian(best.theta)
-            else:
-                block = objective.hessian_block(best.theta, np.arange(problem.dimension))
-            centre = best.theta + newton_direction(block, best.gradient)
+            centre = best.theta + _newton_direction(problem, best)
         else:
             centre = FullHessian().model(problem, best.theta, best.gradient).centre()
     else:
@@ -154,6 +151,17 @@ def _newton_support(problem: Problem, best: Fit) -> Fit:
         return best
     fit = refit(objective, support, best.theta)
     return fit if fit.value < best.value else best
+
+
+def _newton_direction(problem: Problem, fit: Fit) -> Array:
+    """-H^-1 g; in single precision where that solves the system well enough to rank coordinates by."""
+    objective = problem.objective
+    if isinstance(objective, LinearModel) and not objective.quadratic:
+        direction = newton_direction(objective.rough_hessian(fit.theta), fit.gradient)
+        residual = objective.hessian_product(fit.theta, direction) + fit.gradient
+        if np.abs(residual / problem.scale).max() <= _ROUGH * np.abs(fit.gradient / problem.scale).max():
+            return direction
+    return newton_direction(objective.hessian_block(fit.theta, np.arange(problem.dimension)), fit.gradient)
 
 
 def _kick(problem: Problem, number: int, best: Fit) -> Fit:

@@ -117,10 +117,12 @@ class Measured:
         if self.file is not None and self.file.is_file():
             self.known = json.loads(self.file.read_text(encoding="utf8"))
         self.say = request.say
+        # Whatever else of the request changes a score.
+        self.asked = [str(request.data), str(request.eval_data), str(request.questions), request.limit, request.seed]
 
     def get(self, key: str, settings: Settings, compute: Callable[[], list[Scores]]) -> list[Scores]:
-        """The scores under a key and settings: from the folder, or computed and put there."""
-        full = json.dumps([key, asdict(settings)])
+        """The scores under a key, settings and all that was asked for: from the folder, or computed and put there."""
+        full = json.dumps([key, asdict(settings), self.asked])
         if full in self.known:
             self.say(f"{key}: measured before, taken from {self.file}")
             return self.known[full]
