@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import iobs
 from iobs import models
 from iobs.cli import app
-from iobs.errors import CalibrationError, ModelError
+from iobs.errors import CalibrationError, LayerSelectionError, ModelError
 from iobs.models import load
 from iobs.models.streaming import prune_directory
 from iobs.prune.progress import Quiet
@@ -200,3 +200,14 @@ def test_low_memory_from_the_command_line(tmp_path):
     assert read_report(tmp_path / "out" / "report.json").settings["arithmetic"] == "torch.float32"
     assert "50.00 % zeros" in CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "text.txt"]
+
+
+def test_layers_outside_the_blocks_are_named(tmp_path):
+    directory("llama", tmp_path / "model")
+    batches = families.language_batches()
+    with pytest.raises(LayerSelectionError, match="lm_head is outside"):
+        prune_directory(tmp_path / "model", tmp_path / "out", batches, iobs.NM(2, 4), include="lm_head")
+    assert not (tmp_path / "out").exists()
+    chosen = ["lm_head", "*.mlp.up_proj"]
+    report = prune_directory(tmp_path / "model", tmp_path / "out", batches, iobs.NM(2, 4), include=chosen)
+    assert report.skipped["lm_head"] == "outside the blocks"

@@ -73,6 +73,11 @@ def compare(
             f"{', '.join(unknown)}: choose among {', '.join([*OURS, *PEERS])}", param_hint="--methods"
         )
     wanted = {text.strip(): parse(text.strip()) for text in patterns.split(",")}
+    pairs = [(text, name) for text in wanted for name in chosen if name not in PEERS or ":" not in text]
+    if len(pairs) < len(wanted) * len(chosen):
+        console.say(f"{', '.join(PEERS)} prune to one global count, which N:M is not: left out there.")
+    if not pairs:
+        raise typer.BadParameter("none of these methods takes N:M; give sparsities", param_hint="--patterns")
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
     source = open_source(data or [], "calibration", loaded)
     batches = [*calibration_batches(source, loaded, samples=samples, length=seq_len, seed=seed, batch=batch_size)]
@@ -81,14 +86,11 @@ def compare(
     metric = next(iter(dense))
     original = copy.deepcopy(loaded.module.state_dict())
     trials = []
-    for text, pattern in wanted.items():
-        for name in chosen:
-            if name in PEERS and ":" in text:
-                continue  # their count is global, which N:M is not
-            loaded.module.load_state_dict(original)
-            seconds, sparsity = _prune(loaded, batches, name, pattern, skip, seed)
-            found = score(loaded, scoring, seq_len, f"scoring {name} at {text}")
-            trials.append(_trial(name, text, sparsity, metric, found[metric], seconds))
+    for text, name in pairs:
+        loaded.module.load_state_dict(original)
+        seconds, sparsity = _prune(loaded, batches, name, wanted[text], skip, seed)
+        found = score(loaded, scoring, seq_len, f"scoring {name} at {text}")
+        trials.append(_trial(name, text, sparsity, metric, found[metric], seconds))
     loaded.module.load_state_dict(original)
     _show(trials, dense[metric], output, as_json)
 

@@ -99,7 +99,8 @@ Data = Annotated[
     typer.Option(
         metavar="SOURCE",
         help="Text files (.txt, .jsonl, .gz; repeat the option), an .npz, a folder or zip of pictures, "
-        "FILE.py:function that returns batches, or wikitext2, c4, redpajama.",
+        "FILE.py:function that returns batches, or wikitext2, c4, redpajama. Left out: the "
+        "embedded model takes its own text, other language models take C4, or WikiText-2 to be scored on.",
         show_default=False,
         rich_help_panel=DATA_PANEL,
     ),
@@ -127,7 +128,7 @@ DType = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="float32 or bfloat16; as stored if not given.",
+        help="float32, bfloat16 or float16; as stored if not given.",
         show_default=False,
         rich_help_panel=MACHINE_PANEL,
     ),

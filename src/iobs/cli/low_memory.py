@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
     from iobs.prune.plan import Plan
 
-_SETTINGS = ("solver", "refine", "budget", "holdout", "damping", "seed")
+_SETTINGS = ("solver", "refine", "budget", "holdout", "damping", "keep_zeros", "seed")
 _OPENING = ("include", "skip", "device", "arithmetic")
 _ALLOWED = (*_SETTINGS, *_OPENING, "checkpoint")
 
@@ -44,7 +44,9 @@ def prune_low_memory(
     given = {name: value for name, value in options.items() if value is not None}
     whole = sorted(given.keys() - set(_ALLOWED))
     if whole:
-        raise typer.BadParameter(f"{', '.join(whole)}: needs the whole network in memory", param_hint="--low-memory")
+        raise typer.BadParameter(
+            f"{', '.join(whole)}: not with one block in memory at a time", param_hint="--low-memory"
+        )
     if directory is None or not Path(directory).is_dir():
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
     loaded = without_weights(Path(directory))

@@ -14,7 +14,9 @@ def pack(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that iobs prune wrote.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Where it goes; DIR.packed.", show_default=False),
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Where it goes; DIR.packed, or DIR.dense.", show_default=False
+        ),
     ] = None,
     back: Annotated[bool, typer.Option("--unpack", help="Turn a packed directory into dense files again.")] = False,
 ) -> None:

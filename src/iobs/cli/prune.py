@@ -35,7 +35,9 @@ def prune(
     ] = None,
     sparsity: Annotated[float | None, _option("SHARE", "Share of zeros; 0.5 if nothing is given.")] = None,
     pattern: Annotated[str | None, _option("N:M", "Instead: keep N of every M neighbours, as 2:4 or 4:8.")] = None,
-    rounds: Annotated[int | None, _option("N", "Rounds of I-OBS: projections with gradient steps between.")] = None,
+    rounds: Annotated[
+        int | None, _option("N", "Rounds of I-OBS. More than one alone is --recipe best, which may find one enough.")
+    ] = None,
     recipe: Annotated[str | None, _option("NAME", "best, fast or paper: sets all that is not given.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show which layers would be pruned, and stop.")] = False,
     resume: Annotated[
@@ -89,12 +91,15 @@ def prune(
     seed: Annotated[int, _option("N", "Seed of every random choice.", _METHOD, default=True)] = 0,
     steps: Annotated[int | None, _option("N", "Steps after each round but the last.", _STEPS, least=1)] = None,
     lr: Annotated[str | None, _option("RATE", "Step size, or auto: by short trials.", _STEPS)] = None,
-    optimizer: Annotated[str | None, _option("NAME", "sgd (default), momentum or adam.", _STEPS)] = None,
+    optimizer: Annotated[str | None, _option("NAME", "sgd (default), momentum, adam or auto.", _STEPS)] = None,
     loss: Annotated[
         str | None, _option("NAME", "task (default), kl to the dense model, or block for its blocks' outputs.", _STEPS)
     ] = None,
     polish: Annotated[
-        int | None, _option("N", "Steps on the final support, after the last round; best takes 300.", _STEPS, least=1)
+        int | None,
+        _option(
+            "N", "Steps on the final support, after the last round; best takes 600, or up to 2,400.", _STEPS, least=1
+        ),
     ] = None,
     include: Annotated[
         list[str] | None, _option("PATTERN", "Prune only these layers: `*.mlp.*` or re:EXPRESSION; repeat.", _LAYERS)
@@ -125,25 +130,6 @@ def prune(
     if output is not None:
         check_output(output)
     calibration = _Calibration(data or [], samples, seq_len, batch_size, seed)
-    if low_memory:
-        given: dict[str, Any] = {
-            "solver": solver,
-            "refine": refine,
-            "budget": budget,
-            "recipe": recipe,
-            "rounds": rounds,
-        }
-        given |= {"allocation": allocation, "target": target, "include": include, "skip": skip, "holdout": holdout}
-        given |= {"damping": damping, "seed": seed, "checkpoint": _checkpoint(output, resume)}
-        given |= {"device": checked_device(device), "arithmetic": checked_dtype(dtype)}
-        prune_low_memory(model, output, wanted, calibration, given, dry_run)
-        return
-    loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
-    if dry_run:
-        _show_plan(loaded, wanted, include, skip, depthwise)
-        return
-    assert output is not None
-    check_output(output, needed_bytes=size_in_bytes(loaded.module))
     checkpoint = _checkpoint(output, resume)
     options = {
         "solver": solver,
@@ -168,6 +154,17 @@ def prune(
         "seed": seed,
         "checkpoint": checkpoint,
     }
+    if low_memory:
+        whole = {"eval_data": eval_data, "allow_pickle": allow_pickle or None, "remote_code": trust_remote_code or None}
+        opening = {"device": checked_device(device), "arithmetic": checked_dtype(dtype)}
+        prune_low_memory(model, output, wanted, calibration, {**options, **whole, **opening}, dry_run)
+        return
+    loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
+    if dry_run:
+        _show_plan(loaded, wanted, include, skip, depthwise)
+        return
+    assert output is not None
+    check_output(output, needed_bytes=size_in_bytes(loaded.module))
     report = _run(loaded, wanted, calibration, _scoring_data(loaded, eval_data), options)
     if not current().first:
         return

@@ -80,12 +80,12 @@ def _loss(loss: str, table: Table) -> str:
         loss = "logistic" if table.classes or values <= {0.0, 1.0} else "squared"
     if loss not in ("squared", "logistic", "poisson"):
         raise DataError(f"--loss must be squared, logistic, poisson or auto, got {loss!r}.")
-    if table.classes and loss != "logistic":
-        raise DataError(f"The target holds text ({', '.join(table.classes[:3])}); use --loss logistic.")
     if len(table.classes) > 2:
         raise DataError(
             f"The target has {len(table.classes)} classes; iobs solve takes two, iobs.SparseClassifier takes more."
         )
+    if table.classes and loss != "logistic":
+        raise DataError(f"The target holds text ({', '.join(table.classes[:3])}); use --loss logistic.")
     if loss == "logistic" and len(set(table.y.tolist())) < 2:
         raise DataError("The target has one value everywhere; there is nothing to tell apart.")
     return loss

@@ -70,7 +70,8 @@ def load_pretrained(
         except ModelError:
             raise
         except Exception as error:  # transformers raises every kind, from OSError to RuntimeError
-            raise ModelError(f"{source} cannot be loaded: {_first_line(error)}") from error
+            here = "" if Path(source).is_dir() else f" (and there is no directory {source} here)"
+            raise ModelError(f"{source} cannot be loaded: {_first_line(error)}{here}") from error
     mismatched = sorted(info["mismatched_keys"])
     if mismatched:
         name, found, wanted = mismatched[0]
@@ -142,7 +143,8 @@ def check_directory(directory: Path, allow_pickle: bool) -> None:
     if not shards:
         pickled = sorted(file.name for file in (*directory.glob("*.bin"), *directory.glob("*.pt*")))
         if not pickled:
-            raise ModelError(f"{directory} has no weights: there is no model.safetensors in it.")
+            packed = "; it is packed: run iobs pack --unpack first" if [*directory.glob("*.packed*")] else ""
+            raise ModelError(f"{directory} has no weights: there is no model.safetensors in it{packed}.")
         if not allow_pickle:
             raise ModelError(
                 f"{directory} holds pickled weights ({pickled[0]}), which can run any code while they load. Convert "

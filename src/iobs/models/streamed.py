@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from iobs.errors import ModelError
+from iobs.errors import LayerSelectionError, ModelError
 from iobs.models.huggingface import check_directory
 from iobs.models.shards import Entry, read_entries
 from iobs.models.vision_shim import ensure_torchvision
@@ -90,6 +90,7 @@ class StreamedModel:
         Raises:
             ModelError: the directory is damaged, its files name their tensors otherwise than the module does, or the
                 module has no list of equal blocks.
+            LayerSelectionError: no chosen layer is inside a block.
         """
         directory = Directory(path)
         module = _skeleton(path)
@@ -99,10 +100,14 @@ class StreamedModel:
         _move_buffers(module, device)
         _fill(module, directory.read(outside, device))
         _tie(module)
-        inner = {layer.name for layer in select(module, check_finite=False).layers}
         chosen = select(module, include, skip, check_finite=False)
         layers = tuple(one for one in chosen.layers if any(inside(one, block.path) for block in blocks))
-        dropped = {one.name: "outside the blocks" for one in chosen.layers if one not in layers and one.name in inner}
+        dropped = {one.name: "outside the blocks" for one in chosen.layers if one not in layers}
+        if not layers:
+            raise LayerSelectionError(
+                f"Block by block only layers inside the blocks are pruned, and {', '.join(dropped)} is outside; choose "
+                "others, or prune the network in memory."
+            )
         selection = Selection(layers, {**chosen.skipped, **dropped})
         place, stored = torch.device(device), next(module.parameters()).dtype
         return cls(directory, module, blocks, selection, place, arithmetic or _native(stored, place))

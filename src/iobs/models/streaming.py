@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
-from iobs.errors import CalibrationError, ModelError
+from iobs.errors import CalibrationError, LayerSelectionError, ModelError
 from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import check_output, output_directory
@@ -29,7 +29,7 @@ from iobs.prune import batches as data_batches
 from iobs.prune.allocation import uniform
 from iobs.prune.audit import asked_zeros
 from iobs.prune.batches import Batch
-from iobs.prune.block_walk import BlockWalk, samples, spilled_to
+from iobs.prune.block_walk import BlockWalk, spilled_to
 from iobs.prune.checkpoint import Journal, identity_of
 from iobs.prune.layers import Layer
 from iobs.prune.memory import MemoryWatch, give_back_what_is_freed
@@ -125,7 +125,7 @@ def prune_directory(
 
         walk = BlockWalk(
             streamed.module,
-            fit if fit.batches else samples(collected),
+            fit,
             heldout,
             streamed.selection.layers,
             seed=chosen.seed,
@@ -135,8 +135,10 @@ def prune_directory(
             spill=spilled_to(spill) if streamed.device.type == "cpu" else lambda index, hidden: hidden,
             arithmetic=streamed.arithmetic,
         )
-        unseen = walk.sweep_blocks(projection.visit, projection.replay)
-    skipped = {**streamed.selection.skipped, **{one.name: "the network fed it nothing" for one in unseen}}
+        unseen = {one.name for one in walk.sweep_blocks(projection.visit, projection.replay)}
+        if not projection.record.layers:
+            raise LayerSelectionError("Nothing was pruned: the network feeds its layers nothing on this data.")
+    skipped = {**streamed.selection.skipped, **dict.fromkeys(unseen, "the network fed it nothing")}
     projection.record.seconds = time.perf_counter() - started
     return Report(
         settings={
@@ -151,7 +153,7 @@ def prune_directory(
         rounds=[projection.record],
         best_round=0,
         skipped=skipped,
-        audit=audit,
+        audit=[row for row in audit if row.name not in unseen],
         seconds=time.perf_counter() - started,
         peak_memory_bytes=projection.memory.look(),
     )

@@ -55,7 +55,7 @@ def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
         where = f"a group of {groups.size}" if isinstance(pattern, NM) else f"{groups.size} entries"
         raise AuditError(
             f"Layer {name!r} keeps {worst} of {where} where the pattern {pattern} allows {groups.keep}. "
-            "Something wrote into the weights after they were pruned."
+            "It was pruned to another pattern, or something wrote into the weights afterwards."
         )
 
 
@@ -72,7 +72,10 @@ def _of_model(model: nn.Module) -> Mapping[str, Tensor]:
 def _of_files(path: Path) -> Mapping[str, Tensor]:
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{path} holds no .safetensors file; give the directory that iobs prune wrote.")
+        packed = (
+            "it is packed: run iobs pack --unpack first" if [*path.glob("*.packed*")] else "give what iobs prune wrote"
+        )
+        raise ModelError(f"{path} holds no .safetensors file; {packed}.")
     matrices: dict[str, Tensor] = {}
     for file in files:
         try:

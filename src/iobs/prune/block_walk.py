@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from iobs.prune.batches import Batch, Part
 from iobs.prune.gram import Statistics
 from iobs.prune.layers import Layer
 from iobs.prune.stream import BEFORE, Stream
@@ -73,8 +72,3 @@ def spilled_to(folder: Path) -> Callable[[int, Tensor], Tensor]:
         return kept.reshape(hidden.shape).copy_(hidden)
 
     return spill
-
-
-def samples(batches: list[Batch]) -> Part:
-    """All batches, with their numbers."""
-    return Part(list(batches), list(range(len(batches))))

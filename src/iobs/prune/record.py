@@ -126,7 +126,7 @@ class Report:
 
     @property
     def best(self) -> RoundRecord:
-        """The round whose projected weights are the answer."""
+        """The round, or polish, whose weights are the answer."""
         return self.rounds[self.best_round]
 
     @property
