@@ -121,8 +121,11 @@ def test_classes_and_files_that_cannot_be(numbers, tmp_path, monkeypatch):
     three = _csv(tmp_path / "t.csv", X, np.array(["a", "b", "c"])[np.arange(80) % 3])
     with pytest.raises(DataError, match="3 classes"):
         _run(three, "--target", "price")
-    with pytest.raises(DataError, match="use --loss logistic"):
+    with pytest.raises(DataError, match="3 classes"):
         _run(three, "--target", "price", "--loss", "squared")
+    two = _csv(tmp_path / "two.csv", X, np.array(["a", "b"])[np.arange(80) % 2])
+    with pytest.raises(DataError, match="use --loss logistic"):
+        _run(two, "--target", "price", "--loss", "squared")
     one = _csv(tmp_path / "one.csv", X, np.array(["a"] * 80))
     with pytest.raises(DataError, match="everywhere"):
         _run(one, "--target", "price")
