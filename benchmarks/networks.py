@@ -3,8 +3,8 @@
     python benchmarks/networks.py --data FOLDER [--quick] [--networks resnet20 ...] [--methods best ...] [--seeds 0 1 2]
 
 One row a run is appended to results/networks.jsonl, and runs that have a row are not repeated, so that the sweep can be
-stopped and taken up again; the tables in results/networks.md are made from the rows. Calibration is drawn by seed:
-1,000 samples of the calibration files; scores are those of the test files, on which nothing is chosen.
+stopped and taken up again; the tables beside them (results/networks.md) are made from the rows. Calibration is drawn
+by seed: 1,000 samples of the calibration files; scores are those of the test files, on which nothing is chosen.
 """
 
 from __future__ import annotations
@@ -304,8 +304,13 @@ def left_out(rows: list[dict[str, Any]]) -> list[str]:
         own = [row for row in rows if row["network"] == name and row["method"] in variants]
         levels = {row["level"]: {r["method"] for r in own if r["level"] == row["level"]} for row in own}
         level = max(levels, key=lambda level: len(levels[level]), default="")
-        for method in levels.get(level, set()):
-            chosen = [row for row in own if (row["method"], row["level"]) == (method, level)]
+        tried = {
+            method: {row["seed"]: row for row in own if (row["method"], row["level"]) == (method, level)}
+            for method in levels.get(level, set())
+        }
+        seeds = set.intersection(*(set(rows) for rows in tried.values())) if tried else set()
+        for method, by_seed in tried.items() if seeds else ():
+            chosen = [by_seed[seed] for seed in seeds]
             loss = statistics.mean(math.log(row["heldout"][row["best_round"]]) for row in chosen)
             found[name][method] = loss, statistics.mean(row["score"] for row in chosen)
     complete = {name: table for name, table in found.items() if len(table) == len(variants)}
@@ -320,7 +325,7 @@ def left_out(rows: list[dict[str, Any]]) -> list[str]:
         "## One network left out",
         "",
         'What the held-out samples of the other networks choose among "best" and its ablations (least mean rank), and '
-        "what it scores on the network left out. Seeds as in the tables above.",
+        "what it scores on the network left out. Each network's seeds are those that all variants have.",
         "",
         '| left out | chosen on the others | its score | "best" | the best variant\'s score, in hindsight |',
         "|---|---|---|---|---|",
@@ -387,8 +392,8 @@ def main() -> None:
                         file.write(json.dumps(rows[-1]) + "\n")
                     print(f"{name} {method} {level} seed {seed}: {rows[-1]['score']:.3f}, {rows[-1]['seconds']:.0f} s")
                     sys.stdout.flush()
-                    (RESULTS / "networks.md").write_text(tables(rows), encoding="utf8")
-    (RESULTS / "networks.md").write_text(tables(rows), encoding="utf8")
+                    options.rows.with_suffix(".md").write_text(tables(rows), encoding="utf8")
+    options.rows.with_suffix(".md").write_text(tables(rows), encoding="utf8")
 
 
 if __name__ == "__main__":

@@ -47,28 +47,38 @@ def estimate_seconds(model: nn.Module, layers: tuple[Layer, ...], fit: Part, set
     products = 0.0
     for layer in layers:
         columns = layer.shape[1]
-        grams = fit.samples * min(rows.get(layer.path, 0.0), 64 * POSITIONS) * columns**2 * (2 * streams - 1)
+        grams = fit.samples * rows.get(layer.path, 0.0) * columns**2 * (2 * streams - 1)
         products += grams + _SOLVE_CUBES * columns**2 * (columns + layer.shape[0])
     sweep = forward * fit.samples * streams * (2 + len(layers) / (2 * blocks)) + products / rate
     rounds = 1 if settings.schedule == "auto" else settings.rounds  # sparsity seldom has to grow
-    steps = 0.0
-    if settings.step is not None:
-        steps += (rounds - 1) * settings.step.steps
-    if settings.polish is not None:
-        steps += settings.polish.steps
-    steps += max((trial_steps(step) for step in (settings.step, settings.polish) if step is not None), default=0)
+    stepped = 0.0  # samples that all gradient steps see
+    for step, times in ((settings.step, rounds - 1), (settings.polish, 1)):
+        if step is not None:
+            stepped += (times * step.steps + (trial_steps(step) if times else 0)) * _samples(step, batch, fit)
     allocation = as_allocation(settings.allocation)
     uneven = allocation.criterion != "uniform"
     probe = max(1, min(PROBE, PROBE_TOKENS // batches.positions(batch)))
     searched = allocation.generations * probe if allocation.criterion in ("auto", "evolve") else 0
     looks = forward * (searched + uneven * min(PASSES, probe * len(layers)))
     curves = uneven * min(1.0, CURVE_TOKENS / (batches.positions(batch) * fit.samples))
-    return (rounds + curves) * sweep + looks + steps * _STEP_PASSES * forward * min(usual_size(batch), fit.samples)
+    return (rounds + curves) * sweep + looks + stepped * _STEP_PASSES * forward
+
+
+def _samples(step: GradientStep, batch: Batch, fit: Part) -> int:
+    """Samples that a step sees."""
+    if step.batch_size is None and step.steps == 1:
+        return fit.samples
+    if step.batch_size is None:
+        return batches.size(fit.batches[0])
+    return min(fit.samples, usual_size(batch) if step.batch_size == "auto" else step.batch_size)
 
 
 def _timed(model: nn.Module, batch: Batch) -> float:
+    device = next(model.parameters()).device
     began = time.perf_counter()
-    batches.forward(model, batches.to_device(batch, next(model.parameters()).device))
+    batches.forward(model, batches.to_device(batch, device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - began
 
 
@@ -86,8 +96,7 @@ def affordable(step: GradientStep, model: nn.Module, layers: tuple[Layer, ...], 
         return replace(step, most_steps=None)
     rows = _rows_per_sample(model, layers, batch)
     sample = sum(rows.get(layer.path, 0.0) * layer.weights for layer in layers)
-    size = step.batch_size if isinstance(step.batch_size, int) else usual_size(batch)
-    count = int(_CHEAP / max(1.0, _STEP_PASSES * sample * min(size, fit.samples)))
+    count = int(_CHEAP / max(1.0, _STEP_PASSES * sample * _samples(step, batch, fit)))
     return replace(step, steps=max(step.steps, min(step.most_steps, count)), most_steps=None)
 
 
@@ -120,6 +129,7 @@ def _products_per_second(device: torch.device) -> float:
     """Multiplications and additions of float32 matrix products in a second."""
     size = 512
     matrix = torch.ones(size, size, device=device)
+    float((matrix @ matrix)[0, 0])  # libraries wake up in the first
     began = time.perf_counter()
     float((matrix @ matrix)[0, 0])  # reading a value waits for the device
     return float(size**3) / max(time.perf_counter() - began, 1e-6)
