@@ -6,7 +6,7 @@ answers for the mixture as for anything else: so few samples become as many as t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,10 @@ from iobs.prune.batches import Batch, Part
 
 _AGREEMENT = 0.75  # share of samples whose dense prediction must survive an augmentation
 _PROBE = 256  # samples that the agreement is measured on
+_COPIES = 4  # of a held-out sample, itself among them; and as many mixed ones
+_COPIED = 64  # samples in one batch of them
+
+Augmentation = Callable[[Batch, torch.Generator], Batch]
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,22 @@ def suited(model: nn.Module, part: Part, seed: int, mix: bool) -> FlipShift | Pa
     kept = label_preserving(model, part, seed)
     mixes = mix and all(_can_mix(batch) for batch in part.batches)
     return Pairs(kept) if mixes else kept
+
+
+def copies(change: Augmentation, part: Part, seed: int) -> Part:
+    """A part's samples as they are and changed in several ways, so that few of them judge a network as many would.
+
+    Of an augmentation that mixes samples, as many copies are mixed as are not: mixtures alone would favour networks
+    that were trained on mixtures.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    plain = batches.rebatched(part, _COPIED)
+    gentle = change.before if isinstance(change, Pairs) else change
+    changes: list[Augmentation] = [] if gentle is None else [gentle] * (_COPIES - 1)
+    if isinstance(change, Pairs):
+        changes += [change] * (1 if gentle is None else _COPIES)
+    found = [*plain.batches, *(one(batch, generator) for one in changes for batch in plain.batches)]
+    return Part(found, list(range(len(found))))
 
 
 @torch.no_grad()

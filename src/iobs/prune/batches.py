@@ -86,6 +86,18 @@ def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     return tuple(map(changed, batch))
 
 
+def join(batches: Sequence[Batch]) -> Batch:
+    """The samples of several batches as one; what is no tensor is taken from the first."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat([*batches]) if first.ndim else first
+    if isinstance(first, Mapping):
+        return {key: join([batch[key] for batch in batches]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return tuple(join(entries) for entries in zip(*batches, strict=True))
+    return first
+
+
 @dataclass(frozen=True)
 class Part:
     """Some of the caller's samples, and for each batch the number of the caller's batch that it comes from."""
@@ -114,6 +126,16 @@ class Part:
     def samples(self) -> int:
         """Number of samples."""
         return sum(size(batch) for batch in self.batches)
+
+
+def rebatched(part: Part, count: int) -> Part:
+    """The samples of a part in batches of so many; as they are where their shapes differ."""
+    shapes = {tuple(tensor.shape[1:] for tensor in tensors(batch)) for batch in part.batches}
+    if len(shapes) != 1:
+        return part
+    whole = join(part.batches)
+    chunks = [take(whole, rows) for rows in torch.split(torch.arange(part.samples), count)]
+    return Part(chunks, list(range(len(chunks))))
 
 
 def split(batches: Sequence[Batch], share: float, seed: int) -> tuple[Part, Part]:

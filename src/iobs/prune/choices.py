@@ -122,7 +122,7 @@ def _tried_out(run: Run, step: GradientStep, length: int) -> list[tuple[Optimize
         run.trainer(short, length, masks).run(
             run.fit, lambda done, total, loss: run.progress.choosing(name, done, total)
         )
-        loss = run.measure(run.heldout if run.heldout.batches else run.fit)
+        loss = run.measure(run.judges if run.judges.batches else run.fit)
         assert loss is not None
         return loss
 

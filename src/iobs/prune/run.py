@@ -20,7 +20,7 @@ from iobs.prune import batches as data_batches
 from iobs.prune import choices
 from iobs.prune import steps as gradient_steps
 from iobs.prune.audit import audit_layers
-from iobs.prune.augment import suited
+from iobs.prune.augment import Augmentation, copies, suited
 from iobs.prune.batches import Batch, Part
 from iobs.prune.checkpoint import Journal, identity_of
 from iobs.prune.distributed import current
@@ -33,7 +33,7 @@ from iobs.prune.projection import Projection
 from iobs.prune.record import Report, RoundRecord, best_index
 from iobs.prune.settings import Settings
 from iobs.prune.spread import asked, thinner
-from iobs.prune.steps import Augmentation, GradientStep, LossFunction, Trainer
+from iobs.prune.steps import GradientStep, LossFunction, Trainer
 from iobs.prune.walk import Walk
 
 SAVED_EVERY = 120.0  # seconds between snapshots of gradient steps
@@ -63,6 +63,7 @@ class Run:
         self.original = {name: value.detach().clone() for name, value in own}
         self.reference = self._frozen_copy() if self._needs_reference() else None
         self.loss_name, self.loss = self._loss(settings.step)
+        self.judges = self.heldout
         self.notes: list[str] = []
         self.ranks = current()
         self.ranks.require_enough(self.fit)
@@ -79,13 +80,14 @@ class Run:
             raise
 
     def _execute(self, started: float) -> Report:
-        dense_loss = self._loss_on(self.heldout)  # where it is NaN, the walk names the layer that makes it so
         self.progress.begin(self.settings.rounds, [layer.name for layer in self.selection.layers])
         step, polish = (
             None if step is None else affordable(step, self.model, self.selection.layers, self.fit)
             for step in (self.settings.step, self.settings.polish)
         )
         self.settings = replace(self.settings, step=step, polish=polish)
+        self.judges = self._judging(self.heldout)
+        dense_loss = self._loss_on(self.judges)  # where it is NaN, the walk names the layer that makes it so
         if step is not None or polish is not None:
             expected = estimate_seconds(self.model, self.selection.layers, self.fit, self.settings)
             self.note(f"Estimated time: {expected:.0f} s.")
@@ -246,11 +248,16 @@ class Run:
     def _finish_round(self, record: RoundRecord, portion: Part, began: float) -> None:
         # As many calibration samples as are held out say as much, and a round's measurement stays cheap.
         # With none held out the rounds are compared by it, so on the same samples whatever they were solved for.
-        record.loss_calibration = self.measure(
-            portion.first(self.heldout.samples) if self.heldout.batches else self.fit
-        )
-        record.loss_heldout = self.measure(self.heldout)
+        compared = self._judging(portion.first(self.heldout.samples)) if self.heldout.batches else self.fit
+        record.loss_calibration = self.measure(compared)
+        record.loss_heldout = self.measure(self.judges)
         record.seconds = time.perf_counter() - began
+
+    def _judging(self, part: Part) -> Part:
+        """Samples that networks are compared on: with altered copies, where gradient steps see altered ones."""
+        step = self.settings.polish or self.settings.step
+        augmentation = None if step is None or not part.batches else self._augmentation(step)
+        return part if augmentation is None else copies(augmentation, part, self.settings.seed)
 
     def _loss_on(self, part: Part) -> float | None:
         if not part.batches:

@@ -12,13 +12,13 @@ from torch.nn import functional
 
 from iobs.errors import CalibrationError, NonFiniteError, ProblemError
 from iobs.prune import batches
+from iobs.prune.augment import Augmentation
 from iobs.prune.batches import Batch, Part
 from iobs.prune.distributed import current
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 Loss = Literal["task", "kl", "block"] | LossFunction
 Optimizer = Literal["sgd", "momentum", "adam", "auto"]
-Augmentation = Callable[[Batch, torch.Generator], Batch]
 
 
 @dataclass(frozen=True)
