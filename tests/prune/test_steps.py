@@ -8,8 +8,8 @@ from torch import nn
 
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.prune import GradientStep
-from iobs.prune.augment import FlipShift, Pairs, label_preserving, suited
-from iobs.prune.batches import Part
+from iobs.prune.augment import FlipShift, Pairs, copies, label_preserving, suited
+from iobs.prune.batches import Part, rebatched, size
 from iobs.prune.choices import boldest, try_rates
 from iobs.prune.estimate import affordable
 from iobs.prune.layers import find_layers
@@ -174,3 +174,23 @@ def test_cheap_networks_take_more_steps():
     part = Part([torch.randn(20, 30000, device="meta")], [0])
     # 30,000 x 30,000 weights, 4 samples, 4 passes: 14.4 G a step, 12,500 G in all
     assert affordable(replace(step, most_steps=1000), large, tuple(find_layers(large)), part).steps == 868
+
+
+@pytest.mark.parametrize(("mixes", "gentle", "expected"), [(True, True, 8), (False, True, 4), (True, False, 2)])
+def test_copies_of_samples_hold_them_as_they_are_and_as_many_mixed_as_not(mixes, gentle, expected):
+    change = FlipShift(True, 1) if gentle else None
+    part = Part([(torch.rand(size, 3, 8, 8), torch.arange(size)) for size in (1, 2, 5)], [4, 5, 6])
+    found = copies(Pairs(change) if mixes else change, part, seed=0)
+    assert found.samples == 8 * expected
+    assert torch.equal(found.batches[0][0], torch.cat([pictures for pictures, _ in part.batches]))
+    assert [labels.tolist() for _, labels in found.batches] == [[0, 0, 1, 0, 1, 2, 3, 4]] * expected
+    again = copies(Pairs(change) if mixes else change, part, seed=0)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(found.batches, again.batches, strict=True))
+
+
+def test_samples_of_other_shapes_are_not_joined():
+    part = Part([{"pixel_values": torch.rand(2, 3, 8, side)} for side in (8, 9)], [0, 1])
+    assert copies(FlipShift(True, 0), part, seed=0).samples == 16
+    assert rebatched(part, 64) is part
+    joined = rebatched(Part([{"a": torch.ones(3), "b": "text"}] * 3, [0, 1, 2]), 4)
+    assert [size(batch) for batch in joined.batches] == [4, 4, 1]
