@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from iobs.errors import ModelError
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
 from iobs.models.vision_shim import ensure_torchvision
+from iobs.prune.audit import packed_hint
 
 # Any of these makes a directory one with a tokenizer; all of them are copied to the output.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -143,8 +144,9 @@ def check_directory(directory: Path, allow_pickle: bool) -> None:
     if not shards:
         pickled = sorted(file.name for file in (*directory.glob("*.bin"), *directory.glob("*.pt*")))
         if not pickled:
-            packed = "; it is packed: run iobs pack --unpack first" if [*directory.glob("*.packed*")] else ""
-            raise ModelError(f"{directory} has no weights: there is no model.safetensors in it{packed}.")
+            raise ModelError(
+                f"{directory} has no weights: there is no model.safetensors in it{packed_hint(directory)}."
+            )
         if not allow_pickle:
             raise ModelError(
                 f"{directory} holds pickled weights ({pickled[0]}), which can run any code while they load. Convert "

@@ -69,13 +69,15 @@ def _of_model(model: nn.Module) -> Mapping[str, Tensor]:
     return {layer.name: layer.read(model) for layer in find_layers(model)}
 
 
+def packed_hint(directory: Path) -> str:
+    """What to do where weights are missed because they are packed; empty where they are not."""
+    return "; it is packed: run iobs pack --unpack first" if [*directory.glob("*.packed")] else ""
+
+
 def _of_files(path: Path) -> Mapping[str, Tensor]:
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
-        packed = (
-            "it is packed: run iobs pack --unpack first" if [*path.glob("*.packed*")] else "give what iobs prune wrote"
-        )
-        raise ModelError(f"{path} holds no .safetensors file; {packed}.")
+        raise ModelError(f"{path} holds no .safetensors file{packed_hint(path) or '; give what iobs prune wrote'}.")
     matrices: dict[str, Tensor] = {}
     for file in files:
         try:
