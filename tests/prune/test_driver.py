@@ -307,7 +307,7 @@ def test_interruption_gives_the_weights_back():
 
 
 def test_held_out_samples_are_not_fitted_on():
-    fit, heldout = data_batches.split(data_batches.collect(perceptron_batches()), 0.25, 3)
+    fit, heldout = data_batches.split(data_batches.Part.of(data_batches.collect(perceptron_batches())), 0.25, 3)
     assert (fit.samples, heldout.samples) == (48, 16)
     rows = torch.cat([batch[0] for batch in fit.batches + heldout.batches])
     assert len(rows.unique(dim=0)) == 64

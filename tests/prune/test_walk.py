@@ -12,7 +12,7 @@ from iobs.prune.walk import Walk
 
 
 def walk_of(model, data, **options):
-    fit, heldout = batches.split(batches.collect(data), 0.25, 0)
+    fit, heldout = batches.split(batches.Part.of(batches.collect(data)), 0.25, 0)
     return Walk(model, fit, heldout, layers.select(model).layers, **options)
 
 

@@ -57,7 +57,7 @@ def test_blocks_are_found_and_running_along_them_is_exact(name):
     model, data = build(name)
     if name in families.LANGUAGE_MODELS:
         model.config.use_cache = False
-    fit, _ = batches.split(data, 0.0, 0)
+    fit, _ = batches.split(batches.Part.of(data), 0.0, 0)
     layers = select(model).layers
     walk = Walk(model, fit, batches.Part(), layers)
     assert len(walk.chain) >= 2
@@ -88,7 +88,7 @@ def test_weights_tied_to_an_embedding_stay_tied_and_dense():
 def test_grams_of_experts_hold_the_tokens_that_were_routed_to_them(name):
     model, data = build(name)
     model.config.use_cache = False
-    fit, _ = batches.split(data, 0.0, 0)
+    fit, _ = batches.split(batches.Part.of(data), 0.0, 0)
     layers = tuple(layer for layer in select(model).layers if layer.expert is not None)
     experts = model.model.layers[0].mlp.experts
     routed = []

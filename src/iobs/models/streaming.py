@@ -28,7 +28,7 @@ from iobs.models.vision_shim import ensure_torchvision
 from iobs.prune import batches as data_batches
 from iobs.prune.allocation import uniform
 from iobs.prune.audit import asked_zeros
-from iobs.prune.batches import Batch
+from iobs.prune.batches import Batch, Part
 from iobs.prune.block_walk import BlockWalk, spilled_to
 from iobs.prune.checkpoint import Journal, identity_of
 from iobs.prune.layers import Layer
@@ -92,7 +92,7 @@ def prune_directory(
     require_fit(streamed.selection, pattern)
     memory = MemoryWatch()
     announce(plan_of(streamed, collected, chosen))
-    fit, heldout = data_batches.split(collected, chosen.holdout, chosen.seed)
+    fit, heldout = data_batches.split(Part.of(collected), chosen.holdout, chosen.seed)
     patterns = uniform(pattern, streamed.selection.layers)
     journal = None
     if checkpoint is not None:

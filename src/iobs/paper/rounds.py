@@ -80,7 +80,7 @@ def iterate(
         batch_size=settings.batch_size,
     )
     chosen = {layer.key for layer in select(model, skip=[*skip] or None).layers}
-    part = Part(list(batches), list(range(len(batches))))
+    part = Part.of(batches)
     scores = [score(model)]
     trainer: Trainer | None = None
     for index in range(settings.rounds):

@@ -138,7 +138,7 @@ def copies(change: Augmentation, part: Part, seed: int) -> Part:
     if isinstance(change, Pairs):
         changes += [change] * (1 if gentle is None else _COPIES)
     found = [*plain.batches, *(one(batch, generator) for one in changes for batch in plain.batches)]
-    return Part(found, list(range(len(found))))
+    return Part.of(found)
 
 
 @torch.no_grad()

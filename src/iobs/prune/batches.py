@@ -122,6 +122,11 @@ class Part:
             seen += size(batch)
         return chosen
 
+    @classmethod
+    def of(cls, batches: Sequence[Batch]) -> Part:
+        """All of the caller's samples."""
+        return cls(list(batches), list(range(len(batches))))
+
     @property
     def samples(self) -> int:
         """Number of samples."""
@@ -135,10 +140,10 @@ def rebatched(part: Part, count: int) -> Part:
         return part
     whole = join(part.batches)
     chunks = [take(whole, rows) for rows in torch.split(torch.arange(part.samples), count)]
-    return Part(chunks, list(range(len(chunks))))
+    return Part.of(chunks)
 
 
-def split(batches: Sequence[Batch], share: float, seed: int) -> tuple[Part, Part]:
+def split(part: Part, share: float, seed: int) -> tuple[Part, Part]:
     """Hold some samples out, drawn by seed over all batches.
 
     Returns:
@@ -149,13 +154,13 @@ def split(batches: Sequence[Batch], share: float, seed: int) -> tuple[Part, Part
     """
     if not 0 <= share < 1:
         raise CalibrationError(f"holdout must lie in [0, 1), got {share}; 0.1 keeps a tenth of the samples aside.")
-    sizes = [size(batch, index) for index, batch in enumerate(batches)]
+    sizes = [size(batch, index) for index, batch in enumerate(part.batches)]
     total = sum(sizes)
     count = min(round(total * share), total - 1)
     held = torch.zeros(total, dtype=torch.bool)
     held[torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]] = True
     fit, kept = Part(), Part()
-    for number, (batch, flags) in enumerate(zip(batches, torch.split(held, sizes), strict=True)):
+    for batch, flags, number in zip(part.batches, torch.split(held, sizes), part.numbers, strict=True):
         fit.add(batch, ~flags, number)
         kept.add(batch, flags, number)
     return fit, kept

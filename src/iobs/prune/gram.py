@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from iobs.core.quadratic import Quadratic
 from iobs.prune.layers import Layer
 
 POSITIONS = 64  # output positions of a convolution that enter its Gram, for each sample; measured: no visible loss
@@ -140,26 +139,6 @@ def of_routed(calibration: Gram, heldout: Gram) -> Statistics:
     columns = calibration.own.shape[1]
     identity = torch.eye(columns, dtype=torch.float64, device=calibration.own.device)[None]
     return Statistics(Gram(identity, count=1), held, seen, f"pruned by magnitude: {seen} tokens were routed to it")
-
-
-def quadratic(gram: Gram, group: int, target: Tensor, current: Tensor, same: bool) -> Quadratic:
-    """min 1/2 ||V X - T D||^2 / count for the rows of one group, damped towards the current weights.
-
-    Args:
-        gram: the layer's finished Grams; D = X where no dense inputs were kept.
-        group: which group of the rows.
-        target: (rows of the group, columns) weight T of the layer that is imitated.
-        current: (rows of the group, columns) weight that damping pulls towards.
-        same: target and current are the same weights.
-    """
-    hessian = gram.own[group]
-    target, current = target.to(hessian.dtype), current.to(hessian.dtype)
-    if not bool(hessian.diagonal().any()):
-        # Nothing that these weights are fed ever fires: every choice has the same error, so the largest are kept.
-        return Quadratic.at(current, torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device))
-    if gram.cross is None and same:
-        return Quadratic.at(current, hessian)
-    return Quadratic(hessian, target @ gram.target_cross()[group], current)
 
 
 def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:

@@ -12,7 +12,7 @@ from iobs.core.patterns import Unstructured
 from iobs.errors import ProblemError
 from iobs.prune import batches as data_batches
 from iobs.prune.allocation import total_kept
-from iobs.prune.batches import Batch
+from iobs.prune.batches import Batch, Part
 from iobs.prune.fisher import METHODS, BlockFisher, gradient_rows
 from iobs.prune.layers import Layer, Selection, select
 from iobs.prune.memory import MemoryWatch
@@ -62,7 +62,7 @@ def prune_by_fisher(
     Unstructured(sparsity)
     started, memory = time.perf_counter(), MemoryWatch()
     selection = select(model, include, skip, depthwise=depthwise)
-    part, _ = data_batches.split(data_batches.collect(batches), 0.0, 0)
+    part, _ = data_batches.split(Part.of(data_batches.collect(batches)), 0.0, 0)
     dense = {layer: layer.read(model) for layer in selection.layers}
     training = [(module, module.training) for module in model.modules()]
     model.eval()

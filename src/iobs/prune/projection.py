@@ -27,7 +27,7 @@ Weights = Callable[[Layer], Tensor]
 
 @dataclass(frozen=True)
 class _Work:
-    """A layer between its solve and its measurement: what it imitates, its dense weights, and damping, dead columns
+    """A layer between its solve and its measurement: what it imitates, its dense weights, and dampings, dead columns
     and seconds as numbers that ranks can send to one another."""
 
     imitated: Tensor
@@ -95,7 +95,7 @@ class Projection:
         current = layer.read(self.model) if self.current is None else self.current(layer)
         dense = current if self.dense is None else self.dense(layer)
         imitated = dense if self.settings.target == "dense" else current
-        numbers = torch.zeros(3, dtype=torch.float64, device=current.device)
+        numbers = torch.zeros(4, dtype=torch.float64, device=current.device)
         if owner == self.ranks.rank:
             old = dense if self.settings.keep_zeros else None
             pattern = self.patterns[layer]
@@ -103,7 +103,8 @@ class Projection:
             layer.write(self.model, self.rounded(layer, torch.cat([solution.weight for solution in solutions])))
             numbers[0] = max(solution.stats["damping"] for solution in solutions)
             numbers[1] = sum(solution.stats["dead_columns"] for solution in solutions)
-            numbers[2] = time.perf_counter() - began
+            numbers[2] = max(solution.stats["drift_damping"] for solution in solutions)
+            numbers[3] = time.perf_counter() - began
         return _Work(imitated, dense, numbers)
 
     def _finished(self, layer: Layer, statistics: Statistics, work: _Work, owner: int) -> LayerRecord:
@@ -115,7 +116,7 @@ class Projection:
             tensor.copy_(weight)
             self.ranks.broadcast(work.numbers, owner)
         began = time.perf_counter()
-        damping, dead_columns, seconds = work.numbers.tolist()
+        damping, dead_columns, drift_damping, seconds = work.numbers.tolist()
         written, gram, heldout = layer.read(self.model), statistics.calibration, statistics.heldout
         error = relative_output_error(gram, written, work.imitated)
         entry = LayerRecord(
@@ -130,7 +131,10 @@ class Projection:
             dead_columns=int(dead_columns),
             inputs=gram.count if statistics.tokens is None else statistics.tokens,
             seconds=seconds + time.perf_counter() - began,
-            stats={"rule": statistics.rule} if statistics.rule else {},
+            stats={
+                **({"rule": statistics.rule} if statistics.rule else {}),
+                **({"drift_damping": drift_damping} if drift_damping else {}),
+            },
         )
         if self.journal is not None and self.ranks.first:
             self.journal.put(self._key(layer), {"weight": tensor}, {"entry": asdict(entry)})

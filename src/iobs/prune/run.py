@@ -55,7 +55,7 @@ class Run:
         self.model, self.selection, self.pattern, self.settings = model, selection, pattern, settings
         self.progress = progress
         self.memory = MemoryWatch()
-        self.fit, self.heldout = data_batches.split(collected, settings.holdout, settings.seed)
+        self.fit, self.heldout = data_batches.split(Part.of(collected), settings.holdout, settings.seed)
         self.portions = [self.fit] * settings.rounds
         if settings.data == "fresh":
             self.portions = data_batches.divide(self.fit, settings.rounds, settings.seed)

@@ -27,6 +27,7 @@ from iobs.prune.walk import Walk
 _LEVELS = (1 / 6, 1 / 3, 2 / 3, 1.0, 1.5, 2.5)
 _DENSEST = 0.9  # measured levels end here; at density 1 the error is zero
 _POSITIONS = 16  # of a convolution, for each sample; curves need less than the weights themselves
+_JUDGES = 0.2  # of the calibration samples: damage is measured on them and on the held-out ones
 PROBE = 300  # samples that gradients and divergences are measured on
 PASSES = 6000  # samples that the divergences of all layers together may take
 PROBE_TOKENS = 16384  # and positions of text, every one of which is a distribution of its own
@@ -53,8 +54,10 @@ class Planner:
     Args:
         model: the dense network; put back after every trial.
         layers: what will be pruned.
-        calibration: samples that layers are solved for.
-        heldout: samples that errors are read off on, where there are any.
+        calibration: samples to measure on. Most are what layers are solved for; the rest, with those held out, are what
+            errors and divergences are read off on, since a layer that is solved for few samples does little harm on
+            the very same ones.
+        heldout: samples that the run holds out.
         solve: solves one layer for (layer, statistics, dense weight, pattern).
         seed: of everything drawn.
         told: hears what is measured, how much of it is done, and of how much.
@@ -68,6 +71,10 @@ class Planner:
     seed: int
     told: Callable[[str, int, int], None] = lambda what, done, total: None
     measured: dict[Layer, Measured] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.fit, judges = batches.split(self.calibration, _JUDGES, self.seed)
+        self.judges = Part(judges.batches + self.heldout.batches, judges.numbers + self.heldout.numbers)
 
     def allocate(self, pattern: Pattern, allocation: Allocation) -> tuple[dict[Layer, int], list[AllocationRecord]]:
         """How many entries every layer keeps, and why; layers that the network feeds nothing are left out.
@@ -100,7 +107,7 @@ class Planner:
                 if keep_statistics:
                     self.measured[layer].statistics = statistics
 
-        calibration, heldout = (_at_most(part, part.samples, CURVE_TOKENS) for part in (self.calibration, self.heldout))
+        calibration, heldout = (_at_most(part, part.samples, CURVE_TOKENS) for part in (self.fit, self.judges))
         walk = Walk(self.model, calibration, heldout, self.layers, seed=self.seed, positions=_POSITIONS)
         return walk.sweep(visit)
 
@@ -150,7 +157,8 @@ class Planner:
     def _probe(self) -> Part:
         """Samples with the dense network's answers beside them; first asked for while the model is dense."""
         most = min(PROBE, max(32, PASSES // len(self.layers)))
-        return answered(self.model, _at_most(self.calibration, most, PROBE_TOKENS), _ANSWERS)
+        part = self.judges if self.judges.batches else self.calibration
+        return answered(self.model, _at_most(part, most, PROBE_TOKENS), _ANSWERS)
 
     # ---- search
     def _evolve(
