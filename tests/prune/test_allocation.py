@@ -1,5 +1,6 @@
 """Counts against brute force, bounds, and whole allocations of a network."""
 
+import copy
 import itertools
 
 import pytest
@@ -91,6 +92,27 @@ def test_networks_keep_the_exact_global_count(network, criterion):
     assert [row.name for row in report.allocation] == ["0", "2", "4"]
     assert all(sorted(row.errors, reverse=True) == row.errors for row in report.allocation)
     assert type(report).from_dict(report.as_dict()) == report
+
+
+def test_a_layer_solved_for_few_samples_is_not_judged_on_them():
+    """A head of more inputs than samples loses nothing on those samples, and much on others."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 60), nn.ReLU(), nn.Linear(60, 400), nn.ReLU(), nn.Linear(400, 8))
+    with torch.no_grad():
+        for layer, gain in ((0, 1), (2, 1), (4, 3)):
+            weight = model[layer].weight
+            weight.copy_(torch.randn(weight.shape, generator=generator) * gain * (2 / weight.shape[1]) ** 0.5)
+            model[layer].bias.zero_()
+    data = [torch.randn(60, 30, generator=generator) for _ in range(2)]
+    others = torch.randn(2000, 30, generator=generator)
+    dense = model(others).log_softmax(1).detach()
+    found = {}
+    for allocation in ("uniform", "kl"):
+        pruned = copy.deepcopy(model)
+        report = iobs.prune(pruned, data, iobs.Unstructured(0.7), allocation=allocation)
+        found[allocation] = float((dense.exp() * (dense - pruned(others).log_softmax(1))).sum(1).mean())
+    assert report.allocation[2].chosen < 0.7
+    assert found["kl"] < 0.75 * found["uniform"]
 
 
 @pytest.mark.parametrize("pattern", [iobs.NM(2, 4), iobs.Unstructured(0.5, per="row")])

@@ -32,7 +32,8 @@ class Allocation:
             its output's energy; "fisher" by the mean squared gradient of the log-likelihood with respect to its output;
             "kl" by the divergence measured when the layer alone is pruned; "evolve" starts from that and moves weights
             between layers as long as the divergence of the whole network falls. "auto": "evolve" where the Grams of
-            all layers are small enough to keep, else "kl"; "uniform" where the pattern leaves nothing to allocate.
+            all layers are small enough to keep and there are samples enough to judge by, else "kl"; "uniform" where
+            the pattern leaves nothing to allocate.
         least: lowest sparsity of any layer.
         most: highest sparsity of any layer; None lets a layer keep an eighth of what the mean layer keeps.
         bounds: (least, most) sparsity by name pattern of layers, shell style or "re:..."; later ones win.

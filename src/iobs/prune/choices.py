@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,14 +16,13 @@ from iobs.prune.allocation import as_allocation, can_allocate, uniform
 from iobs.prune.gram import Statistics
 from iobs.prune.layers import Layer
 from iobs.prune.record import AllocationRecord, allocation_record
-from iobs.prune.sensitivity import Planner
+from iobs.prune.sensitivity import Planner, can_search
 from iobs.prune.solving import solve_layer
 from iobs.prune.steps import GradientStep, Optimizer
 
 if TYPE_CHECKING:
     from iobs.prune.run import Run
 
-_SEARCHED = 2**24  # entries of all layers' Grams up to which their sparsities are searched for
 _DAMAGE = 1.0  # held-out KL of the first projection, in nats, above which rounds of growing sparsity pay
 _DENSE_CAUTION = 3.0  # steps on dense weights are this much smaller than those on a fixed support
 _TRIAL_STEPS = 12  # of a learning rate's trial, at least,
@@ -41,17 +40,19 @@ _HOPELESS = 0.15  # a rate worse than the best by this share ends the search: la
 def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """The pattern of every layer, and the measurements behind an uneven one."""
     layers, allocation = run.selection.layers, as_allocation(run.settings.allocation)
-    if allocation.criterion == "auto":
-        allocation = replace(allocation, criterion=_criterion(run.pattern, layers, allocation.generations))
-    if allocation.criterion == "uniform":
+    if allocation.criterion == "uniform" or (allocation.criterion == "auto" and not can_allocate(run.pattern)):
         return uniform(run.pattern, layers), []
 
     def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:
         old = dense if run.settings.keep_zeros else None
         return solve_layer(layer, statistics, dense, dense, pattern, replace(run.settings, budget="fast"), old)
 
+    planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, run.settings.seed, run.progress.choosing)
+    if allocation.criterion == "auto":
+        searched = allocation.generations > 0 and can_search(layers, planner.answers)
+        allocation = replace(allocation, criterion="evolve" if searched else "kl")
+
     def planned() -> dict[str, Any]:
-        planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, run.settings.seed, run.progress.choosing)
         counts, records = planner.allocate(run.pattern, allocation)
         keeps = {layer.name: keep for layer, keep in counts.items()}
         return {"keeps": keeps, "records": [asdict(record) for record in records]}
@@ -141,13 +142,6 @@ def boldest(tried: dict[tuple[Optimizer, float], float]) -> tuple[Optimizer, flo
     optimizer, least = min(tried.items(), key=lambda entry: entry[1])[0][0], min(tried.values())
     enough = least + _AS_GOOD * abs(least)
     return max(pair for pair, loss in tried.items() if pair[0] == optimizer and loss <= enough)
-
-
-def _criterion(pattern: Pattern, layers: tuple[Layer, ...], generations: int) -> Literal["uniform", "kl", "evolve"]:
-    """Measured divergences, and a search on top where all Grams can be kept for it and its solves are cheap."""
-    if not can_allocate(pattern):
-        return "uniform"
-    return "evolve" if generations and sum(layer.shape[1] ** 2 for layer in layers) <= _SEARCHED else "kl"
 
 
 def trial_steps(step: GradientStep) -> int:

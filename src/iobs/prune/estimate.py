@@ -16,7 +16,7 @@ from iobs.prune.batches import Batch, Part
 from iobs.prune.choices import trial_steps
 from iobs.prune.gram import POSITIONS
 from iobs.prune.layers import Layer
-from iobs.prune.sensitivity import CURVE_TOKENS, PASSES, PROBE, PROBE_TOKENS
+from iobs.prune.sensitivity import CURVE_TOKENS, PASSES, PROBE, PROBE_TOKENS, can_search, judged_share
 from iobs.prune.settings import Settings
 from iobs.prune.steps import GradientStep, usual_size
 from iobs.prune.walk import Walk
@@ -57,8 +57,12 @@ def estimate_seconds(model: nn.Module, layers: tuple[Layer, ...], fit: Part, set
             stepped += (times * step.steps + (trial_steps(step) if times else 0)) * _samples(step, batch, fit)
     allocation = as_allocation(settings.allocation)
     uneven = allocation.criterion != "uniform"
-    probe = max(1, min(PROBE, PROBE_TOKENS // batches.positions(batch)))
-    searched = allocation.generations * probe if allocation.criterion in ("auto", "evolve") else 0
+    judges = int(judged_share(settings.holdout) * fit.samples)
+    probe = max(1, min(PROBE, PROBE_TOKENS // batches.positions(batch), judges))
+    searches = allocation.criterion == "evolve" or (
+        allocation.criterion == "auto" and can_search(layers, judges * batches.positions(batch))
+    )
+    searched = allocation.generations * probe if searches else 0
     looks = forward * (searched + uneven * min(PASSES, probe * len(layers)))
     curves = uneven * min(1.0, CURVE_TOKENS / (batches.positions(batch) * fit.samples))
     return (rounds + curves) * sweep + looks + stepped * _STEP_PASSES * forward

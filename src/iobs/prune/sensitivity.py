@@ -33,6 +33,8 @@ PASSES = 6000  # samples that the divergences of all layers together may take
 PROBE_TOKENS = 16384  # and positions of text, every one of which is a distribution of its own
 _ANSWERS = 2**26  # numbers that the dense network's answers to the probe may take
 CURVE_TOKENS = 65536  # positions of text that curves are measured on
+_SEARCHED = 2**24  # entries of all layers' Grams up to which they can be kept for a search, whose solves are then cheap
+_ENOUGH = 150  # answers of the network that can judge a search: the least of a hundred noisier figures is mostly noise
 
 SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
 
@@ -75,6 +77,11 @@ class Planner:
     def __post_init__(self) -> None:
         self.fit, judges = batches.split(self.calibration, _JUDGES, self.seed)
         self.judges = Part(judges.batches + self.heldout.batches, judges.numbers + self.heldout.numbers)
+
+    @property
+    def answers(self) -> int:
+        """How many answers of the network errors and divergences are read off on."""
+        return sum(batches.size(batch) * batches.positions(batch) for batch in self.judges.batches)
 
     def allocate(self, pattern: Pattern, allocation: Allocation) -> tuple[dict[Layer, int], list[AllocationRecord]]:
         """How many entries every layer keeps, and why; layers that the network feeds nothing are left out.
@@ -205,6 +212,16 @@ class Planner:
             finally:
                 for layer, weight in kept.items():
                     layer.write(self.model, weight)
+
+
+def judged_share(holdout: float) -> float:
+    """Judging samples for each one calibrated on, where so large a share of all is held out."""
+    return _JUDGES + holdout / (1 - holdout)
+
+
+def can_search(layers: tuple[Layer, ...], answers: int) -> bool:
+    """Whether a search for the allocation is affordable, and so many answers of the network can judge it."""
+    return answers >= _ENOUGH and sum(layer.shape[1] ** 2 for layer in layers) <= _SEARCHED
 
 
 def _at_most(part: Part, samples: int, tokens: int) -> Part:
