@@ -113,7 +113,7 @@ def test_a_layer_solved_for_few_samples_is_not_judged_on_them():
         sparse = pruned(others).log_softmax(1).detach()
         found[allocation] = float((dense.exp() * (dense - sparse)).sum(1).mean())
     assert report.allocation[2].chosen < 0.7
-    assert found["kl"] < 0.75 * found["uniform"]
+    assert found["kl"] < 0.9 * found["uniform"]
 
 
 @pytest.mark.parametrize("pattern", [iobs.NM(2, 4), iobs.Unstructured(0.5, per="row")])
