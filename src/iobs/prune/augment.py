@@ -153,7 +153,7 @@ def label_preserving(model: nn.Module, part: Part, seed: int) -> FlipShift | Non
         part: calibration samples.
         seed: of the trial.
     """
-    used = _first_samples(part)
+    used = part.first(_PROBE).batches
     if not used or not all(_is_picture(batch) for batch in used):
         return None
     plain = _predictions(model, used, None, seed)
@@ -171,17 +171,6 @@ def label_preserving(model: nn.Module, part: Part, seed: int) -> FlipShift | Non
     sizes = sorted({side // 8, side // 16, 1}, reverse=True)
     shift = next((size for size in sizes if size and keeps(FlipShift(flip, size))), 0)
     return FlipShift(flip, shift) if flip or shift else None
-
-
-def _first_samples(part: Part) -> list[Batch]:
-    used, count = [], 0
-    for batch in part.batches:
-        left = _PROBE - count
-        if left <= 0:
-            break
-        used.append(batches.take(batch, torch.arange(min(left, batches.size(batch)))))
-        count += batches.size(used[-1])
-    return used
 
 
 def _predictions(model: nn.Module, used: list[Batch], change: FlipShift | None, seed: int) -> Tensor | None:

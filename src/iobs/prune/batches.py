@@ -112,15 +112,27 @@ class Part:
             self.numbers.append(number)
 
     def first(self, count: int) -> Part:
-        """The leading batches that hold at least so many samples, all where there are fewer."""
-        chosen, seen = Part(), 0
+        """The leading samples, so many or all where there are fewer."""
+        chosen = Part()
         for batch, number in zip(self.batches, self.numbers, strict=True):
-            if seen >= count:
+            left = count - chosen.samples
+            if left <= 0:
                 break
-            chosen.batches.append(batch)
-            chosen.numbers.append(number)
-            seen += size(batch)
+            chosen.add(batch, torch.arange(size(batch)) < left, number)
         return chosen
+
+    def pick(self, rows: Tensor) -> Batch:
+        """Samples by their places in the whole part, int64, as one batch; where `alike`."""
+        sizes = torch.tensor([size(batch) for batch in self.batches])
+        ends = sizes.cumsum(0)
+        owners = torch.searchsorted(ends, rows, right=True)
+        places = rows - (ends - sizes)[owners]
+        return join([take(self.batches[owner], places[owners == owner]) for owner in torch.unique(owners).tolist()])
+
+    @property
+    def alike(self) -> bool:
+        """Whether samples of different batches have tensors of the same shapes."""
+        return len({tuple(tensor.shape[1:] for tensor in tensors(batch)) for batch in self.batches}) == 1
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> Part:
@@ -135,12 +147,9 @@ class Part:
 
 def rebatched(part: Part, count: int) -> Part:
     """The samples of a part in batches of so many; as they are where their shapes differ."""
-    shapes = {tuple(tensor.shape[1:] for tensor in tensors(batch)) for batch in part.batches}
-    if len(shapes) != 1:
+    if not part.alike:
         return part
-    whole = join(part.batches)
-    chunks = [take(whole, rows) for rows in torch.split(torch.arange(part.samples), count)]
-    return Part.of(chunks)
+    return Part.of([part.pick(rows) for rows in torch.split(torch.arange(part.samples), count)])
 
 
 def split(part: Part, share: float, seed: int) -> tuple[Part, Part]:

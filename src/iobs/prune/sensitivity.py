@@ -226,12 +226,8 @@ def can_search(layers: tuple[Layer, ...], answers: int) -> bool:
 
 def _at_most(part: Part, samples: int, tokens: int) -> Part:
     """The first samples of a part, no more than so many, and no more tokens where they are text."""
-    chosen = Part()
-    for batch, number in zip(part.batches, part.numbers, strict=True):
-        left = min(samples, max(1, tokens // batches.positions(batch))) - chosen.samples
-        if left > 0:
-            chosen.add(batch, torch.arange(batches.size(batch)) < left, number)
-    return chosen
+    longest = max((batches.positions(batch) for batch in part.batches), default=1)
+    return part.first(min(samples, max(1, tokens // longest)))
 
 
 def output_fisher(model: nn.Module, layers: tuple[Layer, ...], part: Part, seed: int) -> dict[Layer, float]:

@@ -357,7 +357,15 @@ def usual_size(batch: Batch) -> int:
 
 
 def _endless(part: Part, batch_size: int | None, generator: torch.Generator) -> Iterator[Batch]:
-    """Batches for ever, in a new random order every time round."""
+    """Batches for ever, in a new random order every time round.
+
+    Batches of a size that was asked for hold samples from anywhere, however the caller's were made up, and no ragged
+    end, which would be the noisiest step; samples of different shapes stay in the batches that they came in.
+    """
+    while batch_size is not None and part.alike:
+        order = torch.randperm(part.samples, generator=generator)
+        for rows in torch.split(order, batch_size)[: max(1, part.samples // batch_size)]:
+            yield part.pick(rows)
     while True:
         for position in torch.randperm(len(part.batches), generator=generator).tolist():
             batch = part.batches[position]
