@@ -194,3 +194,37 @@ def test_samples_of_other_shapes_are_not_joined():
     assert rebatched(part, 64) is part
     joined = rebatched(Part([{"a": torch.ones(3), "b": "text"}] * 3, [0, 1, 2]), 4)
     assert [size(batch) for batch in joined.batches] == [4, 4, 1]
+
+
+def seen_by(part, step):
+    """The samples of every step, by the number that each sample is."""
+    model, seen = nn.Linear(1, 1), []
+
+    def loss(network, batch):
+        seen.append(batch[:, 0].int().tolist())
+        return network(batch).mean()
+
+    masters = dict(model.named_parameters())
+    Trainer(model, masters, step, loss, step.steps, seed=0).run(part, lambda *_: None)
+    return seen
+
+
+def test_steps_draw_from_all_batches_however_they_were_made_up():
+    numbers = torch.arange(20.0)[:, None]
+    step = GradientStep(lr=1e-3, optimizer="sgd", steps=7, loss=lambda model, batch: model(batch).mean(), batch_size=8)
+    found = seen_by(Part.of([numbers]), step)
+    assert [len(batch) for batch in found] == [8] * 7  # the last 4 of each round wait for another
+    assert len(set(found[0]) | set(found[1])) == 16
+    pieces = seen_by(Part.of(list(numbers.split(3))), step)
+    assert [set(batch) for batch in pieces] == [set(batch) for batch in found]
+
+
+def test_fewer_samples_than_a_step_asks_for_are_all_of_them():
+    step = GradientStep(lr=1e-3, optimizer="sgd", steps=2, loss=lambda model, batch: model(batch).mean(), batch_size=8)
+    assert [sorted(batch) for batch in seen_by(Part.of([torch.arange(5.0)[:, None]]), step)] == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_the_first_samples_of_a_part():
+    part = Part.of([torch.arange(3.0), torch.arange(3.0, 7.0)])
+    assert [batch.tolist() for batch in part.first(5).batches] == [[0, 1, 2], [3, 4]]
+    assert part.first(99).samples == 7
