@@ -54,7 +54,7 @@ def estimate_seconds(model: nn.Module, layers: tuple[Layer, ...], fit: Part, set
     stepped = 0.0  # samples that all gradient steps see
     for step, times in ((settings.step, rounds - 1), (settings.polish, 1)):
         if step is not None:
-            stepped += (times * step.steps + (trial_steps(step) if times else 0)) * _samples(step, batch, fit)
+            stepped += (times * step.steps + (trial_steps(step) if times else 0)) * _samples(step, fit)
     allocation = as_allocation(settings.allocation)
     uneven = allocation.criterion != "uniform"
     judges = int(judged_share(settings.holdout) * fit.samples)
@@ -68,13 +68,13 @@ def estimate_seconds(model: nn.Module, layers: tuple[Layer, ...], fit: Part, set
     return (rounds + curves) * sweep + looks + stepped * _STEP_PASSES * forward
 
 
-def _samples(step: GradientStep, batch: Batch, fit: Part) -> int:
+def _samples(step: GradientStep, fit: Part) -> int:
     """Samples that a step sees."""
     if step.batch_size is None and step.steps == 1:
         return fit.samples
     if step.batch_size is None:
         return batches.size(fit.batches[0])
-    return min(fit.samples, usual_size(batch) if step.batch_size == "auto" else step.batch_size)
+    return min(fit.samples, usual_size(fit) if step.batch_size == "auto" else step.batch_size)
 
 
 def _timed(model: nn.Module, batch: Batch) -> float:
@@ -100,7 +100,7 @@ def affordable(step: GradientStep, model: nn.Module, layers: tuple[Layer, ...], 
         return replace(step, most_steps=None)
     rows = _rows_per_sample(model, layers, batch)
     sample = sum(rows.get(layer.path, 0.0) * layer.weights for layer in layers)
-    count = int(_CHEAP / max(1.0, _STEP_PASSES * sample * _samples(step, batch, fit)))
+    count = int(_CHEAP / max(1.0, _STEP_PASSES * sample * _samples(step, fit)))
     return replace(step, steps=max(step.steps, min(step.most_steps, count)), most_steps=None)
 
 

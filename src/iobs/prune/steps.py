@@ -255,7 +255,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(self.seed + self.taken - len(before))
         whole = self.step.steps == 1 and self.step.batch_size is None
         chosen = self.step.batch_size
-        stream = _endless(part, usual_size(part.batches[0]) if chosen == "auto" else chosen, generator)
+        stream = _endless(part, usual_size(part) if chosen == "auto" else chosen, generator)
         losses = [*before]
         for index in range(self.step.steps):
             used = part.batches if whole else [next(stream)]
@@ -351,9 +351,9 @@ class Trainer:
         self.taken += 1
 
 
-def usual_size(batch: Batch) -> int:
-    """64 samples, fewer where they are long rows of tokens."""
-    return max(1, min(64, 2048 // batches.positions(batch)))
+def usual_size(part: Part) -> int:
+    """64 samples: fewer where they are long rows of tokens, or where ten steps would see more than there are."""
+    return max(1, min(64, max(16, part.samples // 10), 2048 // batches.positions(part.batches[0])))
 
 
 def _endless(part: Part, batch_size: int | None, generator: torch.Generator) -> Iterator[Batch]:
