@@ -14,6 +14,7 @@ from scipy.linalg.lapack import dposv
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import ProblemError
+from iobs.optimize.conjugate import conjugate_gradients
 from iobs.optimize.designs import Array, Indices
 from iobs.optimize.objective import Objective
 from iobs.optimize.refit import newton_direction
@@ -178,24 +179,12 @@ class ProductModel:
             tolerance: residual, relative to b, that is small enough.
             steps: at most so many products with H.
         """
-        residual = self.linear - self.hessian_product(self.point, self.point)
-        estimate, direction = self.point.copy(), residual.copy()
-        size = float(residual @ residual)
-        goal = tolerance**2 * float(self.linear @ self.linear)
-        for _ in range(min(self.dimension, steps)):
-            if size <= goal:
-                break
-            product = self.hessian_product(self.point, direction)
-            curvature = float(direction @ product)
-            if not curvature > 0:
-                break
-            length = size / curvature
-            estimate += length * direction
-            residual -= length * product
-            next_size = float(residual @ residual)
-            direction = residual + next_size / size * direction
-            size = next_size
-        return estimate
+        return self.point + conjugate_gradients(
+            lambda direction: self.hessian_product(self.point, direction),
+            self.linear - self.hessian_product(self.point, self.point),
+            goal=tolerance**2 * float(self.linear @ self.linear),
+            steps=min(self.dimension, steps),
+        )
 
 
 def exact_centre(model: QuadraticObjective, support: Indices) -> Array:

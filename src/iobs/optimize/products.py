@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from iobs.optimize.conjugate import conjugate_gradients
 from iobs.optimize.designs import Array, Indices
 from iobs.optimize.fits import Fit, newton_direction
 from iobs.optimize.objective import Objective
@@ -29,7 +30,7 @@ def refit_loosely(objective: Objective, support: Indices, start: Array, *, steps
     fit = _begin(objective, support, start)
     hessian = np.zeros((support.size, support.size))
     for _ in range(steps):
-        direction, hessian = _conjugate_gradients(objective, fit)
+        direction, hessian = _inexact_step(objective, fit)
         decrease = -float(fit.gradient[support] @ direction)
         better = line_search(objective, fit, direction, decrease, max(abs(fit.value), 1e-4))
         if better is None:
@@ -117,35 +118,30 @@ def line_search(objective: Objective, fit: Fit, direction: Array, decrease: floa
     return None
 
 
-def _conjugate_gradients(objective: Objective, fit: Fit) -> tuple[Array, Array]:
+def _inexact_step(objective: Objective, fit: Fit) -> tuple[Array, Array]:
     """H_QQ^-1 (-g_Q) to a relative residual of `_LOOSE`, and a matrix that agrees with H_QQ along every direction used.
 
-    Stops where the curvature is not positive.
+    Where the curvature along the first direction, that of steepest descent, is not positive, it is the step.
     """
     support = fit.support
-    residual = -fit.gradient[support]
-    solution, direction = np.zeros(support.size), residual.copy()
-    size = first = float(residual @ residual)
-    hessian = np.eye(support.size)
-    for number in range(support.size):
-        if size <= _LOOSE**2 * first or size == 0:
-            break
+    descent = -fit.gradient[support]
+    size = float(descent @ descent)
+    hessian: Array | None = None
+
+    def product(direction: Array) -> Array:
         full = np.zeros(objective.dimension)
         full[support] = direction
-        product = objective.hessian_product(fit.theta, full)[support]
-        curvature = float(direction @ product)
-        if not curvature > 0:
-            return (solution if solution.any() else direction), hessian
-        if number == 0:
-            hessian *= curvature / size
-        hessian = _updated(hessian, direction, product)
-        length = size / curvature
-        solution += length * direction
-        residual -= length * product
-        following = float(residual @ residual)
-        direction = residual + following / size * direction
-        size = following
-    return solution, hessian
+        return objective.hessian_product(fit.theta, full)[support]
+
+    def learn(direction: Array, image: Array) -> None:
+        nonlocal hessian
+        if hessian is None:
+            hessian = np.eye(support.size) * (float(direction @ image) / size)
+        hessian = _updated(hessian, direction, image)
+
+    goal = _LOOSE**2 * size
+    solution = conjugate_gradients(product, descent, goal=goal, steps=support.size, seen=learn)
+    return (solution if solution.any() else descent), np.eye(support.size) if hessian is None else hessian
 
 
 def _updated(hessian: Array, step: Array, change: Array) -> Array:
