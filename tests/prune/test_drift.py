@@ -72,3 +72,24 @@ def test_without_drift_or_without_held_out_samples_nothing_is_damped(heldout: in
     assert given.calibration.cross is not None
     assert torch.equal(found.linear, target @ given.calibration.cross[0])
     assert found.damping == 0
+
+
+def test_few_held_out_samples_say_less_than_the_fit_does():
+    given, target = statistics(900, 10), weights()
+    assert corrected(given, 0, target, target, 0.01).damping == 0
+
+
+def test_every_group_has_its_own_correction():
+    whole, target = statistics(24, 400), weights()
+    both = Statistics(*(pair(gram) for gram in (whole.calibration, whole.heldout)))
+    for group in range(2):
+        assert torch.allclose(
+            corrected(both, group, target, target, 0.0).linear, corrected(whole, 0, target, target, 0.0).linear
+        )
+
+
+def pair(gram: Gram | None) -> Gram:
+    assert gram is not None
+    assert gram.cross is not None
+    assert gram.dense is not None
+    return Gram(*(torch.cat([one, one]) for one in (gram.own, gram.cross, gram.dense)), count=gram.count)

@@ -1,5 +1,7 @@
 """Networks and data that a plain reading of a model would trip over."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,10 @@ import iobs
 from iobs.errors import CalibrationError, LayerSelectionError, NonFiniteError, ProblemError
 from iobs.models import ensure_torchvision
 from iobs.prune.batches import Part
-from iobs.prune.steps import Trainer
+from iobs.prune.layers import select
+from iobs.prune.peers import prune_by_fisher
+from iobs.prune.steps import Trainer, kl_to
+from iobs.prune.walk import Walk
 
 
 class Tied(nn.Module):
@@ -120,3 +125,85 @@ def test_a_polish_by_the_task_alone():
     data = [(torch.randn(20, 8), torch.randint(4, (20,)))]
     report = iobs.prune(model, data, iobs.Unstructured(0.5), polish=iobs.GradientStep(lr=1e-3, loss="task"))
     assert [record.kind for record in report.rounds] == ["projection", "polish"]
+
+
+class Routed(nn.Module):
+    """A mixture whose experts are modules of their own; few tokens go to the last."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.body = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
+        with torch.no_grad():
+            for layer in (self.body, *self.experts):
+                layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) / 3)
+                layer.bias.zero_()
+
+    def forward(self, inputs):
+        hidden = self.body(inputs)
+        chosen = (hidden[:, 0] > 0).int() + (hidden[:, 0] > 1.5)
+        output = torch.zeros(len(inputs), 4)
+        for number, expert in enumerate(self.experts):
+            if bool((chosen == number).any()):
+                output[chosen == number] = expert(hidden[chosen == number])
+        return output
+
+
+@pytest.mark.parametrize("target", ["current", "dense"])
+def test_experts_that_are_modules(target):
+    """Not every batch feeds each of them, and the dense network feeds them other samples."""
+    generator = torch.Generator().manual_seed(3)
+    data = [torch.randn(6, 8, generator=generator) for _ in range(30)]
+    model = Routed()
+    with torch.no_grad():
+        first = float(model.body(data[0])[:, 0].max())
+    assert first <= 1.5, "the first batch alone must not tell of the last expert"
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), target=target)
+    assert [row.name for row in report.audit] == ["body", "experts.0", "experts.1", "experts.2"]
+    assert report.sparsity == 0.5
+
+
+def test_padding_is_no_data():
+    """Neither in a layer's Hessian nor in the divergence from the dense network."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16)).eval()
+
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids, attention_mask):
+            return self.model(input_ids)
+
+    network = Language().eval()
+    ids, mask = torch.randint(16, (5, 12)), torch.ones(5, 12, dtype=torch.int64)
+    mask[:, 7:] = 0
+    other = torch.where(mask == 1, ids, (ids + 1) % 16)
+    batches = [{"input_ids": tokens, "attention_mask": mask} for tokens in (ids, other)]
+    layers = select(network).layers
+    found = []
+    Walk(network, Part.of(batches[:1]), Part(), layers).sweep(lambda group, statistics: found.append(statistics))
+    Walk(network, Part.of(batches[1:]), Part(), layers).sweep(lambda group, statistics: found.append(statistics))
+    assert [statistics.calibration.count for statistics in found] == [35, 35]
+    assert torch.equal(found[0].calibration.own, found[1].calibration.own)
+    changed = copy.deepcopy(network)
+    with torch.no_grad():
+        changed.model[1].weight *= 0.5
+    losses = [float(kl_to(network)(changed, batch).detach()) for batch in batches]
+    assert losses[0] > 0
+    assert losses[0] == pytest.approx(losses[1])
+
+
+def test_tensors_in_a_tuple_within_a_tuple_are_an_error():
+    data = [((torch.randn(4, 8), torch.randn(4, 8)), torch.zeros(4))]
+    with pytest.raises(CalibrationError, match="tuple within a tuple"):
+        iobs.prune(nn.Sequential(nn.Linear(8, 4)), data, iobs.Unstructured(0.5))
+
+
+def test_peers_leave_what_the_network_never_uses():
+    model = Unfed()
+    model.used.weight.requires_grad_(False)
+    report = prune_by_fisher(model, [(torch.randn(20, 8), torch.randint(4, (20,)))], 0.5, method="cbs")
+    assert report.sparsity == 0.5

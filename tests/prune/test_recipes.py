@@ -38,6 +38,19 @@ def test_best_says_what_it_picked_and_keeps_the_best():
     assert "Estimated time" in story
     assert "learning rate" in story
     assert "nats from the dense one" in story
+    assert "not searched for" in story
+
+
+def test_best_searches_where_enough_samples_judge():
+    model, data = network()
+    more = torch.randn(480, 16, generator=torch.Generator().manual_seed(2)).split(40)
+    report = iobs.prune(
+        model,
+        [*data, *((part, model(part).argmax(1).detach()) for part in more)],
+        iobs.Unstructured(0.8),
+        recipe="best",
+    )
+    assert any("judged by 168 answers" in note for note in report.notes)
     assert report.best.loss_heldout <= report.rounds[0].loss_heldout
     assert [record.kind for record in report.rounds].count("polish") == 2  # in full, and as short as its trials
     assert len(report.rounds[-1].step_losses) < len(report.rounds[-2].step_losses)

@@ -12,6 +12,15 @@ from iobs.prune import run
 from iobs.prune.checkpoint import Journal
 from iobs.prune.progress import Quiet
 
+
+def falls_off(module, batch):
+    """Falls for ever, and is nothing where the last bias has fallen far: short runs end well, long ones diverge."""
+    outputs = module(batch[0] if isinstance(batch, tuple) else batch)
+    far = torch.is_grad_enabled() and float(module[3].bias.detach().mean()) < FAR
+    return outputs.mean() * (float("nan") if far else 1.0)
+
+
+FAR = -0.2
 OPTIONS = {
     "one shot": {},
     "rounds": {"rounds": 3, "step": iobs.GradientStep(lr=1e-3, optimizer="adam", steps=2, loss="kl")},
@@ -24,6 +33,11 @@ OPTIONS = {
         "allocation": iobs.Allocation("evolve", generations=2),
         "polish": iobs.GradientStep(
             lr="auto", optimizer="auto", steps=12, loss="kl", augment="auto", support="fixed", batch_size=5
+        ),
+    },
+    "a long polish that diverges": {
+        "polish": iobs.GradientStep(
+            lr="auto", optimizer="momentum", steps=36, loss=falls_off, support="fixed", batch_size=5, parameters="all"
         ),
     },
 }

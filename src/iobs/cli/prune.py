@@ -61,7 +61,7 @@ def prune(
         ),
     ] = False,
     holdout: Annotated[
-        float | None, _option("SHARE", "Samples kept aside to choose the best round; 0.1.", console.DATA_PANEL)
+        float | None, _option("SHARE", "Samples kept aside to judge rounds by; 0.1.", console.DATA_PANEL)
     ] = None,
     eval_data: Annotated[
         list[str] | None, _option("SOURCE", "Score the model before and after on this.", console.DATA_PANEL)

@@ -50,6 +50,11 @@ def size(batch: Batch, index: int = 0) -> int:
             f"Calibration batch {index} is a {type(batch).__name__}; "
             "a batch is a tensor, a tuple (inputs, targets), or a mapping of tensors."
         )
+    if isinstance(batch, (tuple, list)) and any(isinstance(entry, (tuple, list)) and tensors(entry) for entry in batch):
+        raise CalibrationError(
+            f"Calibration batch {index} holds tensors in a tuple within a tuple; name a model's inputs in a mapping "
+            "instead: ({name: tensor, ...}, targets)."
+        )
     sizes = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
     if len(sizes) != 1:
         raise CalibrationError(
@@ -60,8 +65,15 @@ def size(batch: Batch, index: int = 0) -> int:
 
 def positions(batch: Batch) -> int:
     """How many places of a sample a model answers for: its tokens, or 1 where it is no text."""
-    rows = (tensor for tensor in tensors(batch) if tensor.ndim == 2 and not tensor.is_floating_point())
+    rows = (tensor for tensor in tensors(inputs(batch)) if tensor.ndim == 2 and not tensor.is_floating_point())
     return max((tensor.shape[1] for tensor in rows), default=1)
+
+
+def attended(batch: Batch) -> Tensor | None:
+    """Which positions are no padding, (samples, positions) bool; None where the batch does not say."""
+    given = inputs(batch)
+    mask = given.get("attention_mask") if isinstance(given, Mapping) else None
+    return mask != 0 if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def take(batch: Batch, rows: Tensor) -> Batch:
@@ -94,7 +106,10 @@ def join(batches: Sequence[Batch]) -> Batch:
     if isinstance(first, Mapping):
         return {key: join([batch[key] for batch in batches]) for key in first}
     if isinstance(first, (tuple, list)):
-        return tuple(join(entries) for entries in zip(*batches, strict=True))
+        return tuple(
+            join(entries) if isinstance(entries[0], (Tensor, Mapping)) else entries[0]
+            for entries in zip(*batches, strict=True)
+        )
     return first
 
 
@@ -131,8 +146,8 @@ class Part:
 
     @property
     def alike(self) -> bool:
-        """Whether samples of different batches have tensors of the same shapes."""
-        return len({tuple(tensor.shape[1:] for tensor in tensors(batch)) for batch in self.batches}) == 1
+        """Whether samples of different batches have tensors of the same names and shapes."""
+        return len({_kind(batch) for batch in self.batches}) == 1
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> Part:
@@ -143,6 +158,13 @@ class Part:
     def samples(self) -> int:
         """Number of samples."""
         return sum(size(batch) for batch in self.batches)
+
+
+def _kind(batch: Batch) -> tuple[Any, ...]:
+    if isinstance(batch, Tensor):
+        return tuple(batch.shape[1:])
+    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    return tuple((name, _kind(value)) for name, value in entries if isinstance(value, (Tensor, Mapping)))
 
 
 def rebatched(part: Part, count: int) -> Part:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +127,14 @@ class Journal:
 def identity_of(
     settings: Mapping[str, Any], state: Iterable[tuple[str, Tensor]], fit: Iterable[Batch], heldout: Iterable[Batch]
 ) -> dict[str, Any]:
-    """What makes two runs the same run: settings, library, every weight, every sample."""
+    """What makes two runs the same run: settings, libraries, every weight, every sample."""
     plain = {key: _without_addresses(value) for key, value in settings.items()}
     digests = {f"weights {name}": _digest([value]) for name, value in state}
     data = {
         f"{name} data": _digest([tensor for batch in part for tensor in data_batches.tensors(batch)])
         for name, part in (("calibration", fit), ("held-out", heldout))
     }
-    return {**plain, "torch": torch.__version__, **data, **digests}
+    return {**plain, "iobs": version("iobs"), "torch": torch.__version__, **data, **digests}
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:

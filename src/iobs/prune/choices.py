@@ -50,6 +50,8 @@ def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, run.settings.seed, run.progress.choosing)
     if allocation.criterion == "auto":
         searched = allocation.generations > 0 and can_search(layers, planner.answers)
+        how = f"searched for, judged by {planner.answers} answers" if searched else "by their damages, not searched for"
+        run.note(f"Sparsities of layers: {how}.")
         allocation = replace(allocation, criterion="evolve" if searched else "kl")
 
     def planned() -> dict[str, Any]:
@@ -77,7 +79,7 @@ def settle(run: Run) -> None:
         )
         settings = replace(settings, schedule="cubic", rounds=settings.rounds if grow else 1)
         run.progress.expect_rounds(settings.rounds)
-    found: dict[Any, tuple[Optimizer, float] | None] = {}  # steps that differ in length alone share their trials
+    found: dict[Any, tuple[Optimizer, float] | None] = {}  # steps of the same optimizers and loss share their trials
 
     def settled(step: GradientStep | None, caution: float = 1.0) -> GradientStep | None:
         if step is None or step.lr != "auto":

@@ -15,6 +15,7 @@ from torch import Tensor
 from iobs.prune.gram import Statistics
 
 DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+_SHARE = 0.05  # held-out rows for each one that is fitted to, at least: fewer say less than the fit does
 _LEAST = 1e-4  # stands for less: a Gram of few samples is singular
 
 
@@ -38,7 +39,7 @@ def corrected(statistics: Statistics, group: int, target: Tensor, current: Tenso
     the linear term is then T D X^T itself.
 
     Args:
-        statistics: Grams of the layer's inputs; without held-out ones nothing is damped.
+        statistics: Grams of the layer's inputs; with no or very few held-out ones nothing is damped.
         group: which group of the rows.
         target: (rows of the group, columns) weight T of the layer that is imitated on its own inputs D.
         current: (rows of the group, columns) weight S that the layer has.
@@ -47,7 +48,7 @@ def corrected(statistics: Statistics, group: int, target: Tensor, current: Tenso
     gram, heldout = statistics.calibration, statistics.heldout
     hessian = gram.own[group]
     plain = target @ gram.target_cross()[group]
-    if gram.cross is None or heldout is None or heldout.cross is None or not heldout.count:
+    if gram.cross is None or heldout is None or heldout.cross is None or heldout.count < _SHARE * gram.count:
         return Correction(plain)
     metric, wanted = heldout.own[group], target @ heldout.cross[group]
     drift = plain - current @ hessian

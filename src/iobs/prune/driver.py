@@ -83,7 +83,8 @@ def prune(
         skip: name patterns of layers that stay dense.
         depthwise: prune depthwise convolutions too.
         keep_zeros: entries that are zero in the given network stay zero; a network is pruned further.
-        holdout: share of the samples kept aside for choosing the best round.
+        holdout: share of the samples kept aside: they choose the best round, damp the correction of drift and judge the
+            allocation.
         batch_norm: "keep" the statistics, or "update" them on the calibration data after every projection.
         seed: of the split, the order of steps and all else that is drawn.
         progress: is told how the run is getting on.

@@ -97,8 +97,12 @@ def gradient_rows(model: nn.Module, layers: tuple[Layer, ...], part: Part) -> Te
         for index in range(batches.size(batch)):
             single = batches.to_device(batches.take(batch, torch.tensor([index])), device)
             with torch.enable_grad():
-                found = torch.autograd.grad(task_loss(model, single), parameters)
-            pieces = [layer.matrix(gradient).flatten() for layer, gradient in zip(layers, found, strict=True)]
+                found = torch.autograd.grad(task_loss(model, single), parameters, allow_unused=True)
+            gradients = [
+                torch.zeros_like(parameter) if gradient is None else gradient
+                for parameter, gradient in zip(parameters, found, strict=True)
+            ]
+            pieces = [layer.matrix(gradient).flatten() for layer, gradient in zip(layers, gradients, strict=True)]
             rows[number] = torch.cat(pieces)
             number += 1
     return rows

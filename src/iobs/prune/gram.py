@@ -92,10 +92,13 @@ class Gram:
         """Count samples in; both arguments are (groups, count, columns), sample by sample the same."""
         self.count += rows.shape[1]
         _accumulate(self.own, rows, rows)
-        if self.cross is not None and self.dense is not None:
-            assert dense is not None
+        if self.cross is not None and self.dense is not None and dense is not None:
             _accumulate(self.cross, dense, rows)
             _accumulate(self.dense, dense, dense)
+
+    def unpair(self) -> None:
+        """Forget the dense inputs: not all samples had one."""
+        self.cross = self.dense = None
 
     def finish(self) -> None:
         """Turn sums into means, when every sample of every rank has been counted in."""

@@ -16,6 +16,7 @@ from iobs.prune.batches import Batch, Part
 from iobs.prune.fisher import METHODS, BlockFisher, gradient_rows
 from iobs.prune.layers import Layer, Selection, select
 from iobs.prune.memory import MemoryWatch
+from iobs.prune.network import evaluating
 from iobs.prune.record import AuditRow, Report, RoundRecord
 
 _FIRST_STAGE = 0.1  # sparsity that several stages set out from, as CHITA's exponential schedule
@@ -62,31 +63,27 @@ def prune_by_fisher(
     Unstructured(sparsity)
     started, memory = time.perf_counter(), MemoryWatch()
     selection = select(model, include, skip, depthwise=depthwise)
-    part, _ = data_batches.split(Part.of(data_batches.collect(batches)), 0.0, 0)
+    part = Part.of(data_batches.collect(batches))
     dense = {layer: layer.read(model) for layer in selection.layers}
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
+    rounds = []
     try:
-        rounds = []
-        for index, level in enumerate(_levels(sparsity, stages)):
-            began = time.perf_counter()
-            weights = torch.cat([layer.read(model).flatten() for layer in selection.layers])
-            sizes = tuple(layer.weights for layer in selection.layers)
-            needs_gradients = method != "magnitude"
-            rows = (
-                gradient_rows(model, selection.layers, part) if needs_gradients else weights.new_zeros(1, len(weights))
-            )
-            memory.look()
-            fisher = BlockFisher(rows, damping, block, sizes)
-            _write(model, selection.layers, METHODS[method](weights, fisher, total_kept(selection.layers, level)))
-            rounds.append(RoundRecord(index, level, None, None, [], seconds=time.perf_counter() - began))
+        with evaluating(model):
+            for index, level in enumerate(_levels(sparsity, stages)):
+                began = time.perf_counter()
+                weights = torch.cat([layer.read(model).flatten() for layer in selection.layers])
+                sizes = tuple(layer.weights for layer in selection.layers)
+                if method == "magnitude":
+                    rows = weights.new_zeros(1, len(weights))
+                else:
+                    rows = gradient_rows(model, selection.layers, part)
+                memory.look()
+                fisher = BlockFisher(rows, damping, block, sizes)
+                _write(model, selection.layers, METHODS[method](weights, fisher, total_kept(selection.layers, level)))
+                rounds.append(RoundRecord(index, level, None, None, [], seconds=time.perf_counter() - began))
     except BaseException:  # an interrupted user must get the weights back too
         for layer, matrix in dense.items():
             layer.write(model, matrix)
         raise
-    finally:
-        for module, flag in training:
-            module.training = flag
     return Report(
         settings={"method": method, "stages": stages, "damping": damping, "block": block, "sparsity": sparsity},
         loss_name="none",

@@ -12,7 +12,8 @@ class LayerRecord:
     """One pruned matrix in one round.
 
     Errors are relative output errors ``||V X - Y||^2 / ||Y||^2`` of the sparse weight V: `error_calibration` and
-    `error_heldout` against the layer's target Y on the inputs that it was solved for and on held-out ones,
+    `error_heldout` against the layer's target Y on the inputs that it was solved for and on held-out ones
+    (which also damp the correction of drift, so that they flatter it a little),
     `error_dense` against the dense network's own weight on the same calibration inputs.
     """
 

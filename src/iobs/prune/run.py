@@ -66,7 +66,8 @@ class Run:
         self.judges = self.heldout
         self.notes: list[str] = []
         self.ranks = current()
-        self.ranks.require_enough(self.fit)
+        for portion in self.portions:
+            self.ranks.require_enough(portion)
         self.journal = self._opened(checkpoint)
         self.suited: dict[bool, Augmentation | None] = {}  # by whether samples may be mixed
 
@@ -112,7 +113,7 @@ class Run:
                 trainer = trainer or self.trainer(step, (self.settings.rounds - 1) * step.steps)
                 trainer.adopt()
                 trainer.masks = self.masks() if step.support == "fixed" else None
-                record.step_losses = self._run_steps(trainer, self.portions[index], index)
+                record.step_losses = self._run_steps(trainer, self.portions[index], index, f"steps {index}")
             record.seconds = time.perf_counter() - began
             self.progress.round(record)
         leader, projected = records[best_index(records, asked(final))], best
@@ -227,9 +228,9 @@ class Run:
             self.journal.put(key, {}, values)
         return values
 
-    def _run_steps(self, trainer: Trainer, part: Part, index: int) -> list[float]:
+    def _run_steps(self, trainer: Trainer, part: Part, index: int, key: str) -> list[float]:
         """The gradient steps after a round, those that the journal has not."""
-        key, before, last = f"steps {index}", [], time.monotonic()
+        before, last = [], time.monotonic()
         if self.journal is not None and key in self.journal:
             tensors, values = self.journal.get(key)
             trainer.restore(tensors, values["taken"])
@@ -330,7 +331,7 @@ class Run:
         """Steps on the support of the best projection, whose weights the model holds."""
         began = time.perf_counter()
         trainer = self.trainer(step, step.steps, self.masks())
-        losses = self._run_steps(trainer, self.fit, index)
+        losses = self._run_steps(trainer, self.fit, index, f"polish of {step.steps} steps")
         record = RoundRecord(index, leader.asked, None, None, leader.layers, losses, kind="polish")
         self._finish_round(record, self.fit, began)
         self.progress.round(record)

@@ -80,8 +80,8 @@ class Planner:
 
     @property
     def answers(self) -> int:
-        """How many answers of the network errors and divergences are read off on."""
-        return sum(batches.size(batch) * batches.positions(batch) for batch in self.judges.batches)
+        """How many answers of the network a search is judged by."""
+        return sum(batches.size(batch) * batches.positions(batch) for batch in self._jury.batches)
 
     def allocate(self, pattern: Pattern, allocation: Allocation) -> tuple[dict[Layer, int], list[AllocationRecord]]:
         """How many entries every layer keeps, and why; layers that the network feeds nothing are left out.
@@ -162,8 +162,16 @@ class Planner:
 
     @cached_property
     def _probe(self) -> Part:
-        """Samples with the dense network's answers beside them; first asked for while the model is dense."""
-        most = min(PROBE, max(32, PASSES // len(self.layers)))
+        """What every layer's own damage is measured on."""
+        return self._answered(min(PROBE, max(32, PASSES // len(self.layers))))
+
+    @cached_property
+    def _jury(self) -> Part:
+        """What a search is judged by."""
+        return self._answered(PROBE)
+
+    def _answered(self, most: int) -> Part:
+        """Samples with the dense network's answers beside them; asked for while the model is dense."""
         part = self.judges if self.judges.batches else self.calibration
         return answered(self.model, _at_most(part, most, PROBE_TOKENS), _ANSWERS)
 
@@ -175,10 +183,10 @@ class Planner:
         if len(self.layers) < 2:
             return counts
         generator = torch.Generator().manual_seed(self.seed)
-        probe = self._probe
+        jury = self._jury
         weights = {layer: self._at(layer, counts[layer]) for layer in self.layers}
         with self._written(weights):
-            best = mean_loss(self.model, probe, kl_to_answers)
+            best = mean_loss(self.model, jury, kl_to_answers)
         for generation in range(1, generations + 1):
             self.told("moves of weights between layers", generation, generations)
             giver, taker = (self.layers[i] for i in torch.randperm(len(self.layers), generator=generator)[:2].tolist())
@@ -190,7 +198,7 @@ class Planner:
             trial = {giver: counts[giver] - moved, taker: counts[taker] + moved}
             changed = {layer: self._at(layer, keep) for layer, keep in trial.items()}
             with self._written({**weights, **changed}):
-                found = mean_loss(self.model, probe, kl_to_answers)
+                found = mean_loss(self.model, jury, kl_to_answers)
             if found < best:
                 best, counts, weights = found, {**counts, **trial}, {**weights, **changed}
         return counts
@@ -235,7 +243,7 @@ def output_fisher(model: nn.Module, layers: tuple[Layer, ...], part: Part, seed:
 
     Targets are drawn from the model's own distribution, so that this is the diagonal of the true Fisher information,
     averaged over a layer's outputs: a unit of squared output error then costs that much divergence, to second order.
-    Layers whose module returns no tensor, or that never run, are left out.
+    Layers whose module returns no tensor, or that never run, and experts are left out.
 
     Args:
         model: the network, in eval mode.
@@ -245,12 +253,13 @@ def output_fisher(model: nn.Module, layers: tuple[Layer, ...], part: Part, seed:
     """
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
-    sums = {layer.path: 0.0 for layer in layers}
+    # The output of a module of fused experts is no single expert's.
+    sums = {layer.path: 0.0 for layer in layers if layer.expert is None}
     used = _at_most(part, PROBE, PROBE_TOKENS)
     for batch in used.batches:
         for path, square in _output_squares(model, set(sums), batches.to_device(batch, device), generator):
             sums[path] += square
-    return {layer: 0.5 * sums[layer.path] / used.samples for layer in layers if sums[layer.path] > 0}
+    return {layer: 0.5 * sums[layer.path] / used.samples for layer in layers if sums.get(layer.path, 0.0) > 0}
 
 
 def _output_squares(
@@ -272,7 +281,10 @@ def _output_squares(
             scores = batches.logits(batches.forward(model, batch)).float()
             logs = scores.reshape(-1, scores.shape[-1]).log_softmax(-1)
             drawn = torch.multinomial(logs.detach().exp().cpu(), 1, generator=generator).to(logs.device)
-            likelihood = logs.gather(1, drawn).sum()
+            drawn_logs = logs.gather(1, drawn).reshape(scores.shape[:-1])
+            attended = batches.attended(batch)
+            counted = attended is not None and attended.shape == drawn_logs.shape
+            likelihood = drawn_logs[attended].sum() if counted else drawn_logs.sum()
             gradients = torch.autograd.grad(likelihood, [output for _, output in outputs], allow_unused=True)
     finally:
         for handle in handles:

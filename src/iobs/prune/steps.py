@@ -29,8 +29,8 @@ class GradientStep:
         lr: step size, or "auto": chosen from the calibration data by short trials after the first projection.
         optimizer: "sgd", as the paper; "momentum", the same with Nesterov's momentum of 0.9; "adam"; or "auto" with
             lr="auto": the better of the last two in the same trials.
-        steps: how many steps a round; each takes the next batch of the round's data, round and round. With one
-            step of "sgd" the gradient is that of the whole round's data, as in the paper.
+        steps: how many steps a round; each takes the next batch of the round's data, round and round. A single
+            step without a batch_size takes the gradient of the whole round's data, as in the paper.
         most_steps: up to so many are taken where they are cheap (1.25e13 multiplications and additions in all);
             text keeps to `steps`.
         loss: "task" (the model's own loss, or cross-entropy with the targets), "kl" (to the dense model),
@@ -81,7 +81,7 @@ class GradientStep:
 def task_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The model's own loss where its output has one, else cross-entropy with the batch's targets.
 
-    For floating targets it is the mean squared error, for a batch of token ids without labels the next-token loss.
+    For floating targets it is the mean squared error, for a mapping of token ids without labels the next-token loss.
 
     Raises:
         CalibrationError: the batch holds no targets.
@@ -105,7 +105,7 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def kl_to(reference: nn.Module) -> LossFunction:
-    """Mean over samples (and positions) of KL(dense || sparse) between the models' output distributions, in nats.
+    """Mean over samples (and positions, but for padding) of KL(dense || sparse) between the output distributions, nats.
 
     One output is no distribution: there it is ||sparse - dense||^2 / ||dense||^2.
     """
@@ -113,14 +113,14 @@ def kl_to(reference: nn.Module) -> LossFunction:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.no_grad():
             dense = batches.logits(batches.forward(reference, batch))
-        return _divergence(dense, batches.logits(batches.forward(model, batch)))
+        return _divergence(dense, batches.logits(batches.forward(model, batch)), batches.attended(batch))
 
     return loss
 
 
 def kl_to_answers(model: nn.Module, batch: Batch) -> Tensor:
     """The same for a batch (inputs, the dense model's answers to them), which `answered` makes."""
-    return _divergence(batch[1], batches.logits(batches.forward(model, batch)))
+    return _divergence(batch[1], batches.logits(batches.forward(model, batch)), batches.attended(batch))
 
 
 @torch.no_grad()
@@ -137,7 +137,9 @@ def answered(model: nn.Module, part: Part, most: int) -> Part:
     return found
 
 
-def _divergence(dense: Tensor, sparse: Tensor) -> Tensor:
+def _divergence(dense: Tensor, sparse: Tensor, attended: Tensor | None) -> Tensor:
+    if attended is not None and attended.shape == dense.shape[:-1]:
+        dense, sparse = dense[attended], sparse[attended]
     dense, sparse, classes = dense.float(), sparse.float(), dense.shape[-1]
     if classes == 1:
         return (sparse - dense).square().sum() / dense.square().sum()
@@ -302,7 +304,8 @@ class Trainer:
         value = 0.0
         names, parameters = list(self.parameters), list(self.parameters.values())
         for whole in used:
-            # All ranks change the whole batch alike, then take their rows: any number of them agrees with one.
+            # All ranks change the whole batch alike, then take their rows: where the loss is a mean over samples, any
+            # number of them agrees with one.
             given = self.ranks.rows(self._augmented(whole, generator))
             share = batches.size(given) / samples
             if share == 0:

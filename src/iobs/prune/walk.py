@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import NonFiniteError
-from iobs.prune import gram
+from iobs.prune import batches, gram
 from iobs.prune.batches import Part
 from iobs.prune.capture import captured_inputs
 from iobs.prune.distributed import ALONE, Ranks
@@ -41,7 +41,7 @@ class Walk:
     Args:
         model: the network that is being pruned, in eval mode.
         calibration: batches that layers are solved for.
-        heldout: batches that errors are reported on besides.
+        heldout: batches that errors are reported on besides, and that damp the correction of drift.
         layers: what will be pruned.
         reference: the dense network, if targets or inputs are to come from it.
         dense_inputs: take the layers' inputs from the reference.
@@ -99,7 +99,8 @@ class Walk:
         self, streams: list[Stream], stage: int, left: list[Layer], visit: Visit, replay: Replay | None
     ) -> list[Layer]:
         """Visit the layers of one stage; returns those that are left."""
-        for shared in _execution_order(streams[0], stage, self._layers_of(stage, left)):
+        wanted = self._layers_of(stage, left)
+        for shared in self._agreed(_execution_order(streams[0], stage, wanted), wanted):
             left = [layer for layer in left if layer not in shared.layers]
             if replay is not None and replay(shared.layers):
                 continue
@@ -109,6 +110,26 @@ class Walk:
             else:
                 visit(shared.layers, self._statistics(streams, stage, shared))
         return left
+
+    def _agreed(self, order: list[SharedInput], layers: list[Layer]) -> list[SharedInput]:
+        """The same order on all ranks: the first rank's, then what others alone have seen on their own batches."""
+        if self.ranks.size == 1 or not layers:
+            return order
+        device = layers[0].tensor(self.model).device
+        seen = torch.zeros(self.ranks.size, len(layers), 2, device=device)  # group from 1 on, calls
+        for number, shared in enumerate(order, 1):
+            for layer in shared.layers:
+                seen[self.ranks.rank, layers.index(layer)] = torch.tensor([number, shared.calls], device=device)
+        self.ranks.sum(seen)
+        agreed: dict[tuple[int, int], SharedInput] = {}
+        left = set(layers)
+        for rank, table in enumerate(seen.int().tolist()):
+            found = [(number, calls, layer) for (number, calls), layer in zip(table, layers, strict=True) if number]
+            for number, calls, layer in sorted(found, key=lambda entry: entry[0]):
+                if layer in left:
+                    agreed.setdefault((rank, number), SharedInput([], calls)).layers.append(layer)
+                    left.remove(layer)
+        return list(agreed.values())
 
     def _layers_of(self, stage: int, left: list[Layer]) -> list[Layer]:
         if 0 <= stage < len(self.chain):
@@ -122,14 +143,25 @@ class Walk:
         used = streams[-1:] if self.dense_inputs else streams
         grams = [Gram.empty(layer, device, len(used) > 1) for _ in range(2 if self.heldout.batches else 1)]
         generator = torch.Generator().manual_seed(self.seed)
+        rerouted = torch.zeros(1, device=device)
         for index in range(len(streams[0].data)):
             held_out = index >= len(self._own[0].batches)
             number = (self._own[0].numbers + self._own[1].numbers)[index]
+            attended = batches.attended(streams[0].data[index])
             values = [_captured(stream, stage, index, shared) for stream in used]
+            if len({tuple(value.shape for value in calls) for calls in values}) > 1:
+                rerouted += 1
+                values = values[:1]
             for call in zip(*values, strict=True):
                 _require_finite(call, layer, number)
                 positions = gram.draw_positions(module, call[0], generator, self.positions)
-                grams[held_out].add(*[gram.input_rows(layer, module, value, positions) for value in call])
+                rows = [gram.input_rows(layer, module, _attended(value, attended), positions) for value in call]
+                grams[held_out].add(*rows)
+        self.ranks.sum(rerouted)
+        if rerouted.item():
+            # An expert to which the dense network sends other tokens: it imitates its weights on its own inputs.
+            for one in grams:
+                one.unpair()
         statistics = Statistics(grams[0], grams[1] if self.heldout.batches else None)
         self._complete(statistics)
         return statistics
@@ -175,7 +207,10 @@ class Walk:
 
 
 def _execution_order(stream: Stream, stage: int, layers: list[Layer]) -> list[SharedInput]:
-    """The layers that a stage really calls, in order, those with the same input together."""
+    """The layers that a stage really calls, in order, those with the same input together.
+
+    The first batch says, and those after it where some layers are left, as experts may be that few tokens are sent to.
+    """
     if not layers:
         return []
     order: dict[tuple[Any, ...], SharedInput] = {}
@@ -194,8 +229,12 @@ def _execution_order(stream: Stream, stage: int, layers: list[Layer]) -> list[Sh
             key = (id(value), value._version, *_geometry(module))
             order.setdefault(key, SharedInput([], 1)).layers.append(layer)
 
-    with captured_inputs(stream.model, layers, note):
-        stream.run(stage, 0)
+    for index in range(len(stream.data)):
+        unseen = [layer for layer in layers if layer.name not in counts]
+        if not unseen:
+            break
+        with captured_inputs(stream.model, unseen, note):
+            stream.run(stage, index)
     groups = []
     for shared in order.values():
         once = [layer for layer in shared.layers if counts[layer.name] == 1]
@@ -204,6 +243,13 @@ def _execution_order(stream: Stream, stage: int, layers: list[Layer]) -> list[Sh
         # A module that is called several times sees several inputs: its Gram is its own.
         groups.extend(SharedInput([layer], counts[layer.name]) for layer in shared.layers if counts[layer.name] > 1)
     return groups
+
+
+def _attended(value: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows of an input that are no padding; all of them where it is not laid out as (samples, positions, ...)."""
+    if mask is None or value.ndim != 3 or value.shape[:2] != mask.shape:
+        return value
+    return value[mask.to(value.device)]
 
 
 def _geometry(module: nn.Module) -> tuple[Any, ...]:
