@@ -141,7 +141,7 @@ def test_rates_are_tried_upwards_until_they_do_harm():
         seen.append(rate)
         return abs(rate - 4e-4) + 1e-4
 
-    losses = try_rates(trial, RATES)
+    losses = try_rates(trial, RATES, before=1.0)
     assert min(losses, key=losses.get) == 5e-4
     assert list(losses) == sorted(seen)
     assert max(seen) < 4e-3
@@ -153,7 +153,11 @@ def test_divergence_ends_the_search():
             raise NonFiniteError("diverged")
         return 1.0
 
-    assert try_rates(trial, RATES) == {5e-5: 1.0}
+    assert try_rates(trial, RATES, before=1.0) == {5e-5: 1.0}
+
+
+def test_a_first_rate_that_does_harm_is_the_last():
+    assert try_rates(lambda rate: 9.4, RATES, before=0.9) == {5e-5: 9.4}
 
 
 def test_the_largest_rate_that_is_as_good_as_the_best_is_taken():

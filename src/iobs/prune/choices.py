@@ -34,7 +34,7 @@ _RATES: dict[str, tuple[float, ...]] = {
 }
 _AUTO: tuple[Optimizer, ...] = ("adam", "momentum")
 _AS_GOOD = 0.02  # a held-out loss within this share of the least is as good as it
-_HOPELESS = 0.15  # a rate worse than the best by this share ends the search: larger ones are worse still
+_HOPELESS = 0.15  # a rate worse than the best, or than no steps, by this share ends the search: larger ones are worse
 
 
 def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
@@ -125,13 +125,16 @@ def _tried_out(run: Run, step: GradientStep, length: int) -> list[tuple[Optimize
         run.trainer(short, length, masks).run(
             run.fit, lambda done, total, loss: run.progress.choosing(name, done, total)
         )
+        return judged()
+
+    def judged() -> float:
         loss = run.measure(run.judges if run.judges.batches else run.fit)
         assert loss is not None
         return loss
 
-    found = []
+    found, before = [], judged()
     for optimizer in _tried(step):
-        losses = try_rates(partial(trial, optimizer), _RATES[optimizer])
+        losses = try_rates(partial(trial, optimizer), _RATES[optimizer], before)
         found += [(optimizer, rate, loss) for rate, loss in losses.items()]
     run.restore(start)
     return found
@@ -167,12 +170,13 @@ def polishes(step: GradientStep | None, tried: bool) -> tuple[GradientStep, ...]
     return (step, replace(step, steps=short)) if tried and short < step.steps else (step,)
 
 
-def try_rates(trial: Callable[[float], float], rates: tuple[float, ...]) -> dict[float, float]:
+def try_rates(trial: Callable[[float], float], rates: tuple[float, ...], before: float) -> dict[float, float]:
     """The loss after a short run with each learning rate; rates are tried upwards until they do harm.
 
     Args:
         trial: rate -> held-out loss after the run.
         rates: ascending.
+        before: the held-out loss without any steps.
     """
     losses: dict[float, float] = {}
     for rate in rates:
@@ -180,7 +184,7 @@ def try_rates(trial: Callable[[float], float], rates: tuple[float, ...]) -> dict
             losses[rate] = trial(rate)
         except NonFiniteError:  # diverged: no larger rate can do better
             break
-        least = min(losses.values())
+        least = min(before, *losses.values())
         if losses[rate] > least + _HOPELESS * abs(least):
             break
     return losses
