@@ -76,6 +76,13 @@ def attended(batch: Batch) -> Tensor | None:
     return mask != 0 if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
+def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
+    """What is no padding of (samples, positions, channels), as (count, channels); as it is where laid out otherwise."""
+    if mask is None or values.ndim != 3 or values.shape[:2] != mask.shape:
+        return values
+    return values[mask.to(values.device)]
+
+
 def take(batch: Batch, rows: Tensor) -> Batch:
     """Some samples of a batch."""
     return _map(batch, lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor)

@@ -16,7 +16,7 @@ from iobs.prune.allocation import as_allocation, can_allocate, uniform
 from iobs.prune.gram import Statistics
 from iobs.prune.layers import Layer
 from iobs.prune.record import AllocationRecord, allocation_record
-from iobs.prune.sensitivity import Planner, can_search
+from iobs.prune.sensitivity import ENOUGH, Planner, can_keep_grams
 from iobs.prune.solving import solve_layer
 from iobs.prune.steps import GradientStep, Optimizer
 
@@ -49,7 +49,8 @@ def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
 
     planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, run.settings.seed, run.progress.choosing)
     if allocation.criterion == "auto":
-        searched = allocation.generations > 0 and can_search(layers, planner.answers)
+        # The network is asked for its answers only where a search is affordable.
+        searched = allocation.generations > 0 and can_keep_grams(layers) and planner.answers >= ENOUGH
         how = f"searched for, judged by {planner.answers} answers" if searched else "by their damages, not searched for"
         run.note(f"Sparsities of layers: {how}.")
         allocation = replace(allocation, criterion="evolve" if searched else "kl")

@@ -62,7 +62,8 @@ def corrected(statistics: Statistics, group: int, target: Tensor, current: Tenso
         """||B X - T D||^2 / count on the held-out samples, up to ||T D||^2."""
         return float(((weight @ metric).sub_(wanted, alpha=2)).mul_(weight).sum(dtype=torch.float64))
 
-    chosen = Correction(plain)
+    chosen: Tensor | None = None
+    strength = 0.0
     least = error(regression(max(damping, _LEAST)))
     for stronger in DAMPINGS:
         if stronger <= damping:
@@ -71,5 +72,5 @@ def corrected(statistics: Statistics, group: int, target: Tensor, current: Tenso
         found = error(weight)
         if found >= least:
             break
-        chosen, least = Correction(weight @ hessian, stronger), found
-    return chosen
+        chosen, strength, least = weight, stronger, found
+    return Correction(plain if chosen is None else chosen @ hessian, strength)

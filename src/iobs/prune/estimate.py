@@ -16,7 +16,15 @@ from iobs.prune.batches import Batch, Part
 from iobs.prune.choices import trial_steps
 from iobs.prune.gram import POSITIONS
 from iobs.prune.layers import Layer
-from iobs.prune.sensitivity import CURVE_TOKENS, PASSES, PROBE, PROBE_TOKENS, can_search, judged_share
+from iobs.prune.sensitivity import (
+    CURVE_TOKENS,
+    ENOUGH,
+    PASSES,
+    PROBE,
+    PROBE_TOKENS,
+    can_keep_grams,
+    judged_share,
+)
 from iobs.prune.settings import Settings
 from iobs.prune.steps import GradientStep, usual_size
 from iobs.prune.walk import Walk
@@ -60,7 +68,7 @@ def estimate_seconds(model: nn.Module, layers: tuple[Layer, ...], fit: Part, set
     judges = int(judged_share(settings.holdout) * fit.samples)
     probe = max(1, min(PROBE, PROBE_TOKENS // batches.positions(batch), judges))
     searches = allocation.criterion == "evolve" or (
-        allocation.criterion == "auto" and can_search(layers, judges * batches.positions(batch))
+        allocation.criterion == "auto" and can_keep_grams(layers) and judges * batches.positions(batch) >= ENOUGH
     )
     searched = allocation.generations * probe if searches else 0
     looks = forward * (searched + uneven * min(PASSES, probe * len(layers)))

@@ -34,7 +34,7 @@ PROBE_TOKENS = 16384  # and positions of text, every one of which is a distribut
 _ANSWERS = 2**26  # numbers that the dense network's answers to the probe may take
 CURVE_TOKENS = 65536  # positions of text that curves are measured on
 _SEARCHED = 2**24  # entries of all layers' Grams up to which they can be kept for a search, whose solves are then cheap
-_ENOUGH = 150  # answers of the network that can judge a search: the least of a hundred noisier figures is mostly noise
+ENOUGH = 150  # answers of the network that can judge a search: the least of a hundred noisier figures is mostly noise
 
 SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
 
@@ -161,19 +161,15 @@ class Planner:
         return max(cost, 1e-9) / max(measured.probe_error, 1e-30)
 
     @cached_property
-    def _probe(self) -> Part:
-        """What every layer's own damage is measured on."""
-        return self._answered(min(PROBE, max(32, PASSES // len(self.layers))))
+    def _jury(self) -> Part:
+        """Samples with the dense network's answers beside them; first asked for while the model is dense."""
+        part = self.judges if self.judges.batches else self.calibration
+        return answered(self.model, _at_most(part, PROBE, PROBE_TOKENS), _ANSWERS)
 
     @cached_property
-    def _jury(self) -> Part:
-        """What a search is judged by."""
-        return self._answered(PROBE)
-
-    def _answered(self, most: int) -> Part:
-        """Samples with the dense network's answers beside them; asked for while the model is dense."""
-        part = self.judges if self.judges.batches else self.calibration
-        return answered(self.model, _at_most(part, most, PROBE_TOKENS), _ANSWERS)
+    def _probe(self) -> Part:
+        """What every layer's own damage is measured on: all layers together are not to take too long."""
+        return self._jury.first(max(32, PASSES // len(self.layers)))
 
     # ---- search
     def _evolve(
@@ -227,9 +223,9 @@ def judged_share(holdout: float) -> float:
     return _JUDGES + holdout / (1 - holdout)
 
 
-def can_search(layers: tuple[Layer, ...], answers: int) -> bool:
-    """Whether a search for the allocation is affordable, and so many answers of the network can judge it."""
-    return answers >= _ENOUGH and sum(layer.shape[1] ** 2 for layer in layers) <= _SEARCHED
+def can_keep_grams(layers: tuple[Layer, ...]) -> bool:
+    """Whether the Grams of all layers can be kept for a search."""
+    return sum(layer.shape[1] ** 2 for layer in layers) <= _SEARCHED
 
 
 def _at_most(part: Part, samples: int, tokens: int) -> Part:
@@ -281,10 +277,8 @@ def _output_squares(
             scores = batches.logits(batches.forward(model, batch)).float()
             logs = scores.reshape(-1, scores.shape[-1]).log_softmax(-1)
             drawn = torch.multinomial(logs.detach().exp().cpu(), 1, generator=generator).to(logs.device)
-            drawn_logs = logs.gather(1, drawn).reshape(scores.shape[:-1])
-            attended = batches.attended(batch)
-            counted = attended is not None and attended.shape == drawn_logs.shape
-            likelihood = drawn_logs[attended].sum() if counted else drawn_logs.sum()
+            drawn_logs = logs.gather(1, drawn).reshape(*scores.shape[:-1], 1)
+            likelihood = batches.unpadded(drawn_logs, batches.attended(batch)).sum()
             gradients = torch.autograd.grad(likelihood, [output for _, output in outputs], allow_unused=True)
     finally:
         for handle in handles:

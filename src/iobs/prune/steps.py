@@ -138,8 +138,7 @@ def answered(model: nn.Module, part: Part, most: int) -> Part:
 
 
 def _divergence(dense: Tensor, sparse: Tensor, attended: Tensor | None) -> Tensor:
-    if attended is not None and attended.shape == dense.shape[:-1]:
-        dense, sparse = dense[attended], sparse[attended]
+    dense, sparse = batches.unpadded(dense, attended), batches.unpadded(sparse, attended)
     dense, sparse, classes = dense.float(), sparse.float(), dense.shape[-1]
     if classes == 1:
         return (sparse - dense).square().sum() / dense.square().sum()

@@ -155,7 +155,9 @@ class Walk:
             for call in zip(*values, strict=True):
                 _require_finite(call, layer, number)
                 positions = gram.draw_positions(module, call[0], generator, self.positions)
-                rows = [gram.input_rows(layer, module, _attended(value, attended), positions) for value in call]
+                if positions is None:  # no convolution
+                    call = tuple(batches.unpadded(value, attended) for value in call)
+                rows = [gram.input_rows(layer, module, value, positions) for value in call]
                 grams[held_out].add(*rows)
         self.ranks.sum(rerouted)
         if rerouted.item():
@@ -243,13 +245,6 @@ def _execution_order(stream: Stream, stage: int, layers: list[Layer]) -> list[Sh
         # A module that is called several times sees several inputs: its Gram is its own.
         groups.extend(SharedInput([layer], counts[layer.name]) for layer in shared.layers if counts[layer.name] > 1)
     return groups
-
-
-def _attended(value: Tensor, mask: Tensor | None) -> Tensor:
-    """The rows of an input that are no padding; all of them where it is not laid out as (samples, positions, ...)."""
-    if mask is None or value.ndim != 3 or value.shape[:2] != mask.shape:
-        return value
-    return value[mask.to(value.device)]
 
 
 def _geometry(module: nn.Module) -> tuple[Any, ...]:
