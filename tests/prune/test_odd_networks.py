@@ -184,8 +184,8 @@ def test_padding_is_no_data():
     batches = [{"input_ids": tokens, "attention_mask": mask} for tokens in (ids, other)]
     layers = select(network).layers
     found = []
-    Walk(network, Part.of(batches[:1]), Part(), layers).sweep(lambda group, statistics: found.append(statistics))
-    Walk(network, Part.of(batches[1:]), Part(), layers).sweep(lambda group, statistics: found.append(statistics))
+    Walk(network, Part.of(batches[:1]), Part(), layers, []).sweep(lambda group, statistics: found.append(statistics))
+    Walk(network, Part.of(batches[1:]), Part(), layers, []).sweep(lambda group, statistics: found.append(statistics))
     assert [statistics.calibration.count for statistics in found] == [35, 35]
     assert torch.equal(found[0].calibration.own, found[1].calibration.own)
     changed = copy.deepcopy(network)

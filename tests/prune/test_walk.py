@@ -8,12 +8,14 @@ from networks import CASES, build
 
 from iobs.prune import batches, layers
 from iobs.prune.gram import input_rows
+from iobs.prune.stream import exact_chain
 from iobs.prune.walk import Walk
 
 
 def walk_of(model, data, **options):
     fit, heldout = batches.split(batches.Part.of(batches.collect(data)), 0.25, 0)
-    return Walk(model, fit, heldout, layers.select(model).layers, **options)
+    selected = layers.select(model).layers
+    return Walk(model, fit, heldout, selected, exact_chain(model, fit.batches[0], selected), **options)
 
 
 def inputs_by_plain_hooks(model, layer, data):

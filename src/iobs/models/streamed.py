@@ -201,7 +201,7 @@ def _blocks(module: nn.Module) -> list[Block]:
     if not lists:
         raise ModelError(f"{type(module).__name__} has no list of blocks; prune it in memory instead.")
     path = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
-    return [Block(f"{path}.{name}", 0, torch.empty(0)) for name, _ in lists[path].named_children()]
+    return [Block(f"{path}.{name}", 0) for name, _ in lists[path].named_children()]
 
 
 def _fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,24 +20,19 @@ Residence = Callable[[Block, bool], None]  # bring a block's weights into memory
 
 @dataclass
 class BlockWalk(Walk):
-    """A walk along given blocks, each of them in memory only while it is its turn.
+    """A walk along blocks, each of them in memory only while it is its turn.
 
     Args:
-        blocks: the chain; running along it must be exact.
         residence: told which block comes and which goes.
         begun: told when what lies before the blocks has been run, once and for all.
         spill: where the activations of a batch are kept between blocks; by default in memory.
         arithmetic: what blocks are computed in; None is as the network has it.
     """
 
-    blocks: list[Block] = field(default_factory=list)
     residence: Residence = lambda block, present: None
     begun: Callable[[], None] = lambda: None
     spill: Callable[[int, Tensor], Tensor] = lambda index, hidden: hidden
     arithmetic: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        self.chain = self.blocks
 
     @torch.no_grad()
     def sweep_blocks(

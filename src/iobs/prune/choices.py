@@ -47,7 +47,9 @@ def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
         old = dense if run.settings.keep_zeros else None
         return solve_layer(layer, statistics, dense, dense, pattern, replace(run.settings, budget="fast"), old)
 
-    planner = Planner(run.model, layers, run.fit, run.heldout, solve_fast, run.settings.seed, run.progress.choosing)
+    planner = Planner(
+        run.model, layers, run.chain, run.fit, run.heldout, solve_fast, run.settings.seed, run.progress.choosing
+    )
     if allocation.criterion == "auto":
         # The network is asked for its answers only where a search is affordable.
         searched = allocation.generations > 0 and can_keep_grams(layers) and planner.answers >= ENOUGH

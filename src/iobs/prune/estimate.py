@@ -27,7 +27,7 @@ from iobs.prune.sensitivity import (
 )
 from iobs.prune.settings import Settings
 from iobs.prune.steps import GradientStep, usual_size
-from iobs.prune.walk import Walk
+from iobs.prune.trace import Block
 
 _STEP_PASSES = 4  # forward passes that a gradient step costs: the teacher's, and three for forward and backward
 _CHEAP = 1.25e13  # multiplications and additions: some five minutes of a core
@@ -35,12 +35,15 @@ _SOLVE_CUBES = 60  # products of (columns, columns) matrices that a layer's solv
 
 
 @torch.no_grad()
-def estimate_seconds(model: nn.Module, layers: tuple[Layer, ...], fit: Part, settings: Settings) -> float:
+def estimate_seconds(
+    model: nn.Module, layers: tuple[Layer, ...], chain: list[Block], fit: Part, settings: Settings
+) -> float:
     """Seconds of a whole run, right to a factor of about two on a quiet machine.
 
     Args:
         model: the dense network, in eval mode.
         layers: what will be pruned.
+        chain: blocks along which the network can be run.
         fit: calibration samples.
         settings: of the run.
     """
@@ -50,7 +53,7 @@ def estimate_seconds(model: nn.Module, layers: tuple[Layer, ...], fit: Part, set
     forward = min(_timed(model, batch) for _ in range(2)) / count
     rate = _products_per_second(next(model.parameters()).device)
     # Along a chain of blocks a group of layers costs its own block's pass, elsewhere the whole network's.
-    blocks = max(1, len(Walk(model, fit, Part(), layers).chain))
+    blocks = max(1, len(chain))
     streams = 2 if settings.target in ("dense", "network") else 1
     products = 0.0
     for layer in layers:

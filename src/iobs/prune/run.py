@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from iobs.prune.record import Report, RoundRecord, best_index
 from iobs.prune.settings import Settings
 from iobs.prune.spread import asked, thinner
 from iobs.prune.steps import GradientStep, LossFunction, Trainer
+from iobs.prune.stream import exact_chain
+from iobs.prune.trace import Block
 from iobs.prune.walk import Walk
 
 SAVED_EVERY = 120.0  # seconds between snapshots of gradient steps
@@ -71,6 +73,11 @@ class Run:
         self.journal = self._opened(checkpoint)
         self.suited: dict[bool, Augmentation | None] = {}  # by whether samples may be mixed
 
+    @cached_property
+    def chain(self) -> list[Block]:
+        """The blocks along which the network can be run, found while it is dense."""
+        return exact_chain(self.model, self.fit.batches[0], self.selection.layers)
+
     def execute(self) -> Report:
         """All rounds, the choice among them, the audit; the original weights come back if anything fails."""
         started = time.perf_counter()
@@ -90,7 +97,7 @@ class Run:
         self.judges = self._judging(self.heldout)
         dense_loss = self._loss_on(self.judges)  # where it is NaN, the walk names the layer that makes it so
         if step is not None or polish is not None:
-            expected = estimate_seconds(self.model, self.selection.layers, self.fit, self.settings)
+            expected = estimate_seconds(self.model, self.selection.layers, self.chain, self.fit, self.settings)
             self.note(f"Estimated time: {expected:.0f} s.")
         tried = self.settings.polish is not None and self.settings.polish.lr == "auto"
         final, curves = choices.allocate(self)
@@ -149,6 +156,7 @@ class Run:
             portion,
             self.heldout,
             self.selection.layers,
+            self.chain,
             self._imitated(index),
             dense_inputs=settings.inputs == "dense",
             seed=settings.seed + index,
@@ -372,6 +380,5 @@ class Run:
         assert self.reference is not None
         if chosen == "kl":
             return "KL to the dense model", gradient_steps.kl_to(self.reference)
-        walk = Walk(self.model, self.fit, Part(), self.selection.layers)
-        paths = [block.path for block in walk.chain]
+        paths = [block.path for block in self.chain]
         return "distance of block outputs", gradient_steps.block_distance_to(self.reference, paths)

@@ -21,6 +21,7 @@ from iobs.prune.gram import Gram, Statistics, relative_output_error
 from iobs.prune.layers import Layer
 from iobs.prune.record import AllocationRecord
 from iobs.prune.steps import answered, kl_to_answers, mean_loss
+from iobs.prune.trace import Block
 from iobs.prune.walk import Walk
 
 # What a curve is measured at: multiples of the density that the whole network is to have.
@@ -56,6 +57,7 @@ class Planner:
     Args:
         model: the dense network; put back after every trial.
         layers: what will be pruned.
+        chain: blocks along which the network can be run.
         calibration: samples to measure on. Most are what layers are solved for; the rest, with those held out, are what
             errors and divergences are read off on, since a layer that is solved for few samples does little harm on
             the very same ones.
@@ -67,6 +69,7 @@ class Planner:
 
     model: nn.Module
     layers: tuple[Layer, ...]
+    chain: list[Block]
     calibration: Part
     heldout: Part
     solve: SolveLayer
@@ -115,7 +118,7 @@ class Planner:
                     self.measured[layer].statistics = statistics
 
         calibration, heldout = (_at_most(part, part.samples, CURVE_TOKENS) for part in (self.fit, self.judges))
-        walk = Walk(self.model, calibration, heldout, self.layers, seed=self.seed, positions=_POSITIONS)
+        walk = Walk(self.model, calibration, heldout, self.layers, self.chain, seed=self.seed, positions=_POSITIONS)
         return walk.sweep(visit)
 
     def _measure_layer(self, layer: Layer, statistics: Statistics, levels: list[float], density: float) -> Measured:

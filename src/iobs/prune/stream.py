@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from iobs.prune import batches
 from iobs.prune.batches import Batch
-from iobs.prune.trace import Block, hidden_of, with_hidden
+from iobs.prune.layers import Layer
+from iobs.prune.trace import Block, find_chains, hidden_of, with_hidden
 
 BEFORE = -1
 
@@ -96,7 +97,7 @@ class Stream:
             recorded.append(_insert((args, kwargs), block.hidden, None))
             if position == len(self.chain) - 1:
                 raise StopForward
-            return with_hidden(block.template, hidden)
+            return with_hidden(hidden, block.rest)
 
         batch = batches.to_device(self.data[index], next(self.model.parameters()).device)
         with _replaced(self.model, self.chain, record), suppress(StopForward):
@@ -110,7 +111,13 @@ class Stream:
         block = self.chain[position]
         hidden = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
         last = position == len(self.chain) - 1
-        return with_hidden(block.template, self.hidden[index].clone() if last else hidden)
+        return with_hidden(self.hidden[index].clone() if last else hidden, block.rest)
+
+
+def exact_chain(model: nn.Module, batch: Batch, layers: tuple[Layer, ...]) -> list[Block]:
+    """The longest chain of blocks along which a network can be run, as one batch shows; empty where there is none."""
+    chains = (chain for chain in find_chains(model, batch, layers) if len(chain) > 1)
+    return next((chain for chain in chains if running_along_is_exact(model, chain, batch)), [])
 
 
 @torch.no_grad()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from iobs.prune import batches
 from iobs.prune.batches import Batch
 from iobs.prune.layers import Layer
+
+Value = tuple[int, int]  # a tensor as it was at one time: its number, and its version
 
 
 @dataclass
@@ -20,14 +24,11 @@ class Call:
     """One call of a module: its inputs and output, and when it began and ended (in hook events)."""
 
     path: str
-    arguments: list[
-        tuple[int | str, Tensor, int]
-    ]  # where, the tensor itself (kept so that its identity lasts), version
+    arguments: list[tuple[int | str, Value]]  # where, and what
     began: int
     ended: int = -1
-    output: Tensor | None = None
-    output_version: int = -1
-    returned: Any = None
+    output: Value | None = None
+    rest: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,20 @@ class Block:
 
     path: str
     hidden: int | str  # position or keyword of the hidden state among its arguments
-    template: Any  # an output of the module, to show its structure
+    rest: tuple[Any, ...] | None = None  # what it returns after the hidden state; None where it returns that alone
 
 
 @dataclass
 class Tracer:
-    """Records every module call of a forward pass, through hooks that it removes afterwards."""
+    """Records every module call of a forward pass, through hooks that it removes afterwards.
+
+    Tensors are numbered and not kept: all activations of a network together need not fit into memory.
+    """
 
     calls: list[Call] = field(default_factory=list)
     events: int = 0
+    numbers: MutableMapping[Tensor, int] = field(default_factory=WeakTensorKeyDictionary)
+    numbered: Iterator[int] = field(default_factory=count)
 
     def run(self, model: nn.Module, batch: Batch) -> Any:
         """Forward one batch and record it."""
@@ -53,7 +59,7 @@ class Tracer:
         def enter(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.events += 1
             named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-            given = [(where, value, value._version) for where, value in named if isinstance(value, Tensor)]
+            given = [(where, self._value(value)) for where, value in named if isinstance(value, Tensor)]
             stack.append(Call(path, given, self.events))
             self.calls.append(stack[-1])
 
@@ -61,9 +67,9 @@ class Tracer:
             self.events += 1
             call = stack.pop()
             call.ended = self.events
-            call.returned = output
-            call.output = hidden_of(output)
-            call.output_version = -1 if call.output is None else call.output._version
+            hidden = hidden_of(output)
+            call.output = None if hidden is None else self._value(hidden)
+            call.rest = None if hidden is None or isinstance(output, Tensor) else tuple(output[1:])
 
         handles = []
         for path, module in model.named_modules():
@@ -74,10 +80,15 @@ class Tracer:
             )
             handles.append(module.register_forward_hook(lambda _, __, output: leave(output)))
         try:
-            return batches.forward(model, batch)
+            return batches.forward(model, batches.to_device(batch, next(model.parameters()).device))
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _value(self, tensor: Tensor) -> Value:
+        if tensor not in self.numbers:
+            self.numbers[tensor] = next(self.numbered)
+        return self.numbers[tensor], tensor._version
 
 
 def hidden_of(output: Any) -> Tensor | None:
@@ -87,9 +98,9 @@ def hidden_of(output: Any) -> Tensor | None:
     return output if isinstance(output, Tensor) else None
 
 
-def with_hidden(output: Any, hidden: Tensor) -> Any:
-    """The output with another hidden state in its place."""
-    return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+def with_hidden(hidden: Tensor, rest: tuple[Any, ...] | None) -> Any:
+    """An output that holds a hidden state, laid out as a block lays out its own."""
+    return hidden if rest is None else (hidden, *rest)
 
 
 def inside(layer: Layer, path: str) -> bool:
@@ -121,24 +132,24 @@ def find_chains(model: nn.Module, batch: Batch, layers: tuple[Layer, ...]) -> It
 
 def _longest(calls: list[Call], layers: tuple[Layer, ...]) -> list[Block]:
     held = {call.path: sum(inside(layer, call.path) for layer in layers) for call in calls}
-    makers: dict[tuple[int, int], list[Call]] = {}
+    makers: dict[Value, list[Call]] = {}
     best: dict[str, tuple[tuple[int, int], Call | None, int | str]] = {}
     for call in sorted(calls, key=lambda one: one.ended):
         # Calls are taken as they end, so every call that may precede this one has been scored already.
         own = (held[call.path], 1)
-        first = next((where for where, _, _ in call.arguments), None)
+        first = next((where for where, _ in call.arguments), None)
         if first is None:
             continue
         score, before, hidden = own, None, first
-        for where, value, version in call.arguments:
-            for maker in makers.get((id(value), version), []):
+        for where, value in call.arguments:
+            for maker in makers.get(value, []):
                 reached = best[maker.path][0]
                 total = (reached[0] + own[0], reached[1] + 1)
                 if maker.ended < call.began and total > score:
                     score, before, hidden = total, maker, where
         best[call.path] = (score, before, hidden)
         assert call.output is not None
-        makers.setdefault((id(call.output), call.output_version), []).append(call)
+        makers.setdefault(call.output, []).append(call)
     if not best:
         return []
     end = max(best, key=lambda path: best[path][0])
@@ -147,7 +158,7 @@ def _longest(calls: list[Call], layers: tuple[Layer, ...]) -> list[Block]:
     link: Call | None = by_path[end]
     while link is not None:
         _, before, hidden = best[link.path]
-        chain.append(Block(link.path, hidden, link.returned))
+        chain.append(Block(link.path, hidden, link.rest))
         link = before
     chain.reverse()
     # Links at the ends that hold nothing to prune (embeddings, a last norm) are left to the network itself.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from iobs.prune.capture import captured_inputs
 from iobs.prune.distributed import ALONE, Ranks
 from iobs.prune.gram import Gram, Statistics
 from iobs.prune.layers import Layer
-from iobs.prune.stream import StopForward, Stream, running_along_is_exact
-from iobs.prune.trace import Block, find_chains, inside
+from iobs.prune.stream import StopForward, Stream
+from iobs.prune.trace import Block, inside
 
 EXPERT_MEMORY = 2**30  # bytes of Grams of experts that are gathered in one pass over the data
 
@@ -43,6 +43,7 @@ class Walk:
         calibration: batches that layers are solved for.
         heldout: batches that errors are reported on besides, and that damp the correction of drift.
         layers: what will be pruned.
+        chain: blocks along which the network can be run, from `exact_chain`; without any it is run whole.
         reference: the dense network, if targets or inputs are to come from it.
         dense_inputs: take the layers' inputs from the reference.
         seed: draws the positions of convolutions that enter the Grams.
@@ -54,18 +55,12 @@ class Walk:
     calibration: Part
     heldout: Part
     layers: tuple[Layer, ...]
+    chain: list[Block]
     reference: nn.Module | None = None
     dense_inputs: bool = False
     seed: int = 0
     positions: int = gram.POSITIONS
     ranks: Ranks = ALONE
-    chain: list[Block] = field(init=False)
-
-    def __post_init__(self) -> None:
-        sample = self.calibration.batches[0]
-        chains = find_chains(self.model, sample, self.layers)
-        exact = (chain for chain in chains if len(chain) > 1 and running_along_is_exact(self.model, chain, sample))
-        self.chain = next(exact, [])
 
     @property
     def _own(self) -> tuple[Part, Part]:
