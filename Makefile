@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 THREADS ?= 2
 
-.PHONY: setup demo test test-all lint bench clean
+.PHONY: setup demo test test-all lint clean
 
 setup: .venv/.installed
 
@@ -27,9 +27,6 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-
-bench: setup
-	$(BIN)/python benchmarks/run_all.py
 
 clean:
 	rm -rf .venv iobs-demo build dist *.egg-info

@@ -29,7 +29,7 @@ from scale_report import record
 import iobs
 from iobs.models import streamed, streaming
 from iobs.models.shards import Entry, ShardWriter
-from iobs.prune import plan, stream, sweep
+from iobs.prune import plan, projection, stream
 from iobs.prune.gram import Gram
 from iobs.prune.memory import resident
 from iobs.prune.progress import Quiet
@@ -129,8 +129,8 @@ class Clock(Quiet):
             for owner, name, part in (
                 (Gram, "add", "Gram products"),
                 (stream.Stream, "run", "forward passes"),
-                (sweep, "solve_layer", "solves"),
-                (sweep, "relative_output_error", "errors"),
+                (projection, "solve_layer", "solves"),
+                (projection, "relative_output_error", "errors"),
                 (streamed.StreamedModel, "load", "reading"),
                 (streaming._Output, "block", "writing"),
             ):

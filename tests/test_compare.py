@@ -19,6 +19,9 @@ def net():
 def batches():
     g = torch.Generator().manual_seed(1)
     return [(torch.randn(20, 8, generator=g), torch.randint(4, (20,), generator=g)) for _ in range(3)]
+
+def others():
+    return batches()[:1]
 """
 
 
@@ -28,7 +31,8 @@ def call(tmp_path):
     file.write_text(CLASSIFIER)
 
     def run(*arguments):
-        return CliRunner().invoke(app, ["compare", f"{file}:net", "--data", f"{file}:batches", *map(str, arguments)])
+        sources = ["--data", f"{file}:batches", "--eval-data", f"{file}:others"]
+        return CliRunner().invoke(app, ["compare", f"{file}:net", *sources, *map(str, arguments)])
 
     return run
 
@@ -49,6 +53,14 @@ def test_every_method_at_two_patterns(call, tmp_path):
 def test_json(call):
     result = call("--methods", "fast", "--patterns", "0.5", "--json")
     assert json.loads(result.stdout)["trials"][0]["method"] == "fast"
+
+
+def test_calibration_data_is_not_what_is_scored_on(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(CLASSIFIER)
+    result = CliRunner().invoke(app, ["compare", f"{file}:net", "--data", f"{file}:batches"])
+    assert result.exit_code == 2
+    assert "--eval-data" in result.output
 
 
 def test_unknown_method(call):

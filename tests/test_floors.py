@@ -1,6 +1,7 @@
 """The house: floors import downwards only, and `import iobs` stays light."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,18 @@ def test_importing_iobs_loads_no_heavy_library():
     code = f"import sys, iobs; print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+APART_FROM_SOURCE = [
+    file for folder in ("benchmarks", "examples", "scripts") for file in (SOURCE.parents[1] / folder).glob("*.py")
+]
+
+
+@pytest.mark.parametrize("file", APART_FROM_SOURCE, ids=lambda file: file.name)
+def test_what_scripts_import_exists(file):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "iobs":
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    importlib.import_module(f"{node.module}.{alias.name}")

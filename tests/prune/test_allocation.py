@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import iobs
-from iobs.errors import PatternError, ProblemError
+from iobs.errors import LayerSelectionError, PatternError, ProblemError
 from iobs.prune.allocation import Allocation, Curve, optimal_counts
 from iobs.prune.batches import Part
 from iobs.prune.layers import Layer, select
@@ -60,9 +60,10 @@ def test_curves_pass_through_their_points_and_fall_in_between():
 
 def test_ranges_by_name():
     allocation = Allocation(least=0.1, most=0.8, bounds={"b*": (0.5, 0.5), "re:c": (0.0, 0.25)})
-    assert allocation.range_of(LAYERS[0], 0.6) == (2, 9)
-    assert allocation.range_of(LAYERS[1], 0.6) == (3, 3)
-    assert allocation.range_of(LAYERS[2], 0.6) == (6, 8)
+    assert [*allocation.ranges(LAYERS, 0.6).values()] == [(2, 9), (3, 3), (6, 8)]
+    for pattern in ("d*", "re:("):
+        with pytest.raises(LayerSelectionError, match="allocation bounds"):
+            Allocation(bounds={pattern: (0.0, 0.5)}).ranges(LAYERS, 0.6)
 
 
 @pytest.mark.parametrize("settings", [{"criterion": "guess"}, {"most": 1.0}, {"bounds": {"a": (-0.1, 0.5)}}])

@@ -12,7 +12,7 @@ from iobs.models import ensure_torchvision
 from iobs.prune.batches import Part
 from iobs.prune.layers import select
 from iobs.prune.peers import prune_by_fisher
-from iobs.prune.steps import Trainer, kl_to
+from iobs.prune.steps import Trainer, kl_to, task_loss
 from iobs.prune.walk import Walk
 
 
@@ -87,6 +87,30 @@ def test_padded_text_with_the_dense_network_as_target():
 def test_data_that_the_network_cannot_take_is_an_error_of_ours():
     with pytest.raises(CalibrationError, match=r"cannot take calibration batch 0.*\(20, 9\)"):
         iobs.prune(nn.Sequential(nn.Linear(8, 4)).eval(), [torch.randn(20, 9)], iobs.Unstructured(0.5))
+
+
+def test_one_pair_of_inputs_and_targets_is_no_list_of_batches():
+    pair = torch.randn(20, 8), torch.randint(4, (20,))
+    with pytest.raises(CalibrationError, match="goes into a list"):
+        iobs.prune(nn.Sequential(nn.Linear(8, 4)).eval(), pair, iobs.Unstructured(0.5))
+    pieces = torch.randn(20, 8).split(5)  # a tuple of tensors too, and a list of batches
+    iobs.prune(nn.Sequential(nn.Linear(8, 4)).eval(), pieces, iobs.Unstructured(0.5))
+
+
+def test_classes_of_pixels():
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 5, 1)).eval()
+    pruned = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 5, 1)).eval()
+    images = torch.randn(6, 3, 7, 9)
+    with torch.no_grad():
+        answers = [network(images).permute(0, 2, 3, 1).reshape(-1, 5).log_softmax(1) for network in (dense, pruned)]
+        expected = (answers[0].exp() * (answers[0] - answers[1])).sum(1).mean()
+        assert float(kl_to(dense)(pruned, images)) == pytest.approx(float(expected), rel=1e-5)
+        labels = torch.randint(5, (6, 7, 9))
+        likelihood = -answers[1].gather(1, labels.reshape(-1, 1)).mean()
+        assert float(task_loss(pruned, (images, labels))) == pytest.approx(float(likelihood), rel=1e-5)
+    iobs.prune(pruned, [(images, labels)], iobs.Unstructured(0.5), allocation="fisher")
+    assert iobs.audit(pruned)[0].sparsity + iobs.audit(pruned)[1].sparsity > 0.5
 
 
 @pytest.mark.parametrize("choice", [{"solver": "adm"}, {"refine": "polish"}, {"budget": "slow"}, {"damping": -1.0}])

@@ -125,7 +125,18 @@ def test_masked_entries_stay_zero_and_the_rest_learns():
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 30)
 
 
-@pytest.mark.parametrize("settings", [{"lr": 0}, {"lr": -1.0}, {"steps": 0}, {"optimizer": "lion"}, {"loss": "mse"}])
+IMPOSSIBLE = [
+    {"lr": 0},
+    {"lr": -1.0},
+    {"steps": 0},
+    {"optimizer": "lion"},
+    {"loss": "mse"},
+    {"batch_size": 0},
+    {"augment": "flip"},
+]
+
+
+@pytest.mark.parametrize("settings", IMPOSSIBLE)
 def test_impossible_steps(settings):
     with pytest.raises(ProblemError):
         GradientStep(**settings)

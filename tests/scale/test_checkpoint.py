@@ -112,6 +112,13 @@ def test_changed_settings_are_refused_by_name(change, named, tmp_path):
         prune(model, data, checkpoint=tmp_path, **change)
 
 
+def test_a_sparsity_that_is_written_alike_is_another(tmp_path):
+    model, data = problem()
+    iobs.prune(copy.deepcopy(model), data, iobs.Unstructured(0.99991), checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match="pattern was"):
+        iobs.prune(model, data, iobs.Unstructured(0.99994), checkpoint=tmp_path)
+
+
 def test_changed_weights_and_data_are_refused_by_name(tmp_path):
     model, data = problem()
     prune(copy.deepcopy(model), data, checkpoint=tmp_path)

@@ -48,7 +48,9 @@ def compare(
         Path | None, typer.Option("--output", "-o", help="Folder for comparison.json and comparison.svg.")
     ] = None,
     data: console.Data = None,
-    eval_data: Annotated[list[str] | None, typer.Option("--eval-data", help="What to score on, as --data.")] = None,
+    eval_data: Annotated[
+        list[str] | None, typer.Option("--eval-data", help="What to score on, as --data; needed with it.")
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Calibration samples.")] = 128,
     seq_len: console.SequenceLength = 2048,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples in one forward pass.")] = 8,
@@ -65,7 +67,13 @@ def compare(
     from iobs.cli.results import score
     from iobs.core.patterns import parse
     from iobs.data import calibration_batches, open_source
+    from iobs.report.curves import Trial
 
+    if data and not eval_data:
+        raise typer.BadParameter(
+            "give what to score on: on the calibration data itself the methods that learn it by heart would win",
+            param_hint="--eval-data",
+        )
     chosen = [name.strip() for name in methods.split(",")]
     unknown = [name for name in chosen if name not in {**OURS, **PEERS}]
     if unknown:
@@ -81,7 +89,7 @@ def compare(
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
     source = open_source(data or [], "calibration", loaded)
     batches = [*calibration_batches(source, loaded, samples=samples, length=seq_len, seed=seed, batch=batch_size)]
-    scoring = eval_data or data or []
+    scoring = eval_data or []
     dense = score(loaded, scoring, seq_len, "scoring the dense model")
     metric = next(iter(dense))
     original = copy.deepcopy(loaded.module.state_dict())
@@ -90,15 +98,9 @@ def compare(
         loaded.module.load_state_dict(original)
         seconds, sparsity = _prune(loaded, batches, name, wanted[text], skip, seed)
         found = score(loaded, scoring, seq_len, f"scoring {name} at {text}")
-        trials.append(_trial(name, text, sparsity, metric, found[metric], seconds))
+        trials.append(Trial(name, text, sparsity, metric, found[metric], seconds))
     loaded.module.load_state_dict(original)
     _show(trials, dense[metric], output, as_json)
-
-
-def _trial(method: str, pattern: str, sparsity: float, metric: str, score: float, seconds: float) -> Trial:
-    from iobs.report.curves import Trial
-
-    return Trial(method, pattern, sparsity, metric, score, seconds)
 
 
 def _prune(

@@ -136,7 +136,7 @@ def _prove(output: Path, original: LoadedModel, report: Report) -> None:
     from iobs.prune.audit import audit
 
     folder = output / MODEL_FOLDER
-    zeros, promised = sum(row.zeros for row in audit(folder)), sum(row.zeros for row in report.audit)
+    zeros, promised = sum(row.zeros for row in audit(folder)), report.zeros
     if zeros < promised:
         raise AuditError(f"{folder} holds {zeros:,} zeros, {promised:,} were made.")
     reloaded = models.load(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +27,10 @@ from iobs.models.streamed import StreamedModel
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.prune import batches as data_batches
 from iobs.prune.allocation import uniform
-from iobs.prune.audit import asked_zeros
+from iobs.prune.audit import audit, audit_layers, compare
 from iobs.prune.batches import Batch, Part
 from iobs.prune.block_walk import BlockWalk, spilled_to
 from iobs.prune.checkpoint import Journal, identity_of
-from iobs.prune.layers import Layer
 from iobs.prune.memory import MemoryWatch, give_back_what_is_freed
 from iobs.prune.network import evaluating
 from iobs.prune.plan import Plan, plan
@@ -76,6 +75,7 @@ def prune_directory(
 
     Raises:
         CalibrationError: settings that need the whole network: rounds, gradient steps, dense targets.
+        AuditError: fewer zeros than asked, in memory or in the files written.
         ModelError, OutputError, CheckpointError: as `iobs.models.load`, `iobs.models.check_output`, `iobs.prune`.
     """
     chosen = resolve(None, {"target": "current", "allocation": "uniform", **settings})
@@ -96,7 +96,7 @@ def prune_directory(
     patterns = uniform(pattern, streamed.selection.layers)
     journal = None
     if checkpoint is not None:
-        described = {**chosen.summary(), "pattern": str(pattern), "layers": [one.name for one in patterns]}
+        described = {**chosen.summary(), "pattern": repr(pattern), "layers": [one.name for one in patterns]}
         described["arithmetic"] = str(streamed.arithmetic)
         weights = streamed.directory.read([*streamed.directory.entries])
         journal = Journal(checkpoint, identity_of(described, weights, fit.batches, heldout.batches))
@@ -105,7 +105,7 @@ def prune_directory(
     projection = Projection(
         streamed.module, patterns, chosen, told, journal=journal, rounded=streamed.rounded, memory=memory
     )
-    audit: list[AuditRow] = []
+    rows: list[AuditRow] = []
     with ExitStack() as stack:
         stack.enter_context(memory.watching())
         temporary = stack.enter_context(output_directory(Path(output)))
@@ -119,7 +119,9 @@ def prune_directory(
             if present:
                 streamed.load(block)
                 return
-            audit.extend(_audited(streamed, block, patterns))
+            solved = {entry.name for entry in projection.record.layers}
+            written = {one: each for one, each in patterns.items() if inside(one, block.path) and one.name in solved}
+            rows.extend(audit_layers(streamed.module, written))
             writer.block(block)
             streamed.drop(block)
 
@@ -138,6 +140,7 @@ def prune_directory(
         unseen = {one.name for one in walk.sweep_blocks(projection.visit, projection.replay)}
         if not projection.record.layers:
             raise LayerSelectionError("Nothing was pruned: the network feeds its layers nothing on this data.")
+    compare(audit(output), rows, Path(output))
     skipped = {**streamed.selection.skipped, **dict.fromkeys(unseen, "the network fed it nothing")}
     projection.record.seconds = time.perf_counter() - started
     return Report(
@@ -153,7 +156,7 @@ def prune_directory(
         rounds=[projection.record],
         best_round=0,
         skipped=skipped,
-        audit=[row for row in audit if row.name not in unseen],
+        audit=rows,
         seconds=time.perf_counter() - started,
         peak_memory_bytes=projection.memory.look(),
     )
@@ -236,10 +239,3 @@ def without_weights(path: Path) -> LoadedModel:
         raise ModelError(f"{path} cannot be opened as a language model: {error}") from error
     tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context_of(config, tokenizer), refuse)
-
-
-def _audited(streamed: StreamedModel, block: Block, patterns: dict[Layer, Pattern]) -> Iterator[AuditRow]:
-    for layer, pattern in patterns.items():
-        if inside(layer, block.path):
-            zeros = int((layer.tensor(streamed.module) == 0).sum())
-            yield AuditRow(layer.name, layer.shape, zeros, asked_zeros(pattern, layer.shape))

@@ -6,16 +6,15 @@ costs the network. The allocation minimises sum_l c_l E_l(k_l) subject to sum_l 
 
 from __future__ import annotations
 
-import fnmatch
 import heapq
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from iobs.core.patterns import Pattern, Unstructured, keep_count
 from iobs.errors import PatternError, ProblemError
-from iobs.prune.layers import Layer
+from iobs.prune.layers import Layer, matching
 
 Criterion = Literal["auto", "uniform", "error", "fisher", "kl", "evolve"]
 CRITERIA = ("auto", "uniform", "error", "fisher", "kl", "evolve")
@@ -57,16 +56,24 @@ class Allocation:
         if not all(0 <= end < 1 for ends in ranges for end in ends):
             raise ProblemError(f"Bounds of an allocation are sparsities in [0, 1), got {ranges}.")
 
-    def range_of(self, layer: Layer, sparsity: float) -> tuple[int, int]:
-        """Fewest and most entries that a layer may keep, when the network is to have a sparsity."""
-        least, most = self.least, 1 - (1 - sparsity) / 8 if self.most is None else self.most
+    def ranges(self, layers: Sequence[Layer], sparsity: float) -> dict[Layer, tuple[int, int]]:
+        """Fewest and most entries that each layer may keep, when the network is to have a sparsity.
+
+        Raises:
+            LayerSelectionError: a name pattern of `bounds` matches no layer.
+            ProblemError: a layer's least sparsity is above its most.
+        """
+        usual = self.least, 1 - (1 - sparsity) / 8 if self.most is None else self.most
+        sparsities = {layer.name: usual for layer in layers}
         for pattern, ends in self.bounds.items():
-            expression = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
-            if re.fullmatch(expression, layer.name):
-                least, most = ends
-        if least > most:
-            raise ProblemError(f"Layer {layer.name!r} is to have at least {least:g} and at most {most:g} zeros.")
-        return math.ceil(layer.weights * (1 - most) - 1e-9), math.floor(layer.weights * (1 - least) + 1e-9)
+            sparsities |= dict.fromkeys(matching(layers, pattern, "allocation bounds"), ends)
+        found = {}
+        for layer in layers:
+            least, most = sparsities[layer.name]
+            if least > most:
+                raise ProblemError(f"Layer {layer.name!r} is to have at least {least:g} and at most {most:g} zeros.")
+            found[layer] = math.ceil(layer.weights * (1 - most) - 1e-9), math.floor(layer.weights * (1 - least) + 1e-9)
+        return found
 
 
 @dataclass(frozen=True)
@@ -101,23 +108,9 @@ def as_allocation(choice: str | Allocation) -> Allocation:
     return choice if isinstance(choice, Allocation) else Allocation(choice)  # type: ignore[arg-type]
 
 
-def can_allocate(pattern: Pattern) -> bool:
-    """Whether a pattern leaves the count of every layer open."""
-    return isinstance(pattern, Unstructured) and pattern.per == "layer" and pattern.sparsity is not None
-
-
-def asked_sparsity(pattern: Pattern) -> float:
-    """The global sparsity that an uneven allocation has to keep to.
-
-    Raises:
-        PatternError: the pattern fixes every layer's own count.
-    """
-    if not isinstance(pattern, Unstructured) or pattern.per != "layer" or pattern.sparsity is None:
-        raise PatternError(
-            f'The pattern {pattern} fixes the count in every layer, so there is nothing to allocate; use "uniform" '
-            "or Unstructured(sparsity)."
-        )
-    return pattern.sparsity
+def global_sparsity(pattern: Pattern) -> float | None:
+    """The sparsity that a pattern asks of the network, where it leaves the count of every layer open; else None."""
+    return pattern.sparsity if isinstance(pattern, Unstructured) and pattern.per == "layer" else None
 
 
 def uniform(pattern: Pattern, layers: tuple[Layer, ...]) -> dict[Layer, Pattern]:

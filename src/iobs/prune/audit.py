@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ def audit(source: nn.Module | str | Path, pattern: Pattern | None = None) -> lis
     """
     matrices = _of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))
     rows = []
-    for name, matrix in matrices.items():
+    for name, matrix in matrices:
         zeros = int((matrix == 0).sum())
         shape = (matrix.shape[0], matrix.shape[1])
         asked = asked_zeros(pattern, shape) if pattern is not None and zeros else 0
@@ -65,8 +65,9 @@ def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
     return groups.count * (groups.size - groups.keep)
 
 
-def _of_model(model: nn.Module) -> Mapping[str, Tensor]:
-    return {layer.name: layer.read(model) for layer in find_layers(model)}
+def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for layer in find_layers(model):
+        yield layer.name, layer.read(model)
 
 
 def packed_hint(directory: Path) -> str:
@@ -74,11 +75,10 @@ def packed_hint(directory: Path) -> str:
     return "; it is packed: run iobs pack --unpack first" if [*directory.glob("*.packed")] else ""
 
 
-def _of_files(path: Path) -> Mapping[str, Tensor]:
+def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{path} holds no .safetensors file{packed_hint(path) or '; give what iobs prune wrote'}.")
-    matrices: dict[str, Tensor] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -86,10 +86,9 @@ def _of_files(path: Path) -> Mapping[str, Tensor]:
                     tensor = tensors.get_tensor(name)
                     stacked = tensor.ndim == 3 and len(tensor) > 1  # the experts of a layer, in one tensor
                     if tensor.is_floating_point() and tensor.ndim >= 2 and (name.endswith("weight") or stacked):
-                        matrices[name.removesuffix(".weight")] = tensor.flatten(1)
+                        yield name.removesuffix(".weight"), tensor.flatten(1)
         except Exception as error:
             raise ModelError(f"{file} cannot be read as safetensors ({error}); it may be truncated.") from error
-    return matrices
 
 
 def audit_layers(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:

@@ -14,15 +14,18 @@ from iobs.errors import CalibrationError, NonFiniteError
 Batch = Any  # Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 
 
-def collect(batches: Iterable[Batch] | Batch) -> list[Batch]:
+def collect(batches: Iterable[Batch] | Tensor | Mapping[str, Any]) -> list[Batch]:
     """All batches as a list.
 
     Raises:
-        CalibrationError: there is none, or one is empty or of a type that models cannot take.
+        CalibrationError: there is none, one is empty or of a type that models cannot take, or a single (inputs,
+            targets) stands where a list of batches should.
         NonFiniteError: NaN or infinity in a batch; names the batch.
     """
     if isinstance(batches, (Tensor, Mapping)):
         batches = [batches]
+    if isinstance(batches, tuple) and len({(one.ndim, one.dtype) for one in batches if isinstance(one, Tensor)}) > 1:
+        raise CalibrationError("A single batch (inputs, targets) goes into a list: [(inputs, targets)].")
     result = list(batches)
     if not result:
         raise CalibrationError("There is no calibration data: give at least one batch of inputs.")
@@ -247,6 +250,11 @@ def require_accepted(model: nn.Module, batch: Batch) -> None:
         raise CalibrationError(
             f"The model cannot take calibration batch 0, tensors of shape {shapes}: {type(error).__name__}: {error}"
         ) from error
+
+
+def classes_last(values: Tensor) -> Tensor:
+    """Scores with their classes in the last dimension: those of pixels, (samples, classes, height, width), have not."""
+    return values.movedim(1, -1) if values.ndim > 3 else values
 
 
 def logits(output: Any) -> Tensor:

@@ -72,7 +72,7 @@ class _DirectUses(TorchFunctionMode):
             given = [*args, *(kwargs or {}).values()]
             self._seen(given[1], given[0], transpose=False)
         elif func in _MATMULS:
-            left, right = args[0], args[1]
+            left, right = [*args, *(kwargs or {}).values()][:2]
             self._seen(right, left, transpose=False)
             self._seen(left, right, transpose=True)
         return func(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ from torch import Tensor
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.errors import NonFiniteError
-from iobs.prune.allocation import as_allocation, can_allocate, uniform
+from iobs.prune.allocation import Allocation, as_allocation, global_sparsity, uniform
 from iobs.prune.gram import Statistics
 from iobs.prune.layers import Layer
 from iobs.prune.record import AllocationRecord, allocation_record
@@ -37,10 +37,16 @@ _AS_GOOD = 0.02  # a held-out loss within this share of the least is as good as 
 _HOPELESS = 0.15  # a rate worse than the best, or than no steps, by this share ends the search: larger ones are worse
 
 
+def possible(allocation: str | Allocation, pattern: Pattern) -> str | Allocation:
+    """The allocation, where "auto" is "uniform" under a pattern that leaves nothing to allocate."""
+    nothing = as_allocation(allocation).criterion == "auto" and global_sparsity(pattern) is None
+    return "uniform" if nothing else allocation
+
+
 def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """The pattern of every layer, and the measurements behind an uneven one."""
     layers, allocation = run.selection.layers, as_allocation(run.settings.allocation)
-    if allocation.criterion == "uniform" or (allocation.criterion == "auto" and not can_allocate(run.pattern)):
+    if allocation.criterion == "uniform":
         return uniform(run.pattern, layers), []
 
     def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:

@@ -87,7 +87,7 @@ class Ranks:
 
     def wait(self) -> None:
         """Go on when every rank has come here."""
-        self.sum(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"))
+        self.sum(torch.zeros(1))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give every rank the source's tensor, in place.
@@ -131,14 +131,19 @@ def current() -> Ranks:
 def joined() -> Iterator[Ranks]:
     """Join the other processes where torchrun started several; leave them at the end.
 
+    On a machine with GPUs "cuda" is then each process's own one.
+
     Raises:
         DistributedError: they cannot be reached.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
-    with explained():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+    gpus = torch.cuda.is_available()
+    if gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    with explained():  # what lies on the CPU is summed by gloo either way
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:

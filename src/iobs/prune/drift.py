@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from iobs.core.linalg import cholesky
 from iobs.prune.gram import Statistics
 
 DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -44,6 +45,9 @@ def corrected(statistics: Statistics, group: int, target: Tensor, current: Tenso
         target: (rows of the group, columns) weight T of the layer that is imitated on its own inputs D.
         current: (rows of the group, columns) weight S that the layer has.
         damping: of the solver, relative to the mean of the diagonal.
+
+    Raises:
+        NotPositiveDefiniteError: the Hessian cannot be factorised.
     """
     gram, heldout = statistics.calibration, statistics.heldout
     hessian = gram.own[group]
@@ -56,7 +60,7 @@ def corrected(statistics: Statistics, group: int, target: Tensor, current: Tenso
     def regression(mu: float) -> Tensor:
         shifted = hessian.clone()
         shifted.diagonal().add_(mu * hessian.diagonal().mean())
-        return current + torch.cholesky_solve(drift.T, torch.linalg.cholesky(shifted)).T
+        return current + torch.cholesky_solve(drift.T, cholesky(shifted)).T
 
     def error(weight: Tensor) -> float:
         """||B X - T D||^2 / count on the held-out samples, up to ||T D||^2."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.prune import batches as data_batches
@@ -27,7 +27,7 @@ from iobs.solvers import Budget, Refinement, Solver
 
 def prune(
     model: nn.Module,
-    batches: Iterable[Batch] | Batch,
+    batches: Iterable[Batch] | Tensor | Mapping[str, Any],
     pattern: Pattern,
     *,
     solver: str | Solver | None = None,
@@ -73,7 +73,8 @@ def prune(
         recipe: "best", "fast" or "paper" sets solver, rounds, step, target and so on together; what is given
             explicitly overrides it. More than one round with neither recipe nor step means "best".
         allocation: how the sparsity is spread over layers: "uniform" gives every layer the same; "error", "fisher",
-            "kl" and "evolve" keep the global count and spend it where it matters; or an `Allocation` with bounds.
+            "kl" and "evolve" keep the global count and spend it where it matters, "auto" as well as the data allows;
+            or an `Allocation` with bounds.
         target: a layer imitates its "current" weights on its own inputs (as the paper), or the "dense" network's
             output on inputs that have not drifted, or that of the "network" as it is when the sweep begins: dense in
             the first, with the gradient steps in it later.

@@ -26,7 +26,7 @@ from iobs.prune.sensitivity import (
     judged_share,
 )
 from iobs.prune.settings import Settings
-from iobs.prune.steps import GradientStep, usual_size
+from iobs.prune.steps import GradientStep, samples_a_step
 from iobs.prune.trace import Block
 
 _STEP_PASSES = 4  # forward passes that a gradient step costs: the teacher's, and three for forward and backward
@@ -54,7 +54,7 @@ def estimate_seconds(
     rate = _products_per_second(next(model.parameters()).device)
     # Along a chain of blocks a group of layers costs its own block's pass, elsewhere the whole network's.
     blocks = max(1, len(chain))
-    streams = 2 if settings.target in ("dense", "network") else 1
+    streams = 2 if settings.target in ("dense", "network") or settings.inputs == "dense" else 1
     products = 0.0
     for layer in layers:
         columns = layer.shape[1]
@@ -65,7 +65,7 @@ def estimate_seconds(
     stepped = 0.0  # samples that all gradient steps see
     for step, times in ((settings.step, rounds - 1), (settings.polish, 1)):
         if step is not None:
-            stepped += (times * step.steps + (trial_steps(step) if times else 0)) * _samples(step, fit)
+            stepped += (times * step.steps + (trial_steps(step) if times else 0)) * samples_a_step(step, fit)
     allocation = as_allocation(settings.allocation)
     uneven = allocation.criterion != "uniform"
     judges = int(judged_share(settings.holdout) * fit.samples)
@@ -77,15 +77,6 @@ def estimate_seconds(
     looks = forward * (searched + uneven * min(PASSES, probe * len(layers)))
     curves = uneven * min(1.0, CURVE_TOKENS / (batches.positions(batch) * fit.samples))
     return (rounds + curves) * sweep + looks + stepped * _STEP_PASSES * forward
-
-
-def _samples(step: GradientStep, fit: Part) -> int:
-    """Samples that a step sees."""
-    if step.batch_size is None and step.steps == 1:
-        return fit.samples
-    if step.batch_size is None:
-        return batches.size(fit.batches[0])
-    return min(fit.samples, usual_size(fit) if step.batch_size == "auto" else step.batch_size)
 
 
 def _timed(model: nn.Module, batch: Batch) -> float:
@@ -111,7 +102,7 @@ def affordable(step: GradientStep, model: nn.Module, layers: tuple[Layer, ...], 
         return replace(step, most_steps=None)
     rows = _rows_per_sample(model, layers, batch)
     sample = sum(rows.get(layer.path, 0.0) * layer.weights for layer in layers)
-    count = int(_CHEAP / max(1.0, _STEP_PASSES * sample * _samples(step, fit)))
+    count = int(_CHEAP / max(1.0, _STEP_PASSES * sample * samples_a_step(step, fit)))
     return replace(step, steps=max(step.steps, min(step.most_steps, count)), most_steps=None)
 
 

@@ -170,7 +170,7 @@ def select(
         NonFiniteError: a weight holds NaN or infinity.
     """
     found = find_layers(model)
-    included, skipped_by_user = _matches(found, include, "include"), _matches(found, skip, "skip")
+    included, skipped_by_user = matching(found, include, "include"), matching(found, skip, "skip")
     defaults = _dense_by_default(model, found, depthwise)
     layers, skipped = [], other_weights(model, found)
     for layer in found:
@@ -193,7 +193,17 @@ def select(
     return Selection(tuple(layers), skipped)
 
 
-def _matches(layers: list[Layer], patterns: str | Sequence[str] | None, option: str) -> set[str]:
+def matching(layers: Sequence[Layer], patterns: str | Sequence[str] | None, option: str) -> set[str]:
+    """The names of the layers that name patterns choose.
+
+    Args:
+        layers: of the model.
+        patterns: shell style ("model.layers.*.mlp.*") or "re:" and a regular expression for the whole name.
+        option: where the patterns were given, for the message.
+
+    Raises:
+        LayerSelectionError: a pattern is no regular expression, or matches no layer.
+    """
     chosen: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns or []:
         expression = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
@@ -226,6 +236,6 @@ def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) ->
             reasons[layer.name] = f"shares {layer.stored_as}"
         elif id(module) in heads:
             reasons[layer.name] = "output head"
-        elif layer.groups > 1 and layer.groups == layer.shape[0] and not depthwise:
+        elif layer.groups > 1 and layer.groups == getattr(module, "in_channels", None) and not depthwise:
             reasons[layer.name] = "depthwise convolution"
     return reasons

@@ -17,17 +17,19 @@ def update_batch_norm(model: nn.Module, part: Part) -> None:
     """Replace running statistics by the cumulative average over the calibration data."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     momenta = [module.momentum for module in norms]
-    for module in norms:
-        module.reset_running_stats()
-        module.momentum = None
-        module.train()
     device = next(model.parameters()).device
-    with torch.no_grad():
-        for batch in part.batches:
-            batches.forward(model, batches.to_device(batch, device))
-    for module, momentum in zip(norms, momenta, strict=True):
-        module.momentum = momentum
-        module.eval()
+    try:
+        for module in norms:
+            module.reset_running_stats()
+            module.momentum = None
+            module.train()
+        with torch.no_grad():
+            for batch in part.batches:
+                batches.forward(model, batches.to_device(batch, device))
+    finally:
+        for module, momentum in zip(norms, momenta, strict=True):
+            module.momentum = momentum
+            module.eval()
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ _FIRST_STAGE = 0.1  # sparsity that several stages set out from, as CHITA's expo
 
 def prune_by_fisher(
     model: nn.Module,
-    batches: Iterable[Batch] | Batch,
+    batches: Iterable[Batch] | Tensor | Mapping[str, Any],
     sparsity: float,
     *,
     method: str = "chita",

@@ -133,7 +133,17 @@ class Report:
     @property
     def sparsity(self) -> float:
         """Share of audited entries that are really zero."""
-        return sum(row.zeros for row in self.audit) / max(1, sum(row.weights for row in self.audit))
+        return self.zeros / max(1, self.weights)
+
+    @property
+    def zeros(self) -> int:
+        """Audited entries that are really zero."""
+        return sum(row.zeros for row in self.audit)
+
+    @property
+    def weights(self) -> int:
+        """Audited entries."""
+        return sum(row.weights for row in self.audit)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain types, ready for JSON."""

@@ -93,7 +93,8 @@ class Run:
             None if step is None else affordable(step, self.model, self.selection.layers, self.fit)
             for step in (self.settings.step, self.settings.polish)
         )
-        self.settings = replace(self.settings, step=step, polish=polish)
+        allocation = choices.possible(self.settings.allocation, self.pattern)
+        self.settings = replace(self.settings, step=step, polish=polish, allocation=allocation)
         self.judges = self._judging(self.heldout)
         dense_loss = self._loss_on(self.judges)  # where it is NaN, the walk names the layer that makes it so
         if step is not None or polish is not None:
@@ -211,7 +212,7 @@ class Run:
     def _identity(self) -> dict[str, Any]:
         settings = {
             **self.settings.summary(),
-            "pattern": str(self.pattern),
+            "pattern": repr(self.pattern),  # its text is rounded
             "layers": [layer.name for layer in self.selection.layers],
         }
         return identity_of(settings, state(self.model), self.fit.batches, self.heldout.batches)

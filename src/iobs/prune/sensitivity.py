@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
+from iobs.errors import PatternError
 from iobs.prune import batches
-from iobs.prune.allocation import Allocation, Curve, asked_sparsity, optimal_counts, total_kept
+from iobs.prune.allocation import Allocation, Curve, global_sparsity, optimal_counts, total_kept
 from iobs.prune.batches import Batch, Part
 from iobs.prune.gram import Gram, Statistics, relative_output_error
 from iobs.prune.layers import Layer
@@ -91,9 +92,15 @@ class Planner:
 
         Raises:
             PatternError: the pattern fixes every layer's count, or bounds do not allow the sparsity.
+            LayerSelectionError, ProblemError: bounds that match no layer, or cannot be met.
         """
-        sparsity = asked_sparsity(pattern)
-        ranges = {layer: allocation.range_of(layer, sparsity) for layer in self.layers}
+        sparsity = global_sparsity(pattern)
+        if sparsity is None:
+            raise PatternError(
+                f'The pattern {pattern} fixes the count in every layer, so there is nothing to allocate; use "uniform" '
+                "or Unstructured(sparsity)."
+            )
+        ranges = allocation.ranges(self.layers, sparsity)
         unseen = self._measure(1 - sparsity, keep_statistics=allocation.criterion == "evolve")
         self.layers = tuple(layer for layer in self.layers if layer not in unseen)
         ranges = {layer: ranges[layer] for layer in self.layers}
@@ -228,7 +235,7 @@ def judged_share(holdout: float) -> float:
 
 def can_keep_grams(layers: tuple[Layer, ...]) -> bool:
     """Whether the Grams of all layers can be kept for a search."""
-    return sum(layer.shape[1] ** 2 for layer in layers) <= _SEARCHED
+    return sum(layer.groups * layer.shape[1] ** 2 for layer in layers) <= _SEARCHED
 
 
 def _at_most(part: Part, samples: int, tokens: int) -> Part:
@@ -267,17 +274,19 @@ def _output_squares(
     """Squared gradients at the outputs of some modules: summed over samples and positions, averaged over channels."""
     outputs: list[tuple[str, Tensor]] = []
 
-    def keep(path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def keep(path: str) -> Callable[[nn.Module, Any, Any], Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
             if isinstance(output, Tensor) and output.requires_grad:
                 outputs.append((path, output))
+                return output.clone()  # what follows may work in place
+            return output
 
         return hook
 
     handles = [model.get_submodule(path).register_forward_hook(keep(path)) for path in paths]
     try:
         with torch.enable_grad():
-            scores = batches.logits(batches.forward(model, batch)).float()
+            scores = batches.classes_last(batches.logits(batches.forward(model, batch))).float()
             logs = scores.reshape(-1, scores.shape[-1]).log_softmax(-1)
             drawn = torch.multinomial(logs.detach().exp().cpu(), 1, generator=generator).to(logs.device)
             drawn_logs = logs.gather(1, drawn).reshape(*scores.shape[:-1], 1)

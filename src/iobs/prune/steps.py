@@ -66,6 +66,10 @@ class GradientStep:
             raise ProblemError(f"A gradient step needs lr > 0 and steps >= 1, got lr={self.lr}, steps={self.steps}.")
         if self.most_steps is not None and self.most_steps < self.steps:
             raise ProblemError(f"most_steps={self.most_steps} is less than steps={self.steps}.")
+        if isinstance(self.batch_size, int) and self.batch_size < 1:
+            raise ProblemError(f"batch_size must be at least 1, got {self.batch_size}.")
+        if isinstance(self.augment, str) and self.augment != "auto":
+            raise ProblemError(f'augment must be "auto", None or a function, got {self.augment!r}.')
         if self.optimizer not in get_args(Optimizer):
             raise ProblemError(f'optimizer must be "sgd", "momentum", "adam" or "auto", got {self.optimizer!r}.')
         if self.optimizer == "auto" and self.lr != "auto":
@@ -95,7 +99,7 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
         targets = batch[1]
         if targets.is_floating_point():
             return functional.mse_loss(values, targets.float().reshape(values.shape))
-        return functional.cross_entropy(values.flatten(0, -2), targets.flatten())
+        return functional.cross_entropy(batches.classes_last(values).flatten(0, -2), targets.flatten())
     if isinstance(batch, Mapping) and "input_ids" in batch:
         tokens = batch["input_ids"][:, 1:]
         if "attention_mask" in batch:
@@ -105,7 +109,7 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def kl_to(reference: nn.Module) -> LossFunction:
-    """Mean over samples (and positions, but for padding) of KL(dense || sparse) between the output distributions, nats.
+    """Mean over samples (and positions or pixels, but for padding) of KL(dense || sparse) of the outputs, in nats.
 
     One output is no distribution: there it is ||sparse - dense||^2 / ||dense||^2.
     """
@@ -138,7 +142,7 @@ def answered(model: nn.Module, part: Part, most: int) -> Part:
 
 
 def _divergence(dense: Tensor, sparse: Tensor, attended: Tensor | None) -> Tensor:
-    dense, sparse = batches.unpadded(dense, attended), batches.unpadded(sparse, attended)
+    dense, sparse = (batches.unpadded(batches.classes_last(values), attended) for values in (dense, sparse))
     dense, sparse, classes = dense.float(), sparse.float(), dense.shape[-1]
     if classes == 1:
         return (sparse - dense).square().sum() / dense.square().sum()
@@ -256,8 +260,7 @@ class Trainer:
         device = next(self.model.parameters()).device
         generator = torch.Generator().manual_seed(self.seed + self.taken - len(before))
         whole = self.step.steps == 1 and self.step.batch_size is None
-        chosen = self.step.batch_size
-        stream = _endless(part, usual_size(part) if chosen == "auto" else chosen, generator)
+        stream = _endless(part, None if self.step.batch_size is None else samples_a_step(self.step, part), generator)
         losses = [*before]
         for index in range(self.step.steps):
             used = part.batches if whole else [next(stream)]
@@ -354,9 +357,16 @@ class Trainer:
         self.taken += 1
 
 
-def usual_size(part: Part) -> int:
-    """64 samples: fewer where they are long rows of tokens, or where ten steps would see more than there are."""
-    return max(1, min(64, max(16, part.samples // 10), 2048 // batches.positions(part.batches[0])))
+def samples_a_step(step: GradientStep, part: Part) -> int:
+    """How many samples a step sees.
+
+    By default 64: fewer where they are long rows of tokens, or where ten steps would see more than there are.
+    """
+    if step.batch_size is None:
+        return part.samples if step.steps == 1 else batches.size(part.batches[0])
+    usual = max(1, min(64, max(16, part.samples // 10), 2048 // batches.positions(part.batches[0])))
+    wanted = usual if step.batch_size == "auto" else step.batch_size
+    return min(wanted, part.samples if part.alike else max(map(batches.size, part.batches)))
 
 
 def _endless(part: Part, batch_size: int | None, generator: torch.Generator) -> Iterator[Batch]:

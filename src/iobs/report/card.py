@@ -13,10 +13,9 @@ def render_card(report: Report, base_model: str, library: str | None) -> str:
     Args:
         report: the run's report.
         base_model: what was pruned, as the user named it.
-        library: "transformers" or "timm" where the directory loads with it.
+        library: "transformers" where the directory loads with it.
     """
     settings = report.settings
-    zeros, weights = sum(row.zeros for row in report.audit), sum(row.weights for row in report.audit)
     front = ["---", "tags:", "- sparse", "- pruned", "- iobs"]
     front += [f"library_name: {library}"] if library else []
     lines = [
@@ -25,8 +24,9 @@ def render_card(report: Report, base_model: str, library: str | None) -> str:
         "",
         f"# {base_model}, {percent(report.sparsity)} sparse",
         "",
-        f"{base_model} with {zeros:,} of the {weights:,} weights in {len(report.audit)} layers set to zero "
-        f"(pattern: {settings.get('pattern')}; solver: {settings.get('solver')}; rounds: {settings.get('rounds')}).",
+        f"{base_model} with {report.zeros:,} of the {report.weights:,} weights in {len(report.audit)} layers set to "
+        f"zero (pattern: {settings.get('pattern')}; solver: {settings.get('solver')}; "
+        f"rounds: {settings.get('rounds')}).",
         "The zeros are stored as ordinary zeros, so the directory loads like any other; `iobs inspect` counts them.",
         "",
     ]

@@ -41,9 +41,7 @@ def render_page(report: Report) -> str:
 
 
 def _facts(report: Report) -> str:
-    weights = sum(row.weights for row in report.audit)
-    zeros = sum(row.zeros for row in report.audit)
-    facts = [(percent(report.sparsity, 2), f"zeros, counted one by one: {zeros:,} of {weights:,}")]
+    facts = [(percent(report.sparsity, 2), f"zeros, counted one by one: {report.zeros:,} of {report.weights:,}")]
     # The last score is that of the model the report is about; the others are what it is compared with.
     dense, pruned = report.scores.get("dense", {}), next(reversed(report.scores.values()), {})
     facts += [
@@ -56,10 +54,14 @@ def _facts(report: Report) -> str:
         text += f"; dense {significant(report.dense_loss, 4)}" if report.dense_loss is not None else ""
         facts.append((significant(report.best.loss_heldout, 4), text))
     if len(report.rounds) > 1:
-        facts.append((round_name(report.best).capitalize(), "the best by held-out samples"))
+        facts.append((round_name(report.best).capitalize(), f"the best by {_judges(report)} samples"))
     facts.append((duration(report.seconds), f"and {size(report.peak_memory_bytes)} of memory at the peak"))
     cards = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in facts)
     return f'<div class="facts">{cards}</div>'
+
+
+def _judges(report: Report) -> str:
+    return "calibration" if report.best.loss_heldout is None else "held-out"
 
 
 def _scores(report: Report) -> str:
@@ -100,7 +102,8 @@ def _rounds(report: Report) -> str:
         for record in report.rounds
     ]
     headings = ["round", "zeros", f"{report.loss_name}, calibration", "held-out", "mean layer error", "time"]
-    caption = "The starred round has the lowest loss on samples that were held out; its weights are the answer."
+    caption = f"The starred round has the lowest loss on {_judges(report)} samples among those at the asked sparsity; "
+    caption += "its weights are the answer."
     return _picture("Rounds", caption, plots.rounds(report), after=_table(headings, rows))
 
 

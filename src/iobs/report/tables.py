@@ -15,16 +15,16 @@ COUNTS = ("tokens", "samples")
 
 def summary_lines(report: Report) -> list[str]:
     """What the run amounts to, in a few lines."""
-    audited = sum(row.weights for row in report.audit)
-    zeros = sum(row.zeros for row in report.audit)
-    lines = [f"{percent(report.sparsity, 2)} zeros: {zeros:,} of {audited:,} weights in {len(report.audit)} layers"]
+    counted = f"{report.zeros:,} of {report.weights:,} weights in {len(report.audit)} layers"
+    lines = [f"{percent(report.sparsity, 2)} zeros: {counted}"]
     if report.best.loss_heldout is not None:
         text = f"{report.loss_name} on held-out samples: {significant(report.best.loss_heldout, 4)}"
         lines.append(text + (f" (dense {significant(report.dense_loss, 4)})" if report.dense_loss is not None else ""))
     if len(report.rounds) > 1:
         rounds = sum(record.kind == "projection" for record in report.rounds)
         of_all = f" of {rounds}" if report.best.kind == "projection" else ""
-        lines.append(f"best by held-out samples: {round_name(report.best)}{of_all}")
+        held_out = report.best.loss_heldout is not None
+        lines.append(f"best by {'held-out' if held_out else 'calibration'} samples: {round_name(report.best)}{of_all}")
     lines.append(f"{duration(report.seconds)}, peak memory {size(report.peak_memory_bytes)}")
     return lines
 
@@ -96,18 +96,16 @@ def scores_table(scores: dict[str, dict[str, float]], title: str = "Scores", cou
     return table
 
 
-def audit_table(rows: list[AuditRow], limit: int | None = None) -> Table:
+def audit_table(rows: list[AuditRow]) -> Table:
     """Zeros of every matrix of an audited model."""
     table = _table("Audit: zeros counted one by one")
     table.add_column("layer", overflow="fold", min_width=24)
     for name in ("shape", "weights", "zeros", "share"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in rows[:limit]:
+    for row in rows:
         table.add_row(
             row.name, " x ".join(map(str, row.shape)), f"{row.weights:,}", f"{row.zeros:,}", percent(row.sparsity, 2)
         )
-    if limit is not None and len(rows) > limit:
-        table.add_row(f"... and {len(rows) - limit} more", "", "", "", "")
     return table
 
 
