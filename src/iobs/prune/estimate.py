@@ -15,7 +15,8 @@ from iobs.prune.allocation import as_allocation
 from iobs.prune.batches import Batch, Part
 from iobs.prune.choices import trial_steps
 from iobs.prune.gram import POSITIONS
-from iobs.prune.layers import Layer
+from iobs.prune.layers import CONVOLUTIONS, Layer
+from iobs.prune.plan import speed
 from iobs.prune.sensitivity import (
     CURVE_TOKENS,
     ENOUGH,
@@ -30,7 +31,7 @@ from iobs.prune.steps import GradientStep, samples_a_step
 from iobs.prune.trace import Block
 
 _STEP_PASSES = 4  # forward passes that a gradient step costs: the teacher's, and three for forward and backward
-_CHEAP = 1.25e13  # multiplications and additions: some five minutes of a core
+_CHEAP = 1.25e13  # multiplications with their additions: some five minutes of a core
 _SOLVE_CUBES = 60  # products of (columns, columns) matrices that a layer's solve costs, and as many row by row
 
 
@@ -48,35 +49,43 @@ def estimate_seconds(
         settings: of the run.
     """
     batch = batches.take(fit.batches[0], torch.arange(min(16, batches.size(fit.batches[0]))))
-    count = batches.size(batch)
-    rows = _rows_per_sample(model, layers, batch, POSITIONS)
-    forward = min(_timed(model, batch) for _ in range(2)) / count
-    rate = _products_per_second(next(model.parameters()).device)
-    # Along a chain of blocks a group of layers costs its own block's pass, elsewhere the whole network's.
-    blocks = max(1, len(chain))
+    forward = min(_timed(model, batch) for _ in range(2)) / batches.size(batch)  # of one sample
     streams = 2 if settings.target in ("dense", "network") or settings.inputs == "dense" else 1
-    products = 0.0
-    for layer in layers:
-        columns = layer.shape[1]
-        grams = fit.samples * rows.get(layer.path, 0.0) * columns**2 * (2 * streams - 1)
-        products += grams + _SOLVE_CUBES * columns**2 * (columns + layer.shape[0])
-    sweep = forward * fit.samples * streams * (2 + len(layers) / (2 * blocks)) + products / rate
+    # Along a chain of blocks a group of layers costs its own block's pass, elsewhere the whole network's.
+    passes = streams * (2 + len(layers) / (2 * max(1, len(chain))))
+    rows = _rows_per_sample(model, layers, batch, POSITIONS)
+    pairs = sum(_pairs(layer, fit.samples * rows.get(layer.path, 0.0) * (2 * streams - 1)) for layer in layers)
+    sweep = passes * forward * fit.samples + 2 * pairs / speed(next(model.parameters()).device)
     rounds = 1 if settings.schedule == "auto" else settings.rounds  # sparsity seldom has to grow
-    stepped = 0.0  # samples that all gradient steps see
-    for step, times in ((settings.step, rounds - 1), (settings.polish, 1)):
-        if step is not None:
-            stepped += (times * step.steps + (trial_steps(step) if times else 0)) * samples_a_step(step, fit)
+    curves, looked = _allocation_share(settings, layers, fit, batches.positions(batch))
+    stepped = _stepped(settings.step, rounds - 1, fit) + _stepped(settings.polish, 1, fit)
+    return (rounds + curves) * sweep + (looked + _STEP_PASSES * stepped) * forward
+
+
+def _pairs(layer: Layer, rows: float) -> float:
+    """A multiplication with its addition, so many times: a layer's Grams over rows of its inputs, and its solve."""
+    return (rows + _SOLVE_CUBES * sum(layer.shape)) * layer.shape[1] ** 2
+
+
+def _stepped(step: GradientStep | None, times: int, fit: Part) -> int:
+    """Samples that gradient steps see, taken so many times, with the trials of their rate."""
+    if step is None or times < 1:
+        return 0
+    return (times * step.steps + trial_steps(step)) * samples_a_step(step, fit)
+
+
+def _allocation_share(settings: Settings, layers: tuple[Layer, ...], fit: Part, positions: int) -> tuple[float, float]:
+    """What choosing the layers' sparsities costs: a share of a sweep, and samples that the network is run on."""
     allocation = as_allocation(settings.allocation)
-    uneven = allocation.criterion != "uniform"
+    if allocation.criterion == "uniform":
+        return 0.0, 0.0
     judges = int(judged_share(settings.holdout) * fit.samples)
-    probe = max(1, min(PROBE, PROBE_TOKENS // batches.positions(batch), judges))
-    searches = allocation.criterion == "evolve" or (
-        allocation.criterion == "auto" and can_keep_grams(layers) and judges * batches.positions(batch) >= ENOUGH
+    probe = max(1, min(PROBE, PROBE_TOKENS // positions, judges))
+    searched = allocation.criterion == "evolve" or (
+        allocation.criterion == "auto" and can_keep_grams(layers) and judges * positions >= ENOUGH
     )
-    searched = allocation.generations * probe if searches else 0
-    looks = forward * (searched + uneven * min(PASSES, probe * len(layers)))
-    curves = uneven * min(1.0, CURVE_TOKENS / (batches.positions(batch) * fit.samples))
-    return (rounds + curves) * sweep + looks + stepped * _STEP_PASSES * forward
+    looked = min(PASSES, probe * len(layers)) + (allocation.generations * probe if searched else 0)
+    return min(1.0, CURVE_TOKENS / (positions * fit.samples)), looked
 
 
 def _timed(model: nn.Module, batch: Batch) -> float:
@@ -92,7 +101,8 @@ def _timed(model: nn.Module, batch: Batch) -> float:
 def affordable(step: GradientStep, model: nn.Module, layers: tuple[Layer, ...], fit: Part) -> GradientStep:
     """The step with as many repetitions as are cheap: between its `steps` and its `most_steps`.
 
-    Cheap is counted in multiplications and additions of the layers to be pruned, so that every machine takes as many.
+    Cheap is counted in multiplications, each with its addition, of the layers to be pruned, so that every machine takes
+    as many.
     Text keeps to `steps`: there its attention and vocabulary cost more than they, and samples cannot be mixed.
     """
     if step.most_steps is None:
@@ -115,7 +125,7 @@ def _rows_per_sample(
     def note(path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if isinstance(output, Tensor):
-                convolution = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+                convolution = isinstance(module, CONVOLUTIONS)
                 places = output.flatten(2).shape[2] if convolution and output.ndim > 2 else 0
                 rows = min(places, places_at_most) if convolution else output[..., 0].numel() / batches.size(batch)
                 found[path] = found.get(path, 0.0) + rows
@@ -124,18 +134,8 @@ def _rows_per_sample(
 
     handles = [model.get_submodule(path).register_forward_hook(note(path)) for path in {layer.path for layer in layers}]
     try:
-        _timed(model, batch)
+        batches.forward(model, batches.to_device(batch, next(model.parameters()).device))
     finally:
         for handle in handles:
             handle.remove()
     return found
-
-
-def _products_per_second(device: torch.device) -> float:
-    """Multiplications and additions of float32 matrix products in a second."""
-    size = 512
-    matrix = torch.ones(size, size, device=device)
-    float((matrix @ matrix)[0, 0])  # libraries wake up in the first
-    began = time.perf_counter()
-    float((matrix @ matrix)[0, 0])  # reading a value waits for the device
-    return float(size**3) / max(time.perf_counter() - began, 1e-6)

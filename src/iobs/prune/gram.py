@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from iobs.prune.layers import Layer
+from iobs.prune.layers import CONVOLUTIONS, Layer
 
 POSITIONS = 64  # output positions of a convolution that enter its Gram, for each sample; measured: no visible loss
 EXPERT_TOKENS = 16  # an expert that saw fewer has no Hessian to speak of
@@ -28,7 +28,7 @@ def input_rows(layer: Layer, module: nn.Module, value: Tensor, positions: Tensor
     Returns:
         (groups, count, columns).
     """
-    if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+    if not isinstance(module, CONVOLUTIONS):
         return value.reshape(1, -1, layer.shape[1])
     assert positions is not None
     spatial = len(module.kernel_size)
@@ -56,7 +56,7 @@ def draw_positions(
     module: nn.Module, value: Tensor, generator: torch.Generator, most: int = POSITIONS
 ) -> Tensor | None:
     """Output positions of a convolution that stand for all: at most so many, drawn anew for every batch."""
-    if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+    if not isinstance(module, CONVOLUTIONS):
         return None
     spatial = len(module.kernel_size)
     windows = _windows(module, value[:1] if value.ndim == spatial + 2 else value[None])
@@ -107,6 +107,11 @@ class Gram:
             if total is not None and self.count:
                 total /= self.count
                 setattr(self, name, total.float() if total.shape[-1] >= WIDE else total)
+
+    def energy(self, weight: Tensor) -> float:
+        """Squared output of a (rows, columns) weight per input row; of finished means."""
+        matrix = weight.to(self.own.dtype).reshape(len(self.own), -1, weight.shape[1])
+        return _product(matrix, self.own, matrix)
 
     def target_cross(self) -> Tensor:
         """D X^T where dense inputs were given, else X X^T: the target is then the layer's own output."""

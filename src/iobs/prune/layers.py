@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from iobs.errors import LayerSelectionError, NonFiniteError
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # one for each, though shared
     layers = []
     for path, module in model.named_modules():
-        is_convolution, is_transposed = isinstance(module, _CONVOLUTIONS), isinstance(module, transposed)
+        is_convolution, is_transposed = isinstance(module, CONVOLUTIONS), isinstance(module, transposed)
         if not (is_convolution or is_transposed or isinstance(module, nn.Linear)):
             layers.extend(_fused_experts(path, module))
             continue
@@ -102,7 +102,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
             Layer(
                 path,
                 (weight.shape[1], weight.shape[0]) if is_transposed else (weight.shape[0], weight[0].numel()),
-                groups=int(module.groups) if isinstance(module, _CONVOLUTIONS) else 1,
+                groups=int(module.groups) if isinstance(module, CONVOLUTIONS) else 1,
                 transposed=is_transposed,
                 stored_as=None if name == _joined(path, "weight") else name,
             )

@@ -69,7 +69,7 @@ def plan(
     forward = itemsize * _ACTIVATIONS * max(sizes) * max(layer.shape[1] for layer in layers)
     return Plan(
         peak_bytes=max(present, present - outside_bytes + block_bytes + max(solving, gathering + forward)),
-        seconds=_products(layers, sum(sizes), settings) / _speed(device),
+        seconds=_products(layers, sum(sizes), settings) / speed(device),
         model_bytes=model_bytes,
         spilled_bytes=itemsize * sum(sizes) * min(layer.shape[1] for layer in layers),
         layers=len(layers),
@@ -101,7 +101,7 @@ def _solving_bytes(layer: Layer, settings: Settings, grams: int) -> int:
 
 
 def _products(layers: Sequence[Layer], tokens: int, settings: Settings) -> float:
-    """Multiplications and additions in float32 products, those in float64 counted twice.
+    """Multiplications and additions in float32 products, one of each counted as two, those in float64 twice over.
 
     Of a layer: its Gram; about three passes of the data through its weights; then as many products of its weights
     with a square as the solver has iterations, the linear term and the error's two; and the solver's inverses.
@@ -119,10 +119,10 @@ def _products(layers: Sequence[Layer], tokens: int, settings: Settings) -> float
     return total
 
 
-def _speed(device: torch.device) -> float:
-    """Multiplications and additions a second of a float32 product here and now."""
+def speed(device: torch.device) -> float:
+    """Multiplications and additions a second of a float32 product here and now; one of each counts as two."""
     square = torch.ones(1024, 1024, device=device)
-    float((square @ square)[0, 0])  # reading a value waits for the device
+    float((square @ square)[0, 0])  # libraries wake up in the first, and reading a value waits for the device
     began = time.perf_counter()
     for _ in range(4):
         float((square @ square)[0, 0])

@@ -67,6 +67,8 @@ class Run:
         self.loss_name, self.loss = self._loss(settings.step)
         self.judges = self.heldout
         self.notes: list[str] = []
+        self.records: list[RoundRecord] = []
+        self.best: dict[str, Tensor] = {}
         self.ranks = current()
         for portion in self.portions:
             self.ranks.require_enough(portion)
@@ -89,57 +91,18 @@ class Run:
 
     def _execute(self, started: float) -> Report:
         self.progress.begin(self.settings.rounds, [layer.name for layer in self.selection.layers])
-        step, polish = (
-            None if step is None else affordable(step, self.model, self.selection.layers, self.fit)
-            for step in (self.settings.step, self.settings.polish)
-        )
-        allocation = choices.possible(self.settings.allocation, self.pattern)
-        self.settings = replace(self.settings, step=step, polish=polish, allocation=allocation)
-        self.judges = self._judging(self.heldout)
-        dense_loss = self._loss_on(self.judges)  # where it is NaN, the walk names the layer that makes it so
-        if step is not None or polish is not None:
-            expected = estimate_seconds(self.model, self.selection.layers, self.chain, self.fit, self.settings)
-            self.note(f"Estimated time: {expected:.0f} s.")
+        dense_loss = self._prepare()
         tried = self.settings.polish is not None and self.settings.polish.lr == "auto"
         final, curves = choices.allocate(self)
-        records: list[RoundRecord] = []
-        best: dict[str, Tensor] = {}
-        trainer: Trainer | None = None
-        while len(records) < self.settings.rounds:
-            index = len(records)
-            began = time.perf_counter()
-            record = self._project(index, self._scheduled(final, index), trainer)
-            records.append(record)
-            best = self._keep_best(records, best, final)
-            if index == 0:
-                choices.settle(self)
-            step, last = self.settings.step, index + 1 == self.settings.rounds
-            if not last and index == 0 and self.settings.schedule == "cubic":
-                self.restore(self.original)
-                trainer = None if step is None else self.trainer(step, (self.settings.rounds - 2) * step.steps)
-            elif step is not None and not last:
-                trainer = trainer or self.trainer(step, (self.settings.rounds - 1) * step.steps)
-                trainer.adopt()
-                trainer.masks = self.masks() if step.support == "fixed" else None
-                record.step_losses = self._run_steps(trainer, self.portions[index], index, f"steps {index}")
-            record.seconds = time.perf_counter() - began
-            self.progress.round(record)
-        leader, projected = records[best_index(records, asked(final))], best
-        for step in choices.polishes(self.settings.polish, tried):
-            self.restore(projected)
-            try:
-                records.append(self._polish(step, leader, len(records)))
-            except NonFiniteError as error:
-                self.note(f"The polish of {step.steps} steps is left out: {error}")
-                continue
-            best = self._keep_best(records, best, final)
-        self.restore(best)
+        self._rounds(final)
+        self._polishes(final, tried)
+        self.restore(self.best)
         return Report(
             settings={**self.settings.summary(), "pattern": str(self.pattern), "samples": self.fit.samples},
             loss_name=self.loss_name,
             dense_loss=dense_loss,
-            rounds=records,
-            best_round=best_index(records, asked(final)),
+            rounds=self.records,
+            best_round=best_index(self.records, asked(final)),
             skipped=self.selection.skipped,
             audit=audit_layers(self.model, {layer: final[layer] for layer in self.selection.layers}),
             seconds=time.perf_counter() - started,
@@ -147,6 +110,60 @@ class Run:
             notes=self.notes,
             allocation=curves,
         )
+
+    def _prepare(self) -> float | None:
+        """Settle what the dense network and the pattern decide; its loss on the samples that rounds are judged by."""
+        step, polish = (
+            None if step is None else affordable(step, self.model, self.selection.layers, self.fit)
+            for step in (self.settings.step, self.settings.polish)
+        )
+        allocation = choices.possible(self.settings.allocation, self.pattern)
+        self.settings = replace(self.settings, step=step, polish=polish, allocation=allocation)
+        self.judges = self._judging(self.heldout)
+        loss = self._loss_on(self.judges)  # where it is NaN, the walk names the layer that makes it so
+        if step is not None or polish is not None:
+            expected = estimate_seconds(self.model, self.selection.layers, self.chain, self.fit, self.settings)
+            self.note(f"Estimated time: {expected:.0f} s.")
+        return loss
+
+    def _rounds(self, final: dict[Layer, Pattern]) -> None:
+        """Project, step, project: Algorithm 2."""
+        trainer: Trainer | None = None
+        while len(self.records) < self.settings.rounds:
+            index, began = len(self.records), time.perf_counter()
+            record = self._project(index, self._scheduled(final, index), trainer)
+            self._consider(record, final)
+            if index == 0:
+                choices.settle(self)
+            if index + 1 < self.settings.rounds:
+                trainer = self._steps_after(record, trainer)
+            record.seconds = time.perf_counter() - began
+            self.progress.round(record)
+
+    def _steps_after(self, record: RoundRecord, trainer: Trainer | None) -> Trainer | None:
+        """The gradient steps that lead to the next round; returns what took them, which that round asks for weights."""
+        step, rounds = self.settings.step, self.settings.rounds
+        if record.index == 0 and self.settings.schedule == "cubic":
+            self.restore(self.original)  # sparsity grows from the dense weights; the first round was a look ahead
+            return None if step is None else self.trainer(step, (rounds - 2) * step.steps)
+        if step is None:
+            return None
+        trainer = trainer or self.trainer(step, (rounds - 1) * step.steps)
+        trainer.adopt()
+        trainer.masks = self.masks() if step.support == "fixed" else None
+        part = self.portions[record.index]
+        record.step_losses = self._run_steps(trainer, part, record.index, f"steps {record.index}")
+        return trainer
+
+    def _polishes(self, final: dict[Layer, Pattern], tried: bool) -> None:
+        """Steps on the support of the best projection: in full, and where trials chose them as short as those."""
+        leader, projected = self.records[best_index(self.records, asked(final))], self.best
+        for step in choices.polishes(self.settings.polish, tried):
+            self.restore(projected)
+            try:
+                self._consider(self._polish(step, leader, len(self.records)), final)
+            except NonFiniteError as error:
+                self.note(f"The polish of {step.steps} steps is left out: {error}")
 
     def _project(self, index: int, patterns: dict[Layer, Pattern], trainer: Trainer | None) -> RoundRecord:
         """Sweep over all layers, then measure."""
@@ -287,12 +304,11 @@ class Run:
         part = self.heldout if self.heldout.batches else self.fit
         return gradient_steps.mean_loss(self.model, part, gradient_steps.kl_to(self.reference))
 
-    def _keep_best(
-        self, records: list[RoundRecord], best: dict[str, Tensor], final: dict[Layer, Pattern]
-    ) -> dict[str, Tensor]:
-        if best_index(records, asked(final)) != len(records) - 1:
-            return best
-        return self.snapshot()
+    def _consider(self, record: RoundRecord, final: dict[Layer, Pattern]) -> None:
+        """Add a round, and keep its weights, which the model holds, where it is the best so far."""
+        self.records.append(record)
+        if best_index(self.records, asked(final)) == len(self.records) - 1:
+            self.best = self.snapshot()
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of all that the run may change, as `restore` takes it."""

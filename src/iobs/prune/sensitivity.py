@@ -18,8 +18,8 @@ from iobs.errors import PatternError
 from iobs.prune import batches
 from iobs.prune.allocation import Allocation, Curve, global_sparsity, optimal_counts, total_kept
 from iobs.prune.batches import Batch, Part
-from iobs.prune.gram import Gram, Statistics, relative_output_error
-from iobs.prune.layers import Layer
+from iobs.prune.gram import Statistics, relative_output_error
+from iobs.prune.layers import CONVOLUTIONS, Layer
 from iobs.prune.record import AllocationRecord
 from iobs.prune.steps import answered, kl_to_answers, mean_loss
 from iobs.prune.trace import Block
@@ -131,7 +131,7 @@ class Planner:
     def _measure_layer(self, layer: Layer, statistics: Statistics, levels: list[float], density: float) -> Measured:
         dense = layer.read(self.model)
         judged = statistics.heldout or statistics.calibration
-        energy = _energy(judged, dense)
+        energy = judged.energy(dense)
         keeps: list[int] = []
         errors: list[float] = []
         probe, probe_error = dense, 0.0
@@ -298,7 +298,7 @@ def _output_squares(
     squares = []
     for (path, output), gradient in zip(outputs, gradients, strict=True):
         if gradient is not None:
-            channels = output.shape[1] if _is_convolution(model.get_submodule(path)) else output.shape[-1]
+            channels = output.shape[1] if isinstance(model.get_submodule(path), CONVOLUTIONS) else output.shape[-1]
             squares.append((path, float(gradient.double().square().sum()) / channels))
     return squares
 
@@ -308,17 +308,6 @@ def complete(found: dict[Layer, float], energies: dict[Layer, float]) -> dict[La
     known = [weight * energies[layer] for layer, weight in found.items() if energies[layer] > 0]
     typical = math.exp(sum(map(math.log, known)) / len(known)) if known else 1.0
     return {layer: found.get(layer, typical / max(energy, 1e-30)) for layer, energy in energies.items()}
-
-
-def _is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-
-
-def _energy(statistics: Gram, weight: Tensor) -> float:
-    """Squared output of a layer per input row."""
-    parts = statistics.own.shape[0]
-    matrix = weight.to(statistics.own.dtype).reshape(parts, -1, weight.shape[1])
-    return float(((matrix @ statistics.own) * matrix).sum())
 
 
 def _record(layer: Layer, curve: Curve, weight: float, keep: int) -> AllocationRecord:

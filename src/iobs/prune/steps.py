@@ -31,8 +31,8 @@ class GradientStep:
             lr="auto": the better of the last two in the same trials.
         steps: how many steps a round; each takes the next batch of the round's data, round and round. A single
             step without a batch_size takes the gradient of the whole round's data, as in the paper.
-        most_steps: up to so many are taken where they are cheap (1.25e13 multiplications and additions in all);
-            text keeps to `steps`.
+        most_steps: up to so many are taken where they are cheap (1.25e13 multiplications, each with its addition, in
+            all); text keeps to `steps`.
         loss: "task" (the model's own loss, or cross-entropy with the targets), "kl" (to the dense model),
             "block" (mean squared distance to the dense model's block outputs), or a function (model, batch) -> scalar.
         parameters: "prunable" steps on the pruned matrices only, as the paper; "all" on every parameter.

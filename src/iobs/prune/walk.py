@@ -16,7 +16,7 @@ from iobs.prune.batches import Part
 from iobs.prune.capture import captured_inputs
 from iobs.prune.distributed import ALONE, Ranks
 from iobs.prune.gram import Gram, Statistics
-from iobs.prune.layers import Layer
+from iobs.prune.layers import CONVOLUTIONS, Layer
 from iobs.prune.stream import StopForward, Stream
 from iobs.prune.trace import Block, inside
 
@@ -243,7 +243,7 @@ def _execution_order(stream: Stream, stage: int, layers: list[Layer]) -> list[Sh
 
 
 def _geometry(module: nn.Module) -> tuple[Any, ...]:
-    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+    if isinstance(module, CONVOLUTIONS):
         return module.kernel_size, module.stride, module.padding, module.dilation, module.groups, module.padding_mode
     return ()
 
