@@ -71,6 +71,7 @@ def test_explicit_arguments_override_a_recipe():
     assert resolve(None, {"rounds": 4}).step == RECIPES["best"]["step"]
     assert resolve("best", {"rounds": 1}).polish == RECIPES["best"]["polish"]
     assert resolve(None, {"rounds": 1}).polish is None
+    assert resolve("best", {"polish": False, "step": None}) == replace(resolve("best", {}), polish=None)
 
 
 def test_targets_that_contradict_the_inputs():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -98,7 +98,7 @@ def prune(
     polish: Annotated[
         int | None,
         _option(
-            "N", "Steps on the final support, after the last round; best takes 600, or up to 2,400.", _STEPS, least=1
+            "N", "Steps on the final support, after the last round; best takes 600, or up to 2,400.", _STEPS, least=0
         ),
     ] = None,
     include: Annotated[
@@ -218,13 +218,15 @@ def _step(recipe: str | None, rounds: int | None, given: dict[str, Any]) -> Grad
     return GradientStep(**given) if usual is None else replace(usual, **given)
 
 
-def _polish(recipe: str | None, steps: int | None) -> GradientStep | None:
-    """The polish of a recipe, or else that of "best", with another number of steps; None where none was given."""
+def _polish(recipe: str | None, steps: int | None) -> GradientStep | Literal[False] | None:
+    """The polish of a recipe, or else that of "best", with another number of steps; None as nothing was given."""
     from iobs.prune.settings import resolve
 
+    if not steps:
+        return False if steps == 0 else None
     usual = resolve(recipe, {}).polish or resolve("best", {}).polish
     assert usual is not None
-    return None if steps is None else replace(usual, steps=steps, most_steps=None)
+    return replace(usual, steps=steps, most_steps=None)
 
 
 def _pattern(sparsity: float | None, text: str | None) -> Pattern:

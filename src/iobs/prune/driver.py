@@ -36,8 +36,8 @@ def prune(
     damping: float | None = None,
     rounds: int | None = None,
     schedule: Literal["constant", "cubic", "auto"] | None = None,
-    step: GradientStep | None = None,
-    polish: GradientStep | None = None,
+    step: GradientStep | Literal[False] | None = None,
+    polish: GradientStep | Literal[False] | None = None,
     recipe: Literal["best", "fast", "paper"] | None = None,
     allocation: str | Allocation | None = None,
     target: Literal["current", "dense", "network"] | None = None,
@@ -68,8 +68,8 @@ def prune(
         schedule: sparsity of the rounds: "constant", or "cubic" growth towards the asked one. Cubic rounds begin with
             a projection to the asked sparsity, which stays a candidate, and then start again from the dense weights.
             "auto" grows only where that first projection does damage, and otherwise goes straight to the polish.
-        step: gradient steps between rounds.
-        polish: gradient steps on the final support, after the last round.
+        step: gradient steps between rounds; False takes a recipe's away.
+        polish: gradient steps on the final support, after the last round; False takes a recipe's away.
         recipe: "best", "fast" or "paper" sets solver, rounds, step, target and so on together; what is given
             explicitly overrides it. More than one round with neither recipe nor step means "best".
         allocation: how the sparsity is spread over layers: "uniform" gives every layer the same; "error", "fisher",

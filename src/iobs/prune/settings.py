@@ -93,7 +93,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def resolve(recipe: str | None, given: dict[str, Any]) -> Settings:
-    """Settings from a recipe and the arguments given explicitly, which override it.
+    """Settings from a recipe and the arguments given explicitly, which override it; False is no step, or no polish.
 
     Raises:
         ProblemError: an unknown recipe or an impossible setting.
@@ -104,7 +104,8 @@ def resolve(recipe: str | None, given: dict[str, Any]) -> Settings:
     if recipe is not None and recipe not in RECIPES:
         raise ProblemError(f"There is no recipe {recipe!r}; choose one of {', '.join(sorted(RECIPES))}.")
     settings = replace(Settings(), **({} if recipe is None else RECIPES[recipe]))
-    return replace(settings, **given)
+    taken_away: dict[str, Any] = {name: None for name in ("step", "polish") if given.get(name) is False}
+    return replace(settings, **{**given, **taken_away})
 
 
 def _plain(value: Any) -> Any:

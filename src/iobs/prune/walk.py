@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,6 +67,12 @@ class Walk:
     def _own(self) -> tuple[Part, Part]:
         """The batches of this rank."""
         return self.ranks.share(self.calibration), self.ranks.share(self.heldout)
+
+    def _numbered(self) -> list[tuple[int, bool, int]]:
+        """Of every batch of a stream: its place, whether it is held out, and the number of the caller's batch."""
+        fit, heldout = self._own
+        flags = [False] * len(fit.batches) + [True] * len(heldout.batches)
+        return [*zip(itertools.count(), flags, fit.numbers + heldout.numbers, strict=False)]
 
     @torch.no_grad()
     def sweep(self, visit: Visit, replay: Replay | None = None) -> list[Layer]:
@@ -139,9 +146,7 @@ class Walk:
         grams = [Gram.empty(layer, device, len(used) > 1) for _ in range(2 if self.heldout.batches else 1)]
         generator = torch.Generator().manual_seed(self.seed)
         rerouted = torch.zeros(1, device=device)
-        for index in range(len(streams[0].data)):
-            held_out = index >= len(self._own[0].batches)
-            number = (self._own[0].numbers + self._own[1].numbers)[index]
+        for index, held_out, number in self._numbered():
             attended = batches.attended(streams[0].data[index])
             values = [_captured(stream, stage, index, shared) for stream in used]
             if len({tuple(value.shape for value in calls) for calls in values}) > 1:
@@ -186,9 +191,7 @@ class Walk:
     def _routed(self, stream: Stream, stage: int, experts: Sequence[Layer]) -> list[Statistics]:
         device = experts[0].tensor(stream.model).device
         grams = {layer: [Gram.empty(layer, device, False) for _ in range(2)] for layer in experts}
-        for index in range(len(stream.data)):
-            held_out = index >= len(self._own[0].batches)
-            number = (self._own[0].numbers + self._own[1].numbers)[index]
+        for index, held_out, number in self._numbered():
 
             def note(
                 layer: Layer, module: nn.Module, value: Tensor, held_out: bool = held_out, number: int = number
