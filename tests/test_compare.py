@@ -63,6 +63,12 @@ def test_calibration_data_is_not_what_is_scored_on(tmp_path):
     assert "--eval-data" in result.output
 
 
+def test_a_pattern_that_does_not_fit_is_found_before_any_work(call):
+    result = call("--methods", "fast", "--patterns", "0.5,3:5")
+    assert result.exit_code != 0
+    assert "3:5" in result.output or "3:5" in str(result.exception)
+
+
 def test_unknown_method(call):
     result = call("--methods", "fastest")
     assert result.exit_code != 0

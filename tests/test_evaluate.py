@@ -158,3 +158,15 @@ def test_tasks_are_flattened_and_failures_named(embedded, monkeypatch):
     assert evaluate.evaluate_tasks(embedded, ["mmlu"]) == {"mmlu/acc": 0.25}
     with pytest.raises(DataError, match="lm-eval cannot run unknown"):
         evaluate.evaluate_tasks(embedded, ["unknown"])
+
+
+@pytest.mark.parametrize("targets", [torch.rand(6, 1), torch.eye(6, dtype=torch.int64)])
+def test_accuracy_asks_for_classes(targets):
+    with pytest.raises(DataError, match="one integer a sample"):
+        evaluate.accuracy(nn.Linear(4, 6), [(torch.randn(6, 4), targets)])
+
+
+def test_accuracy_of_a_column_of_targets():
+    network, inputs = nn.Linear(4, 3), torch.randn(6, 4)
+    answers = network(inputs).argmax(1)
+    assert evaluate.accuracy(network, [(inputs, answers[:, None])]) == 100

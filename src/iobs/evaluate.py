@@ -80,7 +80,13 @@ def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = n
         logits = output_logits(output)
         if torch.isnan(logits).any():
             raise NonFiniteError(f"The model gives NaN on batch {number}.")
-        hits += int((logits.argmax(-1) == targets).sum())
+        best = logits.argmax(-1)
+        if targets.is_floating_point() or targets.numel() != best.numel():
+            raise DataError(
+                f"Batch {number} has no classes to be right about: outputs are of shape {tuple(logits.shape)}, targets "
+                f"of shape {tuple(targets.shape)} and type {targets.dtype}; accuracy takes one integer a sample."
+            )
+        hits += int((best == targets.reshape(best.shape)).sum())
         count += targets.numel()
         progress(number, total)
     if not count:

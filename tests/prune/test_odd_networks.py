@@ -1,6 +1,7 @@
 """Networks and data that a plain reading of a model would trip over."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from torch import nn
 import iobs
 from iobs.errors import CalibrationError, LayerSelectionError, NonFiniteError, ProblemError
 from iobs.models import ensure_torchvision
+from iobs.prune import GradientStep, batches
 from iobs.prune.batches import Part
 from iobs.prune.layers import select
 from iobs.prune.peers import prune_by_fisher
 from iobs.prune.steps import Trainer, kl_to, task_loss
+from iobs.prune.stream import exact_chain
 from iobs.prune.walk import Walk
 
 
@@ -95,6 +98,216 @@ def test_one_pair_of_inputs_and_targets_is_no_list_of_batches():
         iobs.prune(nn.Sequential(nn.Linear(8, 4)).eval(), pair, iobs.Unstructured(0.5))
     pieces = torch.randn(20, 8).split(5)  # a tuple of tensors too, and a list of batches
     iobs.prune(nn.Sequential(nn.Linear(8, 4)).eval(), pieces, iobs.Unstructured(0.5))
+
+
+POLISH = GradientStep(lr=3e-3, optimizer="adam", steps=60, loss="kl", parameters="all", decay=True, batch_size="auto")
+
+
+def trained(network, inputs, targets, loss):
+    optimizer = torch.optim.Adam(network.parameters(), 1e-2)
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss(network(inputs), targets).backward()
+        optimizer.step()
+    return network.eval()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,)])
+def test_outputs_that_are_numbers_are_compared_as_numbers(shape):
+    torch.manual_seed(0)
+    inputs = torch.randn(240, 12)
+    targets = (inputs @ torch.randn(12, 5) + 3)[:, : math.prod(shape)].reshape(240, *shape)
+    last = nn.Identity() if shape else Squeezed()
+    network = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, math.prod(shape)), last)
+    network = trained(network, inputs, targets, nn.functional.mse_loss)
+    moved, errors = copy.deepcopy(network), {}
+    with torch.no_grad():
+        moved[2].bias += 1.0  # which a softmax over five outputs is blind to
+        expected = (moved(inputs) - network(inputs)).square().sum() / network(inputs).square().sum()
+        assert float(kl_to(network)(moved, (inputs, targets))) == pytest.approx(float(expected), rel=1e-4)
+    data = [*zip(inputs.split(40), targets.split(40), strict=True)]
+    for name, choices in {"fast": {}, "polished": {"polish": POLISH}}.items():
+        pruned = copy.deepcopy(network)
+        iobs.prune(pruned, data, iobs.Unstructured(0.6), recipe="fast", **choices)
+        with torch.no_grad():
+            errors[name] = float((pruned(inputs) - targets).square().mean())
+    assert errors["polished"] < 0.9 * errors["fast"]
+
+
+class Squeezed(nn.Module):
+    def forward(self, x):
+        return x.squeeze(-1)
+
+
+def test_integer_targets_show_which_dimension_holds_the_classes():
+    scores = torch.randn(4, 3, 7)
+    assert batches.class_axis(scores, (torch.randn(4, 2, 7), torch.zeros(4, 7, dtype=torch.int64))) == 1
+    assert batches.class_axis(scores, (torch.randn(4, 2, 7), torch.zeros(4, 3, dtype=torch.int64))) == 2
+    assert batches.class_axis(scores, {"input_ids": torch.zeros(4, 3, dtype=torch.int64)}) == 2
+    pixels = torch.randn(2, 8, 9, 5)
+    assert batches.class_axis(pixels, (torch.randn(2, 8, 9, 3), torch.zeros(2, 8, 9, dtype=torch.int64))) == 3
+    assert batches.class_axis(pixels, torch.randn(2, 3, 9, 5)) == 1
+    assert batches.class_axis(torch.randn(4, 9), torch.randn(4, 9)) is None  # a reconstruction
+    assert batches.class_axis(torch.randn(4, 1), (torch.randn(4, 9), torch.zeros(4, dtype=torch.int64))) is None
+
+
+class SkipsABlock(nn.Module):
+    """Three blocks; the middle one only where a batch says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        if x.shape[0] == 10:
+            x = self.blocks[1](x)
+        return self.head(self.blocks[2](x))
+
+
+@pytest.mark.parametrize("sizes", [(10, 9, 10), (9, 10, 10), (10, 10, 10)])
+def test_batches_that_take_different_ways(sizes):
+    torch.manual_seed(0)
+    network = SkipsABlock().eval()
+    data = [torch.randn(size, 6) for size in sizes]
+    selected = select(network).layers
+    chain = exact_chain(network, data, selected)
+    assert bool(chain) == (len(set(sizes)) == 1)
+    fed = []
+    handle = network.blocks[2][0].register_forward_pre_hook(lambda module, args: fed.append(args[0].double()))
+    with torch.no_grad():
+        for batch in data:
+            network(batch)
+    handle.remove()
+    found = {}
+    Walk(network, Part.of(data), Part(), selected, chain).sweep(
+        lambda group, stats: found.update({group[0].name: stats})
+    )
+    expected = torch.cat(fed).T @ torch.cat(fed) / sum(sizes)
+    assert torch.allclose(found["blocks.2.0"].calibration.own[0], expected, atol=1e-6)
+
+
+class WorksInPlace(nn.Module):
+    """Changes its input, and adds to what it has fed to a layer that it calls twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x.sub_(0.5).div_(2)
+        for _ in range(2):
+            x += torch.tanh(self.shared(x))
+        return self.head(x)
+
+
+def test_a_network_that_works_in_place():
+    torch.manual_seed(0)
+    network = WorksInPlace().eval()
+    inputs = torch.randn(30, 6)
+    data = [inputs.clone()]
+    fed = []
+    handle = network.shared.register_forward_pre_hook(lambda module, args: fed.append(args[0].double().clone()))
+    with torch.no_grad():
+        network(inputs.clone())
+    handle.remove()
+    found = {}
+    walk = Walk(network, Part.of(data), Part(), select(network).layers, [])
+    walk.sweep(lambda group, statistics: found.update({group[0].name: statistics}))
+    expected = torch.cat(fed).T @ torch.cat(fed) / 60
+    assert torch.allclose(found["shared"].calibration.own[0], expected, atol=1e-6)
+    iobs.prune(network, data, iobs.Unstructured(0.5), recipe="fast", holdout=0.0)
+    assert torch.equal(data[0], inputs), "the caller's samples are as they were"
+
+
+def test_what_was_frozen_or_zero_stays_so_in_a_polish():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    data = [torch.randn(30, 8) for _ in range(4)]
+    iobs.prune(network, data, iobs.Unstructured(0.5), include="2")
+    zeros = network[2].weight == 0
+    network[4].bias.requires_grad_(False)
+    bias = network[4].bias.clone()
+    iobs.prune(network, data, iobs.Unstructured(0.5), skip="2", polish=POLISH, keep_zeros=True)
+    assert bool((network[2].weight[zeros] == 0).all())
+    assert torch.equal(network[4].bias, bias)
+    assert not network[4].bias.requires_grad
+
+
+def test_a_forward_of_its_own_survives():
+    torch.manual_seed(0)
+    network = SkipsABlock().eval()
+    plain = network.blocks[1].forward
+    network.blocks[1].forward = lambda x: plain(x) + 1
+    expected = network(torch.ones(10, 6))
+    iobs.prune(network, [torch.randn(10, 6) for _ in range(3)], iobs.Unstructured(0.0))
+    assert torch.equal(network(torch.ones(10, 6)), expected)
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        self.last = torch.relu(self.first(x))
+        return self.second(self.last)
+
+
+def test_a_network_that_keeps_an_activation():
+    step = GradientStep(lr=1e-3, loss="kl", support="fixed")
+    data = [torch.randn(30, 8) for _ in range(3)]
+    iobs.prune(Remembers().eval(), data, iobs.Unstructured(0.5), rounds=3, step=step, target="network")
+
+
+def test_a_matrix_that_two_modules_share_is_pruned_once_whatever_is_included():
+    network = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).eval()
+    network[2].weight = network[0].weight
+    data = [(torch.randn(30, 8), torch.randint(4, (30,)))]
+    report = iobs.prune(network, data, iobs.Unstructured(0.7), include="*", allocation="error")
+    assert [row.name for row in report.audit] == ["0", "4"]
+    assert report.zeros == round(0.7 * 96)
+
+
+def test_hardly_any_weight_is_left():
+    network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).eval()
+    report = iobs.prune(network, [torch.randn(60, 8)], iobs.Unstructured(0.999), recipe="fast")
+    assert report.weights - report.zeros == round(0.001 * 448)
+
+
+def test_bounds_where_nothing_is_allocated():
+    network = nn.Sequential(nn.Linear(8, 4)).eval()
+    bounded = iobs.Allocation("auto", bounds={"0": (0.0, 0.1)})
+    with pytest.raises(ProblemError, match="Bounds"):
+        iobs.prune(network, [torch.randn(60, 8)], iobs.NM(2, 4), allocation=bounded)
+
+
+@pytest.mark.parametrize(
+    ("width", "targets", "expected"),
+    [
+        (1, torch.tensor([0, 1, 1]), nn.functional.binary_cross_entropy_with_logits),
+        (4, torch.tensor([0, 3, 1], dtype=torch.int32), nn.functional.cross_entropy),
+        (1, torch.tensor([0, 3, 1]), None),
+        (4, torch.tensor([[0, 3]] * 3), None),
+    ],
+)
+def test_task_losses(width, targets, expected):
+    network, inputs = nn.Linear(5, width), torch.randn(3, 5)
+    if expected is None:
+        with pytest.raises(CalibrationError, match="have no task loss"):
+            task_loss(network, (inputs, targets))
+        return
+    wanted = targets[:, None].float() if width == 1 else targets.long()
+    with torch.no_grad():
+        assert float(task_loss(network, (inputs, targets))) == pytest.approx(float(expected(network(inputs), wanted)))
+
+
+def test_peers_on_doubles():
+    network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double().eval()
+    data = [(torch.randn(30, 8).double(), torch.randint(4, (30,)))]
+    for method in ("cbs", "chita"):
+        assert prune_by_fisher(network, data, 0.5, method=method).sparsity == pytest.approx(0.5, abs=0.01)
 
 
 def test_classes_of_pixels():

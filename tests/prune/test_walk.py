@@ -15,7 +15,7 @@ from iobs.prune.walk import Walk
 def walk_of(model, data, **options):
     fit, heldout = batches.split(batches.Part.of(batches.collect(data)), 0.25, 0)
     selected = layers.select(model).layers
-    return Walk(model, fit, heldout, selected, exact_chain(model, fit.batches[0], selected), **options)
+    return Walk(model, fit, heldout, selected, exact_chain(model, fit.batches, selected), **options)
 
 
 def inputs_by_plain_hooks(model, layer, data):

@@ -60,7 +60,7 @@ def test_blocks_are_found_and_running_along_them_is_exact(name):
         model.config.use_cache = False
     fit, _ = batches.split(batches.Part.of(data), 0.0, 0)
     layers = select(model).layers
-    chain = exact_chain(model, fit.batches[0], layers)
+    chain = exact_chain(model, fit.batches, layers)
     assert len(chain) >= 2
     for layer in layers:  # almost everything lies on the chain; the rest is an embedding of patches or a classifier
         assert any(layer.path.startswith(block.path) for block in chain) or len(layer.path.split(".")) < 4
@@ -101,7 +101,7 @@ def test_grams_of_experts_hold_the_tokens_that_were_routed_to_them(name):
         for batch in data:
             model(**batch)
     found = {}
-    walk = Walk(model, fit, batches.Part(), layers, exact_chain(model, fit.batches[0], layers))
+    walk = Walk(model, fit, batches.Part(), layers, exact_chain(model, fit.batches, layers))
     walk.sweep(lambda group, statistics: found.update({group[0].name: statistics}))
     for expert in range(4):
         rows = torch.cat([hidden[(index == expert).any(1)] for hidden, index in routed])
@@ -142,3 +142,27 @@ def test_a_layer_that_is_never_fed_stays_dense_and_is_listed():
     report = iobs.prune(model, torch.randn(64, 8), iobs.Unstructured(0.5))
     assert "fed it nothing" in report.skipped["idle"]
     assert [row.name for row in report.audit] == ["used"]
+
+
+def test_experts_are_seen_however_the_network_multiplies_them():
+    model, data = build("mixtral")
+    model.config._experts_implementation = "grouped_mm"  # what transformers takes by default
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), solver="sparsegpt")
+    assert sum("experts" in row.name for row in report.audit) == 2 * 2 * 4  # blocks, matrices, experts
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+def test_an_encoders_padding_says_nothing_of_its_decoder():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    tokens, mask = torch.randint(2, 40, (6, 8)), torch.ones(6, 8, dtype=torch.int64)
+    mask[:, 3:] = 0
+    data = [{"input_ids": tokens, "attention_mask": mask, "decoder_input_ids": tokens}]
+    layers = tuple(layer for layer in select(model).layers if "decoder" in layer.name)
+    found = {}
+    walk = Walk(model, batches.Part.of(data), batches.Part(), layers, [])
+    walk.sweep(lambda group, statistics: found.update({group[0].name: statistics.calibration.count}))
+    assert found["decoder.block.0.layer.0.SelfAttention.q"] == 48

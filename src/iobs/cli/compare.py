@@ -67,6 +67,8 @@ def compare(
     from iobs.cli.results import score
     from iobs.core.patterns import parse
     from iobs.data import calibration_batches, open_source
+    from iobs.prune.layers import select
+    from iobs.prune.spread import require_fit
     from iobs.report.curves import Trial
 
     if data and not eval_data:
@@ -87,6 +89,9 @@ def compare(
     if not pairs:
         raise typer.BadParameter("none of these methods takes N:M; give sparsities", param_hint="--patterns")
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
+    selection = select(loaded.module, None, skip)
+    for pattern in wanted.values():
+        require_fit(selection, pattern)
     source = open_source(data or [], "calibration", loaded)
     batches = [*calibration_batches(source, loaded, samples=samples, length=seq_len, seed=seed, batch=batch_size)]
     scoring = eval_data or []

@@ -72,7 +72,10 @@ class Allocation:
             least, most = sparsities[layer.name]
             if least > most:
                 raise ProblemError(f"Layer {layer.name!r} is to have at least {least:g} and at most {most:g} zeros.")
-            found[layer] = math.ceil(layer.weights * (1 - most) - 1e-9), math.floor(layer.weights * (1 - least) + 1e-9)
+            # An eighth of hardly any weight may be none; what was asked for is kept to.
+            fewest = layer.weights * (1 - most)
+            fewest = int(fewest + 1e-9) if (least, most) == usual and self.most is None else math.ceil(fewest - 1e-9)
+            found[layer] = fewest, math.floor(layer.weights * (1 - least) + 1e-9)
         return found
 
 

@@ -24,7 +24,7 @@ def collect(batches: Iterable[Batch] | Tensor | Mapping[str, Any]) -> list[Batch
     """
     if isinstance(batches, (Tensor, Mapping)):
         batches = [batches]
-    if isinstance(batches, tuple) and len({(one.ndim, one.dtype) for one in batches if isinstance(one, Tensor)}) > 1:
+    if isinstance(batches, tuple) and _is_pair(batches):
         raise CalibrationError("A single batch (inputs, targets) goes into a list: [(inputs, targets)].")
     result = list(batches)
     if not result:
@@ -36,6 +36,12 @@ def collect(batches: Iterable[Batch] | Tensor | Mapping[str, Any]) -> list[Batch
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise NonFiniteError(f"Calibration batch {index} holds NaN or infinity; leave it out or repair it.")
     return result
+
+
+def _is_pair(batches: tuple[Any, ...]) -> bool:
+    """Whether a tuple is one batch (inputs, targets) rather than several batches of inputs, as `Tensor.split` makes."""
+    kinds = {(one.ndim, one.dtype) for one in batches if isinstance(one, Tensor)}
+    return len(kinds) > 1 or (len(batches) == 2 and batches[0] is batches[1])
 
 
 def tensors(batch: Batch) -> list[Tensor]:
@@ -72,9 +78,14 @@ def positions(batch: Batch) -> int:
     return max((tensor.shape[1] for tensor in rows), default=1)
 
 
-def attended(batch: Batch) -> Tensor | None:
-    """Which positions are no padding, (samples, positions) bool; None where the batch does not say."""
+def attended(model: nn.Module, batch: Batch) -> Tensor | None:
+    """Which positions are no padding, (samples, positions) bool; None where the batch does not say.
+
+    Nor does it where an encoder's mask says nothing of the decoder's positions.
+    """
     given = inputs(batch)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
     mask = given.get("attention_mask") if isinstance(given, Mapping) else None
     return mask != 0 if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
@@ -231,7 +242,7 @@ def inputs(batch: Batch) -> Batch:
 
 def forward(model: nn.Module, batch: Batch) -> Any:
     """Call the model as its kind of batch asks for."""
-    given = inputs(batch)
+    given = _map(inputs(batch), Tensor.clone)  # a network may work on its input in place
     return model(**given) if isinstance(given, Mapping) else model(given)
 
 
@@ -252,9 +263,35 @@ def require_accepted(model: nn.Module, batch: Batch) -> None:
         ) from error
 
 
-def classes_last(values: Tensor) -> Tensor:
-    """Scores with their classes in the last dimension: those of pixels, (samples, classes, height, width), have not."""
-    return values.movedim(1, -1) if values.ndim > 3 else values
+def class_axis(scores: Tensor, batch: Batch) -> int | None:
+    """Which dimension of a network's scores are its classes; None where its outputs are numbers and no distribution.
+
+    Integer targets show it by their shape. Numbers are a single output, outputs whose targets are real numbers, and
+    without targets what has the shape of its input. Else the last dimension is taken; of four or more the second, as
+    it is for pixels.
+    """
+    if scores.ndim < 2:
+        return None
+    given, wanted = inputs(batch), targets(batch)
+    axis = 1 if scores.ndim > 3 else scores.ndim - 1
+    if wanted is not None and wanted.is_floating_point():
+        return None
+    if wanted is not None and wanted.shape == scores.shape[:-1]:
+        axis = scores.ndim - 1
+    elif wanted is not None and wanted.shape == scores.shape[:1] + scores.shape[2:]:
+        axis = 1
+    elif wanted is None and isinstance(given, Tensor) and given.is_floating_point() and given.shape == scores.shape:
+        return None
+    return axis if scores.shape[axis] > 1 else None
+
+
+def targets(batch: Batch) -> Tensor | None:
+    """What a batch says that the outputs should be; None where it does not."""
+    if isinstance(batch, Mapping):
+        found = batch.get("labels")
+    else:
+        found = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    return found if isinstance(found, Tensor) else None
 
 
 def logits(output: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
-from iobs.errors import NonFiniteError
+from iobs.errors import NonFiniteError, ProblemError
 from iobs.prune.allocation import Allocation, as_allocation, global_sparsity, uniform
 from iobs.prune.gram import Statistics
 from iobs.prune.layers import Layer
@@ -39,14 +39,20 @@ _HOPELESS = 0.15  # a rate worse than the best, or than no steps, by this share 
 
 def possible(allocation: str | Allocation, pattern: Pattern) -> str | Allocation:
     """The allocation, where "auto" is "uniform" under a pattern that leaves nothing to allocate."""
-    nothing = as_allocation(allocation).criterion == "auto" and global_sparsity(pattern) is None
-    return "uniform" if nothing else allocation
+    chosen = as_allocation(allocation)
+    nothing = chosen.criterion == "auto" and global_sparsity(pattern) is None
+    return replace(chosen, criterion="uniform") if nothing else allocation
 
 
 def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """The pattern of every layer, and the measurements behind an uneven one."""
     layers, allocation = run.selection.layers, as_allocation(run.settings.allocation)
     if allocation.criterion == "uniform":
+        if allocation.bounds:
+            raise ProblemError(
+                "Bounds of an allocation say nothing where every layer gets the same: choose another criterion, and a "
+                "pattern that leaves the counts of layers open."
+            )
         return uniform(run.pattern, layers), []
 
     def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:

@@ -110,8 +110,8 @@ def prune(
     require_fit(selection, pattern)
     collected = data_batches.collect(batches)
     # The dense reference is copied inside: a key-value cache would grow each time one of its blocks is run.
-    with evaluating(model), torch.random.fork_rng(devices=[]):
+    with evaluating(model) as frozen, torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         data_batches.require_accepted(model, collected[0])
         told = progress if progress is not None and current().first else Quiet()
-        return Run(model, selection, pattern, settings, collected, told, checkpoint).execute()
+        return Run(model, selection, pattern, settings, collected, told, checkpoint, frozen).execute()

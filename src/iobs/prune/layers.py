@@ -166,15 +166,21 @@ def select(
         check_finite: look at every entry; not where the weights are not in memory.
 
     Raises:
-        LayerSelectionError: a pattern matches no layer, or no layer is left.
+        LayerSelectionError: a pattern matches no layer, no layer is left, or a lazy layer was never called.
         NonFiniteError: a weight holds NaN or infinity.
     """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise LayerSelectionError(f"{name!r} has no shape yet; call the model on a batch first.")
     found = find_layers(model)
     included, skipped_by_user = matching(found, include, "include"), matching(found, skip, "skip")
     defaults = _dense_by_default(model, found, depthwise)
-    layers, skipped = [], other_weights(model, found)
+    layers: list[Layer] = []
+    skipped = other_weights(model, found)
     for layer in found:
-        if layer.name in skipped_by_user:
+        if layer.stored_as in {one.key for one in layers}:
+            skipped[layer.name] = defaults[layer.name]  # whatever was included: a matrix is pruned once
+        elif layer.name in skipped_by_user:
             skipped[layer.name] = "skipped by name"
         elif include is not None and layer.name not in included:
             skipped[layer.name] = "not among the included names"

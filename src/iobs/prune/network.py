@@ -8,13 +8,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from iobs.errors import CalibrationError
 from iobs.prune import batches
 from iobs.prune.batches import Part
 from iobs.prune.settings import Settings
 
 
 def update_batch_norm(model: nn.Module, part: Part) -> None:
-    """Replace running statistics by the cumulative average over the calibration data."""
+    """Replace running statistics by the cumulative average over the calibration data.
+
+    Raises:
+        CalibrationError: a batch has one value a channel, which has no variance.
+    """
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     momenta = [module.momentum for module in norms]
     device = next(model.parameters()).device
@@ -26,6 +31,8 @@ def update_batch_norm(model: nn.Module, part: Part) -> None:
         with torch.no_grad():
             for batch in part.batches:
                 batches.forward(model, batches.to_device(batch, device))
+    except ValueError as error:  # of a batch with one value a channel
+        raise CalibrationError(f'batch_norm="update" cannot use this batch: {error}; join it with another.') from error
     finally:
         for module, momentum in zip(norms, momenta, strict=True):
             module.momentum = momentum
@@ -33,26 +40,36 @@ def update_batch_norm(model: nn.Module, part: Part) -> None:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off, no key-value cache, everything able to carry gradients; all put back at the end."""
+def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
+    """Dropout off, no key-value cache, experts one by one, everything able to carry gradients; put back at the end.
+
+    Gives the names of the parameters that were frozen; none where all were, as for inference.
+    """
     training = [(module, module.training) for module in model.modules()]
-    frozen = [value for value in model.parameters() if not value.requires_grad and value.is_floating_point()]
+    numbers = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
+    frozen = {name: value for name, value in numbers.items() if not value.requires_grad}
     config = getattr(model, "config", None)
     cached = getattr(config, "use_cache", None)
+    # Implementations of transformers that multiply all experts at once hide what each is fed.
+    experts = getattr(config, "_experts_implementation", None)
     model.eval()
-    for value in frozen:
+    for value in frozen.values():
         value.requires_grad_(True)
     if cached:
         config.use_cache = False  # type: ignore[union-attr]
+    if experts is not None:
+        config._experts_implementation = "eager"  # type: ignore[union-attr]
     try:
-        yield
+        yield frozenset(frozen if len(frozen) < len(numbers) else ())
     finally:
         for module, flag in training:
             module.training = flag
-        for value in frozen:
+        for value in frozen.values():
             value.requires_grad_(False)
         if cached:
             config.use_cache = cached  # type: ignore[union-attr]
+        if experts is not None:
+            config._experts_implementation = experts  # type: ignore[union-attr]
 
 
 def state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

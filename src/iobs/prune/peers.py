@@ -71,7 +71,7 @@ def prune_by_fisher(
         with evaluating(model):
             for index, level in enumerate(_levels(sparsity, stages)):
                 began = time.perf_counter()
-                weights = torch.cat([layer.read(model).flatten() for layer in selection.layers])
+                weights = torch.cat([layer.read(model).flatten() for layer in selection.layers]).float()
                 sizes = tuple(layer.weights for layer in selection.layers)
                 if method == "magnitude":
                     rows = weights.new_zeros(1, len(weights))

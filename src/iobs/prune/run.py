@@ -53,9 +53,10 @@ class Run:
         collected: list[Batch],
         progress: Progress,
         checkpoint: str | Path | None,
+        frozen: frozenset[str],
     ) -> None:
         self.model, self.selection, self.pattern, self.settings = model, selection, pattern, settings
-        self.progress = progress
+        self.progress, self.frozen = progress, frozen
         self.memory = MemoryWatch()
         self.fit, self.heldout = data_batches.split(Part.of(collected), settings.holdout, settings.seed)
         self.portions = [self.fit] * settings.rounds
@@ -78,7 +79,7 @@ class Run:
     @cached_property
     def chain(self) -> list[Block]:
         """The blocks along which the network can be run, found while it is dense."""
-        return exact_chain(self.model, self.fit.batches[0], self.selection.layers)
+        return exact_chain(self.model, [*self.fit.batches, *self.heldout.batches], self.selection.layers)
 
     def execute(self) -> Report:
         """All rounds, the choice among them, the audit; the original weights come back if anything fails."""
@@ -222,8 +223,17 @@ class Run:
         target = self.settings.target
         dense = index == 0 or (index == 1 and self.settings.schedule == "cubic")  # still the weights of the start
         if target == "network" and not dense:
-            return copy.deepcopy(self.model).eval()
+            return self._twin()
         return None if target == "current" and self.settings.inputs == "pruned" else self.reference
+
+    def _twin(self) -> nn.Module:
+        """A copy of the network as it is, made from the reference: steps leave things in it that cannot be copied."""
+        twin = copy.deepcopy(self.reference)
+        assert twin is not None
+        with torch.no_grad():
+            for (_, value), (_, now) in zip(state(twin), state(self.model), strict=True):
+                value.copy_(now)
+        return twin
 
     # ---- the journal
     def _identity(self) -> dict[str, Any]:
@@ -328,7 +338,7 @@ class Run:
         parameters = {
             name: value
             for name, value in self.model.named_parameters()
-            if name in prunable or (step.parameters == "all" and value.is_floating_point())
+            if name in prunable or (step.parameters == "all" and value.is_floating_point() and name not in self.frozen)
         }
         _, loss = self._loss(step)
         return Trainer(self.model, parameters, step, loss, total, self.settings.seed, masks, self._augmentation(step))
@@ -349,8 +359,11 @@ class Run:
         self.progress.note(text)
 
     def masks(self) -> dict[str, Tensor]:
-        """Ones where the pruned matrices now have weights, by parameter."""
-        return {layer.key: (self.model.get_parameter(layer.key) != 0).float() for layer in self.selection.layers}
+        """Ones where the pruned matrices now have weights, by parameter; of others where zeros may change."""
+        pruned = {layer.key: (self.model.get_parameter(layer.key) != 0).float() for layer in self.selection.layers}
+        if not self.settings.keep_zeros:
+            return pruned
+        return {name: (value != 0).float() for name, value in self.original.items() if value.ndim > 1} | pruned
 
     def _polish(self, step: GradientStep, leader: RoundRecord, index: int) -> RoundRecord:
         """Steps on the support of the best projection, whose weights the model holds."""

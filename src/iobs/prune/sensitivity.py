@@ -286,11 +286,17 @@ def _output_squares(
     handles = [model.get_submodule(path).register_forward_hook(keep(path)) for path in paths]
     try:
         with torch.enable_grad():
-            scores = batches.classes_last(batches.logits(batches.forward(model, batch))).float()
-            logs = scores.reshape(-1, scores.shape[-1]).log_softmax(-1)
-            drawn = torch.multinomial(logs.detach().exp().cpu(), 1, generator=generator).to(logs.device)
-            drawn_logs = logs.gather(1, drawn).reshape(*scores.shape[:-1], 1)
-            likelihood = batches.unpadded(drawn_logs, batches.attended(batch)).sum()
+            scores = batches.logits(batches.forward(model, batch)).float()
+            axis = batches.class_axis(scores, batch)
+            if axis is None:  # numbers with normal errors of unit variance
+                errors = torch.randn(scores.shape, generator=generator).to(scores.device)
+                likelihood = (scores * errors).sum()
+            else:
+                scores = scores.movedim(axis, -1)
+                logs = scores.reshape(-1, scores.shape[-1]).log_softmax(-1)
+                drawn = torch.multinomial(logs.detach().exp().cpu(), 1, generator=generator).to(logs.device)
+                drawn_logs = logs.gather(1, drawn).reshape(*scores.shape[:-1], 1)
+                likelihood = batches.unpadded(drawn_logs, batches.attended(model, batch)).sum()
             gradients = torch.autograd.grad(likelihood, [output for _, output in outputs], allow_unused=True)
     finally:
         for handle in handles:

@@ -96,11 +96,16 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
         return own
     values = batches.logits(output).float()
     if isinstance(batch, (tuple, list)) and len(batch) > 1:
-        targets = batch[1]
-        if targets.is_floating_point():
-            return functional.mse_loss(values, targets.float().reshape(values.shape))
-        return functional.cross_entropy(batches.classes_last(values).flatten(0, -2), targets.flatten())
-    if isinstance(batch, Mapping) and "input_ids" in batch:
+        if batches.size(batch) == 1 and values.shape[:1] != (1,):
+            values = values[None]  # a network that squeezes a single sample's dimension away
+        try:
+            return _to_targets(values, batch)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise CalibrationError(
+                f"Outputs of shape {tuple(values.shape)} and targets of shape {tuple(batch[1].shape)} and type "
+                f'{batch[1].dtype} have no task loss ({error}); give a function as loss, or use loss="kl".'
+            ) from error
+    if isinstance(batch, Mapping) and "input_ids" in batch and values.ndim == 3:
         tokens = batch["input_ids"][:, 1:]
         if "attention_mask" in batch:
             tokens = tokens.masked_fill(batch["attention_mask"][:, 1:] == 0, -100)
@@ -108,44 +113,63 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
     raise CalibrationError('The task loss needs targets: give batches (inputs, targets), or use loss="kl".')
 
 
+def _to_targets(values: Tensor, batch: Batch) -> Tensor:
+    targets, axis = batch[1], batches.class_axis(values, batch)
+    if targets.is_floating_point():
+        return functional.mse_loss(values, targets.float().reshape(values.shape))
+    if axis is None:  # one output, for one of two classes
+        if bool((targets > 1).any()):
+            raise ValueError("one output stands for classes 0 and 1; numbers are given as floats")
+        return functional.binary_cross_entropy_with_logits(values, targets.float().reshape(values.shape))
+    return functional.cross_entropy(values.movedim(axis, -1).flatten(0, -2), targets.flatten().long())
+
+
 def kl_to(reference: nn.Module) -> LossFunction:
     """Mean over samples (and positions or pixels, but for padding) of KL(dense || sparse) of the outputs, in nats.
 
-    One output is no distribution: there it is ||sparse - dense||^2 / ||dense||^2.
+    Outputs that are numbers and no distribution (`batches.class_axis`): ||sparse - dense||^2 / ||dense||^2.
     """
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.no_grad():
             dense = batches.logits(batches.forward(reference, batch))
-        return _divergence(dense, batches.logits(batches.forward(model, batch)), batches.attended(batch))
+        return _divergence(model, batch, dense, batches.logits(batches.forward(model, batch)))
 
     return loss
 
 
 def kl_to_answers(model: nn.Module, batch: Batch) -> Tensor:
-    """The same for a batch (inputs, the dense model's answers to them), which `answered` makes."""
-    return _divergence(batch[1], batches.logits(batches.forward(model, batch)), batches.attended(batch))
+    """The same for a batch (inputs, the dense model's answers to them, targets if any), which `answered` makes."""
+    inputs, answers, *targets = batch
+    return _divergence(model, (inputs, *targets), answers, batches.logits(batches.forward(model, batch)))
 
 
 @torch.no_grad()
 def answered(model: nn.Module, part: Part, most: int) -> Part:
-    """The leading batches of a part as (inputs, the model's answers), until the answers hold `most` numbers."""
+    """The leading batches of a part with the model's answers beside the inputs, until they hold `most` numbers."""
     device = next(model.parameters()).device
     found, numbers = Part(), 0
     for batch, number in zip(part.batches, part.numbers, strict=True):
         if numbers < most:
             answer = batches.logits(batches.forward(model, batches.to_device(batch, device)))
-            kept = torch.arange(len(answer)) < max(1, (most - numbers) // answer[0].numel())
-            found.add((batches.inputs(batch), answer), kept, number)
+            count = batches.size(batch)
+            if len(answer) > count and len(answer) % count == 0:  # one row a position
+                answer = answer.reshape(count, -1, *answer.shape[1:])
+            kept = torch.arange(count) < max(1, (most - numbers) // answer[0].numel())
+            rest = batch[1:] if isinstance(batch, (tuple, list)) else ()
+            found.add((batches.inputs(batch), answer, *rest), kept, number)
             numbers += answer.numel()
     return found
 
 
-def _divergence(dense: Tensor, sparse: Tensor, attended: Tensor | None) -> Tensor:
-    dense, sparse = (batches.unpadded(batches.classes_last(values), attended) for values in (dense, sparse))
-    dense, sparse, classes = dense.float(), sparse.float(), dense.shape[-1]
-    if classes == 1:
-        return (sparse - dense).square().sum() / dense.square().sum()
+def _divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) -> Tensor:
+    axis, attended = batches.class_axis(dense, batch), batches.attended(model, batch)
+    if axis is not None:
+        dense, sparse = dense.movedim(axis, -1), sparse.reshape(dense.shape).movedim(axis, -1)
+    dense, sparse = (batches.unpadded(values, attended).float() for values in (dense, sparse))
+    if axis is None:
+        return (sparse.reshape(dense.shape) - dense).square().sum() / dense.square().sum().clamp_min(1e-30)
+    classes = dense.shape[-1]
     return functional.kl_div(
         sparse.reshape(-1, classes).log_softmax(-1),
         dense.reshape(-1, classes).log_softmax(-1),

@@ -7,7 +7,7 @@ blocks standing still. Without a chain there is one stage, the whole network.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from iobs.errors import CalibrationError
 from iobs.prune import batches
 from iobs.prune.batches import Batch
 from iobs.prune.layers import Layer
@@ -27,6 +28,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 class StopForward(Exception):
     """Raised inside a forward pass to end it early."""
+
+
+class WayError(CalibrationError):
+    """A batch does not go from block to block along the chain."""
+
+    def __init__(self) -> None:
+        super().__init__("A batch takes another way through the network's blocks than the first one.")
 
 
 @dataclass
@@ -88,12 +96,17 @@ class Stream:
     def _record(self, index: int) -> None:
         """Every block's arguments on one batch, and the first block's hidden state, from a run without blocks."""
         recorded: list[Arguments] = []
+        handed_on: Tensor | None = None  # by the block before: what it was given, as long as the blocks stand still
 
         def record(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal handed_on
             block = self.chain[position]
             hidden = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
+            if position != len(recorded) or (position and hidden is not handed_on):
+                raise WayError
             if position == 0:
                 self.hidden.append(hidden)
+            handed_on = hidden
             recorded.append(_insert((args, kwargs), block.hidden, None))
             if position == len(self.chain) - 1:
                 raise StopForward
@@ -102,6 +115,8 @@ class Stream:
         batch = batches.to_device(self.data[index], next(self.model.parameters()).device)
         with _replaced(self.model, self.chain, record), suppress(StopForward):
             batches.forward(self.model, batch)
+        if len(recorded) < len(self.chain):
+            raise WayError
         self.arguments.append(recorded)
 
     def _stop(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,10 +129,18 @@ class Stream:
         return with_hidden(self.hidden[index].clone() if last else hidden, block.rest)
 
 
-def exact_chain(model: nn.Module, batch: Batch, layers: tuple[Layer, ...]) -> list[Block]:
-    """The longest chain of blocks along which a network can be run, as one batch shows; empty where there is none."""
-    chains = (chain for chain in find_chains(model, batch, layers) if len(chain) > 1)
-    return next((chain for chain in chains if running_along_is_exact(model, chain, batch)), [])
+def exact_chain(model: nn.Module, data: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
+    """The longest chain of blocks along which a network can be run, or none.
+
+    The first batch shows that running along it is exact; the others, that they take the same way.
+    """
+    for chain in find_chains(model, data[0], layers):
+        if len(chain) > 1 and running_along_is_exact(model, chain, data[0]):
+            with suppress(WayError), torch.no_grad():
+                for batch in data[1:]:
+                    Stream(model, [batch], chain).advance(BEFORE)
+                return chain
+    return []
 
 
 @torch.no_grad()
@@ -160,10 +183,14 @@ def _replaced(
 ) -> Iterator[None]:
     """Blocks of the model do something else instead of their forward; undone at the end."""
     modules = [model.get_submodule(block.path) for block in blocks]
+    own = [vars(module).get("forward") for module in modules]  # set on the module itself, by an adapter or a user
     for position, module in enumerate(modules):
         module.forward = lambda *args, position=position, **kwargs: behaviour(position, args, kwargs)
     try:
         yield
     finally:
-        for module in modules:
-            del module.forward
+        for module, forward in zip(modules, own, strict=True):
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward

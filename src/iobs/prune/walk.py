@@ -147,7 +147,7 @@ class Walk:
         generator = torch.Generator().manual_seed(self.seed)
         rerouted = torch.zeros(1, device=device)
         for index, held_out, number in self._numbered():
-            attended = batches.attended(streams[0].data[index])
+            attended = batches.attended(streams[0].model, streams[0].data[index])
             values = [_captured(stream, stage, index, shared) for stream in used]
             if len({tuple(value.shape for value in calls) for calls in values}) > 1:
                 rerouted += 1
@@ -256,7 +256,8 @@ def _captured(stream: Stream, stage: int, index: int, shared: SharedInput) -> li
     values: list[Tensor] = []
 
     def keep(layer: Layer, module: nn.Module, value: Tensor) -> None:
-        values.append(value.detach())
+        # A later call may overwrite it: x += f(x).
+        values.append(value.detach().clone() if shared.calls > 1 else value.detach())
         if len(values) == shared.calls:
             raise StopForward
 
