@@ -85,7 +85,7 @@ def test_nan_is_named(embedded):
     with torch.no_grad():
         module.weight.fill_(float("nan"))
     good = nn.Linear(2, 2)
-    batches = [(torch.ones(1, 2), torch.zeros(1))]
+    batches = [(torch.ones(1, 2), torch.zeros(1, dtype=torch.int64))]
     evaluate.accuracy(good, batches)
     with pytest.raises(NonFiniteError, match="batch 1"):
         evaluate.accuracy(module, batches)
