@@ -44,6 +44,7 @@ class Stream:
     model: nn.Module
     data: list[Batch]
     chain: list[Block]
+    strict: bool = False  # a batch that does not go from block to block along the chain raises WayError
     arguments: list[list[Arguments]] = field(default_factory=list)  # by batch and block; hidden states left out
     hidden: list[Tensor] = field(default_factory=list)  # by batch: what the current block is fed
 
@@ -102,7 +103,7 @@ class Stream:
             nonlocal handed_on
             block = self.chain[position]
             hidden = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
-            if position != len(recorded) or (position and hidden is not handed_on):
+            if self.strict and (position != len(recorded) or (position and hidden is not handed_on)):
                 raise WayError
             if position == 0:
                 self.hidden.append(hidden)
@@ -115,7 +116,7 @@ class Stream:
         batch = batches.to_device(self.data[index], next(self.model.parameters()).device)
         with _replaced(self.model, self.chain, record), suppress(StopForward):
             batches.forward(self.model, batch)
-        if len(recorded) < len(self.chain):
+        if self.strict and len(recorded) < len(self.chain):
             raise WayError
         self.arguments.append(recorded)
 
@@ -138,7 +139,7 @@ def exact_chain(model: nn.Module, data: Sequence[Batch], layers: tuple[Layer, ..
         if len(chain) > 1 and running_along_is_exact(model, chain, data[0]):
             with suppress(WayError), torch.no_grad():
                 for batch in data[1:]:
-                    Stream(model, [batch], chain).advance(BEFORE)
+                    Stream(model, [batch], chain, strict=True).advance(BEFORE)
                 return chain
     return []
 
