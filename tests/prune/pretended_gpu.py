@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 # Copies go across; an index may lie on the CPU.
-CROSSING = {"copy_", "to", "type_as", "__getitem__", "__setitem__", "index", "index_put_", "equal_storage"}
-LEAVING = {"cpu", "tolist", "item", "__float__", "__int__", "__bool__", "__index__"}
+CROSSING = {"copy_", "to", "__getitem__", "__setitem__", "index_put_"}
 
 
 class OnGpu(Tensor):

@@ -176,10 +176,9 @@ def label_preserving(model: nn.Module, part: Part, seed: int) -> FlipShift | Non
 def _predictions(model: nn.Module, used: list[Batch], change: FlipShift | None, seed: int) -> Tensor | None:
     """The likeliest class of every sample, (samples,) int64; None where the network is no classifier of pictures."""
     generator = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
     found = []
     for batch in used:
-        given = batches.to_device(batch if change is None else change(batch, generator), device)
+        given = batch if change is None else change(batch, generator)
         scores = batches.logits(batches.forward(model, given))
         if scores.ndim != 2 or scores.shape[1] < 2:
             return None

@@ -241,8 +241,9 @@ def inputs(batch: Batch) -> Batch:
 
 
 def forward(model: nn.Module, batch: Batch) -> Any:
-    """Call the model as its kind of batch asks for."""
-    given = _map(inputs(batch), Tensor.clone)  # a network may work on its input in place
+    """Call the model as its kind of batch asks for, on its device, with copies: it may work on its input in place."""
+    device = next(model.parameters()).device
+    given = _map(inputs(batch), lambda tensor: tensor.to(device, copy=True))
     return model(**given) if isinstance(given, Mapping) else model(given)
 
 
@@ -253,9 +254,8 @@ def require_accepted(model: nn.Module, batch: Batch) -> None:
     Raises:
         CalibrationError: the model cannot take it; gives the shapes and the model's own complaint.
     """
-    device = next(model.parameters()).device
     try:
-        forward(model, to_device(take(batch, torch.zeros(1, dtype=torch.int64)), device))
+        forward(model, take(batch, torch.zeros(1, dtype=torch.int64)))
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors(batch))
         raise CalibrationError(

@@ -91,7 +91,7 @@ def _allocation_share(settings: Settings, layers: tuple[Layer, ...], fit: Part, 
 def _timed(model: nn.Module, batch: Batch) -> float:
     device = next(model.parameters()).device
     began = time.perf_counter()
-    batches.forward(model, batches.to_device(batch, device))
+    batches.forward(model, batch)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - began
@@ -134,7 +134,7 @@ def _rows_per_sample(
 
     handles = [model.get_submodule(path).register_forward_hook(note(path)) for path in {layer.path for layer in layers}]
     try:
-        batches.forward(model, batches.to_device(batch, next(model.parameters()).device))
+        batches.forward(model, batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -22,7 +22,6 @@ def update_batch_norm(model: nn.Module, part: Part) -> None:
     """
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     momenta = [module.momentum for module in norms]
-    device = next(model.parameters()).device
     try:
         for module in norms:
             module.reset_running_stats()
@@ -30,7 +29,7 @@ def update_batch_norm(model: nn.Module, part: Part) -> None:
             module.train()
         with torch.no_grad():
             for batch in part.batches:
-                batches.forward(model, batches.to_device(batch, device))
+                batches.forward(model, batch)
     except ValueError as error:  # of a batch with one value a channel
         raise CalibrationError(f'batch_norm="update" cannot use this batch: {error}; join it with another.') from error
     finally:

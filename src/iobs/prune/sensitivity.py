@@ -258,12 +258,11 @@ def output_fisher(model: nn.Module, layers: tuple[Layer, ...], part: Part, seed:
         seed: of the drawn targets.
     """
     generator = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
     # The output of a module of fused experts is no single expert's.
     sums = {layer.path: 0.0 for layer in layers if layer.expert is None}
     used = _at_most(part, PROBE, PROBE_TOKENS)
     for batch in used.batches:
-        for path, square in _output_squares(model, set(sums), batches.to_device(batch, device), generator):
+        for path, square in _output_squares(model, set(sums), batch, generator):
             sums[path] += square
     return {layer: 0.5 * sums[layer.path] / used.samples for layer in layers if sums.get(layer.path, 0.0) > 0}
 

@@ -147,11 +147,10 @@ def kl_to_answers(model: nn.Module, batch: Batch) -> Tensor:
 @torch.no_grad()
 def answered(model: nn.Module, part: Part, most: int) -> Part:
     """The leading batches of a part with the model's answers beside the inputs, until they hold `most` numbers."""
-    device = next(model.parameters()).device
     found, numbers = Part(), 0
     for batch, number in zip(part.batches, part.numbers, strict=True):
         if numbers < most:
-            answer = batches.logits(batches.forward(model, batches.to_device(batch, device)))
+            answer = batches.logits(batches.forward(model, batch))
             count = batches.size(batch)
             if len(answer) > count and len(answer) % count == 0:  # one row a position
                 answer = answer.reshape(count, -1, *answer.shape[1:])

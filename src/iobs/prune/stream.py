@@ -59,8 +59,6 @@ class Stream:
             block = self.chain[stage]
             args, kwargs = _insert(self.arguments[index][stage], block.hidden, self.hidden[index].clone())
             return self.model.get_submodule(block.path)(*args, **kwargs)
-        device = next(self.model.parameters()).device
-        batch = batches.to_device(self.data[index], device)
         with ExitStack() as stack:
             if self.chain and stage == BEFORE:
                 stack.enter_context(_replaced(self.model, self.chain[:1], self._stop))
@@ -69,7 +67,7 @@ class Stream:
                     _replaced(self.model, self.chain, lambda k, a, kw: self._stand_still(index, k, a, kw))
                 )
             try:
-                return batches.forward(self.model, batch)
+                return batches.forward(self.model, self.data[index])
             except StopForward:
                 return None
 
@@ -113,9 +111,8 @@ class Stream:
                 raise StopForward
             return with_hidden(hidden, block.rest)
 
-        batch = batches.to_device(self.data[index], next(self.model.parameters()).device)
         with _replaced(self.model, self.chain, record), suppress(StopForward):
-            batches.forward(self.model, batch)
+            batches.forward(self.model, self.data[index])
         if self.strict and len(recorded) < len(self.chain):
             raise WayError
         self.arguments.append(recorded)
@@ -154,7 +151,7 @@ def running_along_is_exact(model: nn.Module, chain: list[Block], batch: Batch) -
             stream.advance(stage)
     except Exception:  # a network that cannot be run in parts is run whole: any failure here says just that
         return False
-    expected = batches.logits(batches.forward(model, batches.to_device(batch, next(model.parameters()).device)))
+    expected = batches.logits(batches.forward(model, batch))
     found = batches.logits(output)
     return found.shape == expected.shape and torch.equal(found, expected)
 

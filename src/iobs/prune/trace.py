@@ -80,7 +80,7 @@ class Tracer:
             )
             handles.append(module.register_forward_hook(lambda _, __, output: leave(output)))
         try:
-            return batches.forward(model, batches.to_device(batch, next(model.parameters()).device))
+            return batches.forward(model, batch)
         finally:
             for handle in handles:
                 handle.remove()
