@@ -13,8 +13,9 @@ from iobs.models import ensure_torchvision
 from iobs.prune import GradientStep, batches
 from iobs.prune.batches import Part
 from iobs.prune.layers import select
+from iobs.prune.losses import kl_to, task_loss
 from iobs.prune.peers import prune_by_fisher
-from iobs.prune.steps import Trainer, kl_to, task_loss
+from iobs.prune.steps import Trainer
 from iobs.prune.stream import exact_chain
 from iobs.prune.walk import Walk
 

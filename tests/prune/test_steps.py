@@ -13,7 +13,8 @@ from iobs.prune.batches import Part, rebatched, size
 from iobs.prune.choices import boldest, try_rates
 from iobs.prune.estimate import affordable
 from iobs.prune.layers import find_layers
-from iobs.prune.steps import Trainer, kl_to
+from iobs.prune.losses import kl_to
+from iobs.prune.steps import Trainer
 
 
 def pictures(count=6):

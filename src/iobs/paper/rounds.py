@@ -68,7 +68,8 @@ def iterate(
     from iobs import GradientStep, Unstructured, prune
     from iobs.prune.batches import Part, size
     from iobs.prune.layers import select
-    from iobs.prune.steps import Trainer, task_loss
+    from iobs.prune.losses import task_loss
+    from iobs.prune.steps import Trainer
 
     count = sum(size(batch) for batch in batches)
     step = GradientStep(

@@ -22,7 +22,7 @@ from iobs.core.patterns import Unstructured, top_mask
 from iobs.prune import batches
 from iobs.prune.batches import Part
 from iobs.prune.layers import Layer
-from iobs.prune.steps import task_loss
+from iobs.prune.losses import task_loss
 
 _PROJECTIONS = 20  # gradient steps of CHITA; each is a pass over the gradients
 _SWAP_PASSES = 60  # batches of swaps of CBS

@@ -18,7 +18,6 @@ from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.prune import batches as data_batches
 from iobs.prune import choices
-from iobs.prune import steps as gradient_steps
 from iobs.prune.audit import audit_layers
 from iobs.prune.augment import Augmentation, copies, suited
 from iobs.prune.batches import Batch, Part
@@ -26,6 +25,7 @@ from iobs.prune.checkpoint import Journal, identity_of
 from iobs.prune.distributed import current
 from iobs.prune.estimate import affordable, estimate_seconds
 from iobs.prune.layers import Layer, Selection
+from iobs.prune.losses import LossFunction, block_distance_to, kl_to, mean_loss, task_loss
 from iobs.prune.memory import MemoryWatch
 from iobs.prune.network import changing, state, update_batch_norm
 from iobs.prune.progress import Progress
@@ -33,7 +33,7 @@ from iobs.prune.projection import Projection
 from iobs.prune.record import Report, RoundRecord, best_index
 from iobs.prune.settings import Settings
 from iobs.prune.spread import asked, thinner
-from iobs.prune.steps import GradientStep, LossFunction, Trainer
+from iobs.prune.steps import GradientStep, Trainer
 from iobs.prune.stream import exact_chain
 from iobs.prune.trace import Block
 from iobs.prune.walk import Walk
@@ -299,7 +299,7 @@ class Run:
     def _loss_on(self, part: Part) -> float | None:
         if not part.batches:
             return None
-        return gradient_steps.mean_loss(self.model, part, self.loss)
+        return mean_loss(self.model, part, self.loss)
 
     def measure(self, part: Part) -> float | None:
         """The mean loss on some samples; None where there are none."""
@@ -312,7 +312,7 @@ class Run:
         """KL divergence of the network as it is from the dense one, in nats; on held-out samples if there are any."""
         assert self.reference is not None
         part = self.heldout if self.heldout.batches else self.fit
-        return gradient_steps.mean_loss(self.model, part, gradient_steps.kl_to(self.reference))
+        return mean_loss(self.model, part, kl_to(self.reference))
 
     def _consider(self, record: RoundRecord, final: dict[Layer, Pattern]) -> None:
         """Add a round, and keep its weights, which the model holds, where it is the best so far."""
@@ -406,9 +406,9 @@ class Run:
         if not isinstance(chosen, str):
             return "given loss", chosen
         if chosen == "task":
-            return "task loss", gradient_steps.task_loss
+            return "task loss", task_loss
         assert self.reference is not None
         if chosen == "kl":
-            return "KL to the dense model", gradient_steps.kl_to(self.reference)
+            return "KL to the dense model", kl_to(self.reference)
         paths = [block.path for block in self.chain]
-        return "distance of block outputs", gradient_steps.block_distance_to(self.reference, paths)
+        return "distance of block outputs", block_distance_to(self.reference, paths)

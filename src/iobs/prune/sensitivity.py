@@ -20,8 +20,8 @@ from iobs.prune.allocation import Allocation, Curve, global_sparsity, optimal_co
 from iobs.prune.batches import Batch, Part
 from iobs.prune.gram import Statistics, relative_output_error
 from iobs.prune.layers import CONVOLUTIONS, Layer
+from iobs.prune.losses import answered, kl_to_answers, mean_loss
 from iobs.prune.record import AllocationRecord
-from iobs.prune.steps import answered, kl_to_answers, mean_loss
 from iobs.prune.trace import Block
 from iobs.prune.walk import Walk
 
