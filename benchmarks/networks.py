@@ -136,6 +136,7 @@ OURS: dict[str, dict[str, Any]] = {
     "one shot, allocation by error": {"target": "dense", "allocation": "error"},
     "one shot, allocation by Fisher": {"target": "dense", "allocation": "fisher"},
     "one shot, uniform": {"target": "dense"},
+    "one shot, target of its own weights": {"recipe": "fast", "target": "current"},
     "Algorithm 2 to the letter": {"recipe": "paper"},
     "SparseGPT": {"solver": "sparsegpt"},
 }
@@ -166,7 +167,17 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-JUDGED_OTHERWISE = ("best, no polish", "best, task loss", "best, no augmentation")  # on other samples, by another loss
+# Each recipe, and it with one choice made otherwise, as far as their held-out losses are of the same kind and samples.
+VARIANTS = {
+    "fast (one shot)": [name for name in OURS if name.startswith("one shot")],
+    "best": [
+        "best, uniform allocation",
+        "best, allocation without search",
+        "best, target of its own weights",
+        "best, growing sparsity",
+        "best, short polish",
+    ],
+}
 
 
 def run(zoo: Any, folder: Path, name: str, method: str, level: str, seed: int) -> dict[str, Any]:
@@ -296,52 +307,61 @@ def divergences(rows: list[dict[str, Any]], levels: list[str]) -> list[str]:
 
 
 def left_out(rows: list[dict[str, Any]]) -> list[str]:
-    """One network left out at a time: of "best" and its ablations, the one that the others' held-out samples choose.
+    """One network left out at a time: of a recipe and its variants, the one that the others' held-out samples choose.
 
-    Only ablations whose held-out loss is of the same samples in the same altered copies are compared.
-
-    Its rank among those that a network has runs of, by the mean logarithm of the held-out loss, is averaged over
-    the other networks; the least is chosen. Test scores are read only afterwards.
+    Its rank among those of a network, by the mean logarithm of the held-out loss, is averaged over the other networks;
+    the least is chosen. Test scores are read only afterwards.
     """
-    variants = ["best", *(name for name in ABLATIONS if name not in JUDGED_OTHERWISE)]
-    found: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
-    for name in NETWORKS:
-        own = [row for row in rows if row["network"] == name and row["method"] in variants]
-        levels = {row["level"]: {r["method"] for r in own if r["level"] == row["level"]} for row in own}
-        level = max(levels, key=lambda level: len(levels[level]), default="")
-        tried = {
-            method: {row["seed"]: row for row in own if (row["method"], row["level"]) == (method, level)}
-            for method in levels.get(level, set())
-        }
-        seeds = set.intersection(*(set(rows) for rows in tried.values())) if tried else set()
-        for method, by_seed in tried.items() if seeds else ():
-            chosen = [by_seed[seed] for seed in seeds]
-            loss = statistics.mean(math.log(row["heldout"][row["best_round"]]) for row in chosen)
-            found[name][method] = loss, statistics.mean(row["score"] for row in chosen)
-    complete = {name: table for name, table in found.items() if len(table) == len(variants)}
-    if len(complete) < 2:
-        return []
-
-    def rank(name: str, method: str) -> int:
-        return sorted(complete[name], key=lambda one: complete[name][one][0]).index(method)
-
     lines = [
         "",
         "## One network left out",
         "",
-        'What the held-out samples of the other networks choose among "best" and its ablations (least mean rank), and '
-        "what it scores on the network left out. Each network's seeds are those that all variants have.",
+        "What the held-out samples of the other networks choose among a recipe and its variants (least mean rank), and "
+        "what it scores on the network left out. Each network at the sparsity with most variants, on the seeds that "
+        "all of them have; networks without a run of each variant are not in the table.",
         "",
-        '| left out | chosen on the others | its score | "best" | the best variant\'s score, in hindsight |',
-        "|---|---|---|---|---|",
+        "| left out | recipe | chosen on the others | its score | the recipe's | the best variant's, in hindsight |",
+        "|---|---|---|---|---|---|",
     ]
-    for name in complete:
-        others = [other for other in complete if other != name]
-        winner = min(variants, key=lambda method: statistics.mean(rank(other, method) for other in others))
-        scores = {method: score for method, (_, score) in complete[name].items()}
-        hindsight = (min if NETWORKS[name].score == "perplexity" else max)(scores.values())
-        lines.append(f"| {name} | {winner} | {scores[winner]:.2f} | {scores['best']:.2f} | {hindsight:.2f} |")
+    for recipe, ablations in VARIANTS.items():
+        variants = [recipe, *ablations]
+        compared = {name: compare(rows, name, variants) for name in NETWORKS}
+        compared = {name: table for name, table in compared.items() if len(table) == len(variants)}
+        for name in compared if len(compared) > 1 else ():
+            others = [table for left, table in compared.items() if left != name]
+            winner = min(variants, key=lambda method: sum(rank(table, method) for table in others))
+            scores = {method: score for method, (_, score) in compared[name].items()}
+            hindsight = (min if NETWORKS[name].score == "perplexity" else max)(scores.values())
+            lines.append(
+                f"| {name} | {recipe} | {winner} | {scores[winner]:.2f} | {scores[recipe]:.2f} | {hindsight:.2f} |"
+            )
     return lines
+
+
+def rank(table: dict[str, tuple[float, float]], method: str) -> int:
+    """How many variants have a lower held-out loss."""
+    return sum(loss < table[method][0] for loss, _ in table.values())
+
+
+def compare(rows: list[dict[str, Any]], name: str, variants: list[str]) -> dict[str, tuple[float, float]]:
+    """Held-out loss (mean logarithm) and test score by variant, of one network at one sparsity, over common seeds."""
+    own = [row for row in rows if row["network"] == name and row["method"] in variants]
+    tried = defaultdict(set)
+    for row in own:
+        tried[row["level"]].add(row["method"])
+    level = max(tried, key=lambda level: len(tried[level]), default="")
+    by_seed = defaultdict(dict)
+    for row in own:
+        if row["level"] == level:
+            by_seed[row["seed"]][row["method"]] = row
+    complete = [table for table in by_seed.values() if len(table) == len(tried[level])]
+    return {
+        method: (
+            statistics.mean(math.log(table[method]["heldout"][table[method]["best_round"]]) for table in complete),
+            statistics.mean(table[method]["score"] for table in complete),
+        )
+        for method in (tried[level] if complete else ())
+    }
 
 
 def entry(rows: list[dict[str, Any]]) -> str:
