@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import NM, Pattern
 from iobs.errors import AuditError, ModelError
-from iobs.prune.layers import Layer, find_layers
+from iobs.prune.layers import Layer, find_layers, projections
 from iobs.prune.record import AuditRow
 
 
@@ -86,7 +86,10 @@ def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
                     tensor = tensors.get_tensor(name)
                     stacked = tensor.ndim == 3 and len(tensor) > 1  # the experts of a layer, in one tensor
                     if tensor.is_floating_point() and tensor.ndim >= 2 and (name.endswith("weight") or stacked):
-                        yield name.removesuffix(".weight"), tensor.flatten(1)
+                        if name.endswith("in_proj_weight"):  # of nn.MultiheadAttention
+                            yield from ((f"{name}.{part}", rows) for part, rows in projections(tensor).items())
+                        else:
+                            yield name.removesuffix(".weight"), tensor.flatten(1)
         except Exception as error:
             raise ModelError(f"{file} cannot be read as safetensors ({error}); it may be truncated.") from error
 

@@ -28,7 +28,7 @@ from iobs.prune.sensitivity import (
 )
 from iobs.prune.settings import Settings
 from iobs.prune.steps import GradientStep, samples_a_step
-from iobs.prune.trace import Block
+from iobs.prune.trace import Block, hidden_of
 
 _STEP_PASSES = 4  # forward passes that a gradient step costs: the teacher's, and three for forward and backward
 _CHEAP = 1.25e13  # multiplications with their additions: some five minutes of a core
@@ -124,7 +124,7 @@ def _rows_per_sample(
 
     def note(path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
+            if isinstance(output := hidden_of(output), Tensor):
                 convolution = isinstance(module, CONVOLUTIONS)
                 places = output.flatten(2).shape[2] if convolution and output.ndim > 2 else 0
                 rows = min(places, places_at_most) if convolution else output[..., 0].numel() / batches.size(batch)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +19,19 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class Layer:
-    """The address of one weight matrix: (module path, parameter, expert, groups, transposed).
+    """The address of one weight matrix: (module path, parameter, expert or projection, groups, transposed).
 
     `matrix` is always (rows, columns) = (outputs, inputs of one group): convolution kernels are flattened, the
     (in, out) weight of GPT-2's Conv1D is transposed. The rows of a grouped convolution fall into `groups` equal
-    consecutive parts, each with a Gram matrix of its own.
+    consecutive parts, each with a Gram matrix of its own. The queries', keys' and values' weights that
+    `nn.MultiheadAttention` keeps in one parameter are three matrices, since their inputs may differ.
     """
 
     path: str
     shape: tuple[int, int]
     parameter: str = "weight"
     expert: int | None = None
+    projection: Literal["q", "k", "v"] | None = None
     groups: int = 1
     transposed: bool = False
     stored_as: str | None = None  # the name of a parameter of another module, where this one shares it
@@ -37,7 +40,8 @@ class Layer:
     def name(self) -> str:
         """What reports and name patterns call this matrix."""
         name = self.path if self.parameter == "weight" else f"{self.path}.{self.parameter}"
-        return name if self.expert is None else f"{name}.{self.expert}"
+        parts = (part for part in (self.expert, self.projection) if part is not None)
+        return ".".join([name, *map(str, parts)])
 
     @property
     def weights(self) -> int:
@@ -49,25 +53,40 @@ class Layer:
         """Name of the parameter that holds it, as `named_parameters` has it."""
         return self.stored_as or _joined(self.path, self.parameter)
 
+    @property
+    def is_called(self) -> bool:
+        """Whether it is the weight of its module, so that what the module is called with is its input."""
+        return self.expert is None and self.parameter == "weight"
+
     def tensor(self, model: nn.Module) -> Tensor:
-        """The stored tensor (a view of it for an expert's slice)."""
-        parameter = model.get_submodule(self.path).get_parameter(self.parameter).detach()
-        return parameter if self.expert is None else parameter[self.expert]
+        """The stored tensor (a view of its slice for an expert or a projection)."""
+        return self._slice(model.get_submodule(self.path).get_parameter(self.parameter).detach())
+
+    def _slice(self, stored: Tensor) -> Tensor:
+        if self.projection is not None:
+            return projections(stored)[self.projection]
+        return stored if self.expert is None else stored[self.expert]
 
     def matrix(self, stored: Tensor) -> Tensor:
-        """A copy of a parameter of this layer as its matrix (rows, columns), in float32 (float64 stays)."""
-        stored = stored if self.expert is None or stored.ndim == 2 else stored[self.expert]
-        matrix = stored.T if self.transposed else stored.flatten(1)
+        """A copy of this layer's part of a parameter as its matrix (rows, columns), in float32 (float64 stays)."""
+        part = self._slice(stored)
+        matrix = part.T if self.transposed else part.flatten(1)
         return matrix.to(torch.promote_types(matrix.dtype, torch.float32), copy=True).contiguous()
 
     def read(self, model: nn.Module) -> Tensor:
         """A copy of the model's matrix, (rows, columns), in float32 (float64 stays)."""
-        return self.matrix(self.tensor(model))
+        return self.matrix(model.get_submodule(self.path).get_parameter(self.parameter).detach())
 
     def write(self, model: nn.Module, matrix: Tensor) -> None:
         """Store a matrix, rounded to the parameter's own dtype; zeros stay exact."""
         stored = self.tensor(model)
         stored.copy_(matrix.T if self.transposed else matrix.reshape(stored.shape))
+
+
+def projections(stored: Tensor) -> dict[Literal["q", "k", "v"], Tensor]:
+    """The queries', keys' and values' rows of the `in_proj_weight` of nn.MultiheadAttention, as views."""
+    queries, keys, values = stored.chunk(3)
+    return {"q": queries, "k": keys, "v": values}
 
 
 @dataclass(frozen=True)
@@ -85,13 +104,17 @@ def library_class(module: str, name: str) -> tuple[type, ...]:
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Every matrix of a network that can be pruned: Linear, Conv1d-3d, GPT-2's Conv1D, their subclasses, experts."""
+    """Every matrix of a network that can be pruned.
+
+    Linear, Conv1d-3d, GPT-2's Conv1D and their subclasses, fused experts, the projections of nn.MultiheadAttention.
+    """
     transposed = library_class("transformers.pytorch_utils", "Conv1D")
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # one for each, though shared
     layers = []
     for path, module in model.named_modules():
         is_convolution, is_transposed = isinstance(module, CONVOLUTIONS), isinstance(module, transposed)
         if not (is_convolution or is_transposed or isinstance(module, nn.Linear)):
+            layers.extend(_projections_of(path, module) if isinstance(module, nn.MultiheadAttention) else [])
             layers.extend(_fused_experts(path, module))
             continue
         weight = dict(module.named_parameters(recurse=False)).get("weight")
@@ -112,6 +135,18 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 def _joined(path: str, parameter: str) -> str:
     return f"{path}.{parameter}" if path else parameter
+
+
+def _projections_of(path: str, module: nn.MultiheadAttention) -> list[Layer]:
+    """What queries, keys and values are multiplied by: in one parameter where they have the same width, else in three.
+
+    That of the output is a Linear.
+    """
+    width = module.embed_dim
+    if module.kdim == module.vdim == width:
+        return [Layer(path, (width, width), "in_proj_weight", projection=one) for one in ("q", "k", "v")]
+    widths = {"q": width, "k": module.kdim, "v": module.vdim}
+    return [Layer(path, (width, columns), f"{one}_proj_weight") for one, columns in widths.items()]
 
 
 def _fused_experts(path: str, module: nn.Module) -> list[Layer]:
@@ -139,8 +174,6 @@ def other_weights(model: nn.Module, layers: Sequence[Layer]) -> dict[str, str]:
                 continue
             full = _joined(path, name)
             reason = "embedding" if isinstance(module, nn.Embedding) else "not the weight of a linear map"
-            if isinstance(module, nn.MultiheadAttention):
-                reason = "inside nn.MultiheadAttention, which multiplies out of sight"
             reasons[full.removesuffix(".weight")] = reason
     return reasons
 

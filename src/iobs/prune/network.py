@@ -40,7 +40,7 @@ def update_batch_norm(model: nn.Module, part: Part) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
-    """Dropout off, no key-value cache, experts one by one, everything able to carry gradients; put back at the end.
+    """Dropout off, no key-value cache, nothing multiplied out of sight, gradients for everything; put back at the end.
 
     Gives the names of the parameters that were frozen; none where all were, as for inference.
     """
@@ -51,7 +51,9 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
     cached = getattr(config, "use_cache", None)
     # Implementations of transformers that multiply all experts at once hide what each is fed.
     experts = getattr(config, "_experts_implementation", None)
+    fused_attention = torch.backends.mha.get_fastpath_enabled()  # as in nn.TransformerEncoderLayer
     model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
     for value in frozen.values():
         value.requires_grad_(True)
     if cached:
@@ -61,6 +63,7 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
     try:
         yield frozenset(frozen if len(frozen) < len(numbers) else ())
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused_attention)
         for module, flag in training:
             module.training = flag
         for value in frozen.values():

@@ -249,7 +249,8 @@ def output_fisher(model: nn.Module, layers: tuple[Layer, ...], part: Part, seed:
 
     Targets are drawn from the model's own distribution, so that this is the diagonal of the true Fisher information,
     averaged over a layer's outputs: a unit of squared output error then costs that much divergence, to second order.
-    Layers whose module returns no tensor, or that never run, and experts are left out.
+    Layers whose module is not called itself (experts, projections of nn.MultiheadAttention), or returns no tensor, are
+    left out.
 
     Args:
         model: the network, in eval mode.
@@ -258,8 +259,7 @@ def output_fisher(model: nn.Module, layers: tuple[Layer, ...], part: Part, seed:
         seed: of the drawn targets.
     """
     generator = torch.Generator().manual_seed(seed)
-    # The output of a module of fused experts is no single expert's.
-    sums = {layer.path: 0.0 for layer in layers if layer.expert is None}
+    sums = {layer.path: 0.0 for layer in layers if layer.is_called}
     used = _at_most(part, PROBE, PROBE_TOKENS)
     for batch in used.batches:
         for path, square in _output_squares(model, set(sums), batch, generator):
