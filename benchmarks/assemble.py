@@ -10,9 +10,10 @@ HERE = Path(__file__).resolve().parent
 SECTIONS = ("resnet20_oneshot", "paper_rounds", "networks", "layer_race", "layer_shapes_cpu", "recovery", "scale")
 INTRODUCTION = """# Results
 
-Every figure here was made by a script in this folder, side by side with its peer in one run, with the same threads and
-the same count of non-zeros. Machines were small and shared: trust ratios, not seconds. Nothing was chosen on test data.
-Each section names its command; `python benchmarks/assemble.py` puts the sections together.
+Every figure here was made by a script in this folder, beside its peer, with the same threads and the same count of
+non-zeros; where the two were not run one after the other the section says so. Machines were small and shared: trust
+ratios, not seconds. Nothing was chosen on test data. Each section names its command; `python
+benchmarks/assemble.py` puts the sections together.
 """
 
 

@@ -150,7 +150,8 @@ def main() -> None:
         return
     text = race_shapes(*common, shapes, arguments.repeats, arguments.threads)
     title, _, rest = text.partition("\n")
-    text = f"{title}\n\n`python benchmarks/layer_shapes.py`, peers beside it with `--peers FOLDER`.\n{rest}"
+    command = f"python benchmarks/layer_shapes.py --shape {shapes[0]}"
+    text = f"{title}\n\n`{command}`, peers beside it with `--peers FOLDER`.\n{rest}"
     (Path(__file__).parent / "results" / f"layer_shapes_{arguments.device}.md").write_text(text + "\n")
     print(text)
 

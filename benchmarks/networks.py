@@ -233,12 +233,14 @@ def tables(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Accuracy of whole networks",
         "",
-        f"`python benchmarks/networks.py`: {SAMPLES} calibration samples (pictures, digits, stories) drawn by seed and "
-        "nothing else, scores on the test files; of MobileNet's 600 pictures half are calibrated on. Each entry: mean "
-        "over seeds (lowest to highest), seconds of the whole call on one thread of a machine shared with other work, "
-        "so only their order says something. Columns are sparsities. Where one seed stands alone, a difference under a "
-        "point says nothing. CHITA, CBS and WoodFisher are this library's own forms of those methods "
-        "(`docs/accuracy.md`).",
+        f"`python benchmarks/networks.py --ablations`: {SAMPLES} calibration samples (pictures, digits, stories) "
+        "drawn by seed and nothing else, scores on the test files; of MobileNet's 600 pictures half are calibrated "
+        "on. Each entry: mean over seeds (lowest to highest), seconds of the whole call on one thread of a machine "
+        "shared with other work, so only their order says something. Columns are sparsities. Where one seed stands "
+        "alone, a difference under a point says nothing. ResNet-20's two downsampling convolutions and MobileNet's "
+        "depthwise ones stay dense and uncounted, for every method. SparseGPT, CHITA, CBS and WoodFisher are this "
+        "library's own forms of those methods (`docs/accuracy.md`). Rows are of several commits; `networks.jsonl` "
+        "names each one's.",
     ]
     for name, network in NETWORKS.items():
         own = [row for row in rows if row["network"] == name]

@@ -58,9 +58,10 @@ def main() -> None:
     lines = [
         "# Algorithm 2 to the letter, ResNet-20",
         "",
-        f'`python benchmarks/paper_rounds.py`: `recipe="paper"`, seeds {options.seeds}, means. Losses are the task '
-        "loss; layer error is the mean over layers of the relative output error against the dense weights, on the "
-        "layer's own calibration inputs. Accuracy on test5000 is shown, not used: the held-out column chooses.",
+        f'`python benchmarks/paper_rounds.py`: `recipe="paper"` with {options.rounds} rounds, seeds {options.seeds}, '
+        "means. Losses are the task loss; layer error is the mean over layers of the relative output error against "
+        "the dense weights, on the layer's own calibration inputs. Accuracy on test5000 is shown, not used: the "
+        "held-out column chooses.",
     ]
     for sparsity in options.sparsities:
         runs = []

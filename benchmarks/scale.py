@@ -219,7 +219,9 @@ def main() -> None:
         "samples": options.samples,
         "length": options.length,
         "budget": options.budget if options.solver == "admm" else options.solver,
-        "device": torch.cuda.get_device_name() if on_device else f"{options.threads} threads",
+        "device": torch.cuda.get_device_name()
+        if on_device
+        else f"{options.threads} thread{'s' * (options.threads > 1)}",
         "model_mb": plans[0].model_bytes / 1e6,
         "peak_mb": peak / 1e6,
         "predicted_mb": plans[0].peak_bytes / 1e6,

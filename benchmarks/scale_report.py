@@ -32,9 +32,10 @@ def page(rows: list[Row]) -> str:
 
 
 _INTRODUCTION = (
-    "Made by `scale.py`, `resume_kills.py` and `two_ranks.py`. Peak memory is the anonymous resident memory of the "
-    "whole process, looked at every 20 ms; predictions are those that the plan prints before the work. Seconds are of "
-    "a small machine that does other work besides: upper bounds; processor time is that of all threads together."
+    "Made by `scale.py` (`--model`, `--layers` and `--length` as the rows say), `resume_kills.py` and "
+    "`two_ranks.py`. Peak memory is the anonymous resident memory of the whole process, looked at every 20 ms; "
+    "predictions are those that the plan prints before the work. Seconds are of a small machine that does other "
+    "work besides: upper bounds; processor time is that of all threads together."
 )
 
 
@@ -49,7 +50,7 @@ def _models(rows: list[Row]) -> str:
         "device",
         "peak, MB",
         "predicted, MB",
-        "",
+        "off by",
         "minutes",
         "of processor time",
         "predicted",

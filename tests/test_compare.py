@@ -73,3 +73,22 @@ def test_unknown_method(call):
     result = call("--methods", "fastest")
     assert result.exit_code != 0
     assert "fastest" in result.output
+
+
+def test_one_method_that_fails_does_not_take_the_others_with_it(call, tmp_path, monkeypatch):
+    monkeypatch.setitem(OURS, "wanda", {"solver": "wanda", "damping": -1.0})
+    result = call("--methods", "fast,wanda,magnitude", "--patterns", "0.5", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "wanda at 0.5 failed: damping must not be negative" in " ".join(result.output.split())
+    values = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [trial["method"] for trial in values["trials"]] == ["fast", "magnitude"]
+
+
+def test_missing_targets_are_known_before_any_work(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(CLASSIFIER + "\ndef bare():\n    return [batch[0] for batch in batches()]\n")
+    arguments = ["--data", f"{file}:bare", "--eval-data", f"{file}:others", "--methods", "fast,chita"]
+    result = CliRunner().invoke(app, ["compare", f"{file}:net", *arguments, "--patterns", "0.5"])
+    assert result.exit_code != 0
+    assert "needs targets" in str(result.exception) + result.output
+    assert "pruning" not in result.output

@@ -319,3 +319,13 @@ def test_json_of_the_shared_sample(shared_data):
     assert len(texts) == 1480
     with gzip.open(shared_data / "c4" / "c4_sample.jsonl.gz", "rt", encoding="utf8") as lines:
         assert texts[0] == json.loads(next(lines))["text"]
+
+
+def test_class_folders_of_numbered_pictures(tmp_path, embedded):
+    image = pytest.importorskip("PIL.Image")
+    for label in ("cat", "dog"):
+        (tmp_path / "pictures" / label).mkdir(parents=True)
+        for index in range(2):
+            image.new("RGB", (6, 5)).save(tmp_path / "pictures" / label / f"000{index}.png")
+    source = data.open_source([str(tmp_path / "pictures")], "calibration", embedded)
+    assert source.targets.tolist() == [0, 0, 1, 1]

@@ -170,3 +170,13 @@ def test_accuracy_of_a_column_of_targets():
     network, inputs = nn.Linear(4, 3), torch.randn(6, 4)
     answers = network(inputs).argmax(1)
     assert evaluate.accuracy(network, [(inputs, answers[:, None])]) == 100
+
+
+def test_accuracy_of_a_single_output_is_of_two_classes():
+    network = nn.Linear(4, 1)
+    inputs = torch.randn(20, 4)
+    answers = (network(inputs)[:, 0] > 0).long()
+    assert evaluate.accuracy(network, [(inputs, answers)]) == 100
+    assert evaluate.accuracy(network, [(inputs, 1 - answers[:, None])]) == 0
+    with pytest.raises(DataError, match="no classes"):
+        evaluate.accuracy(network, [(inputs, answers + 1)])

@@ -55,7 +55,3 @@ class AuditError(IOBSError, RuntimeError):
 
 class DampingWarning(UserWarning):
     """The damping of a Hessian was raised because its Cholesky factorisation failed."""
-
-
-class DeadColumnsWarning(UserWarning):
-    """Inputs that are always zero: their weights are removed on top of what was asked."""

@@ -54,7 +54,7 @@ def perplexity(module: nn.Module, windows: Tensor, batch: int = 8, progress: Pro
 
 @torch.no_grad()
 def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = no_progress) -> float:
-    """Share of inputs whose highest output is their target, in per cent.
+    """Share of inputs whose highest output is their target, in per cent; a single output above 0 stands for class 1.
 
     Args:
         module: its output, or the `logits` of its output, are (batch, classes).
@@ -80,8 +80,10 @@ def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = n
         logits = output_logits(output)
         if torch.isnan(logits).any():
             raise NonFiniteError(f"The model gives NaN on batch {number}.")
-        best = logits.argmax(-1)
-        if targets.is_floating_point() or targets.numel() != best.numel():
+        single = logits.ndim == 1 or logits.shape[-1] == 1  # one output, for one of two classes
+        best = (logits > 0).long() if single else logits.argmax(-1)
+        unclear = targets.is_floating_point() or targets.numel() != best.numel()
+        if unclear or (single and bool((targets > 1).any())):
             raise DataError(
                 f"Batch {number} has no classes to be right about: outputs are of shape {tuple(logits.shape)}, targets "
                 f"of shape {tuple(targets.shape)} and type {targets.dtype}; accuracy takes one integer a sample."

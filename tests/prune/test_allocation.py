@@ -167,3 +167,11 @@ def test_one_layer_and_layers_of_one_weight_can_be_allotted(model):
     data = [(torch.randn(40, 12), torch.zeros(40, dtype=torch.long)) for _ in range(3)]
     report = iobs.prune(nn.Sequential(model), data, iobs.Unstructured(0.5), allocation="evolve", skip=[])
     assert report.sparsity >= 0.45
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.7])
+def test_equal_bounds_are_kept_to_the_nearest_count(sparsity):
+    layer = Layer("a", (9, 15))
+    fewest, most = Allocation("kl", bounds={"a": (sparsity, sparsity)}).ranges([layer], 0.9)[layer]
+    assert fewest == most
+    assert abs(fewest - 135 * (1 - sparsity)) < 1

@@ -111,3 +111,21 @@ def test_what_is_wrong_is_said_before_any_work(network):
         prune_by_fisher(model, data, 0.5, method="obd")
     with pytest.raises(ProblemError, match="positive"):
         prune_by_fisher(model, data, 0.5, stages=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_of_any_size(method):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 2))
+    data = [(torch.randn(50, 30), 100 * torch.randn(50, 2))]
+    report = prune_by_fisher(model, data, 0.5, method=method)
+    assert report.best.sparsity == report.sparsity == pytest.approx(0.5)
+
+
+def test_magnitude_leaves_kept_weights_to_the_last_bit():
+    torch.manual_seed(0)
+    model = nn.Linear(30, 40).double()
+    before = model.weight.detach().clone()
+    prune_by_fisher(model, [torch.randn(5, 30).double()], 0.5, method="magnitude")
+    kept = model.weight != 0
+    assert torch.equal(model.weight[kept], before[kept])

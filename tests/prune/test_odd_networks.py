@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from iobs.models import ensure_torchvision
 from iobs.prune import GradientStep, batches
 from iobs.prune.batches import Part
 from iobs.prune.layers import select
-from iobs.prune.losses import kl_to, task_loss
+from iobs.prune.losses import answered, kl_to, kl_to_answers, task_loss
+from iobs.prune.network import update_batch_norm
 from iobs.prune.peers import prune_by_fisher
+from iobs.prune.progress import Quiet
 from iobs.prune.steps import Trainer
 from iobs.prune.stream import exact_chain
 from iobs.prune.walk import Walk
@@ -445,3 +448,130 @@ def test_peers_leave_what_the_network_never_uses():
     model.used.weight.requires_grad_(False)
     report = prune_by_fisher(model, [(torch.randn(20, 8), torch.randint(4, (20,)))], 0.5, method="cbs")
     assert report.sparsity == 0.5
+
+
+class Squeezes(nn.Module):
+    """A regression that gives one number a sample, and of one sample a number alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 1))
+
+    def forward(self, x):
+        return self.layers(x).squeeze()
+
+
+@pytest.mark.parametrize("recipe", ["fast", "best"])
+def test_a_single_sample_may_be_squeezed(recipe):
+    torch.manual_seed(0)
+    network, data = Squeezes(), [(torch.randn(8, 6), torch.randn(8)) for _ in range(4)]
+    report = iobs.prune(network, data, iobs.Unstructured(0.5), recipe=recipe, polish=False)
+    assert report.sparsity == pytest.approx(0.5, abs=0.02)
+
+
+class Named(nn.Module):
+    """Takes its input by name, and numbers as labels."""
+
+    def __init__(self, shift=0.0):
+        super().__init__()
+        self.linear, self.shift = nn.Linear(6, 3), shift
+
+    def forward(self, values, labels=None):
+        return self.linear(values) + self.shift
+
+
+def test_labels_in_a_mapping_say_that_answers_are_numbers():
+    torch.manual_seed(0)
+    dense = Named()
+    shifted = copy.deepcopy(dense)
+    shifted.shift = 100.0
+    batch = {"values": torch.randn(10, 6), "labels": torch.randn(10, 3)}
+    stored = answered(dense, Part.of([batch]), 1000)
+    expected = kl_to(dense)(shifted, batch).detach()
+    assert float(expected) > 1
+    assert torch.equal(kl_to_answers(shifted, stored.batches[0]), expected)
+
+
+def test_impossible_classes_have_no_part_in_the_divergence():
+    torch.manual_seed(0)
+    allowed = torch.tensor([0.0, 0.0, -math.inf, 0.0])
+
+    class Masked(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + allowed
+
+    data = [torch.randn(40, 6)]
+    network = Masked(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4))
+    report = iobs.prune(network, data, iobs.Unstructured(0.5), recipe="best", polish=False)
+    assert math.isfinite(report.best.loss_heldout)
+
+
+def test_zeros_that_stay_survive_steps_on_dense_weights():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    data = [torch.randn(30, 8) for _ in range(4)]
+    iobs.prune(network, data, iobs.Unstructured(0.5), include="2")
+    zeros = network[2].weight == 0
+    step = replace(POLISH, support="dense", parameters="all")
+    iobs.prune(network, data, iobs.Unstructured(0.5), skip="2", rounds=2, step=step, holdout=0.0, keep_zeros=True)
+    assert bool((network[2].weight[zeros] == 0).all())
+
+
+def test_batch_norm_update_averages_samples_and_leaves_what_is_not_reached():
+    torch.manual_seed(0)
+
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+            self.auxiliary = nn.BatchNorm1d(16)
+
+        def forward(self, x):
+            value = self.first(x)
+            return self.last(self.norm(self.auxiliary(value) if self.training else value))
+
+    network = Auxiliary().eval()
+    network.auxiliary.running_mean.fill_(5.0)
+    values = torch.cat([torch.randn(32, 6), torch.randn(31, 6), torch.randn(3, 6) + 4])
+    update_batch_norm(network, Part.of([*values.split([32, 31, 3])]))
+    assert torch.allclose(network.norm.running_mean, network.first(values).mean(0), atol=1e-5)
+    assert float(network.auxiliary.running_mean.mean()) == 5.0
+
+
+def test_batch_norm_update_needs_no_whole_batches():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).eval()
+    data = [*torch.randn(66, 6).split(32)]
+    for seed in range(4):
+        iobs.prune(network, data, iobs.Unstructured(0.3), batch_norm="update", holdout=0.3, seed=seed)
+
+
+def test_tokens_without_a_vocabulary_of_outputs_have_no_task_loss():
+    tagger = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 3))
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = tagger
+
+        def forward(self, input_ids):
+            return self.layers(input_ids)
+
+    with pytest.raises(CalibrationError, match="needs targets"):
+        iobs.prune(Tagger(), [{"input_ids": torch.arange(20).reshape(2, 10)}], iobs.Unstructured(0.5), recipe="paper")
+
+
+@pytest.mark.parametrize("holdout", [0.0, 0.1])
+def test_missing_targets_are_known_before_any_projection(holdout):
+    visited = []
+
+    class Watching(Quiet):
+        def layer(self, *_):
+            visited.append(1)
+
+    network = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    with pytest.raises(CalibrationError, match="needs targets"):
+        iobs.prune(
+            network, [torch.randn(40, 6)], iobs.Unstructured(0.5), recipe="paper", holdout=holdout, progress=Watching()
+        )
+    assert not visited

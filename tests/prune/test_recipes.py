@@ -100,11 +100,11 @@ def test_where_every_rate_diverges_the_projection_stays():
         return module(batch[0]).sum() * float("nan") if torch.is_grad_enabled() else module(batch[0]).square().mean()
 
     polish = iobs.GradientStep(lr="auto", optimizer="auto", steps=12, loss=nonsense, support="fixed")
-    report = iobs.prune(model, data, iobs.Unstructured(0.5), step=replace(polish, steps=1), polish=polish)
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), polish=polish)
     assert [record.kind for record in report.rounds] == ["projection"]
     assert any("diverges" in note for note in report.notes)
     polish = replace(polish, lr=0.1, optimizer="sgd")
-    report = iobs.prune(model, data, iobs.Unstructured(0.5), step=polish, polish=polish)
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), polish=polish)
     assert [record.kind for record in report.rounds] == ["projection"]
     assert any("left out" in note for note in report.notes)
 
@@ -122,3 +122,48 @@ def test_growing_sparsity_starts_from_the_dense_weights_without_steps_too():
     model, data = network()
     report = iobs.prune(model, data, iobs.Unstructured(0.8), recipe="fast", rounds=4, schedule="cubic")
     assert report.rounds[1].sparsity == pytest.approx(report.rounds[1].asked, abs=0.02) != 0.8
+
+
+def test_mixed_samples_do_not_judge_a_task_loss():
+    torch.manual_seed(0)
+    centres = 3 * torch.randn(4, 3, 8, 8)
+    labels = torch.arange(120) % 4
+    inputs = centres[labels] + 0.3 * torch.randn(120, 3, 8, 8)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
+    with torch.no_grad():
+        model[1].weight.copy_(centres.flatten(1) / 20)
+        model[1].bias.copy_(-centres.flatten(1).square().sum(1) / 40)
+    teach = iobs.GradientStep(lr=1e-3, steps=2, loss="kl", augment="auto", batch_size=20)
+    report = iobs.prune(
+        model,
+        [(inputs, labels)],
+        iobs.Unstructured(0.5),
+        rounds=2,
+        step=replace(teach, loss="task", augment=None),
+        polish=teach,
+    )
+    assert report.dense_loss < 0.05
+
+
+def test_fresh_data_and_a_single_round_use_every_sample():
+    model, data = network()
+    report = iobs.prune(model, data, iobs.Unstructured(0.3), recipe="best", data="fresh", polish=False)
+    assert len(report.rounds) == 1
+    assert report.rounds[0].layers[0].inputs == 108
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"step": iobs.GradientStep()}, "between two rounds"),
+        ({"step": iobs.GradientStep(), "recipe": "fast"}, "between two rounds"),
+        ({"step": iobs.GradientStep(), "rounds": 2, "schedule": "cubic"}, "three rounds"),
+        ({"step": True, "rounds": 2}, "must be a GradientStep"),
+        ({"polish": 5}, "must be a GradientStep"),
+        ({"rounds": 2.5}, "whole number"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(settings, message):
+    model, data = network()
+    with pytest.raises(ProblemError, match=message):
+        iobs.prune(model, data, iobs.Unstructured(0.5), **settings)

@@ -9,7 +9,7 @@ import torch
 import iobs
 from iobs.errors import CheckpointError
 from iobs.prune import run
-from iobs.prune.checkpoint import Journal
+from iobs.prune.checkpoint import Journal, fingerprint
 from iobs.prune.progress import Quiet
 
 
@@ -176,3 +176,18 @@ def test_a_full_disk_stops_cleanly_and_earlier_entries_stay_good(tmp_path):
     again = Journal(tmp_path, {})
     assert "a" in again
     assert "b" not in again
+
+
+def test_another_function_of_the_same_name_is_another_run():
+    def loss_of(factor):
+        return lambda model, batch: factor * model(batch).square().mean()
+
+    class Settings:
+        def __init__(self, value):
+            self.value = value
+
+    assert fingerprint(loss_of(1.0)) == fingerprint(loss_of(1.0))
+    assert fingerprint(loss_of(1.0)) != fingerprint(loss_of(2.0))
+    assert fingerprint(lambda model, batch: model(batch).sum()) != fingerprint(lambda model, batch: model(batch).mean())
+    assert fingerprint(Settings(3)) == fingerprint(Settings(3))
+    assert fingerprint(Settings(3)) != fingerprint(Settings(4))

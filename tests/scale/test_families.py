@@ -40,7 +40,6 @@ def outputs(model, batch):
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore::iobs.errors.DeadColumnsWarning")
 def test_every_family_prunes_in_one_call(name, dtype, pattern, tmp_path):
     model, data = build(name, dtype)
     report = iobs.prune(model, data, pattern, solver="sparsegpt")

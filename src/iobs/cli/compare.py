@@ -67,6 +67,7 @@ def compare(
     from iobs.cli.results import score
     from iobs.core.patterns import parse
     from iobs.data import calibration_batches, open_source
+    from iobs.errors import IOBSError
     from iobs.prune.layers import select
     from iobs.prune.spread import require_fit
     from iobs.report.curves import Trial
@@ -94,18 +95,41 @@ def compare(
         require_fit(selection, pattern)
     source = open_source(data or [], "calibration", loaded)
     batches = [*calibration_batches(source, loaded, samples=samples, length=seq_len, seed=seed, batch=batch_size)]
+    _require_targets(loaded, batches, chosen)
     scoring = eval_data or []
     dense = score(loaded, scoring, seq_len, "scoring the dense model")
     metric = next(iter(dense))
     original = copy.deepcopy(loaded.module.state_dict())
-    trials = []
+    trials: list[Trial] = []
     for text, name in pairs:
         loaded.module.load_state_dict(original)
-        seconds, sparsity = _prune(loaded, batches, name, wanted[text], skip, seed)
+        try:
+            seconds, sparsity = _prune(loaded, batches, name, wanted[text], skip, seed)
+        except IOBSError as error:  # the others go on; what took hours is not lost
+            console.say(f"{name} at {text} failed: {error}")
+            continue
         found = score(loaded, scoring, seq_len, f"scoring {name} at {text}")
         trials.append(Trial(name, text, sparsity, metric, found[metric], seconds))
+        _keep(trials, dense[metric], output)
     loaded.module.load_state_dict(original)
-    _show(trials, dense[metric], output, as_json)
+    if not trials:
+        raise typer.Exit(1)
+    _show(trials, dense[metric], as_json)
+
+
+def _require_targets(loaded: LoadedModel, batches: list[Any], chosen: list[str]) -> None:
+    """Before any work: methods that follow the task loss need data that has one."""
+    import torch
+
+    from iobs.prune.batches import take, to_device
+    from iobs.prune.losses import task_loss
+    from iobs.prune.network import evaluating
+
+    if not {*chosen} & {*PEERS, "paper"}:
+        return
+    first = to_device(take(batches[0], torch.zeros(1, dtype=torch.int64)), next(loaded.module.parameters()).device)
+    with evaluating(loaded.module), torch.no_grad():
+        task_loss(loaded.module, first)
 
 
 def _prune(
@@ -130,15 +154,24 @@ def _prune(
     return time.perf_counter() - started, report.sparsity
 
 
-def _show(trials: list[Trial], dense: float, output: Path | None, as_json: bool) -> None:
-    from iobs.report.curves import trials_figure, trials_table
+def _keep(trials: list[Trial], dense: float, output: Path | None) -> None:
+    """Write what is known so far."""
+    from iobs.report.curves import trials_figure
 
-    values = {"dense": dense, "trials": [asdict(trial) for trial in trials]}
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "comparison.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf8")
+        (output / "comparison.json").write_text(json.dumps(_values(trials, dense), indent=1) + "\n", encoding="utf8")
         (output / "comparison.svg").write_text(trials_figure(trials, dense), encoding="utf8")
+
+
+def _values(trials: list[Trial], dense: float) -> dict[str, Any]:
+    return {"dense": dense, "trials": [asdict(trial) for trial in trials]}
+
+
+def _show(trials: list[Trial], dense: float, as_json: bool) -> None:
+    from iobs.report.curves import trials_table
+
     if as_json:
-        console.print_json(values)
+        console.print_json(_values(trials, dense))
     else:
         console.output_console().print(trials_table(trials, dense))

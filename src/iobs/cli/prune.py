@@ -61,7 +61,7 @@ def prune(
         ),
     ] = False,
     holdout: Annotated[
-        float | None, _option("SHARE", "Samples kept aside to judge rounds by; 0.1.", console.DATA_PANEL)
+        float | None, _option("SHARE", "Samples kept aside to judge by; 0.1, with --low-memory 0.", console.DATA_PANEL)
     ] = None,
     eval_data: Annotated[
         list[str] | None, _option("SOURCE", "Score the model before and after on this.", console.DATA_PANEL)
@@ -90,7 +90,7 @@ def prune(
     batch_norm: Annotated[str | None, _option("NAME", "keep its statistics or update them.", _METHOD)] = None,
     seed: Annotated[int, _option("N", "Seed of every random choice.", _METHOD, default=True)] = 0,
     steps: Annotated[int | None, _option("N", "Steps after each round but the last.", _STEPS, least=1)] = None,
-    lr: Annotated[str | None, _option("RATE", "Step size, or auto: by short trials.", _STEPS)] = None,
+    lr: Annotated[str | None, _option("RATE", "Step size, 0.01, or auto: by short trials.", _STEPS)] = None,
     optimizer: Annotated[str | None, _option("NAME", "sgd (default), momentum, adam or auto.", _STEPS)] = None,
     loss: Annotated[
         str | None, _option("NAME", "task (default), kl to the dense model, or block for its blocks' outputs.", _STEPS)
@@ -162,6 +162,8 @@ def prune(
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
     if dry_run:
         _show_plan(loaded, wanted, include, skip, depthwise)
+        if recipe in ("fast", "best") or allocation not in (None, "uniform") or (rounds or 1) > 1:
+            console.say("The zeros of a layer are those of an even spread; an allocation moves them between layers.")
         return
     assert output is not None
     check_output(output, needed_bytes=size_in_bytes(loaded.module))

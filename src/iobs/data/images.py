@@ -89,8 +89,9 @@ class Pictures:
 def read_pictures(source: Path, transform: Transform | None = None) -> tuple[Tensor | Pictures, Tensor | None]:
     """Pictures of a folder or zip file as (N, 3, H, W) float32, and their labels (N,) int64.
 
-    The label is the number that a picture's name starts with (`207.jpg`, `207_1.png`), or that its folder's name is;
-    folders with other names are numbered in alphabetical order. Without either, labels are None.
+    Pictures in several folders are labelled by the folder: the number that its name is, or its place in alphabetical
+    order. In a single folder the label is the number that a picture's name starts with (`207.jpg`, `207_1.png`); names
+    without numbers have none, and labels are None.
 
     Args:
         source: a folder or zip file.
@@ -154,12 +155,11 @@ def _as_tensor(images: np.ndarray) -> Tensor:
 
 
 def _labels(names: list[str]) -> Tensor | None:
-    stems = [Path(name).stem.split("_")[0].split(".")[0] for name in names]
-    if all(stem.isdigit() for stem in stems) and len(set(stems)) > 1:
-        return torch.tensor([int(stem) for stem in stems])
     folders = [Path(name).parent.name for name in names]
     if len(set(folders)) < 2:
-        return None
+        stems = [Path(name).stem.split("_")[0].split(".")[0] for name in names]
+        numbered = all(stem.isdigit() for stem in stems) and len(set(stems)) > 1
+        return torch.tensor([int(stem) for stem in stems]) if numbered else None
     if all(folder.isdigit() for folder in folders):
         return torch.tensor([int(folder) for folder in folders])
     order = {folder: index for index, folder in enumerate(sorted(set(folders)))}

@@ -30,7 +30,7 @@ from iobs.prune.allocation import uniform
 from iobs.prune.audit import audit, audit_layers, compare
 from iobs.prune.batches import Batch, Part
 from iobs.prune.block_walk import BlockWalk, spilled_to
-from iobs.prune.checkpoint import Journal, identity_of
+from iobs.prune.checkpoint import Journal, fingerprint, identity_of
 from iobs.prune.memory import MemoryWatch, give_back_what_is_freed
 from iobs.prune.network import evaluating
 from iobs.prune.plan import Plan, plan
@@ -96,7 +96,7 @@ def prune_directory(
     patterns = uniform(pattern, streamed.selection.layers)
     journal = None
     if checkpoint is not None:
-        described = {**chosen.summary(), "pattern": repr(pattern), "layers": [one.name for one in patterns]}
+        described = {**chosen.summary(fingerprint), "pattern": repr(pattern), "layers": [one.name for one in patterns]}
         described["arithmetic"] = str(streamed.arithmetic)
         weights = streamed.directory.read([*streamed.directory.entries])
         journal = Journal(checkpoint, identity_of(described, weights, fit.batches, heldout.batches))

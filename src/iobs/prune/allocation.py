@@ -75,7 +75,8 @@ class Allocation:
             # An eighth of hardly any weight may be none; what was asked for is kept to.
             fewest = layer.weights * (1 - most)
             fewest = int(fewest + 1e-9) if (least, most) == usual and self.most is None else math.ceil(fewest - 1e-9)
-            found[layer] = fewest, math.floor(layer.weights * (1 - least) + 1e-9)
+            # Equal ends may hold no whole count: the nearest is meant.
+            found[layer] = fewest, max(math.floor(layer.weights * (1 - least) + 1e-9), fewest)
         return found
 
 

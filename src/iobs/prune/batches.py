@@ -195,6 +195,17 @@ def rebatched(part: Part, count: int) -> Part:
     return Part.of([part.pick(rows) for rows in torch.split(torch.arange(part.samples), count)])
 
 
+def even(part: Part) -> Part:
+    """The samples of a part in as few batches, none larger than its largest, of sizes that differ by one at most.
+
+    As they are where their shapes differ.
+    """
+    if not part.alike:
+        return part
+    count = -(-part.samples // max(map(size, part.batches)))
+    return Part.of([part.pick(rows) for rows in torch.tensor_split(torch.arange(part.samples), count)])
+
+
 def split(part: Part, share: float, seed: int) -> tuple[Part, Part]:
     """Hold some samples out, drawn by seed over all batches.
 

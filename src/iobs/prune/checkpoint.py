@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -128,13 +129,12 @@ def identity_of(
     settings: Mapping[str, Any], state: Iterable[tuple[str, Tensor]], fit: Iterable[Batch], heldout: Iterable[Batch]
 ) -> dict[str, Any]:
     """What makes two runs the same run: settings, libraries, every weight, every sample."""
-    plain = {key: _without_addresses(value) for key, value in settings.items()}
     digests = {f"weights {name}": _digest([value]) for name, value in state}
     data = {
         f"{name} data": _digest([tensor for batch in part for tensor in data_batches.tensors(batch)])
         for name, part in (("calibration", fit), ("held-out", heldout))
     }
-    return {**plain, "iobs": version("iobs"), "torch": torch.__version__, **data, **digests}
+    return {**settings, "iobs": version("iobs"), "torch": torch.__version__, **data, **digests}
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
@@ -145,10 +145,26 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def _without_addresses(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_addresses(entry) for key, entry in value.items()}
-    return re.sub(r" at 0x[0-9a-f]+", "", value) if isinstance(value, str) else value
+def fingerprint(value: Any, depth: int = 4) -> str:
+    """What tells a setting from another from one process to the next.
+
+    A function is its code and what it closes over, an object without words of its own its class and its state, anything
+    else what it says of itself.
+    """
+    code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
+    inner: list[Any] = []
+    if isinstance(code, CodeType):
+        inner = [code.co_code, code.co_names, *code.co_consts, *(getattr(value, "__defaults__", None) or ())]
+        inner += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    elif " object at 0x" in repr(value):
+        inner = sorted(vars(value).items()) if hasattr(value, "__dict__") else []
+    if isinstance(value, Tensor):
+        return _digest([value])
+    if not inner or not depth:
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    parts = " ".join(fingerprint(entry, depth - 1) for entry in inner)
+    return f"{name} {hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
 
 def _is_ours(entry: Path) -> bool:

@@ -91,6 +91,7 @@ def settle(run: Run) -> None:
         run.note(
             f"After the first projection the network is {damage:.4g} nats from the dense one: "
             + ("sparsity grows over the rounds." if grow else "no further rounds.")
+            + (" They would pay, from three on." if damage > _DAMAGE and settings.rounds == 2 else "")
         )
         settings = replace(settings, schedule="cubic", rounds=settings.rounds if grow else 1)
         run.progress.expect_rounds(settings.rounds)

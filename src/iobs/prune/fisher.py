@@ -54,8 +54,8 @@ class BlockFisher:
 
     def matrix(self, part: slice) -> Tensor:
         """One block, (block, block) float64."""
-        rows = self.rows[:, part]
-        matrix = (rows.T @ rows).double() / len(rows)
+        rows = self.rows[:, part].double()  # rounded to float32 it may lose more than the damping
+        matrix = rows.T @ rows / len(rows)
         matrix.diagonal().add_(self.damping)
         return matrix
 

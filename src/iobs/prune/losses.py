@@ -14,6 +14,8 @@ from iobs.prune import batches
 from iobs.prune.batches import Batch, Part
 from iobs.prune.distributed import current
 
+_IMPOSSIBLE = -1e30  # stands for a score of minus infinity, as of masked classes: those have no part in a divergence
+
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 Loss = Literal["task", "kl", "block"] | LossFunction
 
@@ -45,8 +47,12 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
         tokens = batch["input_ids"][:, 1:]
         if "attention_mask" in batch:
             tokens = tokens.masked_fill(batch["attention_mask"][:, 1:] == 0, -100)
-        return functional.cross_entropy(values[:, :-1].flatten(0, 1), tokens.flatten())
-    raise CalibrationError('The task loss needs targets: give batches (inputs, targets), or use loss="kl".')
+        if values.shape[1] == tokens.shape[1] + 1 and int(tokens.max()) < values.shape[2]:
+            return functional.cross_entropy(values[:, :-1].flatten(0, 1), tokens.flatten())
+    raise CalibrationError(
+        'The task loss needs targets: give batches (inputs, targets), or mappings with "labels" for a model that makes '
+        'a loss of them; without them use loss="kl", and methods that need no gradients of the task.'
+    )
 
 
 def _to_targets(values: Tensor, batch: Batch) -> Tensor:
@@ -88,11 +94,13 @@ def answered(model: nn.Module, part: Part, most: int) -> Part:
         if numbers < most:
             answer = batches.logits(batches.forward(model, batch))
             count = batches.size(batch)
+            if answer.ndim == 0:  # a network that squeezes a single sample's dimension away
+                answer = answer[None]
             if len(answer) > count and len(answer) % count == 0:  # one row a position
                 answer = answer.reshape(count, -1, *answer.shape[1:])
             kept = torch.arange(count) < max(1, (most - numbers) // answer[0].numel())
-            rest = batch[1:] if isinstance(batch, (tuple, list)) else ()
-            found.add((batches.inputs(batch), answer, *rest), kept, number)
+            wanted = batches.targets(batch)  # they say whether answers are classes
+            found.add((batches.inputs(batch), answer, *(() if wanted is None else (wanted,))), kept, number)
             numbers += answer.numel()
     return found
 
@@ -106,8 +114,8 @@ def _divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) -
         return (sparse.reshape(dense.shape) - dense).square().sum() / dense.square().sum().clamp_min(1e-30)
     classes = dense.shape[-1]
     return functional.kl_div(
-        sparse.reshape(-1, classes).log_softmax(-1),
-        dense.reshape(-1, classes).log_softmax(-1),
+        sparse.reshape(-1, classes).clamp_min(_IMPOSSIBLE).log_softmax(-1),
+        dense.reshape(-1, classes).clamp_min(_IMPOSSIBLE).log_softmax(-1),
         reduction="batchmean",
         log_target=True,
     )

@@ -15,27 +15,31 @@ from iobs.prune.settings import Settings
 
 
 def update_batch_norm(model: nn.Module, part: Part) -> None:
-    """Replace running statistics by the cumulative average over the calibration data.
+    """Replace running statistics by the average over the calibration data; those that it does not reach stay.
 
     Raises:
         CalibrationError: a batch has one value a channel, which has no variance.
     """
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     momenta = [module.momentum for module in norms]
+    before = [{name: value.clone() for name, value in module.named_buffers()} for module in norms]
     try:
         for module in norms:
             module.reset_running_stats()
             module.momentum = None
             module.train()
         with torch.no_grad():
-            for batch in part.batches:
+            for batch in batches.even(part).batches:  # each counts the same in the average
                 batches.forward(model, batch)
     except ValueError as error:  # of a batch with one value a channel
         raise CalibrationError(f'batch_norm="update" cannot use this batch: {error}; join it with another.') from error
     finally:
-        for module, momentum in zip(norms, momenta, strict=True):
+        for module, momentum, buffers in zip(norms, momenta, before, strict=True):
             module.momentum = momentum
             module.eval()
+            if module.num_batches_tracked is not None and not module.num_batches_tracked:
+                for name, value in buffers.items():
+                    module.get_buffer(name).copy_(value)
 
 
 @contextmanager

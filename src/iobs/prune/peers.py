@@ -20,7 +20,7 @@ from iobs.prune.memory import MemoryWatch
 from iobs.prune.network import evaluating
 from iobs.prune.record import AuditRow, Report, RoundRecord
 
-_FIRST_STAGE = 0.1  # sparsity that several stages set out from, as CHITA's exponential schedule
+_FIRST_STAGE = 0.1  # sparsity that several stages set out from
 
 
 def prune_by_fisher(
@@ -43,7 +43,8 @@ def prune_by_fisher(
         batches: (inputs, targets), or mappings with labels: the gradients of their task loss are the curvature.
         sparsity: share of zeros over all pruned layers together.
         method: "magnitude", "woodfisher", "cbs" or "chita".
-        stages: how often the gradients are taken anew on the way; the sparsity grows exponentially from 0.1 (CHITA++).
+        stages: how often the gradients are taken anew on the way, while the density falls by equal factors from 0.9
+            (CHITA++).
         damping: added to the Fisher's diagonal.
         block: entries of a block of the Fisher.
         include: name patterns of layers to prune.
@@ -51,7 +52,7 @@ def prune_by_fisher(
         depthwise: prune depthwise convolutions too.
 
     Returns:
-        A report; its rounds are the stages and carry no layers.
+        A report; its rounds are the stages.
 
     Raises:
         ProblemError: an unknown method or a setting out of range.
@@ -66,12 +67,13 @@ def prune_by_fisher(
     selection = select(model, include, skip, depthwise=depthwise)
     part = Part.of(data_batches.collect(batches))
     dense = {layer: layer.read(model) for layer in selection.layers}
-    rounds = []
+    rounds: list[RoundRecord] = []
     try:
         with evaluating(model):
             for index, level in enumerate(_levels(sparsity, stages)):
                 began = time.perf_counter()
-                weights = torch.cat([layer.read(model).flatten() for layer in selection.layers]).float()
+                weights = torch.cat([layer.read(model).flatten() for layer in selection.layers])
+                weights = weights if method == "magnitude" else weights.float()  # as the gradients
                 sizes = tuple(layer.weights for layer in selection.layers)
                 if method == "magnitude":
                     rows = weights.new_zeros(1, len(weights))

@@ -56,8 +56,13 @@ class RoundRecord:
 
     @property
     def sparsity(self) -> float:
-        """Share of all prunable entries that are really zero after the projection of this round."""
-        return sum(layer.zeros for layer in self.layers) / max(1, sum(layer.weights for layer in self.layers))
+        """Share of all prunable entries that are really zero after the projection of this round.
+
+        What was asked where a round carries no layers, as the peers' do not.
+        """
+        if not self.layers:
+            return self.asked
+        return sum(layer.zeros for layer in self.layers) / sum(layer.weights for layer in self.layers)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from iobs.prune import choices
 from iobs.prune.audit import audit_layers
 from iobs.prune.augment import Augmentation, copies, suited
 from iobs.prune.batches import Batch, Part
-from iobs.prune.checkpoint import Journal, identity_of
+from iobs.prune.checkpoint import Journal, fingerprint, identity_of
 from iobs.prune.distributed import current
 from iobs.prune.estimate import affordable, estimate_seconds
 from iobs.prune.layers import Layer, Selection
@@ -61,7 +61,10 @@ class Run:
         self.fit, self.heldout = data_batches.split(Part.of(collected), settings.holdout, settings.seed)
         self.portions = [self.fit] * settings.rounds
         if settings.data == "fresh":
-            self.portions = data_batches.divide(self.fit, settings.rounds, settings.seed)
+            # Where the first projection may remain the only one it sees all samples.
+            whole = [self.fit] if settings.schedule == "auto" else []
+            left = settings.rounds - len(whole)
+            self.portions = whole + (data_batches.divide(self.fit, left, settings.seed) if left else [])
         own = changing(model, {layer.key for layer in selection.layers}, settings)
         self.original = {name: value.detach().clone() for name, value in own}
         self.reference = self._frozen_copy() if self._needs_reference() else None
@@ -122,6 +125,8 @@ class Run:
         self.settings = replace(self.settings, step=step, polish=polish, allocation=allocation)
         self.judges = self._judging(self.heldout)
         loss = self._loss_on(self.judges)  # where it is NaN, the walk names the layer that makes it so
+        if loss is None:
+            self._loss_on(self.fit.first(1))  # data without targets is to be known now, not after a projection
         if step is not None or polish is not None:
             expected = estimate_seconds(self.model, self.selection.layers, self.chain, self.fit, self.settings)
             self.note(f"Estimated time: {expected:.0f} s.")
@@ -151,7 +156,7 @@ class Run:
             return None
         trainer = trainer or self.trainer(step, (rounds - 1) * step.steps)
         trainer.adopt()
-        trainer.masks = self.masks() if step.support == "fixed" else None
+        trainer.masks = self.masks(step.support)
         part = self.portions[record.index]
         record.step_losses = self._run_steps(trainer, part, record.index, f"steps {record.index}")
         return trainer
@@ -238,7 +243,7 @@ class Run:
     # ---- the journal
     def _identity(self) -> dict[str, Any]:
         settings = {
-            **self.settings.summary(),
+            **self.settings.summary(fingerprint),
             "pattern": repr(self.pattern),  # its text is rounded
             "layers": [layer.name for layer in self.selection.layers],
         }
@@ -292,8 +297,11 @@ class Run:
 
     def _judging(self, part: Part) -> Part:
         """Samples that networks are compared on: with altered copies, where gradient steps see altered ones."""
-        step = self.settings.polish or self.settings.step
-        augmentation = None if step is None or not part.batches else self._augmentation(step)
+        step, measured = self.settings.polish or self.settings.step, self.settings.step
+        if step is None or not part.batches:
+            return part
+        # Mixed samples have an answer of the dense network, but no target.
+        augmentation = self._augmentation(replace(step, loss="kl" if measured is None else measured.loss))
         return part if augmentation is None else copies(augmentation, part, self.settings.seed)
 
     def _loss_on(self, part: Part) -> float | None:
@@ -305,7 +313,8 @@ class Run:
         """The mean loss on some samples; None where there are none."""
         loss = self._loss_on(part)
         if loss is not None and not math.isfinite(loss):
-            raise NonFiniteError(f"The pruned network's {self.loss_name} is {loss}; lower the learning rate.")
+            hint = "lower the learning rate" if self.settings.step or self.settings.polish else "look at its outputs"
+            raise NonFiniteError(f"The pruned network's {self.loss_name} is {loss}; {hint}.")
         return loss
 
     def divergence(self) -> float:
@@ -358,12 +367,14 @@ class Run:
         self.notes.append(text)
         self.progress.note(text)
 
-    def masks(self) -> dict[str, Tensor]:
-        """Ones where the pruned matrices now have weights, by parameter; of others where zeros may change."""
-        pruned = {layer.key: (self.model.get_parameter(layer.key) != 0).float() for layer in self.selection.layers}
-        if not self.settings.keep_zeros:
-            return pruned
-        return {name: (value != 0).float() for name, value in self.original.items() if value.ndim > 1} | pruned
+    def masks(self, support: Literal["dense", "fixed"] = "fixed") -> dict[str, Tensor]:
+        """Ones where entries may change, by parameter: not where a fixed support or old zeros that stay forbid it."""
+        masks = {}
+        if self.settings.keep_zeros:
+            masks = {name: (value != 0).float() for name, value in self.original.items() if value.ndim > 1}
+        if support == "fixed":
+            masks |= {layer.key: (self.model.get_parameter(layer.key) != 0).float() for layer in self.selection.layers}
+        return masks
 
     def _polish(self, step: GradientStep, leader: RoundRecord, index: int) -> RoundRecord:
         """Steps on the support of the best projection, whose weights the model holds."""

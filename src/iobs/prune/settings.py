@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from types import NoneType
 from typing import Any, Literal
 
 from iobs.errors import ProblemError
@@ -34,8 +36,13 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ProblemError(f"rounds must be at least 1, got {self.rounds}.")
+        if not isinstance(self.rounds, int) or self.rounds < 1:
+            raise ProblemError(f"rounds must be a whole number of at least 1, got {self.rounds}.")
+        if self.schedule == "cubic" and self.rounds == 2:
+            raise ProblemError('schedule="cubic" needs three rounds or more: the first is a look ahead.')
+        for name in ("step", "polish"):
+            if not isinstance(getattr(self, name), (GradientStep, NoneType)):
+                raise ProblemError(f"{name} must be a GradientStep, or False for none; got {getattr(self, name)!r}.")
         if not self.damping >= 0:
             raise ProblemError(f"damping must not be negative, got {self.damping}; 0.01 is usual.")
         if self.target == "network" and self.inputs == "dense":
@@ -50,14 +57,18 @@ class Settings:
                 choices = ", ".join(f'"{choice}"' for choice in allowed)
                 raise ProblemError(f"{name} must be one of {choices}; got {value!r}.")
 
-    def summary(self) -> dict[str, Any]:
-        """The settings as plain values, for reports."""
+    def summary(self, describe: Callable[[Any], str] = repr) -> dict[str, Any]:
+        """The settings as plain values, for reports; what is none is described."""
+
+        def plain(value: Any) -> Any:
+            return value if isinstance(value, (str, int, float, bool, NoneType)) else describe(value)
+
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
             if isinstance(value, (GradientStep, Allocation)):
-                values[name] = {key: _plain(entry) for key, entry in asdict(value).items()}
+                values[name] = {key: plain(entry) for key, entry in vars(value).items()}
             else:
-                values[name] = _plain(value)
+                values[name] = plain(value)
         return values
 
 
@@ -105,8 +116,7 @@ def resolve(recipe: str | None, given: dict[str, Any]) -> Settings:
         raise ProblemError(f"There is no recipe {recipe!r}; choose one of {', '.join(sorted(RECIPES))}.")
     settings = replace(Settings(), **({} if recipe is None else RECIPES[recipe]))
     taken_away: dict[str, Any] = {name: None for name in ("step", "polish") if given.get(name) is False}
-    return replace(settings, **{**given, **taken_away})
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+    settings = replace(settings, **{**given, **taken_away})
+    if isinstance(given.get("step"), GradientStep) and settings.rounds == 1:
+        raise ProblemError("A step lies between two rounds: give rounds=, or polish= for steps after the projection.")
+    return settings

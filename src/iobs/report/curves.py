@@ -11,6 +11,8 @@ from iobs.report.plots import BLUE, GREEN, GREY, INK, ORANGE, _figure, _svg
 
 _COLOURS = (GREEN, BLUE, ORANGE, INK, "#7b4fa3", "#b3423a", "#2a9d9a", "#8a6d3b")
 
+_MARKERS = ("o", "s", "^")  # where there are more methods than colours
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -57,9 +59,9 @@ def trials_figure(trials: list[Trial], dense: float | None) -> str:
     for number, method in enumerate(dict.fromkeys(trial.method for trial in trials)):
         own = sorted((trial for trial in trials if trial.method == method), key=lambda trial: trial.sparsity)
         places = [100 * trial.sparsity for trial in own]
-        colour = _COLOURS[number % len(_COLOURS)]
-        scores.plot(places, [trial.score for trial in own], marker="o", color=colour, label=method)
-        times.plot(places, [trial.seconds for trial in own], marker="o", color=colour)
+        style = {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number // len(_COLOURS) % len(_MARKERS)]}
+        scores.plot(places, [trial.score for trial in own], label=method, **style)
+        times.plot(places, [trial.seconds for trial in own], **style)
     if dense is not None:
         scores.axhline(dense, color=GREY, linestyle="--", label="dense")
     if not higher_is_better(metric):

@@ -88,7 +88,7 @@ def _scores(report: Report) -> str:
 
 
 def _rounds(report: Report) -> str:
-    if len(report.rounds) < 2:
+    if len(report.rounds) < 2 or report.best.loss_calibration is None:  # the peers measure no loss
         return ""
     rows = [
         [
