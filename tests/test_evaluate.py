@@ -180,3 +180,20 @@ def test_accuracy_of_a_single_output_is_of_two_classes():
     assert evaluate.accuracy(network, [(inputs, 1 - answers[:, None])]) == 0
     with pytest.raises(DataError, match="no classes"):
         evaluate.accuracy(network, [(inputs, answers + 1)])
+
+
+def test_accuracy_of_pixels():
+    network = nn.Conv2d(3, 5, 1)
+    inputs = torch.randn(4, 3, 6, 6)
+    assert evaluate.accuracy(network, [(inputs, network(inputs).argmax(1))]) == 100
+
+
+def test_real_targets_are_scored_by_their_squared_error(tmp_path):
+    network = nn.Linear(4, 2)
+    inputs = torch.randn(20, 4)
+    data = [(inputs[:15], network(inputs[:15]).detach() + 1), (inputs[15:], network(inputs[15:]).detach())]
+    loaded = models.LoadedModel(network, None, "mine", "other", None, lambda *_: None)
+    scores = evaluate.evaluate(loaded, BatchSource("mine", data))
+    assert scores == {"mean squared error": pytest.approx(0.75)}
+    with pytest.raises(DataError, match="one number is needed"):
+        evaluate.squared_error(network, [(inputs, torch.randn(20, 3))])

@@ -1,10 +1,10 @@
-"""Scores of a network: perplexity on text, accuracy on labelled inputs, and the tasks of lm-eval."""
+"""Scores of a network: perplexity on text, accuracy or squared error on labelled inputs, and the tasks of lm-eval."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ from iobs.data import ArraySource, Batch, Questions, Source, TextSource, array_b
 from iobs.data.questions import LETTERS
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
+from iobs.prune.batches import class_axis
+from iobs.prune.batches import targets as targets_of
 
 Progress = Callable[[int, int], None]
 
@@ -54,11 +56,11 @@ def perplexity(module: nn.Module, windows: Tensor, batch: int = 8, progress: Pro
 
 @torch.no_grad()
 def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = no_progress) -> float:
-    """Share of inputs whose highest output is their target, in per cent; a single output above 0 stands for class 1.
+    """Share of targets that have the highest output, in per cent; a single output above 0 stands for class 1.
 
     Args:
-        module: its output, or the `logits` of its output, are (batch, classes).
-        batches: (inputs, targets), or mappings with `labels`.
+        module: its output, or the `logits` of its output, are (batch, classes), or (batch, classes, ...) as of pixels.
+        batches: (inputs, targets), or mappings with `labels`; targets are integers.
         progress: told (batches done, batches in all, 0 where that is unknown).
 
     Raises:
@@ -66,11 +68,43 @@ def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = n
         NonFiniteError: an output is NaN; the message names the batch.
     """
     hits = count = 0
+    for number, logits, targets in _answers(module, batches, progress):
+        axis = class_axis(logits, (None, targets))
+        best = (logits > 0).long() if axis is None else logits.argmax(axis)
+        unclear = targets.is_floating_point() or targets.numel() != best.numel()
+        if unclear or (axis is None and bool((targets > 1).any())):
+            raise DataError(
+                f"Batch {number} has no classes to be right about: outputs are of shape {tuple(logits.shape)}, targets "
+                f"of shape {tuple(targets.shape)} and type {targets.dtype}; accuracy takes one integer a sample."
+            )
+        hits += int((best == targets.reshape(best.shape)).sum())
+        count += targets.numel()
+    return 100 * hits / count
+
+
+@torch.no_grad()
+def squared_error(module: nn.Module, batches: Iterable[Batch], progress: Progress = no_progress) -> float:
+    """Mean squared distance of outputs from targets that are real numbers; arguments and errors as of `accuracy`."""
+    total, count = 0.0, 0
+    for number, outputs, targets in _answers(module, batches, progress):
+        if outputs.numel() != targets.numel():
+            raise DataError(
+                f"Batch {number} has outputs of shape {tuple(outputs.shape)} and targets of shape "
+                f"{tuple(targets.shape)}: one number is needed for each."
+            )
+        total += float((outputs.reshape(targets.shape).double() - targets.double()).square().sum())
+        count += targets.numel()
+    return total / count
+
+
+def _answers(module: nn.Module, batches: Iterable[Batch], progress: Progress) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Of every batch its number from 1 on, what the module says, and its targets."""
     total = len(batches) if isinstance(batches, Sequence) else 0
     device = next(module.parameters()).device
+    number = 0
     for number, batch in enumerate(batches, 1):
         if isinstance(batch, Tensor) or (isinstance(batch, Mapping) and "labels" not in batch):
-            raise DataError(f"Batch {number} has no targets, so there is no accuracy to measure.")
+            raise DataError(f"Batch {number} has no targets to compare with.")
         if isinstance(batch, Mapping):
             targets = batch["labels"].to(device)
             output = module(**{name: value.to(device) for name, value in batch.items() if name != "labels"})
@@ -80,20 +114,10 @@ def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = n
         logits = output_logits(output)
         if torch.isnan(logits).any():
             raise NonFiniteError(f"The model gives NaN on batch {number}.")
-        single = logits.ndim == 1 or logits.shape[-1] == 1  # one output, for one of two classes
-        best = (logits > 0).long() if single else logits.argmax(-1)
-        unclear = targets.is_floating_point() or targets.numel() != best.numel()
-        if unclear or (single and bool((targets > 1).any())):
-            raise DataError(
-                f"Batch {number} has no classes to be right about: outputs are of shape {tuple(logits.shape)}, targets "
-                f"of shape {tuple(targets.shape)} and type {targets.dtype}; accuracy takes one integer a sample."
-            )
-        hits += int((best == targets.reshape(best.shape)).sum())
-        count += targets.numel()
+        yield number, logits, targets
         progress(number, total)
-    if not count:
-        raise DataError("There is no batch to measure the accuracy on.")
-    return 100 * hits / count
+    if not number:
+        raise DataError("There is no batch to score the model on.")
 
 
 def output_logits(output: Any) -> Tensor:
@@ -117,7 +141,7 @@ def evaluate(
     batch: int | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, float]:
-    """Score a model on a source: perplexity on text, accuracy on labelled inputs.
+    """Score a model on a source: perplexity on text, accuracy on labelled inputs, squared error where labels are real.
 
     Args:
         model: the model.
@@ -151,6 +175,9 @@ def evaluate(
             "perplexity": perplexity(model.module, windows, batch or 8, progress),
             "tokens": float(windows.numel()),
         }
+    wanted = targets_of(source.batches[0]) if source.batches else None
+    if wanted is not None and wanted.is_floating_point():
+        return {"mean squared error": squared_error(model.module, source.batches, progress)}
     return {"accuracy": accuracy(model.module, source.batches, progress)}
 
 
