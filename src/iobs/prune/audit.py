@@ -32,13 +32,17 @@ def audit(source: nn.Module | str | Path, pattern: Pattern | None = None) -> lis
     matrices = _of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))
     rows = []
     for name, matrix in matrices:
-        zeros = int((matrix == 0).sum())
-        shape = (matrix.shape[0], matrix.shape[1])
-        asked = asked_zeros(pattern, shape) if pattern is not None and zeros else 0
-        if pattern is not None and zeros:
+        row = counted(name, matrix)
+        if pattern is not None and row.zeros:
             check(name, matrix, pattern)
-        rows.append(AuditRow(name, shape, zeros, asked))
+            row.asked = asked_zeros(pattern, row.shape)
+        rows.append(row)
     return rows
+
+
+def counted(name: str, matrix: Tensor, asked: int = 0) -> AuditRow:
+    """One row: the real zeros of a matrix (rows, columns), entry by entry."""
+    return AuditRow(name, (matrix.shape[0], matrix.shape[1]), int((matrix == 0).sum()), asked)
 
 
 def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
@@ -104,7 +108,7 @@ def audit_layers(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> list[Au
     with torch.no_grad():
         for layer, pattern in patterns.items():
             matrix = layer.read(model)
-            rows.append(AuditRow(layer.name, layer.shape, int((matrix == 0).sum()), asked_zeros(pattern, layer.shape)))
+            rows.append(counted(layer.name, matrix, asked_zeros(pattern, layer.shape)))
             check(layer.name, matrix, pattern)  # every group of it, not only their sum
     return rows
 

@@ -13,12 +13,13 @@ from iobs.core.patterns import Unstructured
 from iobs.errors import ProblemError
 from iobs.prune import batches as data_batches
 from iobs.prune.allocation import total_kept
+from iobs.prune.audit import counted
 from iobs.prune.batches import Batch, Part
 from iobs.prune.fisher import METHODS, BlockFisher, gradient_rows
-from iobs.prune.layers import Layer, Selection, select
+from iobs.prune.layers import Layer, select
 from iobs.prune.memory import MemoryWatch
 from iobs.prune.network import evaluating
-from iobs.prune.record import AuditRow, Report, RoundRecord
+from iobs.prune.record import Report, RoundRecord
 
 _FIRST_STAGE = 0.1  # sparsity that several stages set out from
 
@@ -94,7 +95,8 @@ def prune_by_fisher(
         rounds=rounds,
         best_round=len(rounds) - 1,
         skipped=selection.skipped,
-        audit=_audit(model, selection),
+        # The count is global: of no layer's own is anything asked.
+        audit=[counted(layer.name, layer.read(model)) for layer in selection.layers],
         seconds=time.perf_counter() - started,
         peak_memory_bytes=memory.look(),
     )
@@ -113,11 +115,3 @@ def _levels(sparsity: float, stages: int) -> list[float]:
 def _write(model: nn.Module, layers: tuple[Layer, ...], weights: Tensor) -> None:
     for layer, values in zip(layers, torch.split(weights, [layer.weights for layer in layers]), strict=True):
         layer.write(model, values.reshape(layer.shape))
-
-
-def _audit(model: nn.Module, selection: Selection) -> list[AuditRow]:
-    rows = []
-    for layer in selection.layers:
-        zeros = int((layer.read(model) == 0).sum())
-        rows.append(AuditRow(layer.name, layer.shape, zeros, zeros))  # the count is global, no layer's own is asked
-    return rows
