@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import iobs
-from iobs.errors import CalibrationError, LayerSelectionError, NonFiniteError, ProblemError
+from iobs.errors import CalibrationError, LayerSelectionError, NonFiniteError, PatternError, ProblemError
 from iobs.models import ensure_torchvision
 from iobs.prune import GradientStep, batches
 from iobs.prune.batches import Part
@@ -225,12 +225,18 @@ def test_a_network_that_works_in_place():
     assert torch.equal(data[0], inputs), "the caller's samples are as they were"
 
 
-def test_what_was_frozen_or_zero_stays_so_in_a_polish():
+def sparse_inside():
+    """A network whose middle layer is pruned, its data, and where that layer is zero."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
     data = [torch.randn(30, 8) for _ in range(4)]
     iobs.prune(network, data, iobs.Unstructured(0.5), include="2")
     zeros = network[2].weight == 0
+    return network, data, zeros
+
+
+def test_what_was_frozen_or_zero_stays_so_in_a_polish():
+    network, data, zeros = sparse_inside()
     network[4].bias.requires_grad_(False)
     bias = network[4].bias.clone()
     iobs.prune(network, data, iobs.Unstructured(0.5), skip="2", polish=POLISH, keep_zeros=True)
@@ -330,14 +336,25 @@ def test_classes_of_pixels():
     assert iobs.audit(pruned)[0].sparsity + iobs.audit(pruned)[1].sparsity > 0.5
 
 
-@pytest.mark.parametrize("choice", [{"solver": "adm"}, {"refine": "polish"}, {"budget": "slow"}, {"damping": -1.0}])
-def test_unknown_choices_are_found_before_the_data_is_touched(choice):
+@pytest.mark.parametrize(
+    ("choice", "error"),
+    [
+        ({"solver": "adm"}, ProblemError),
+        ({"refine": "polish"}, ProblemError),
+        ({"budget": "slow"}, ProblemError),
+        ({"damping": -1.0}, ProblemError),
+        ({"pattern": iobs.NM(2, 4), "allocation": "kl"}, PatternError),
+        ({"allocation": iobs.Allocation("kl", most=0.4)}, PatternError),
+        ({"allocation": iobs.Allocation("kl", bounds={"none": (0.0, 0.5)})}, LayerSelectionError),
+    ],
+)
+def test_impossible_choices_are_found_before_the_data_is_touched(choice, error):
     def untouched():
         raise AssertionError("the data was read")
         yield
 
-    with pytest.raises(ProblemError):
-        iobs.prune(nn.Sequential(nn.Linear(8, 4)), untouched(), iobs.Unstructured(0.5), **choice)
+    with pytest.raises(error):
+        iobs.prune(nn.Sequential(nn.Linear(8, 4)), untouched(), **{"pattern": iobs.Unstructured(0.5), **choice})
 
 
 def test_a_gradient_that_is_not_finite_names_its_layer():
@@ -507,11 +524,7 @@ def test_impossible_classes_have_no_part_in_the_divergence():
 
 
 def test_zeros_that_stay_survive_steps_on_dense_weights():
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
-    data = [torch.randn(30, 8) for _ in range(4)]
-    iobs.prune(network, data, iobs.Unstructured(0.5), include="2")
-    zeros = network[2].weight == 0
+    network, data, zeros = sparse_inside()
     step = replace(POLISH, support="dense", parameters="all")
     iobs.prune(network, data, iobs.Unstructured(0.5), skip="2", rounds=2, step=step, holdout=0.0, keep_zeros=True)
     assert bool((network[2].weight[zeros] == 0).all())

@@ -154,6 +154,7 @@ def prune(
         "seed": seed,
         "checkpoint": checkpoint,
     }
+    allocates = _allocates(options, wanted)
     if low_memory:
         whole = {"eval_data": eval_data, "allow_pickle": allow_pickle or None, "remote_code": trust_remote_code or None}
         opening = {"device": checked_device(device), "arithmetic": checked_dtype(dtype)}
@@ -162,7 +163,7 @@ def prune(
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
     if dry_run:
         _show_plan(loaded, wanted, include, skip, depthwise)
-        if recipe in ("fast", "best") or allocation not in (None, "uniform") or (rounds or 1) > 1:
+        if allocates:
             console.say("The zeros of a layer are those of an even spread; an allocation moves them between layers.")
         return
     assert output is not None
@@ -213,10 +214,10 @@ def _step(recipe: str | None, rounds: int | None, given: dict[str, Any]) -> Grad
         except ValueError:
             raise typer.BadParameter("give a number or auto", param_hint="--lr") from None
     usual = resolve(recipe, {}).step
+    if (rounds or resolve(recipe, {}).rounds) < 2:
+        raise typer.BadParameter("steps are taken between rounds: give --rounds 2 or more", param_hint="--rounds")
     if usual is not None and usual.optimizer == "auto" and given.get("lr", "auto") != "auto":
         given = {"optimizer": "adam", **given}
-    if usual is None and (rounds or 1) < 2:
-        raise typer.BadParameter("steps are taken between rounds: give --rounds 2 or more", param_hint="--rounds")
     return GradientStep(**given) if usual is None else replace(usual, **given)
 
 
@@ -271,6 +272,20 @@ def _run(
     if dense:
         report.scores = {"dense": dense, "pruned": pruned}
     return report
+
+
+def _allocates(options: dict[str, Any], pattern: Pattern) -> bool:
+    """Whether layers get more zeros or fewer than an even spread gives them.
+
+    Raises:
+        PatternError, ProblemError: choices that are unknown or exclude each other.
+    """
+    from iobs.prune.allocation import as_allocation
+    from iobs.prune.settings import Settings, resolve
+
+    given = {name: value for name, value in options.items() if name in Settings.__dataclass_fields__}
+    settings = resolve(options["recipe"], given)
+    return as_allocation(settings.allocation).under(pattern).criterion != "uniform"
 
 
 def _show_plan(

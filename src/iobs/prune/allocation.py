@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from iobs.core.patterns import Pattern, Unstructured, keep_count
@@ -55,6 +55,26 @@ class Allocation:
         ranges = [(self.least, 0.0 if self.most is None else self.most), *self.bounds.values()]
         if not all(0 <= end < 1 for ends in ranges for end in ends):
             raise ProblemError(f"Bounds of an allocation are sparsities in [0, 1), got {ranges}.")
+
+    def under(self, pattern: Pattern) -> Allocation:
+        """What it is under a pattern: "auto" is "uniform" where that fixes the count of every layer.
+
+        Raises:
+            PatternError: another criterion where every count is fixed.
+            ProblemError: bounds where every layer gets the same.
+        """
+        fixed = global_sparsity(pattern) is None
+        if fixed and self.criterion not in ("auto", "uniform"):
+            raise PatternError(
+                f'The pattern {pattern} fixes the count in every layer, so there is nothing to allocate; use "uniform" '
+                "or Unstructured(sparsity)."
+            )
+        if self.bounds and (fixed or self.criterion == "uniform"):
+            raise ProblemError(
+                "Bounds of an allocation say nothing where every layer gets the same: choose another criterion, and a "
+                "pattern that leaves the counts of layers open."
+            )
+        return replace(self, criterion="uniform") if fixed else self
 
     def ranges(self, layers: Sequence[Layer], sparsity: float) -> dict[Layer, tuple[int, int]]:
         """Fewest and most entries that each layer may keep, when the network is to have a sparsity.
@@ -139,11 +159,9 @@ def optimal_counts(
     Raises:
         PatternError: the bounds do not allow the total.
     """
-    fewest, most = (sum(ends[side] for ends in ranges.values()) for side in (0, 1))
-    if not fewest <= total <= most:
-        raise PatternError(f"The bounds of the layers keep {fewest} to {most} entries, {total} were asked; widen them.")
+    _require_within(ranges, total)
     counts = {layer: ends[0] for layer, ends in ranges.items()}
-    left = total - fewest
+    left = total - sum(counts.values())
     pieces: list[tuple[float, int, int, Layer, list[tuple[int, float]]]] = []
     for order, layer in enumerate(curves):
         hull = _lower_envelope(curves[layer], ranges[layer])
@@ -158,9 +176,27 @@ def optimal_counts(
     return counts
 
 
-def total_kept(layers: tuple[Layer, ...], sparsity: float) -> int:
+def total_kept(layers: Sequence[Layer], sparsity: float) -> int:
     """How many entries a network keeps at a global sparsity."""
     return keep_count(sum(layer.weights for layer in layers), sparsity)
+
+
+def require_room(allocation: Allocation, pattern: Pattern, layers: Sequence[Layer]) -> None:
+    """The bounds allow the pattern's sparsity, or there are none.
+
+    Raises:
+        PatternError: they keep too many or too few.
+        LayerSelectionError, ProblemError: bounds that match no layer, or cannot be met.
+    """
+    sparsity = global_sparsity(pattern)
+    if sparsity is not None and allocation.criterion != "uniform":
+        _require_within(allocation.ranges(layers, sparsity), total_kept(layers, sparsity))
+
+
+def _require_within(ranges: dict[Layer, tuple[int, int]], total: int) -> None:
+    fewest, most = (sum(ends[side] for ends in ranges.values()) for side in (0, 1))
+    if not fewest <= total <= most:
+        raise PatternError(f"The bounds of the layers keep {fewest} to {most} entries, {total} were asked; widen them.")
 
 
 def _push(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
-from iobs.errors import NonFiniteError, ProblemError
-from iobs.prune.allocation import Allocation, as_allocation, global_sparsity, uniform
+from iobs.errors import NonFiniteError
+from iobs.prune.allocation import as_allocation, uniform
 from iobs.prune.gram import Statistics
 from iobs.prune.layers import Layer
 from iobs.prune.record import AllocationRecord, allocation_record
@@ -37,22 +37,10 @@ _AS_GOOD = 0.02  # a held-out loss within this share of the least is as good as 
 _HOPELESS = 0.15  # a rate worse than the best, or than no steps, by this share ends the search: larger ones are worse
 
 
-def possible(allocation: str | Allocation, pattern: Pattern) -> str | Allocation:
-    """The allocation, where "auto" is "uniform" under a pattern that leaves nothing to allocate."""
-    chosen = as_allocation(allocation)
-    nothing = chosen.criterion == "auto" and global_sparsity(pattern) is None
-    return replace(chosen, criterion="uniform") if nothing else allocation
-
-
 def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """The pattern of every layer, and the measurements behind an uneven one."""
     layers, allocation = run.selection.layers, as_allocation(run.settings.allocation)
     if allocation.criterion == "uniform":
-        if allocation.bounds:
-            raise ProblemError(
-                "Bounds of an allocation say nothing where every layer gets the same: choose another criterion, and a "
-                "pattern that leaves the counts of layers open."
-            )
         return uniform(run.pattern, layers), []
 
     def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.prune import batches as data_batches
-from iobs.prune.allocation import Allocation
+from iobs.prune.allocation import Allocation, as_allocation, require_room
 from iobs.prune.batches import Batch
 from iobs.prune.distributed import current
 from iobs.prune.layers import select
@@ -98,7 +99,7 @@ def prune(
     Raises:
         CalibrationError: no data, or data that does not fit.
         LayerSelectionError: a name pattern matches nothing.
-        PatternError: the pattern does not fit a layer.
+        PatternError: the pattern does not fit a layer, or an allocation does not fit the pattern.
         NonFiniteError: NaN or infinity in weights, inputs or gradients.
         NotPositiveDefiniteError: a layer's Hessian cannot be factorised.
         AuditError: fewer zeros than asked.
@@ -108,6 +109,9 @@ def prune(
     settings = resolve(recipe, {name: value for name, value in locals().items() if name in names})
     selection = select(model, include, skip, depthwise=settings.depthwise)
     require_fit(selection, pattern)
+    allocation = as_allocation(settings.allocation).under(pattern)
+    require_room(allocation, pattern, selection.layers)
+    settings = replace(settings, allocation=allocation)
     collected = data_batches.collect(batches)
     # The dense reference is copied inside: a key-value cache would grow each time one of its blocks is run.
     with evaluating(model) as frozen, torch.random.fork_rng(devices=[]):

@@ -47,7 +47,7 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
         tokens = batch["input_ids"][:, 1:]
         if "attention_mask" in batch:
             tokens = tokens.masked_fill(batch["attention_mask"][:, 1:] == 0, -100)
-        if values.shape[1] == tokens.shape[1] + 1 and int(tokens.max()) < values.shape[2]:
+        if values.shape[1] == tokens.shape[1] + 1 and bool((tokens < values.shape[2]).all()):
             return functional.cross_entropy(values[:, :-1].flatten(0, 1), tokens.flatten())
     raise CalibrationError(
         'The task loss needs targets: give batches (inputs, targets), or mappings with "labels" for a model that makes '

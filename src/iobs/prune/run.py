@@ -25,7 +25,7 @@ from iobs.prune.checkpoint import Journal, fingerprint, identity_of
 from iobs.prune.distributed import current
 from iobs.prune.estimate import affordable, estimate_seconds
 from iobs.prune.layers import Layer, Selection
-from iobs.prune.losses import LossFunction, block_distance_to, kl_to, mean_loss, task_loss
+from iobs.prune.losses import Loss, LossFunction, block_distance_to, kl_to, mean_loss, task_loss
 from iobs.prune.memory import MemoryWatch
 from iobs.prune.network import changing, state, update_batch_norm
 from iobs.prune.progress import Progress
@@ -116,13 +116,12 @@ class Run:
         )
 
     def _prepare(self) -> float | None:
-        """Settle what the dense network and the pattern decide; its loss on the samples that rounds are judged by."""
+        """Settle what the dense network decides; its loss on the samples that rounds are judged by."""
         step, polish = (
             None if step is None else affordable(step, self.model, self.selection.layers, self.fit)
             for step in (self.settings.step, self.settings.polish)
         )
-        allocation = choices.possible(self.settings.allocation, self.pattern)
-        self.settings = replace(self.settings, step=step, polish=polish, allocation=allocation)
+        self.settings = replace(self.settings, step=step, polish=polish)
         self.judges = self._judging(self.heldout)
         loss = self._loss_on(self.judges)  # where it is NaN, the walk names the layer that makes it so
         if loss is None:
@@ -297,11 +296,11 @@ class Run:
 
     def _judging(self, part: Part) -> Part:
         """Samples that networks are compared on: with altered copies, where gradient steps see altered ones."""
-        step, measured = self.settings.polish or self.settings.step, self.settings.step
+        step = self.settings.polish or self.settings.step
         if step is None or not part.batches:
             return part
         # Mixed samples have an answer of the dense network, but no target.
-        augmentation = self._augmentation(replace(step, loss="kl" if measured is None else measured.loss))
+        augmentation = self._augmentation(replace(step, loss=_loss_of(self.settings.step)))
         return part if augmentation is None else copies(augmentation, part, self.settings.seed)
 
     def _loss_on(self, part: Part) -> float | None:
@@ -413,7 +412,7 @@ class Run:
         return reference.requires_grad_(False)
 
     def _loss(self, step: GradientStep | None) -> tuple[str, LossFunction]:
-        chosen = "kl" if step is None else step.loss
+        chosen = _loss_of(step)
         if not isinstance(chosen, str):
             return "given loss", chosen
         if chosen == "task":
@@ -423,3 +422,8 @@ class Run:
             return "KL to the dense model", kl_to(self.reference)
         paths = [block.path for block in self.chain]
         return "distance of block outputs", block_distance_to(self.reference, paths)
+
+
+def _loss_of(step: GradientStep | None) -> Loss:
+    """What rounds with these steps between them are judged by."""
+    return "kl" if step is None else step.loss

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
-from iobs.errors import PatternError
 from iobs.prune import batches
 from iobs.prune.allocation import Allocation, Curve, global_sparsity, optimal_counts, total_kept
 from iobs.prune.batches import Batch, Part
@@ -91,15 +90,10 @@ class Planner:
         """How many entries every layer keeps, and why; layers that the network feeds nothing are left out.
 
         Raises:
-            PatternError: the pattern fixes every layer's count, or bounds do not allow the sparsity.
-            LayerSelectionError, ProblemError: bounds that match no layer, or cannot be met.
+            PatternError: the bounds of the layers that are fed do not allow the sparsity.
         """
         sparsity = global_sparsity(pattern)
-        if sparsity is None:
-            raise PatternError(
-                f'The pattern {pattern} fixes the count in every layer, so there is nothing to allocate; use "uniform" '
-                "or Unstructured(sparsity)."
-            )
+        assert sparsity is not None, "Allocation.under lets no other pattern through"
         ranges = allocation.ranges(self.layers, sparsity)
         unseen = self._measure(1 - sparsity, keep_statistics=allocation.criterion == "evolve")
         self.layers = tuple(layer for layer in self.layers if layer not in unseen)

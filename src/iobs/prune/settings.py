@@ -65,7 +65,9 @@ class Settings:
 
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
-            if isinstance(value, (GradientStep, Allocation)):
+            if isinstance(value, Allocation) and value == Allocation(value.criterion):
+                values[name] = value.criterion
+            elif isinstance(value, (GradientStep, Allocation)):
                 values[name] = {key: plain(entry) for key, entry in vars(value).items()}
             else:
                 values[name] = plain(value)
