@@ -16,7 +16,7 @@ from iobs.data import ArraySource, Batch, Questions, Source, TextSource, array_b
 from iobs.data.questions import LETTERS
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
-from iobs.prune.batches import class_axis
+from iobs.prune.batches import class_axis, forward
 from iobs.prune.batches import targets as targets_of
 
 Progress = Callable[[int, int], None]
@@ -100,21 +100,17 @@ def squared_error(module: nn.Module, batches: Iterable[Batch], progress: Progres
 def _answers(module: nn.Module, batches: Iterable[Batch], progress: Progress) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Of every batch its number from 1 on, what the module says, and its targets."""
     total = len(batches) if isinstance(batches, Sequence) else 0
-    device = next(module.parameters()).device
     number = 0
     for number, batch in enumerate(batches, 1):
-        if isinstance(batch, Tensor) or (isinstance(batch, Mapping) and "labels" not in batch):
+        targets = targets_of(batch)
+        if targets is None:
             raise DataError(f"Batch {number} has no targets to compare with.")
-        if isinstance(batch, Mapping):
-            targets = batch["labels"].to(device)
-            output = module(**{name: value.to(device) for name, value in batch.items() if name != "labels"})
-        else:
-            inputs, targets = (part.to(device) for part in batch)
-            output = module(inputs)
-        logits = output_logits(output)
+        if isinstance(batch, Mapping):  # its own loss is not asked for
+            batch = {name: value for name, value in batch.items() if name != "labels"}
+        logits = output_logits(forward(module, batch))
         if torch.isnan(logits).any():
             raise NonFiniteError(f"The model gives NaN on batch {number}.")
-        yield number, logits, targets
+        yield number, logits, targets.to(logits.device)
         progress(number, total)
     if not number:
         raise DataError("There is no batch to score the model on.")

@@ -114,22 +114,18 @@ def compare(
     loaded.module.load_state_dict(original)
     if not trials:
         raise typer.Exit(1)
-    _show(trials, dense[metric], as_json)
+    _show(trials, dense[metric], output, as_json)
 
 
 def _require_targets(loaded: LoadedModel, batches: list[Any], chosen: list[str]) -> None:
     """Before any work: methods that follow the task loss need data that has one."""
-    import torch
-
-    from iobs.prune.batches import take, to_device
-    from iobs.prune.losses import task_loss
+    from iobs.prune.batches import Part
+    from iobs.prune.losses import mean_loss, task_loss
     from iobs.prune.network import evaluating
 
-    if not {*chosen} & {*PEERS, "paper"}:
-        return
-    first = to_device(take(batches[0], torch.zeros(1, dtype=torch.int64)), next(loaded.module.parameters()).device)
-    with evaluating(loaded.module), torch.no_grad():
-        task_loss(loaded.module, first)
+    if {*chosen} & {*PEERS, "paper"}:
+        with evaluating(loaded.module):
+            mean_loss(loaded.module, Part.of(batches).first(1), task_loss)
 
 
 def _prune(
@@ -156,21 +152,20 @@ def _prune(
 
 def _keep(trials: list[Trial], dense: float, output: Path | None) -> None:
     """Write what is known so far."""
-    from iobs.report.curves import trials_figure
-
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         (output / "comparison.json").write_text(json.dumps(_values(trials, dense), indent=1) + "\n", encoding="utf8")
-        (output / "comparison.svg").write_text(trials_figure(trials, dense), encoding="utf8")
 
 
 def _values(trials: list[Trial], dense: float) -> dict[str, Any]:
     return {"dense": dense, "trials": [asdict(trial) for trial in trials]}
 
 
-def _show(trials: list[Trial], dense: float, as_json: bool) -> None:
-    from iobs.report.curves import trials_table
+def _show(trials: list[Trial], dense: float, output: Path | None, as_json: bool) -> None:
+    from iobs.report.curves import trials_figure, trials_table
 
+    if output is not None:
+        (output / "comparison.svg").write_text(trials_figure(trials, dense), encoding="utf8")
     if as_json:
         console.print_json(_values(trials, dense))
     else:

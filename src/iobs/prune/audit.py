@@ -87,15 +87,20 @@ def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    tensor = tensors.get_tensor(name)
-                    stacked = tensor.ndim == 3 and len(tensor) > 1  # the experts of a layer, in one tensor
-                    if tensor.is_floating_point() and tensor.ndim >= 2 and (name.endswith("weight") or stacked):
-                        if name.endswith("in_proj_weight"):  # of nn.MultiheadAttention
-                            yield from ((f"{name}.{part}", rows) for part, rows in projections(tensor).items())
-                        else:
-                            yield name.removesuffix(".weight"), tensor.flatten(1)
+                    yield from _matrices(name, tensors.get_tensor(name))
         except Exception as error:
             raise ModelError(f"{file} cannot be read as safetensors ({error}); it may be truncated.") from error
+
+
+def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The weight matrices in a stored tensor; none where it is a bias, a statistic or the like."""
+    stacked = tensor.ndim == 3 and len(tensor) > 1  # the experts of a layer, in one tensor
+    if not tensor.is_floating_point() or tensor.ndim < 2 or not (name.endswith("weight") or stacked):
+        return
+    if name.endswith("in_proj_weight"):  # of nn.MultiheadAttention
+        yield from ((f"{name}.{part}", rows) for part, rows in projections(tensor).items())
+    else:
+        yield name.removesuffix(".weight"), tensor.flatten(1)
 
 
 def audit_layers(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:

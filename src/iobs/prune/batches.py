@@ -190,9 +190,7 @@ def _kind(batch: Batch) -> tuple[Any, ...]:
 
 def rebatched(part: Part, count: int) -> Part:
     """The samples of a part in batches of so many; as they are where their shapes differ."""
-    if not part.alike:
-        return part
-    return Part.of([part.pick(rows) for rows in torch.split(torch.arange(part.samples), count)])
+    return _regrouped(part, torch.split(torch.arange(part.samples), count))
 
 
 def even(part: Part) -> Part:
@@ -200,10 +198,12 @@ def even(part: Part) -> Part:
 
     As they are where their shapes differ.
     """
-    if not part.alike:
-        return part
     count = -(-part.samples // max(map(size, part.batches)))
-    return Part.of([part.pick(rows) for rows in torch.tensor_split(torch.arange(part.samples), count)])
+    return _regrouped(part, torch.tensor_split(torch.arange(part.samples), count))
+
+
+def _regrouped(part: Part, groups: Sequence[Tensor]) -> Part:
+    return Part.of([part.pick(rows) for rows in groups]) if part.alike else part
 
 
 def split(part: Part, share: float, seed: int) -> tuple[Part, Part]:

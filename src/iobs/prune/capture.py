@@ -63,7 +63,7 @@ class _DirectUses(TorchFunctionMode):
         for layer in layers:
             tensor = layer.tensor(model)
             if tensor.ndim == 2:
-                self.places[self._place(tensor)] = layer
+                self.places[_place(tensor)] = layer
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -95,20 +95,21 @@ class _DirectUses(TorchFunctionMode):
         for weight, value in zip(weights, fed, strict=True):
             self._seen(weight, laid[id(value)], transpose=False)
         output = given["out_proj_weight"]
-        if self._place(output) in self.places:
+        if _place(output) in self.places:
             # The heads' results are never at hand but as what an identity makes of them.
             identity = torch.eye(len(output), dtype=output.dtype, device=output.device)
             heads, _ = func(**{**given, "out_proj_weight": identity, "out_proj_bias": None})
             self._seen(output, samples_first(heads), transpose=False)
 
-    def _place(self, weight: Tensor) -> tuple[int, int]:
-        return weight.untyped_storage().data_ptr(), int(weight.storage_offset())
-
     def _seen(self, weight: Any, value: Any, transpose: bool) -> None:
         if not isinstance(weight, Tensor) or weight.ndim != 2:
             return
-        layer = self.places.get(self._place(weight))
+        layer = self.places.get(_place(weight))
         if layer is None or layer.name in self.inside or sorted(weight.shape) != sorted(layer.shape):
             return
         value = value.detach() if value.requires_grad else value  # the same tensor is the same object: layers share it
         self.note(layer, self.model.get_submodule(layer.path), value.mT if transpose else value)
+
+
+def _place(weight: Tensor) -> tuple[int, int]:
+    return weight.untyped_storage().data_ptr(), int(weight.storage_offset())

@@ -151,6 +151,8 @@ def fingerprint(value: Any, depth: int = 4) -> str:
     A function is its code and what it closes over, an object without words of its own its class and its state, anything
     else what it says of itself.
     """
+    if isinstance(value, Tensor):
+        return _digest([value])
     code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
     inner: list[Any] = []
     if isinstance(code, CodeType):
@@ -158,8 +160,6 @@ def fingerprint(value: Any, depth: int = 4) -> str:
         inner += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
     elif " object at 0x" in repr(value):
         inner = sorted(vars(value).items()) if hasattr(value, "__dict__") else []
-    if isinstance(value, Tensor):
-        return _digest([value])
     if not inner or not depth:
         return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     name = getattr(value, "__qualname__", type(value).__qualname__)

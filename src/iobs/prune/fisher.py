@@ -90,7 +90,7 @@ def gradient_rows(model: nn.Module, layers: tuple[Layer, ...], part: Part) -> Te
         CalibrationError: the batches hold no targets.
     """
     device = next(model.parameters()).device
-    parameters = [model.get_submodule(layer.path).get_parameter(layer.parameter) for layer in layers]
+    parameters = [layer.stored(model) for layer in layers]
     rows = torch.empty(part.samples, sum(layer.weights for layer in layers), device=device)
     number = 0
     for batch in part.batches:

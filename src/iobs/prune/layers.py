@@ -58,9 +58,13 @@ class Layer:
         """Whether it is the weight of its module, so that what the module is called with is its input."""
         return self.expert is None and self.parameter == "weight"
 
+    def stored(self, model: nn.Module) -> nn.Parameter:
+        """The whole parameter that holds it."""
+        return model.get_submodule(self.path).get_parameter(self.parameter)
+
     def tensor(self, model: nn.Module) -> Tensor:
         """The stored tensor (a view of its slice for an expert or a projection)."""
-        return self._slice(model.get_submodule(self.path).get_parameter(self.parameter).detach())
+        return self._slice(self.stored(model).detach())
 
     def _slice(self, stored: Tensor) -> Tensor:
         if self.projection is not None:
@@ -75,7 +79,7 @@ class Layer:
 
     def read(self, model: nn.Module) -> Tensor:
         """A copy of the model's matrix, (rows, columns), in float32 (float64 stays)."""
-        return self.matrix(model.get_submodule(self.path).get_parameter(self.parameter).detach())
+        return self.matrix(self.stored(model).detach())
 
     def write(self, model: nn.Module, matrix: Tensor) -> None:
         """Store a matrix, rounded to the parameter's own dtype; zeros stay exact."""
@@ -269,7 +273,7 @@ def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) ->
         heads = set() if head is None else {id(head)}
     for layer in layers:
         module = model.get_submodule(layer.path)
-        if id(module.get_parameter(layer.parameter)) in embeddings:
+        if id(layer.stored(model)) in embeddings:
             reasons[layer.name] = "tied to an embedding"
         elif layer.stored_as is not None:
             reasons[layer.name] = f"shares {layer.stored_as}"

@@ -10,7 +10,6 @@ from iobs.report.numbers import duration, higher_is_better, score
 from iobs.report.plots import BLUE, GREEN, GREY, INK, ORANGE, _figure, _svg
 
 _COLOURS = (GREEN, BLUE, ORANGE, INK, "#7b4fa3", "#b3423a", "#2a9d9a", "#8a6d3b")
-
 _MARKERS = ("o", "s", "^")  # where there are more methods than colours
 
 
