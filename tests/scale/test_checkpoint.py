@@ -8,7 +8,7 @@ import torch
 
 import iobs
 from iobs.errors import CheckpointError
-from iobs.prune import run
+from iobs.prune import workbench
 from iobs.prune.checkpoint import Journal, fingerprint
 from iobs.prune.progress import Quiet
 
@@ -77,7 +77,7 @@ def prune(model, data, **options):
 @pytest.mark.parametrize("every", [0.0, 120.0])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_resumed_runs_end_in_the_same_bits(options, every, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "SAVED_EVERY", every)
+    monkeypatch.setattr(workbench, "SAVED_EVERY", every)
     model, data = problem()
     undisturbed = copy.deepcopy(model)
     expected = prune(undisturbed, data, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -19,9 +19,7 @@ from iobs.prune.record import AllocationRecord, allocation_record
 from iobs.prune.sensitivity import ENOUGH, Planner, can_keep_grams
 from iobs.prune.solving import solve_layer
 from iobs.prune.steps import GradientStep, Optimizer
-
-if TYPE_CHECKING:
-    from iobs.prune.run import Run
+from iobs.prune.workbench import Workbench
 
 _DAMAGE = 1.0  # held-out KL of the first projection, in nats, above which rounds of growing sparsity pay
 _DENSE_CAUTION = 3.0  # steps on dense weights are this much smaller than those on a fixed support
@@ -37,52 +35,59 @@ _AS_GOOD = 0.02  # a held-out loss within this share of the least is as good as 
 _HOPELESS = 0.15  # a rate worse than the best, or than no steps, by this share ends the search: larger ones are worse
 
 
-def allocate(run: Run) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
+def allocate(bench: Workbench) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """The pattern of every layer, and the measurements behind an uneven one."""
-    layers, allocation = run.selection.layers, as_allocation(run.settings.allocation)
+    layers, allocation = bench.selection.layers, as_allocation(bench.settings.allocation)
     if allocation.criterion == "uniform":
-        return uniform(run.pattern, layers), []
+        return uniform(bench.pattern, layers), []
 
     def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:
-        old = dense if run.settings.keep_zeros else None
-        return solve_layer(layer, statistics, dense, dense, pattern, replace(run.settings, budget="fast"), old)
+        old = dense if bench.settings.keep_zeros else None
+        return solve_layer(layer, statistics, dense, dense, pattern, replace(bench.settings, budget="fast"), old)
 
     planner = Planner(
-        run.model, layers, run.chain, run.fit, run.heldout, solve_fast, run.settings.seed, run.progress.choosing
+        bench.model,
+        layers,
+        bench.chain,
+        bench.fit,
+        bench.heldout,
+        solve_fast,
+        bench.settings.seed,
+        bench.progress.choosing,
     )
     if allocation.criterion == "auto":
         # The network is asked for its answers only where a search is affordable.
         searched = allocation.generations > 0 and can_keep_grams(layers) and planner.answers >= ENOUGH
         how = f"searched for, judged by {planner.answers} answers" if searched else "by their damages, not searched for"
-        run.note(f"Sparsities of layers: {how}.")
+        bench.note(f"Sparsities of layers: {how}.")
         allocation = replace(allocation, criterion="evolve" if searched else "kl")
 
     def planned() -> dict[str, Any]:
-        counts, records = planner.allocate(run.pattern, allocation)
+        counts, records = planner.allocate(bench.pattern, allocation)
         keeps = {layer.name: keep for layer, keep in counts.items()}
         return {"keeps": keeps, "records": [asdict(record) for record in records]}
 
-    found = run.remembered("allocation", planned)
+    found = bench.remembered("allocation", planned)
     keeps, records = found["keeps"], [allocation_record(record) for record in found["records"]]
     # A layer that the network feeds nothing got no count.
     return {
-        layer: Unstructured(keep=keeps[layer.name]) if layer.name in keeps else run.pattern for layer in layers
+        layer: Unstructured(keep=keeps[layer.name]) if layer.name in keeps else bench.pattern for layer in layers
     }, records
 
 
-def settle(run: Run) -> None:
+def settle(bench: Workbench) -> None:
     """Settle what depends on the damage of the first projection, which the model holds."""
-    settings = run.settings
+    settings = bench.settings
     if settings.schedule == "auto":
-        damage = run.divergence()
+        damage = bench.divergence()
         grow = damage > _DAMAGE and settings.rounds > 2
-        run.note(
+        bench.note(
             f"After the first projection the network is {damage:.4g} nats from the dense one: "
             + ("sparsity grows over the rounds." if grow else "no further rounds.")
             + (" They would pay, from three on." if damage > _DAMAGE and settings.rounds == 2 else "")
         )
         settings = replace(settings, schedule="cubic", rounds=settings.rounds if grow else 1)
-        run.progress.expect_rounds(settings.rounds)
+        bench.progress.expect_rounds(settings.rounds)
     found: dict[Any, tuple[Optimizer, float] | None] = {}  # steps of the same optimizers and loss share their trials
 
     def settled(step: GradientStep | None, caution: float = 1.0) -> GradientStep | None:
@@ -90,7 +95,7 @@ def settle(run: Run) -> None:
             return step
         key = step.optimizer, step.loss
         if key not in found:
-            found[key] = _best_descent(run, step, f"trials {len(found)}")
+            found[key] = _best_descent(bench, step, f"trials {len(found)}")
         best = found[key]
         if best is None:
             return None
@@ -98,41 +103,43 @@ def settle(run: Run) -> None:
 
     polish = settled(settings.polish)
     step = settled(settings.step, _DENSE_CAUTION) if settings.rounds > 1 else settings.step
-    run.settings = replace(settings, step=step, polish=polish)
+    bench.settings = replace(settings, step=step, polish=polish)
 
 
-def _best_descent(run: Run, step: GradientStep, name: str) -> tuple[Optimizer, float] | None:
+def _best_descent(bench: Workbench, step: GradientStep, name: str) -> tuple[Optimizer, float] | None:
     """The optimizer and rate whose short run on the first projection's support leaves the least held-out loss.
 
     None where all of them diverge.
     """
     length = _trial_length(step)
-    entries = run.remembered(name, lambda: {"tried": _tried_out(run, step, length)})["tried"]
+    entries = bench.remembered(name, lambda: {"tried": _tried_out(bench, step, length)})["tried"]
     tried: dict[tuple[Optimizer, float], float] = {(optimizer, rate): loss for optimizer, rate, loss in entries}
     best = boldest(tried)
     if best is None:
-        run.note(f"No gradient steps: every learning rate of {' and '.join(_tried(step))} diverges.")
+        bench.note(f"No gradient steps: every learning rate of {' and '.join(_tried(step))} diverges.")
         return None
     listed = ", ".join(f"{optimizer} {rate:g}: {loss:.4g}" for (optimizer, rate), loss in tried.items())
-    run.note(f"Steps of {best[0]} with learning rate {best[1]:g}: least held-out loss after {length} steps ({listed}).")
+    bench.note(
+        f"Steps of {best[0]} with learning rate {best[1]:g}: least held-out loss after {length} steps ({listed})."
+    )
     return best
 
 
-def _tried_out(run: Run, step: GradientStep, length: int) -> list[tuple[Optimizer, float, float]]:
+def _tried_out(bench: Workbench, step: GradientStep, length: int) -> list[tuple[Optimizer, float, float]]:
     """Optimizers, rates, and the held-out losses after so many steps from the first projection."""
-    start, masks = run.snapshot(), run.masks()
+    start, masks = bench.snapshot(), bench.masks()
 
     def trial(optimizer: Optimizer, rate: float) -> float:
-        run.restore(start)
+        bench.restore(start)
         short = replace(step, lr=rate, optimizer=optimizer, steps=length, decay=True)
         name = f"trial of {optimizer} with rate {rate:g}, step"
-        run.trainer(short, length, masks).run(
-            run.fit, lambda done, total, loss: run.progress.choosing(name, done, total)
+        bench.trainer(short, length, masks).run(
+            bench.fit, lambda done, total, loss: bench.progress.choosing(name, done, total)
         )
         return judged()
 
     def judged() -> float:
-        loss = run.measure(run.judges if run.judges.batches else run.fit)
+        loss = bench.measure(bench.judges if bench.judges.batches else bench.fit)
         assert loss is not None
         return loss
 
@@ -140,7 +147,7 @@ def _tried_out(run: Run, step: GradientStep, length: int) -> list[tuple[Optimize
     for optimizer in _tried(step):
         losses = try_rates(partial(trial, optimizer), _RATES[optimizer], before)
         found += [(optimizer, rate, loss) for rate, loss in losses.items()]
-    run.restore(start)
+    bench.restore(start)
     return found
 
 

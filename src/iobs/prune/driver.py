@@ -23,6 +23,7 @@ from iobs.prune.run import Run
 from iobs.prune.settings import Settings, resolve
 from iobs.prune.spread import require_fit
 from iobs.prune.steps import GradientStep
+from iobs.prune.workbench import Workbench
 from iobs.solvers import Budget, Refinement, Solver
 
 
@@ -118,4 +119,4 @@ def prune(
         torch.manual_seed(settings.seed)
         data_batches.require_accepted(model, collected[0])
         told = progress if progress is not None and current().first else Quiet()
-        return Run(model, selection, pattern, settings, collected, told, checkpoint, frozen).execute()
+        return Run(Workbench(model, selection, pattern, settings, collected, told, checkpoint, frozen)).execute()
