@@ -9,7 +9,7 @@ from rich.console import Console
 
 from iobs import report
 from iobs.errors import DataError
-from iobs.prune.record import AllocationRecord, AuditRow, LayerRecord, Report, RoundRecord
+from iobs.prune.record import AllocationRecord, AuditRow, LayerRecord, Report, RoundRecord, best_index
 from iobs.report import numbers, plots, tables
 
 
@@ -209,3 +209,12 @@ def test_card():
     assert "library_name: transformers" in card
     assert "| I-OBS | 38.50 | 60.00 |" in card
     assert "library_name" not in report.render_card(make_report(), "FILE.py:f", None)
+
+
+@pytest.mark.parametrize(("sign", "polished", "best"), [(1, 0.99, 0), (1, 0.97, 1), (-1, 1.01, 0), (-1, 1.03, 1)])
+def test_a_polish_must_be_worth_it(sign, polished, best):
+    projected, polish = (RoundRecord(index, 0.5, None, sign * loss, []) for index, loss in enumerate((1.0, polished)))
+    polish.kind = "polish"
+    assert best_index([projected, polish], 0.5) == best
+    polish.kind = "projection"
+    assert best_index([projected, polish], 0.5) == 1

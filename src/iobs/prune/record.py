@@ -6,6 +6,8 @@ import itertools
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+WORTH = 0.02  # share of the loss: it changes all parameters, and by less a few held-out samples cannot tell
+
 
 @dataclass
 class LayerRecord:
@@ -178,13 +180,16 @@ def allocation_record(values: dict[str, Any]) -> AllocationRecord:
 
 
 def best_index(records: list[RoundRecord], asked: float) -> int:
-    """Among rounds at the asked sparsity, the one with the least held-out loss (calibration loss without held-out)."""
+    """Among rounds at the asked sparsity, the one with the least held-out loss (calibration loss without held-out).
+
+    A polish must gain `WORTH` of it.
+    """
 
     def value(index: int) -> float:
         record = records[index]
         loss = record.loss_calibration if record.loss_heldout is None else record.loss_heldout
         assert loss is not None
-        return loss
+        return loss + WORTH * abs(loss) if record.kind == "polish" else loss
 
     eligible = [index for index, record in enumerate(records) if record.asked >= asked - 1e-12]
     return min(eligible, key=value, default=len(records) - 1)
