@@ -56,6 +56,15 @@ def test_a_singular_hessian_has_the_centre_of_least_norm():
     torch.testing.assert_close(centre, linear @ torch.linalg.pinv(hessian))
 
 
+def test_the_centre_of_least_norm_of_a_gram_in_single_precision():
+    """Rounding makes a zero pivot positive, and a solution with it enormous."""
+    inputs, weight = torch.randn(20, 64), torch.randn(3, 64)
+    gram = inputs.T @ inputs
+    projected = weight.double() @ torch.linalg.pinv(inputs.double()) @ inputs.double()
+    found = Quadratic(gram, weight @ gram).centre()
+    torch.testing.assert_close(found.double(), projected, rtol=0, atol=1e-3)
+
+
 def test_an_operator_is_as_good_as_a_matrix(hessian, centre):
     dense, operator = Quadratic.at(centre, hessian), Quadratic.at(centre, DenseHessian(hessian))
     point = torch.randn_like(centre)

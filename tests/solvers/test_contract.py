@@ -6,6 +6,7 @@ from solver_problems import PATTERNS, random_problem
 
 import iobs
 from iobs.core.patterns import top_mask
+from iobs.core.quadratic import DenseHessian
 from iobs.errors import (
     DampingWarning,
     NonFiniteError,
@@ -193,3 +194,57 @@ def test_one_and_two_threads_give_the_same_bits(solver):
         torch.set_num_threads(threads)
     # The kernels give the same bits; a matrix product of another library need only agree but for near-ties.
     assert (weights[0] == weights[1]).double().mean() >= 0.9999
+
+
+@pytest.mark.parametrize("pattern", [iobs.Unstructured(0.5), iobs.NM(2, 4)], ids=str)
+@pytest.mark.parametrize("solver", sorted(set(SOLVERS) - {"exact"}))
+def test_the_units_of_the_inputs_do_not_matter(solver, pattern):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(400, 64, generator=generator, dtype=torch.float64)
+    centre = torch.randn(130, 64, generator=generator, dtype=torch.float64)  # too large to be polished by swaps
+    units = 2.0 ** torch.tensor([0, 40, -40], dtype=torch.float64)
+    plain, *others = (iobs.solve(iobs.Quadratic.at(centre, inputs.T @ inputs * u**2), pattern, solver) for u in units)
+    for found, unit in zip(others, units[1:], strict=True):
+        assert found.mask.sum() == plain.mask.sum()
+        # The search of "admm" is in float32, where another rounding may end in another support as good.
+        assert found.loss.sum() / unit**2 == pytest.approx(float(plain.loss.sum()), rel=1e-3)
+
+
+def test_inputs_of_very_different_units():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(400, 64, generator=generator, dtype=torch.float64)
+    centre = torch.randn(130, 64, generator=generator, dtype=torch.float64)
+    units = torch.ones(64, dtype=torch.float64)
+    units[:4] = 2.0**40
+    scaled = inputs * units
+    found = iobs.solve(iobs.Quadratic.at(centre / units, scaled.T @ scaled), iobs.NM(2, 4))
+    plain = iobs.solve(iobs.Quadratic.at(centre, inputs.T @ inputs), iobs.NM(2, 4))
+    assert found.loss.sum() == pytest.approx(float(plain.loss.sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_half_precision_is_computed_in_single(solver, dtype):
+    problem = problem_for(solver).to(torch.float32)
+    half = iobs.Quadratic((problem.matrix / 16).to(dtype), (problem.linear / 16).to(dtype))
+    found = iobs.solve(half, iobs.NM(2, 4), solver)
+    wide = iobs.solve(half.to(torch.float32), iobs.NM(2, 4), solver)
+    assert found.weight.dtype == dtype
+    assert torch.equal(found.weight, wide.weight.to(dtype))
+
+
+def test_an_operator_in_single_precision_has_a_loss():
+    problem = random_problem(6, 16).to(torch.float32)
+    operator = iobs.Quadratic(DenseHessian(problem.matrix), problem.linear)
+    found = iobs.solve(operator, iobs.NM(2, 4))
+    torch.testing.assert_close(found.loss, problem.loss(found.weight), rtol=1e-5, atol=1e-5)
+
+
+def test_no_rows_are_an_error():
+    with pytest.raises(ProblemError, match="no rows"):
+        iobs.solve(iobs.Quadratic(torch.eye(4), torch.zeros(0, 4)), iobs.NM(2, 4))
+
+
+def test_exact_solves_for_no_count_that_cannot_be():
+    problem = random_problem(2, 30)
+    assert iobs.solve(problem, iobs.Unstructured(keep=57), "exact", limit=5000).mask.sum() == 57

@@ -213,11 +213,11 @@ class Quadratic:
     def loss(self, weight: Tensor) -> Tensor:
         """q of every row, (rows,) in float64, whatever dtype the problem is in."""
         weight = weight.double()
-        hessian = _double(self.hessian)
+        product = _double_product(weight, self.hessian, self.dtype)
         if self.centred:  # (v / 2 - c) H v^T: the same number from one product
             assert self.anchor is not None
-            return ((0.5 * weight - self.anchor.double()) * hessian.matmul(weight)).sum(1)
-        return ((0.5 * hessian.matmul(weight) - self.linear.double()) * weight).sum(1)
+            return ((0.5 * weight - self.anchor.double()) * product).sum(1)
+        return ((0.5 * product - self.linear.double()) * weight).sum(1)
 
     def gradient(self, weight: Tensor) -> Tensor:
         """V H - B, (rows, d)."""
@@ -239,11 +239,13 @@ class Quadratic:
             assert self.anchor is not None
             return self.anchor
         matrix = self.matrix
+        # What the entries' own rounding can make of a zero: a pivot below it says nothing.
+        rounding = len(matrix) * torch.finfo(matrix.dtype).eps
         factor, info = torch.linalg.cholesky_ex(matrix.double())
-        if int(info) == 0:
+        if int(info) == 0 and bool((factor.diagonal().square() > rounding * matrix.diagonal()).all()):
             solved: Tensor = torch.cholesky_solve(self.linear.double().T, factor).T.to(self.linear.dtype)
             return solved
-        pseudo_inverse: Tensor = torch.linalg.pinv(matrix.double(), hermitian=True)
+        pseudo_inverse: Tensor = torch.linalg.pinv(matrix.double(), hermitian=True, rtol=rounding)
         return (self.linear.double() @ pseudo_inverse).to(self.linear.dtype)
 
     def to(self, dtype: torch.dtype) -> Quadratic:
@@ -253,6 +255,11 @@ class Quadratic:
         anchor = None if self.anchor is None else self.anchor.to(dtype)
         linear = None if self.centred else self.linear.to(dtype)
         return Quadratic(self.matrix.to(dtype), linear, anchor, self.centred)
+
+    def divided(self, amount: float) -> Quadratic:
+        """q / amount, which has the same minimisers."""
+        linear = None if self.centred else self.linear / amount
+        return self._with(self.matrix / amount, linear, self.anchor)
 
     def without(self, columns: Tensor) -> Quadratic:
         """Columns (boolean, (d,)) made harmless: unit curvature on the scale of the others, zero target and anchor."""
@@ -300,10 +307,10 @@ class Solution:
 
 def relative_error(problem: Quadratic, weight: Tensor) -> float:
     """tr((V - C) H (V - C)^T) / tr(C H C^T), under this problem's own Hessian; 0 where C H C^T is zero."""
-    centre, hessian = problem.centre().double(), _double(problem.hessian)
+    centre = problem.centre().double()
     difference = weight.double() - centre
-    error = (hessian.matmul(difference) * difference).sum()
-    size = (hessian.matmul(centre) * centre).sum()
+    error = (_double_product(difference, problem.hessian, problem.dtype) * difference).sum()
+    size = (_double_product(centre, problem.hessian, problem.dtype) * centre).sum()
     return float(error / size) if float(size) > 0 else 0.0
 
 
@@ -316,5 +323,8 @@ def _operator(hessian: Tensor | HessianOperator) -> HessianOperator:
     return DenseHessian(hessian) if isinstance(hessian, Tensor) else hessian
 
 
-def _double(hessian: Tensor | HessianOperator) -> HessianOperator:
-    return DenseHessian(hessian.double()) if isinstance(hessian, Tensor) else hessian
+def _double_product(rows: Tensor, hessian: Tensor | HessianOperator, dtype: torch.dtype) -> Tensor:
+    """Rows times the Hessian in float64; an operator computes in the dtype of its problem."""
+    if isinstance(hessian, Tensor):
+        return rows @ hessian.double()
+    return hessian.matmul(rows.to(dtype)).double()

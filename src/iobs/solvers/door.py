@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from iobs.core.patterns import Pattern
@@ -36,6 +38,7 @@ BUDGETED = {"admm"}  # solvers that trade time for error
 
 _RAISES = 5  # times that a failed factorisation may raise the damping tenfold
 _FIRST_DAMPING = 1e-6  # what a failure at zero damping starts from
+_ORDINARY = 30  # powers of two between which a Hessian's mean diagonal is left as it is
 
 
 def solve(
@@ -128,11 +131,13 @@ def _solve_all(
 ) -> list[Solution]:
     """All problems, with the least damping (of those tried) that none of them fails with."""
     for quadratic, pattern in zip(quadratics, patterns, strict=True):
+        if not quadratic.shape[0]:
+            raise ProblemError(f"{name} has no rows, so there is nothing to solve.")
         pattern.groups(quadratic.shape)
     if not damping >= 0:
         raise ProblemError(f"damping must not be negative, got {damping}; 0.01 is usual for the layers of a network.")
     chosen, refinement = _solver(solver, budget, options), _refinement(refine)
-    live, dead = _without_dead_columns(stacked)
+    live, dead = _without_dead_columns(_computable(stacked))
     mean = float(live.operator.diagonal().double().mean())
     for attempt in range(_RAISES + 1):
         try:
@@ -168,8 +173,9 @@ def _split(stacked: Quadratic, quadratics: Sequence[Quadratic]) -> list[Quadrati
 def _finished(quadratic: Quadratic, solution: Solution, dead: Tensor | None, damping: float) -> Solution:
     """The solution as one of the problem that was asked: undamped, without its dead columns."""
     stats = {**solution.stats, "damping": damping, "dead_columns": 0 if dead is None else int(dead.sum())}
+    solution = replace(solution, problem=quadratic, weight=solution.weight.to(quadratic.dtype), stats=stats)
     if dead is None:
-        return replace(solution, problem=quadratic, stats=stats)
+        return solution
     return Solution.of(quadratic, solution.weight, solution.mask & ~dead, **stats)
 
 
@@ -208,6 +214,15 @@ def _refinement(refine: str | Refinement | None) -> Refinement | None:
     if refine not in REFINEMENTS:
         raise ProblemError(f"There is no refinement {refine!r}; choose one of {', '.join(sorted(REFINEMENTS))}.")
     return REFINEMENTS[refine]()
+
+
+def _computable(quadratic: Quadratic) -> Quadratic:
+    """The same minimisers in float32 at least, with curvatures whose squares are far from the ends of its range."""
+    wide = torch.promote_types(quadratic.dtype, torch.float32)
+    quadratic = quadratic.to(wide) if wide != quadratic.dtype else quadratic
+    mean = float(quadratic.operator.diagonal().double().mean())
+    power = round(math.log2(mean)) if mean > 0 else 0
+    return quadratic.divided(2.0**power) if abs(power) > _ORDINARY else quadratic
 
 
 def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | None]:

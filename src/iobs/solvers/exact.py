@@ -52,13 +52,14 @@ class Exact:
 def _share(inverse: Array, centres: Array, keep: int, limit: int) -> Bools:
     """Rows share `keep` entries: the best support of every row for every count, and dynamic programming over rows."""
     d = centres.shape[1]
-    tables = [[best_support(inverse, row, Groups(1, d, k), limit) for k in range(d + 1)] for row in centres]
+    counts = range(max(0, keep - (len(centres) - 1) * d), min(d, keep) + 1)  # what the other rows can leave
+    tables = [{k: best_support(inverse, row, Groups(1, d, k), limit) for k in counts} for row in centres]
     best = np.full(keep + 1, np.inf)
     best[0] = 0.0
     choices = np.zeros((len(centres), keep + 1), np.int64)
     for row, table in enumerate(tables):
         options = np.full((d + 1, keep + 1), np.inf)
-        for count in range(min(d, keep) + 1):
+        for count in counts:
             options[count, count:] = best[: keep + 1 - count] + table[count][0]
         choices[row], best = options.argmin(0), options.min(0)
     masks = np.zeros(centres.shape, np.bool_)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from iobs.core import linalg
@@ -29,8 +28,9 @@ def _scale(matrix: Tensor) -> tuple[Tensor, Tensor]:
     try:
         conditional = linalg.inverse(hessian).diagonal()
     except NotPositiveDefiniteError:  # beyond float32, perhaps not beyond float64
-        conditional = linalg.inverse(matrix.double()).diagonal().float()
-    scale = (hessian.diagonal() / conditional).clamp_min(torch.finfo(torch.float32).tiny).pow(0.25)
+        conditional = linalg.inverse(matrix.double()).diagonal()
+    # In float64: where inputs differ by many orders of magnitude the ratio is their fourth power.
+    scale = (hessian.diagonal().double() / conditional.double()).pow(0.25).float()
     hessian = hessian / scale
     hessian /= scale[:, None]
     return hessian, scale
