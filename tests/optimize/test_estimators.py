@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import torch
 from sklearn.datasets import load_diabetes, load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.utils.estimator_checks import check_estimator
@@ -14,7 +15,11 @@ import iobs
 from iobs.errors import ProblemError
 from iobs.optimize.autodiff import from_torch
 from iobs.optimize.estimators import SparseClassifier, SparseRegressor
+from iobs.optimize.minimize import minimize
 from iobs.optimize.multinomial import Multinomial
+from iobs.optimize.objectives import LeastSquares, Logistic, Poisson
+from iobs.optimize.path import information
+from iobs.optimize.refit import minimise_on_all, refit
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -84,6 +89,7 @@ def test_poisson_loss(rng):
 
 def test_binary_equals_scikit_learn_on_all_features(rng):
     X = correlated_design(rng, 200, 5, 0.3)
+    X /= X.std(axis=0)  # our ridge is per standard deviation
     y = np.where(rng.random(200) < 1 / (1 + np.exp(-X[:, 0] + X[:, 2])), "yes", "no")
     ours = SparseClassifier(k=5, ridge=2.0).fit(X, y)
     theirs = LogisticRegression(C=0.5, tol=1e-10, max_iter=1000).fit(X, y)
@@ -94,6 +100,7 @@ def test_binary_equals_scikit_learn_on_all_features(rng):
 
 def test_multinomial_equals_scikit_learn_on_all_features():
     X, y = load_iris(return_X_y=True)
+    X /= X.std(axis=0)
     ours = SparseClassifier(k=4, ridge=1.0).fit(X, y)
     theirs = LogisticRegression(C=1.0, tol=1e-10, max_iter=5000).fit(X, y)
     np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-4, atol=1e-5)
@@ -105,11 +112,10 @@ def test_multinomial_equals_scikit_learn_on_all_features():
 
 
 def test_multinomial_derivatives(rng):
-    import torch
-
     X, y, weights = rng.standard_normal((15, 3)), rng.integers(0, 3, 15), rng.random(15) + 0.5
     model = Multinomial(X, y, 3, ridge=0.2, sample_weight=weights)
-    design, labels = torch.from_numpy(np.column_stack([X, np.ones(15)])), torch.from_numpy(y)
+    centred = X - weights @ X / weights.sum()
+    design, labels = torch.from_numpy(np.column_stack([centred, np.ones(15)])), torch.from_numpy(y)
 
     def function(theta):
         losses = torch.nn.functional.cross_entropy(design @ theta.reshape(4, 3), labels, reduction="none")
@@ -123,6 +129,9 @@ def test_multinomial_derivatives(rng):
     np.testing.assert_allclose(model.hessian_block(theta, everything), hessian, atol=1e-10)
     np.testing.assert_allclose(model.hessian_diagonal(theta), hessian.diagonal())
     np.testing.assert_allclose(model.hessian_product(theta, theta), hessian @ theta, atol=1e-10)
+    coefficients, constants = model.table(theta)
+    difference = X @ coefficients.T + constants - model.margins(theta)
+    np.testing.assert_allclose(difference - difference[:, :1], 0, atol=1e-12)
 
 
 def test_groups_enter_together_and_forced_features_stay(rng):
@@ -168,3 +177,94 @@ def test_separable_classes_keep_finite_coefficients(rng):
 def test_errors_say_what_is_wrong(make, message, rng):
     with pytest.raises((ProblemError, ValueError), match=message):
         make(rng.standard_normal((20, 5)), rng.standard_normal(20))
+
+
+def logistic_data(rng, n=400):
+    X = rng.standard_normal((n, 6))
+    return X, (rng.random(n) < 1 / (1 + np.exp(-2 * X[:, 0] + 1.5 * X[:, 1]))).astype(int)
+
+
+@pytest.mark.parametrize("origin", [1e5, 1e9])
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_origin_of_a_column_does_not_matter(rng, origin, classes):
+    X, y = logistic_data(rng)
+    y = y if classes == 2 else np.digitize(2 * X[:, 0] + rng.standard_normal(400), [-1, 1])
+    moved = X.copy()
+    moved[:, 0] += origin
+    plain, found = (SparseClassifier(k=2).fit(values, y) for values in (X, moved))
+    np.testing.assert_array_equal(found.support_, plain.support_)
+    np.testing.assert_allclose(found.coef_, plain.coef_, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found.predict_proba(moved), plain.predict_proba(X), atol=1e-4)
+
+
+@pytest.mark.parametrize("store", [np.asarray, sp.csr_array, torch.from_numpy], ids=["numpy", "csr", "torch"])
+@pytest.mark.parametrize("kind", [LeastSquares, Logistic, Poisson])
+def test_a_distant_column_is_no_constant(rng, kind, store):
+    X, y = logistic_data(rng)
+    X[:, 0] += 1e7
+    X[:, 5] = 3.7e5  # and this one is
+    found = minimize(kind(store(X), y, intercept=True), 2)
+    assert set(found.support) == {0, 1}
+    np.testing.assert_array_equal(kind(store(X), y, intercept=True).constant_coordinates(), [5])
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_units_of_a_column_do_not_matter(rng, classes):
+    X, y = logistic_data(rng)
+    y = y if classes == 2 else np.digitize(2 * X[:, 0] + rng.standard_normal(400), [-1, 1])
+    units = np.array([1e-6, 1e3, 1.0, 1e9, 1.0, 1e-9])
+    for k in (2, "ebic", "cv"):
+        plain, found = (SparseClassifier(k=k, ridge=0.5).fit(values, y) for values in (X, X * units))
+        np.testing.assert_array_equal(found.support_, plain.support_)
+        np.testing.assert_allclose(found.coef_ * units, plain.coef_, rtol=1e-5, atol=1e-8)
+
+
+def test_only_the_ratios_of_fractional_weights_matter(rng):
+    X = rng.standard_normal((100, 20))
+    y = 2 * X[:, 0] + 3 * X[:, 1] - X[:, 2] + rng.standard_normal(100)
+    weights = 0.5 + rng.random(100)
+    chosen = [SparseRegressor().fit(X, y, sample_weight=weights * scale).support_ for scale in (1e-3, 1.0, 1e3)]
+    for support in chosen:
+        np.testing.assert_array_equal(support, [0, 1, 2])
+    counts = rng.integers(1, 4, 100)
+    weighted, repeated = (
+        SparseRegressor().fit(X, y, counts),
+        SparseRegressor().fit(X.repeat(counts, 0), y.repeat(counts)),
+    )
+    np.testing.assert_allclose(weighted.coef_, repeated.coef_, rtol=1e-8)
+    assert weighted.path_[3]["score"] == pytest.approx(repeated.path_[3]["score"])
+
+
+def test_what_a_class_more_costs(rng):
+    """Two classes written as three of which one is never seen: nothing is estimated for it."""
+    X, y = logistic_data(rng)
+    model = Multinomial(X, y, 2, ridge=1e-9)
+    support = np.concatenate([*(model.groups[j] for j in (0, 1)), model.forced])
+    two = information(model, refit(model, support), "bic", 400, 6, 2)
+    plain = Logistic(X, y, intercept=True)
+    assert two == pytest.approx(information(plain, refit(plain, np.array([0, 1, 6])), "bic", 400, 6, 2), rel=1e-6)
+
+
+def test_forced_features_may_be_a_mask(rng):
+    X, y = logistic_data(rng)
+    three = np.digitize(X[:, 0], [-1, 1])
+    mask = np.arange(6) == 4
+    for model, target in ((SparseRegressor(k=1, forced=mask), y), (SparseClassifier(k=1, forced=mask), three)):
+        assert 4 in model.fit(X, target).support_
+    for wrong in ([99], [-1], [1.5], ["a"], [True, False]):
+        for kind, target in ((SparseRegressor, y), (SparseClassifier, y), (SparseClassifier, three)):
+            with pytest.raises(ProblemError, match="Forced features"):
+                kind(k=1, forced=wrong).fit(X, target)
+    for settings in ({"ridge": -1.0}, {"ridge": np.nan}, {"max_k": -1}, {"max_k": 2.5}):
+        with pytest.raises(ProblemError):
+            SparseClassifier(**settings).fit(X, three)
+
+
+def test_refits_of_several_classes_stop_at_rounding(rng):
+    X = rng.standard_normal((100, 5))
+    model = Multinomial(X, np.digitize(X[:, 0] + rng.standard_normal(100), [-1, 1]), 3, ridge=1e-3)
+    looked = []
+    model.value_and_gradient, look = lambda theta: (looked.append(1), look(theta))[1], model.value_and_gradient
+    fit = minimise_on_all(model, np.zeros(model.dimension))
+    assert len(looked) < 20
+    assert np.abs(look(fit)[1]).max() < 1e-8

@@ -51,10 +51,6 @@ class Design(Protocol):
         """sum_i w_i X_ij^2 of every column j, (d,)."""
         ...
 
-    def means(self, weights: Array) -> Array:
-        """sum_i w_i X_ij / sum_i w_i of every column j, (d,)."""
-        ...
-
 
 @dataclass(frozen=True)
 class DenseDesign:
@@ -97,16 +93,15 @@ class DenseDesign:
             total += np.einsum("i,ij,ij->j", weights[start : start + rows], block, block, dtype=np.float64)
         return total
 
-    def means(self, weights: Array) -> Array:
-        """Weighted means of the columns."""
-        return _double(self.rmatvec(weights) / weights.sum())
-
 
 class SparseDesign:
     """A scipy.sparse matrix, kept by columns."""
 
     def __init__(self, matrix: Any) -> None:
         self.matrix = sp.csc_array(matrix)
+        if not self.matrix.has_canonical_format:  # an entry in two pieces has no square of its own
+            self.matrix = self.matrix.copy()
+            self.matrix.sum_duplicates()
         self._rows = self.matrix.T  # a view by rows of X^T: products with it walk the columns of X
 
     @property
@@ -138,9 +133,13 @@ class SparseDesign:
         values = self.matrix.data.astype(np.float64) ** 2
         return self._column_sums(values * weights[self.matrix.indices])
 
-    def means(self, weights: Array) -> Array:
-        """Weighted means of the columns."""
-        return _double(self.rmatvec(weights) / weights.sum())
+    def moments(self, weights: Array, level: Array, mean: Array) -> tuple[Array, Array]:
+        """sum_i w_i u_i (X_ij - u_i m_j) and sum_i w_i (X_ij - u_i m_j)^2 of every column j, both (d,)."""
+        rows, there = self.matrix.indices, np.repeat(mean, np.diff(self.matrix.indptr))
+        centred = self.matrix.data.astype(np.float64) - level[rows] * there
+        mass = (weights * level**2).sum() - self._column_sums((weights * level**2)[rows])  # of the zeros
+        first = self._column_sums((weights * level)[rows] * centred) - mean * mass
+        return first, self._column_sums(weights[rows] * centred**2) + mean**2 * mass
 
     def _column_sums(self, values: Array) -> Array:
         columns = np.repeat(np.arange(self.shape[1]), np.diff(self.matrix.indptr))
@@ -187,16 +186,25 @@ class TorchDesign:
             total += _host((block * block).T @ there)
         return total
 
-    def means(self, weights: Array) -> Array:
-        """Weighted means of the columns."""
-        return _double(self.rmatvec(weights) / weights.sum())
+    def moments(self, weights: Array, level: Array, mean: Array) -> tuple[Array, Array]:
+        """As those of a `SparseDesign`."""
+        first, second = np.zeros(self.shape[1]), np.zeros(self.shape[1])
+        rows = max(1, _BLOCK_ELEMENTS // max(1, self.shape[1]))
+        centre = torch.from_numpy(mean).to(self.matrix.device)
+        for start in range(0, self.shape[0], rows):
+            part = slice(start, start + rows)
+            weight, height = (torch.from_numpy(values[part]).to(centre.device) for values in (weights, level))
+            block = self.matrix[part].double() - height[:, None] * centre
+            first += _host(block.T @ (weight * height))
+            second += _host((block * block).T @ weight)
+        return first, second
 
 
 @dataclass(frozen=True)
 class CentredDesign:
     """X - u m^T without forming it: an intercept that is solved for, on a sparse or remote X."""
 
-    inner: Design
+    inner: SparseDesign | TorchDesign
     level: Array  # u: (n,), square roots of the sample weights
     mean: Array  # m: (d,)
 
@@ -222,17 +230,12 @@ class CentredDesign:
         return self.inner.columns(support) - np.outer(self.level, self.mean[support])
 
     def squares(self, weights: Array) -> Array:
-        """Weighted sums of squares of the centred columns."""
-        cross = self.inner.rmatvec(weights * self.level)
-        raw = self.inner.squares(weights)
-        level = float((weights * self.level**2).sum())
-        centred = raw - 2 * self.mean * cross + self.mean**2 * level
-        # A constant column leaves nothing but rounding.
-        return np.where(centred <= 1e-12 * raw, 0.0, centred)
-
-    def means(self, weights: Array) -> Array:
-        """Weighted means of the centred columns."""
-        return _double(self.rmatvec(weights) / weights.sum())
+        """Weighted sums of squares of the centred columns; exactly 0 for a constant one."""
+        first, second = self.inner.moments(weights, self.level, self.mean)
+        spread = second - first**2 / max(float((weights * self.level**2).sum()), 1e-300)  # less the mean's own rounding
+        rounding = 64 * float(np.finfo(str(self.inner.matrix.dtype).removeprefix("torch.")).eps)
+        constant = (self.mean != 0) & (spread <= rounding**2 * self.inner.squares(weights))
+        return np.where(constant, 0.0, second)
 
 
 def as_design(matrix: Any) -> Design:
@@ -311,7 +314,46 @@ def centre(design: Design, level: Array, mean: Array) -> Design:
         size = np.abs(design.matrix).max(axis=0)
         centred[:, np.abs(centred).max(axis=0) <= 64 * np.finfo(design.matrix.dtype).eps * size] = 0
         return DenseDesign(centred)
+    assert isinstance(design, (SparseDesign, TorchDesign))
     return CentredDesign(design, level, mean)
+
+
+def with_intercept(design: Design, weights: Array) -> tuple[Design, Array]:
+    """[X - 1 m^T, 1] and the weighted means m, (d,): the intercept as a last column, all others about their means.
+
+    Raises:
+        NonFiniteError: X holds NaN or infinity.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = design.rmatvec(weights) / weights.sum()
+    require_finite_columns(mean)
+    return centre(append_ones(design), np.ones(design.shape[0]), np.append(mean, 0.0)), mean
+
+
+def variances(matrix: Any, weights: Array, centred: bool) -> Array:
+    """Weighted mean squares of the columns (d,), about their means or about zero.
+
+    Raises:
+        NonFiniteError: the matrix holds NaN or infinity.
+    """
+    design = as_design(matrix)
+    if not centred:
+        return _double(design.squares(weights) / weights.sum())
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = design.rmatvec(weights) / weights.sum()
+    require_finite_columns(mean)
+    return _double(centre(design, np.ones(design.shape[0]), mean).squares(weights) / weights.sum())
+
+
+def require_finite_columns(values: Array) -> None:
+    """Sums over the columns of a design tell whether it is finite.
+
+    Raises:
+        NonFiniteError: names the first column that is not.
+    """
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        raise NonFiniteError(f"Column {bad[0]} of the design matrix holds NaN or infinity; remove or impute it first.")
 
 
 def append_ones(design: Design) -> Design:

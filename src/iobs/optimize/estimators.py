@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import numpy as np
-from scipy.special import expit, softmax
+from scipy.special import expit, logsumexp, softmax
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.model_selection import check_cv
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from iobs.errors import ProblemError
-from iobs.optimize.designs import Array
+from iobs.optimize.designs import Array, Indices, variances
 from iobs.optimize.grouped import Groups, labels_to_groups
 from iobs.optimize.multinomial import Multinomial
 from iobs.optimize.objective import Objective
@@ -60,10 +60,14 @@ class _SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
 
     def _fit_path(self, X: Any, y: Array, weights: Array) -> None:
         """Fits for k_min ... k_max, and the choice among them."""
-        samples, features = float(weights.sum()), X.shape[1]
+        if not (np.isfinite(self.ridge) and self.ridge >= 0):
+            raise ProblemError(f"ridge must be finite and not negative, got {self.ridge}.")
+        weights, features = _counts(weights), X.shape[1]
+        samples = float(weights.sum())
+        self._forced_features = _as_features(self.forced, features)
         objective = self._objective(X, y, weights)
         groups = self._groups(objective, features)
-        choices = len(groups.members) - len(groups.forced) if groups else features - self._forced().size
+        choices = len(groups.members) - len(groups.forced) if groups else features - self._forced_features.size
         sizes = self._sizes(choices, samples)
         # A fixed k takes the best known method at that k; a path is warm started and polished at the end.
         fixed = len(sizes) == 1
@@ -85,11 +89,14 @@ class _SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
             )
         self.k_ = sizes[best]
         self.path_ = [
-            {"k": size, "loss": fit.value, "score": score, "support": np.flatnonzero(objective.split(fit.theta)[0])}
+            {"k": size, "loss": fit.value, "score": score, "support": self._support(objective, fit)}
             for size, fit, score in zip(sizes, fits, scores, strict=True)
         ]
         self.n_iter_ = len(sizes)
         self._keep(objective, fits[best])
+
+    def _support(self, objective: Objective, fit: Fit) -> Indices:
+        return np.flatnonzero(objective.split(fit.theta)[0]).astype(np.int64)
 
     def _keep(self, objective: Objective, fit: Fit) -> None:
         self.coef_: Array
@@ -97,20 +104,26 @@ class _SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
         self.coef_, self.intercept_ = objective.split(fit.theta)
         self.support_ = np.flatnonzero(self.coef_)
 
-    def _forced(self) -> Array:
-        return np.zeros(0, np.int64) if self.forced is None else np.unique(np.asarray(self.forced, dtype=np.int64))
-
     def _groups(self, objective: Objective, features: int) -> Groups | None:
         if self.groups is None:
             return None
         members = labels_to_groups(self.groups, features)
-        wanted = set(self._forced().tolist())
-        return Groups(objective, members, frozenset(i for i, m in enumerate(members) if wanted & set(m.tolist())))
+        return Groups(objective, members, self._forced_groups(members))
+
+    def _forced_groups(self, members: list[Indices]) -> frozenset[int]:
+        wanted = set(self._forced_features.tolist())
+        return frozenset(i for i, member in enumerate(members) if wanted & set(member.tolist()))
+
+    def _penalty(self, X: Any, weights: Array) -> Array:
+        """The ridge of every feature: one number for all per standard deviation, so that units do not matter."""
+        return self.ridge * variances(X, weights, self.fit_intercept)
 
     def _sizes(self, choices: int, samples: float) -> list[int]:
         if isinstance(self.k, str):
             if self.k not in (*_CRITERIA, "cv"):
                 raise ProblemError(f'k must be an integer, "cv", "aic", "bic" or "ebic", got {self.k!r}.')
+            if self.max_k is not None and not (isinstance(self.max_k, (int, np.integer)) and self.max_k >= 0):
+                raise ProblemError(f"max_k must be a whole number of at least 0, got {self.max_k!r}.")
             usual = max(1, min(50, int(samples / max(1.0, 2 * np.log(max(samples, 2.0))))))
             return list(range(min(choices, usual if self.max_k is None else self.max_k) + 1))
         if not isinstance(self.k, (int, np.integer)) or not 0 <= self.k <= choices:
@@ -149,17 +162,41 @@ class _SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
         return tags
 
 
+def _counts(weights: Array) -> Array:
+    """Whole sample weights are how often a row was seen; of others only the ratios count.
+
+    Their sum is then the number of equally weighted samples that say as much, (sum w)^2 / sum w^2 (Kish 1965).
+    """
+    if (weights == np.round(weights)).all():
+        return weights
+    return weights * float(weights.sum() / (weights @ weights))
+
+
+def _as_features(forced: Any, features: int) -> Indices:
+    """Feature numbers, from numbers or from a boolean mask."""
+    chosen = np.asarray([] if forced is None else forced)
+    if chosen.dtype == np.bool_:
+        if chosen.shape != (features,):
+            raise ProblemError(f"Forced features as a mask need {features} entries, got shape {chosen.shape}.")
+        return np.flatnonzero(chosen).astype(np.int64)
+    if chosen.size and (chosen.ndim != 1 or chosen.dtype.kind not in "iu"):
+        raise ProblemError(f"Forced features must be numbers or a boolean mask, got {forced!r}.")
+    if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < features:
+        raise ProblemError(f"Forced features must lie in 0 ... {features - 1}, got {chosen.tolist()}.")
+    return np.unique(chosen).astype(np.int64)
+
+
 class SparseRegressor(RegressorMixin, _SparseEstimator):  # type: ignore[misc]
     """Linear or Poisson regression on exactly k features.
 
     Args:
         k: how many features; "aic", "bic" or "ebic" choose by information criterion, "cv" by cross-validation.
         loss: "squared", or "poisson" with a log link.
-        ridge: weight of 1/2 norm(coef)^2.
+        ridge: weight of 1/2 norm(coef)^2, coefficients taken per standard deviation of their features.
         fit_intercept: whether to estimate a constant, which is not counted in k.
         max_k: largest k that is tried when k is chosen; n / (2 log n) and at most 50 if not given.
         groups: (d,) labels: features with the same label enter together, and k counts labels.
-        forced: features (their groups) that are always in, not counted in k.
+        forced: features (their groups) that are always in, not counted in k: numbers, or a boolean mask.
         cv: folds, or a splitter of scikit-learn.
         thorough: search harder than a warm start at the k that is used.
         random_state: of everything random.
@@ -215,12 +252,13 @@ class SparseRegressor(RegressorMixin, _SparseEstimator):  # type: ignore[misc]
         return np.asarray(np.exp(margin)) if self.loss == "poisson" else margin
 
     def _objective(self, X: Any, y: Array, weights: Array) -> Objective:
-        forced = () if self.groups is not None else self._forced()
+        forced = () if self.groups is not None else self._forced_features
         models = {"squared": LeastSquares, "poisson": Poisson}
         if self.loss not in models:
             raise ProblemError(f'loss must be "squared" or "poisson", got {self.loss!r}.')
         model = models[self.loss]
-        return model(X, y, ridge=self.ridge, intercept=self.fit_intercept, sample_weight=weights, forced=forced)
+        ridge = self._penalty(X, weights)
+        return model(X, y, ridge=ridge, intercept=self.fit_intercept, sample_weight=weights, forced=forced)
 
     def _held_out(self, X: Any, y: Array, weights: Array, fit: Fit, objective: Objective) -> float:
         coefficients, intercept = objective.split(fit.theta)
@@ -235,7 +273,7 @@ class SparseClassifier(ClassifierMixin, _SparseEstimator):  # type: ignore[misc]
 
     Args:
         k: how many features; "aic", "bic" or "ebic" choose by information criterion, "cv" by cross-validation.
-        ridge: weight of 1/2 norm(coef)^2; what keeps coefficients finite when the classes can be separated.
+        ridge: as `SparseRegressor`; what keeps coefficients finite when the classes can be separated.
         fit_intercept: whether to estimate a constant, which is not counted in k (always, for more than two classes).
         max_k: as `SparseRegressor`.
         groups: as `SparseRegressor`.
@@ -311,9 +349,12 @@ class SparseClassifier(ClassifierMixin, _SparseEstimator):  # type: ignore[misc]
 
     def _objective(self, X: Any, y: Array, weights: Array) -> Objective:
         if self.classes_.size > 2:
-            return Multinomial(X, y, self.classes_.size, ridge=max(self.ridge, 1e-8), sample_weight=weights)
-        forced = () if self.groups is not None else self._forced()
-        return Logistic(X, y, ridge=self.ridge, intercept=self.fit_intercept, sample_weight=weights, forced=forced)
+            spread = variances(X, weights, True)
+            ridge = max(self.ridge, 1e-8) * np.where(spread > 0, spread, 1.0)  # a constant column needs one too
+            return Multinomial(X, y, self.classes_.size, ridge=ridge, sample_weight=weights)
+        forced = () if self.groups is not None else self._forced_features
+        ridge = self._penalty(X, weights)
+        return Logistic(X, y, ridge=ridge, intercept=self.fit_intercept, sample_weight=weights, forced=forced)
 
     def _groups(self, objective: Objective, features: int) -> Groups | None:
         if not isinstance(objective, Multinomial):
@@ -321,22 +362,27 @@ class SparseClassifier(ClassifierMixin, _SparseEstimator):  # type: ignore[misc]
         labels = np.arange(features) if self.groups is None else self.groups
         rows = objective.groups
         members = labels_to_groups(labels, features)
-        wanted = set(self._forced().tolist())
-        forced = frozenset(i for i, m in enumerate(members) if wanted & set(m.tolist()))
-        return Groups(objective, [np.concatenate([rows[j] for j in member]) for member in members], forced)
+        coordinates = [np.concatenate([rows[j] for j in member]) for member in members]
+        return Groups(objective, coordinates, self._forced_groups(members))
+
+    def _support(self, objective: Objective, fit: Fit) -> Indices:
+        if not isinstance(objective, Multinomial):
+            return super()._support(objective, fit)
+        return np.flatnonzero(objective.table(fit.theta)[0].any(axis=0)).astype(np.int64)
 
     def _keep(self, objective: Objective, fit: Fit) -> None:
         if not isinstance(objective, Multinomial):
             super()._keep(objective, fit)
             self.coef_, self.intercept_ = self.coef_[None], np.array([float(self.intercept_)])
             return
-        table = fit.theta.reshape(-1, objective.classes)
-        self.coef_, self.intercept_ = np.ascontiguousarray(table[:-1].T), table[-1] - table[-1].mean()
-        self.support_ = np.flatnonzero(table[:-1].any(axis=1))
+        self.coef_, self.intercept_ = objective.table(fit.theta)
+        self.support_ = np.flatnonzero(self.coef_.any(axis=0))
 
     def _held_out(self, X: Any, y: Array, weights: Array, fit: Fit, objective: Objective) -> float:
         if isinstance(objective, Multinomial):
-            return Multinomial(X, y, objective.classes, sample_weight=weights).value(fit.theta)
+            table, constants = objective.table(fit.theta)
+            margins = X @ table.T + constants
+            return float(weights @ (logsumexp(margins, axis=1) - margins[np.arange(len(y)), y.astype(np.int64)]))
         coefficients, intercept = objective.split(fit.theta)
         margin = X @ coefficients + intercept
         return float(weights @ (np.logaddexp(0.0, margin) - y * margin))

@@ -52,6 +52,8 @@ def newton_direction(hessian: npt.NDArray[Any], gradient: Array) -> Array:
 
 def inverse_block(hessian: Array) -> Array:
     """H_QQ^-1, with the diagonal raised by as little as makes it exist (duplicate columns)."""
+    if not hessian.size:  # nothing for LAPACK, which would complain on the standard output
+        return hessian.copy()
     amount = 0.0
     diagonal = hessian.diagonal()
     while amount < 1.0:

@@ -179,8 +179,11 @@ def _method(method: str | Method) -> Method:
 def _start(objective: Objective, theta0: Array | None) -> Array | None:
     if theta0 is None:
         return None
-    theta = as_vector(theta0, "start theta0")
+    theta = as_vector(theta0, "start theta0").copy()
     features = objective.split(np.zeros(objective.dimension))[0].size
     if theta.size not in (features, objective.dimension):
         raise ProblemError(f"The start theta0 must have {features} entries, got {theta.size}.")
-    return np.concatenate([theta, np.zeros(objective.dimension - theta.size)])
+    if theta.size == features:
+        return np.concatenate([theta, np.zeros(objective.dimension - features)])
+    theta[-1] += theta[-1] - objective.split(theta)[1]  # the constant where columns are about their means
+    return theta

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from scipy.special import logsumexp, softmax
 
-from iobs.errors import NonFiniteError, ProblemError
+from iobs.errors import ProblemError
 from iobs.optimize import designs
 from iobs.optimize.designs import Array, Indices
 from iobs.optimize.objective import Objective
@@ -23,7 +23,8 @@ class Multinomial:
         X: (n, d) design.
         y: (n,) class numbers 0 ... C - 1.
         classes: C.
-        ridge: weight of 1/2 norm(Theta)^2; positive, since softmax is the same for shifted rows.
+        ridge: weight of 1/2 norm(Theta)^2, or one weight a feature (d,); positive, since softmax does not see a shift
+            of a row.
         sample_weight: (n,) non-negative.
 
     Raises:
@@ -33,24 +34,25 @@ class Multinomial:
 
     quadratic = False
 
-    def __init__(self, X: Any, y: Any, classes: int, *, ridge: float = 1e-3, sample_weight: Any = None) -> None:
-        self.design = designs.append_ones(designs.as_design(X))
-        n = self.design.shape[0]
+    def __init__(self, X: Any, y: Any, classes: int, *, ridge: float | Array = 1e-3, sample_weight: Any = None) -> None:
+        design = designs.as_design(X)
+        n = design.shape[0]
         labels = designs.as_vector(y, "target y", n)
         if labels.min() < 0 or labels.max() >= classes or (labels != np.round(labels)).any():
             raise ProblemError(f"Multinomial needs class numbers 0 ... {classes - 1}.")
-        if not ridge > 0:
+        penalty = np.broadcast_to(np.asarray(ridge, dtype=np.float64), design.shape[1:])
+        if not (penalty > 0).all():
             raise ProblemError("Multinomial needs a positive ridge: without it rows of Theta can be shifted freely.")
         self.weights = np.ones(n) if sample_weight is None else designs.as_vector(sample_weight, "sample weights", n)
+        self.design, self.mean = designs.with_intercept(design, self.weights)
         self.classes = classes
         self.labels = labels.astype(np.int64)
         self.dimension = self.design.shape[1] * classes
         self.forced = np.arange(self.dimension - classes, self.dimension)
-        self.ridge = np.full(self.dimension, ridge)
-        self.ridge[self.forced] = 1e-10 * ridge  # fixes the shift of the intercepts, nothing else
+        # On the intercepts a trace of it fixes their shift, nothing else.
+        self.ridge = np.repeat(np.append(penalty, 1e-12 * self.weights.sum()), classes)
         self.squares = self.design.squares(self.weights)
-        if not np.isfinite(self.squares).all():
-            raise NonFiniteError("The design matrix holds NaN or infinity; remove or impute those entries first.")
+        designs.require_finite_columns(self.squares)
 
     @property
     def rank(self) -> int:
@@ -62,6 +64,12 @@ class Multinomial:
         """The coordinates of every feature."""
         features = self.design.shape[1] - 1
         return [np.arange(j * self.classes, (j + 1) * self.classes) for j in range(features)]
+
+    def table(self, theta: Array) -> tuple[Array, Array]:
+        """The coefficients of every class, (C, d), and the constants that go with them, (C,), which sum to 0."""
+        rows = theta.reshape(-1, self.classes)
+        constants = rows[-1] - self.mean @ rows[:-1]
+        return np.ascontiguousarray(rows[:-1].T), constants - constants.mean()
 
     def margins(self, theta: Array) -> Array:
         """(n, C)."""
@@ -132,5 +140,5 @@ class Multinomial:
         return part
 
     def split(self, theta: Array) -> tuple[Array, float]:
-        """All of theta; the intercepts are its last C entries."""
+        """All of theta; `table` reads it."""
         return theta, 0.0

@@ -6,7 +6,8 @@ diagonal. Nothing here ever forms a d x d array unless `hessian_block` is asked 
     f(theta) = sum_i w_i l(x_i^T theta, y_i) + 1/2 sum_j ridge_j theta_j^2
 
 An intercept is solved for exactly: least squares centres the data, the others carry it as a last coordinate that is
-always in the support, is not counted in k and carries no ridge (`Objective.forced`).
+always in the support, is not counted in k and carries no ridge (`Objective.forced`). With an intercept columns are
+taken about their means, so that their origin does not matter; theta's last entry is then the constant at the means.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class LinearModel(ABC):
     """Shared machinery of f(theta) = sum_i w_i l(x_i^T theta, y_i) + ridge: a subclass gives l and two derivatives."""
 
     quadratic = False
-    has_intercept = False  # whether the last coordinate is one
+    mean: Array | None = None  # of the columns (d,), where there is an intercept: the design is centred at it
 
     def __init__(self, design: Design, target: Array, weights: Array, ridge: Array, forced: Indices) -> None:
         self.design = design
@@ -150,7 +151,9 @@ class LinearModel(ABC):
 
     def split(self, theta: Array) -> tuple[Array, float]:
         """The coefficients of the features, and the intercept."""
-        return (theta[:-1], float(theta[-1])) if self.has_intercept else (theta, 0.0)
+        if self.mean is None:
+            return theta, 0.0
+        return theta[:-1], float(theta[-1] - self.mean @ theta[:-1])
 
     def restricted(self, support: Indices) -> Objective:
         """The same loss on some columns."""
@@ -195,14 +198,13 @@ class LeastSquares(LinearModel):
         design, target, weights = _prepare(X, y, sample_weight)
         if sample_weight is not None:
             design, target = designs.scale_rows(design, np.sqrt(weights)), np.sqrt(weights) * target
-        self.mean: Array | None = None
         self.level = 0.0
         if intercept:
             root = np.sqrt(weights)
             with np.errstate(invalid="ignore", over="ignore"):
                 self.mean = design.rmatvec(root) / weights.sum()
             self.level = float(root @ target) / float(weights.sum())
-            _check_finite_columns(self.mean)
+            designs.require_finite_columns(self.mean)
             design, target = designs.centre(design, root, self.mean), target - root * self.level
         super().__init__(
             design, target, np.ones(design.shape[0]), _ridge(ridge, design.shape[1]), _forced(forced, design.shape[1])
@@ -272,8 +274,11 @@ class Logistic(LinearModel):
             target = 0.5 * (target + 1)
         if target.min() < 0 or target.max() > 1:
             raise ProblemError("Logistic needs labels in [0, 1] or in {-1, 1}; encode the two classes as 0 and 1.")
-        super().__init__(*_with_intercept(design, target, weights, ridge, intercept, forced))
-        self.has_intercept = intercept
+        penalty, always = _ridge(ridge, design.shape[1]), _forced(forced, design.shape[1])
+        if intercept:
+            always, penalty = np.append(always, design.shape[1]), np.append(penalty, 0.0)
+            design, self.mean = designs.with_intercept(design, weights)
+        super().__init__(design, target, weights, penalty, always)
         _ = self.column_squares
 
     def losses(self, margin: Array) -> Array:
@@ -328,8 +333,11 @@ class Poisson(LinearModel):
         design, target, weights = _prepare(X, y, sample_weight)
         if target.min() < 0:
             raise ProblemError("Poisson needs non-negative targets; for real-valued targets use LeastSquares.")
-        super().__init__(*_with_intercept(design, target, weights, ridge, intercept, forced))
-        self.has_intercept = intercept
+        penalty, always = _ridge(ridge, design.shape[1]), _forced(forced, design.shape[1])
+        if intercept:
+            always, penalty = np.append(always, design.shape[1]), np.append(penalty, 0.0)
+            design, self.mean = designs.with_intercept(design, weights)
+        super().__init__(design, target, weights, penalty, always)
         _ = self.column_squares
 
     def losses(self, margin: Array) -> Array:
@@ -363,25 +371,8 @@ def _ridge(ridge: float | Any, dimension: int) -> Array:
     return values
 
 
-def _with_intercept(
-    design: Design, target: Array, weights: Array, ridge: float | Any, intercept: bool, forced: Any
-) -> tuple[Design, Array, Array, Array, Indices]:
-    d = design.shape[1]
-    penalty = _ridge(ridge, d)
-    always = _forced(forced, d)
-    if not intercept:
-        return design, target, weights, penalty, always
-    return designs.append_ones(design), target, weights, np.append(penalty, 0.0), np.append(always, d)
-
-
 def _forced(forced: Any, dimension: int) -> Indices:
     indices = np.unique(np.asarray(forced, dtype=np.int64))
     if indices.size and not (indices[0] >= 0 and indices[-1] < dimension):
         raise ProblemError(f"Forced coordinates must lie in 0 ... {dimension - 1}, got {indices.tolist()}.")
     return indices
-
-
-def _check_finite_columns(values: Array) -> None:
-    bad = np.flatnonzero(~np.isfinite(values))
-    if bad.size:
-        raise NonFiniteError(f"Column {bad[0]} of the design matrix holds NaN or infinity; remove or impute it first.")

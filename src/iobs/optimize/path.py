@@ -13,6 +13,7 @@ from iobs.errors import ProblemError
 from iobs.optimize import auto
 from iobs.optimize.designs import Array
 from iobs.optimize.grouped import Groups, group_path
+from iobs.optimize.multinomial import Multinomial
 from iobs.optimize.objective import Objective
 from iobs.optimize.objectives import LeastSquares
 from iobs.optimize.problem import Problem
@@ -86,6 +87,8 @@ def information(
     if criterion not in ("aic", "bic", "ebic"):
         raise ProblemError(f'The criterion must be "aic", "bic" or "ebic", got {criterion!r}.')
     parameters = int(np.count_nonzero(fit.theta))
+    if isinstance(objective, Multinomial):  # of the C coefficients of a feature, C - 1 change the probabilities
+        parameters = parameters // objective.classes * (objective.classes - 1)
     if isinstance(objective, LeastSquares):
         floor = max(np.finfo(float).eps ** 2 * float(objective.target @ objective.target), 1e-300)
         deviance = samples * math.log(max(2 * fit.value, floor) / samples)

@@ -110,8 +110,9 @@ def _merge_count(problem: Problem) -> int:
     return max(1, min(2 * problem.size, spare))
 
 
-def solved(problem: Problem, fit: Fit, tolerance: float = 1e-9) -> bool:
+def solved(problem: Problem, fit: Fit) -> bool:
     """Whether the whole gradient vanishes, up to rounding: a stationary point without any constraint."""
+    tolerance = 1e-12 if problem.objective.quadratic else 1e-9
     if fit.support.size == problem.forced.size:
         return False
     size = np.abs(fit.theta * problem.scale).max()

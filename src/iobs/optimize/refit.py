@@ -72,6 +72,8 @@ def minimise_on_all(objective: Objective, start: Array, *, steps: int = 50) -> A
             block, fresh = objective.hessian_block(theta, everything), True
             direction = newton_direction(block, gradient)
             decrease = -float(gradient @ direction)
+            if decrease > _CHORD * previous and decrease <= 1e-13 * abs(value):
+                break  # a fresh Hessian no longer helps: what is left is rounding
         step = _halve_until_descent(objective, theta, value, direction, decrease)
         if step is None:
             if fresh:
