@@ -98,6 +98,8 @@ def test_counts(numbers, rng, tmp_path):
         (lambda t: t, ("--target", "nothing"), DataError, "no column 'nothing'"),
         (lambda t: t, ("-k", "9"), DataError, "from 0 to 6"),
         (lambda t: t, ("-k", "many"), DataError, "from 0 to 6"),
+        (lambda t: t, ("-k", "²"), DataError, "from 0 to 6"),
+        (lambda t: "\n".join(t.split("\n")[:5]), ("-k", "cv"), DataError, "needs 5 rows, there are 4; give a number"),
         (lambda t: t, ("--loss", "hinge"), DataError, "--loss must be"),
         (lambda t: t, ("--force", "zz"), DataError, "force in"),
         (lambda t: t, ("--drop", "zz"), DataError, "no column 'zz'"),
@@ -114,6 +116,49 @@ def test_bad_input_is_one_clear_line(change, arguments, error, message, numbers,
     file.write_text(change(file.read_text()))
     with pytest.raises(error, match=message):
         _run(file, "--target", "price", *arguments)
+
+
+def test_a_choice_of_k_needs_enough_of_a_class_and_two_of_them(numbers, tmp_path):
+    X, _ = numbers
+    file = _csv(tmp_path / "t.csv", X[:8], np.arange(8) % 2)
+    with pytest.raises(DataError, match="needs 5 rows of one class, there are 4"):
+        _run(file, "--target", "price", "-k", "cv")
+    shares = _csv(tmp_path / "shares.csv", X, 1 / (1 + np.exp(X[:, 0])))
+    with pytest.raises(DataError, match="target of two values, got 80"):
+        _run(shares, "--target", "price", "--loss", "logistic")
+    assert "c0" in _run(shares, "--target", "price", "--loss", "logistic", "-k", 1)
+
+
+def test_a_column_may_be_left_out_twice_and_a_seed_is_not_negative(numbers, tmp_path):
+    file = _csv(tmp_path / "t.csv", *numbers)
+    assert "of 5 columns" in _run(file, "--target", "price", "--drop", "c0", "--drop", "c0")
+    result = CliRunner().invoke(app, [str(file), "--target", "price", "--seed", "-1"])
+    assert result.exit_code == 2
+    assert "--seed" in result.output
+
+
+@pytest.mark.parametrize("loss", ["squared", "logistic", "poisson"])
+def test_the_baseline_is_the_intercept_alone_whatever_is_forced_in(loss, numbers, rng, tmp_path):
+    X, y = numbers
+    y = {"squared": y, "logistic": (X[:, 1] + rng.standard_normal(80) > 0) * 1, "poisson": rng.poisson(np.exp(X[:, 1]))}
+    file = _csv(tmp_path / "t.csv", X, y[loss])
+    common = (file, "--target", "price", "--loss", loss, "-k", 1)
+    free = json.loads(_run(*common, "--json"))
+    assert free["value_without_features"] == pytest.approx(free["path"][0]["value"])
+    model = json.loads(_run(*common, "--force", "c1", "--json"))
+    assert model["value_without_features"] == pytest.approx(free["value_without_features"])
+    assert model["path"][0]["value"] < model["value_without_features"]
+    text = _run(*common, "--force", "c1")
+    assert "2 of 6 columns" in text
+    assert f"{1 - model['value'] / free['value_without_features']:.1%} of it explained" in text
+
+
+def test_every_target_decides_the_loss_that_auto_takes(rng, tmp_path):
+    y = np.repeat([0.0, 1.0, 0.0], 1000)
+    X = rng.standard_normal((3000, 2))
+    assert "logistic loss" in _run(_csv(tmp_path / "t.csv", X, y), "--target", "price", "-k", 0)
+    y[1500] = 2.0
+    assert "squared loss" in _run(_csv(tmp_path / "t.csv", X, y), "--target", "price", "-k", 0)
 
 
 def test_classes_and_files_that_cannot_be(numbers, tmp_path, monkeypatch):
@@ -159,3 +204,19 @@ def test_a_table_larger_than_memory_is_refused_before_it_is_read(pandas, numbers
 
 def test_memory_is_known():
     assert tabular._available_memory() > 1 << 20
+
+
+@pytest.mark.parametrize("ridge", [0.0, 5.0])
+def test_units_of_a_column_change_only_its_coefficient(ridge, rng, tmp_path):
+    X = rng.standard_normal((200, 4))
+    y = (rng.random(200) < 1 / (1 + np.exp(-3 * X[:, 0] + X[:, 1]))).astype(int)
+    units = np.array([1e-6, 1.0, 1e4, 1.0])
+    models = []
+    for number, scale in enumerate((np.ones(4), units)):
+        file = tmp_path / f"{number}.npz"
+        np.savez(file, X=X * scale, y=y)
+        models.append(json.loads(_run(file, "-k", 2, "--ridge", ridge, "--json")))
+    plain, scaled = ([row["per_standard_deviation"] for row in model["features"]] for model in models)
+    assert [row["name"] for row in models[0]["features"]] == ["x0", "x1"]
+    np.testing.assert_allclose(scaled, plain, rtol=1e-6)
+    assert models[1]["value"] == pytest.approx(models[0]["value"], rel=1e-8)

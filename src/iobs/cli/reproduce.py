@@ -37,7 +37,7 @@ def reproduce(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Pictures, windows, or questions of a subject at most.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
     as_json: console.AsJson = False,
 ) -> None:
     """Run one table or figure of the paper and show published and measured numbers side by side."""
@@ -47,7 +47,9 @@ def reproduce(
         return
     experiment = find(name)
     request = Request(stand_in, seed, output, console.say, model, tuple(data or ()), tuple(eval_data or ()))
-    results = experiment.run(replace(request, questions=questions, rounds=rounds, limit=limit))
+    request = replace(request, questions=questions, rounds=rounds, limit=limit)
+    experiment.check(request)
+    results = experiment.run(request)
     if as_json:
         console.print_json(
             {"name": experiment.name, "measure": results.measure, "rows": [vars(r) for r in results.rows]}

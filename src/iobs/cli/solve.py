@@ -26,7 +26,9 @@ def solve(
     loss: Annotated[
         str, typer.Option(help="squared, logistic (two classes) or poisson; auto looks at the target.")
     ] = "auto",
-    ridge: Annotated[float, typer.Option(min=0.0, help="Weight of half the squared coefficients.")] = 0.0,
+    ridge: Annotated[
+        float, typer.Option(min=0.0, help="Weight of half the squared coefficients, per standard deviation.")
+    ] = 0.0,
     drop: Annotated[list[str] | None, typer.Option(help="A column to leave out; repeat.", show_default=False)] = None,
     force: Annotated[
         list[str] | None, typer.Option(help="A column that is always in, not counted; repeat.", show_default=False)
@@ -40,7 +42,7 @@ def solve(
     plot: Annotated[
         Path | None, typer.Option(help="Draw loss and coefficients for every k to a .png.", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
     as_json: console.AsJson = False,
 ) -> None:
     """Choose the k columns of a table that explain another one best, and fit them.
@@ -75,9 +77,8 @@ def solve(
 def _loss(loss: str, table: Table) -> str:
     from iobs.errors import DataError
 
-    values = set(table.y[:1000].tolist()) | set(table.y[-1000:].tolist())
     if loss == "auto":
-        loss = "logistic" if table.classes or values <= {0.0, 1.0} else "squared"
+        loss = "logistic" if table.classes or ((table.y == 0) | (table.y == 1)).all() else "squared"
     if loss not in ("squared", "logistic", "poisson"):
         raise DataError(f"--loss must be squared, logistic, poisson or auto, got {loss!r}.")
     if len(table.classes) > 2:
@@ -92,7 +93,10 @@ def _loss(loss: str, table: Table) -> str:
 
 
 def _objective(table: Table, loss: str, ridge: float, force: list[str]) -> Objective:
+    import numpy as np
+
     from iobs.errors import DataError
+    from iobs.optimize.designs import variances
     from iobs.optimize.objectives import LeastSquares, Logistic, Poisson
 
     unknown = [name for name in force if name not in table.names]
@@ -100,9 +104,13 @@ def _objective(table: Table, loss: str, ridge: float, force: list[str]) -> Objec
         raise DataError(f"There is no column {unknown[0]!r} to force in.")
     forced = [table.names.index(name) for name in force]
     choices: dict[str, Callable[..., Objective]] = {"squared": LeastSquares, "logistic": Logistic, "poisson": Poisson}
-    # Classes that can be separated have no finite coefficients without at least a trace of ridge.
-    ridge = max(ridge, 1e-6) if loss == "logistic" else ridge
-    return choices[loss](table.X, table.y, ridge=ridge, intercept=True, forced=forced)
+    spread = variances(table.X, np.ones(len(table.y)), True)  # units do not matter
+    return choices[loss](table.X, table.y, ridge=_ridge(loss, ridge) * spread, intercept=True, forced=forced)
+
+
+def _ridge(loss: str, ridge: float) -> float:
+    """Classes that can be separated have no finite coefficients without at least a trace of it."""
+    return max(ridge, 1e-6) if loss == "logistic" else ridge
 
 
 def _size(table: Table, loss: str, ridge: float, k: str, seed: int, force: list[str]) -> int:
@@ -111,20 +119,41 @@ def _size(table: Table, loss: str, ridge: float, k: str, seed: int, force: list[
 
     free = len(table.names) - len(set(force))
     if k in ("cv", "aic", "bic", "ebic"):
+        _refuse_choice(table, loss, k)
         choice: Any = k
         forced = [table.names.index(name) for name in force]
-        settings: dict[str, Any] = {"ridge": ridge, "thorough": False, "random_state": seed, "forced": forced}
+        settings: dict[str, Any] = {"thorough": False, "random_state": seed, "forced": forced}
+        settings["ridge"] = _ridge(loss, ridge)
         if loss == "logistic":
-            return int(SparseClassifier(choice, **{**settings, "ridge": max(ridge, 1e-6)}).fit(table.X, table.y).k_)
+            return int(SparseClassifier(choice, **settings).fit(table.X, table.y).k_)
         kind: Any = "poisson" if loss == "poisson" else "squared"
         return int(SparseRegressor(choice, loss=kind, **settings).fit(table.X, table.y).k_)
-    if not k.isdigit() or int(k) > free:
+    if not k.isdecimal() or int(k) > free:
         raise DataError(f"-k must be a number from 0 to {free}, or cv, aic, bic, ebic; got {k!r}.")
     return int(k)
 
 
+def _refuse_choice(table: Table, loss: str, k: str) -> None:
+    """What choosing k needs of the target beyond what a fit does."""
+    from collections import Counter
+
+    from iobs.errors import DataError
+
+    counts = Counter(table.y.tolist())
+    if loss == "logistic" and len(counts) > 2:
+        raise DataError(f"-k {k} with --loss logistic needs a target of two values, got {len(counts)}; give a number.")
+    most = max(counts.values()) if loss == "logistic" else len(table.y)
+    if k == "cv" and most < 5:
+        needed = "5 rows of one class" if loss == "logistic" else "5 rows"
+        raise DataError(f"-k cv cuts the table into 5 parts and needs {needed}, there are {most}; give a number.")
+
+
 def _model(table: Table, objective: Objective, fits: list[Fit], loss: str, errors: dict[int, float]) -> dict[str, Any]:
+    from iobs.optimize.refit import refit
+
     best = fits[-1]
+    # Forced columns explain, too: the model without any column holds the intercept alone, where it is a coordinate.
+    constant = refit(objective, objective.forced[objective.forced >= len(table.names)])
     theta, intercept = objective.split(best.theta)
     spread = table.X.std(axis=0)
     features = [
@@ -142,7 +171,7 @@ def _model(table: Table, objective: Objective, fits: list[Fit], loss: str, error
         "columns": len(table.names),
         "k": len(fits) - 1,
         "value": best.value,
-        "value_without_features": fits[0].value,
+        "value_without_features": constant.value,
         "intercept": intercept,
         "classes": table.classes,
         "features": features,
@@ -207,7 +236,8 @@ def _show(model: dict[str, Any], table: Table, noise: float) -> None:
     from rich.table import Table as RichTable
 
     out = console.output_console()
-    title = f"{model['k']} of {model['columns']} columns, {model['samples']:,} rows, {model['loss']} loss"
+    used = len(model["features"])  # k and the forced ones
+    title = f"{used} of {model['columns']} columns, {model['samples']:,} rows, {model['loss']} loss"
     shown = RichTable(title=title, title_justify="left", header_style="bold")
     shown.add_column("column")
     for heading in ("coefficient", "standard error", "z", "per standard deviation"):

@@ -5,8 +5,12 @@ from __future__ import annotations
 import csv
 import importlib.util
 import itertools
+import math
 import os
-from collections.abc import Sequence
+import shlex
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,16 @@ _CHUNK_ROWS = 50_000
 _SAMPLE_ROWS = 1000  # read first, to tell from them how many numbers the file holds
 _BYTES = 24  # a number while text is read: in pieces, joined, and in the design matrix
 _BYTES_AS_TEXT = 120  # and without pandas, where each is a string first
+# What stands for an entry that is missing, and what the words of a column of yes and no are worth.
+_MISSING = ("", "NA", "N/A", "#N/A", "<NA>", "NaN", "nan", "NULL", "null")
+_TRUTH = {"true": 1.0, "false": 0.0}
+# Kinds of arrays that are neither numbers nor text, and what to do about them.
+_UNFIT = {
+    "M": "dates; give numbers instead, such as days since a date",
+    "m": "durations; give numbers instead, such as seconds",
+    "c": "complex numbers; give the real and the imaginary part as two columns",
+    "V": "records; give each of their fields as a column",
+}
 
 
 @dataclass(frozen=True)
@@ -48,22 +62,24 @@ def read_table(file: Path, target: str, drop: Sequence[str] = ()) -> Table:
         drop: names of columns to leave out.
 
     Raises:
-        DataError: no such file, column or format; a column of text; a file too large for this machine's memory.
+        DataError: no such file, column or format; two columns of one name; a row longer than the header; a column of
+            text, dates or complex numbers; a file too large for this machine's memory.
         NonFiniteError: missing or infinite values.
     """
     if not file.is_file():
         raise DataError(f"There is no file {file}; give a .csv, .parquet or .npz file.")
     readers = {".csv": _read_text, ".tsv": _read_text, ".parquet": _read_parquet, ".npz": _read_npz}
-    if file.suffix not in readers:
+    suffix = file.suffix.lower()
+    if suffix not in readers:
         raise DataError(f"Cannot read {file.suffix or 'a file without suffix'}; give a .csv, .parquet or .npz file.")
-    columns = readers[file.suffix](file, target)
+    columns = readers[suffix](file, target)
     missing = [name for name in (target, *drop) if name not in columns]
     if missing:
         raise DataError(f"{file} has no column {missing[0]!r}; it has: {_some(list(columns))}.")
+    if len(columns[target]) == 0:
+        raise DataError(f"{file} has no rows.")
     answer, classes = _target(columns.pop(target), target)
-    for name in drop:
-        if name != target:
-            del columns[name]
+    columns = {name: values for name, values in columns.items() if name not in drop}
     if not columns:
         raise DataError(f"{file} has no column besides the target {target!r}.")
     return Table(_matrix(columns), answer, list(columns), classes)
@@ -71,10 +87,11 @@ def read_table(file: Path, target: str, drop: Sequence[str] = ()) -> Table:
 
 def _matrix(columns: dict[str, Any]) -> Array:
     for name, values in columns.items():
-        if values.dtype.kind in "OUS":
-            text = next((value for value in values.tolist() if not _is_number(value)), "")
+        _refuse_unfit(values, f"Column {name!r}", f", or leave it out with --drop {shlex.quote(name)}")
+        if values.dtype.kind == "O":
+            text = next((value for value in values if value is not None and not _is_number(value)), "")
             raise DataError(
-                f"Column {name!r} holds text such as {str(text)!r}; leave it out with --drop {name}, "
+                f"Column {name!r} holds text such as {text!r}; leave it out with --drop {shlex.quote(name)}, "
                 "or turn it into numbers (one column of 0 and 1 a value)."
             )
     matrix = np.empty((len(next(iter(columns.values()))), len(columns)))
@@ -84,51 +101,109 @@ def _matrix(columns: dict[str, Any]) -> Array:
             row = int(np.flatnonzero(~np.isfinite(matrix[:, j]))[0])
             raise NonFiniteError(
                 f"Column {name!r} is missing or infinite in row {row + 1}; fill it in, "
-                f"or leave it out with --drop {name}."
+                f"or leave it out with --drop {shlex.quote(name)}."
             )
     return matrix
 
 
 def _target(values: Any, name: str) -> tuple[Array, list[str]]:
-    if values.dtype.kind in "OUSb":
-        classes, numbers = np.unique(values.astype(str), return_inverse=True)
-        if classes.size < 2:
-            raise DataError(f"The target {name!r} is {classes[0]!r} everywhere; there is nothing to tell apart.")
-        return numbers.astype(np.float64), [str(value) for value in classes]
-    answer = np.asarray(values, dtype=np.float64)
-    if not np.isfinite(answer).all():
-        raise NonFiniteError(f"The target {name!r} is missing or infinite in some rows; remove those rows first.")
-    return answer, []
+    _refuse_unfit(values, f"The target {name!r}")
+    text = values.dtype.kind in "Ob"
+    gone = np.array([value is None for value in values]) if text else ~np.isfinite(values)
+    if gone.any():
+        raise NonFiniteError(
+            f"The target {name!r} is missing or infinite in {np.count_nonzero(gone)} of {gone.size} rows, the first is "
+            f"row {np.argmax(gone) + 1}; remove those rows first. (Empty entries, NA, NaN and null count as missing.)"
+        )
+    if not text:
+        return np.asarray(values, dtype=np.float64), []
+    classes, numbers = np.unique(values.astype(str), return_inverse=True)
+    if classes.size < 2:
+        raise DataError(f"The target {name!r} is {str(classes[0])!r} everywhere; there is nothing to tell apart.")
+    return numbers.astype(np.float64), [str(value) for value in classes]
+
+
+def _refuse_unfit(values: Any, what: str, otherwise: str = "") -> None:
+    if values.dtype.kind in _UNFIT:
+        raise DataError(f"{what} holds {_UNFIT[values.dtype.kind]}{otherwise}.")
+
+
+def _refuse_doubles(file: Path, names: Sequence[str]) -> None:
+    doubles = [name for name, count in Counter(names).items() if count > 1]
+    if doubles:
+        raise DataError(f"{file} has several columns of one name: {_some(doubles)}; give each its own.")
 
 
 def _read_text(file: Path, target: str) -> dict[str, Any]:
-    separator = "\t" if file.suffix == ".tsv" else ","
-    pandas = importlib.util.find_spec("pandas") is not None
-    _check_memory(file, separator, _BYTES if pandas else _BYTES_AS_TEXT)
-    if pandas:
-        return _read_with_pandas(file, separator)
-    with file.open(newline="", encoding="utf-8-sig") as handle:
-        rows = csv.reader(handle, delimiter=separator)
-        header = next(rows, None)
-        if header is None:
-            raise DataError(f"{file} is empty.")
-        table = list(rows)
-    if any(len(row) != len(header) for row in table) or not table:
-        raise DataError(f"{file} has no rows, or rows of different lengths, under a header of {len(header)} names.")
-    return {name: _numbers_if_possible([row[j] for row in table]) for j, name in enumerate(header)}
+    separator = "\t" if file.suffix.lower() == ".tsv" else ","
+    rows = _rows(file, separator)
+    header = [name or f"Unnamed: {j}" for j, name in enumerate(next(rows))]
+    _refuse_doubles(file, header)
+    if importlib.util.find_spec("pandas") is not None:
+        _check_memory(file, separator, _BYTES)
+        columns = _read_with_pandas(file, separator, header, target)
+        if columns is not None:
+            return columns
+    _check_memory(file, separator, _BYTES_AS_TEXT)
+    table = list(rows)
+    return {name: _parsed([row[j] for row in table]) for j, name in enumerate(header)}
 
 
-def _read_with_pandas(file: Path, separator: str) -> dict[str, Any]:
+def _rows(file: Path, separator: str) -> Iterator[list[str]]:
+    """The header and the rows, as long as the header; blank lines are skipped, what a short row lacks is empty.
+
+    Raises:
+        DataError: a row has more entries than the header; the file is empty or no text.
+    """
+    width = 0
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as handle:
+            reader = csv.reader(handle, delimiter=separator)
+            for row in reader:
+                if len(row) < 2 and not "".join(row).strip():
+                    continue
+                width = width or len(row)
+                # A comma at the end of a line adds an empty entry, which is none.
+                if any(not _is_missing(entry) for entry in row[width:]):
+                    raise DataError(
+                        f"Line {reader.line_num} of {file} has {len(row)} entries under a header of {width} names; "
+                        "name every column, and put text that holds the separator in quotes."
+                    )
+                yield row if len(row) == width else [*row, *[""] * width][:width]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"Cannot read {file}: {error}; save it as text in UTF-8.") from error
+    if not width:
+        raise DataError(f"Cannot read {file}: it is empty.")
+
+
+def _read_with_pandas(file: Path, separator: str, header: list[str], target: str) -> dict[str, Any] | None:
+    """The columns, or None where pandas finds rows of other lengths than the header."""
     import pandas
 
     try:
-        frames = list(pandas.read_csv(file, sep=separator, chunksize=_CHUNK_ROWS, encoding="utf-8-sig"))
-    except (pandas.errors.ParserError, pandas.errors.EmptyDataError, UnicodeDecodeError) as error:
-        raise DataError(f"Cannot read {file}: {error}.") from error
+        with warnings.catch_warnings():
+            # Where all rows are longer than the header, pandas only warns that it cuts them.
+            warnings.simplefilter("error", pandas.errors.ParserWarning)
+            frames = list(
+                pandas.read_csv(
+                    file,
+                    sep=separator,
+                    header=0,
+                    names=range(len(header)),
+                    index_col=False,  # else the first entries of longer rows would become names of rows
+                    dtype={j: str for j, name in enumerate(header) if name == target},  # classes as they are written
+                    keep_default_na=False,
+                    na_values=_MISSING,
+                    chunksize=_CHUNK_ROWS,
+                    encoding="utf-8-sig",
+                )
+            )
+    except (pandas.errors.ParserError, pandas.errors.ParserWarning):
+        return None
+    except UnicodeDecodeError as error:
+        raise DataError(f"Cannot read {file}: {error}; save it as text in UTF-8.") from error
     frame = pandas.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
-    if len(frame) == 0:
-        raise DataError(f"{file} has a header but no rows.")
-    return {str(name): _plain(frame[name].to_numpy()) for name in frame.columns}
+    return {name: _plain(frame[j].to_numpy()) for j, name in enumerate(header)}
 
 
 def _read_parquet(file: Path, target: str) -> dict[str, Any]:
@@ -136,23 +211,32 @@ def _read_parquet(file: Path, target: str) -> dict[str, Any]:
         raise DataError("Reading Parquet needs pyarrow: pip install pyarrow, or save the table as .csv or .npz.")
     from pyarrow import parquet
 
-    table = parquet.read_table(file)
+    try:
+        table = parquet.read_table(file)
+    except (ValueError, OSError) as error:
+        raise DataError(f"Cannot read {file}: {error}.") from error
+    _refuse_doubles(file, table.column_names)
     return {name: _plain(table.column(name).to_numpy()) for name in table.column_names}
 
 
 def _read_npz(file: Path, target: str) -> dict[str, Any]:
     try:
-        with np.load(file, allow_pickle=False) as archive:
+        with file.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (ValueError, OSError) as error:
-        raise DataError(f"Cannot read {file}: {error}.") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # zipfile, zlib and numpy's parser raise a dozen kinds of them for a damaged file
+        raise DataError(f"Cannot read {file}: {error}; save it again with numpy.savez.") from error
     if "X" in arrays and "y" in arrays and arrays["X"].ndim == 2:
         columns = {f"x{j}": arrays["X"][:, j] for j in range(arrays["X"].shape[1])}
-        columns[target] = arrays["y"]
-        arrays = columns
+        if target in columns:
+            raise DataError(
+                f"{file} holds X and y, and y is the target; {target!r} names a column of X: leave --target out."
+            )
+        arrays = {**columns, target: arrays["y"]}
     if len({array.shape for array in arrays.values()}) != 1 or next(iter(arrays.values())).ndim != 1:
         raise DataError(f"{file} must hold X (n, d) and y (n,), or one array of equal length a column.")
-    return arrays
+    return {name: _plain(values) for name, values in arrays.items()}
 
 
 def _check_memory(file: Path, separator: str, size: int) -> None:
@@ -181,16 +265,28 @@ def _available_memory() -> int:
 
 
 def _plain(values: Any) -> Any:
-    return values.astype(bool) if values.dtype.kind == "b" else _numbers_if_possible(values.tolist(), values)
+    """Text as numbers where it can be; every other array as it is."""
+    return _parsed(values.tolist()) if values.dtype.kind in "OUS" else values
 
 
-def _numbers_if_possible(values: list[Any], array: Any = None) -> Any:
-    if array is not None and array.dtype.kind in "fiu":
-        return array
+def _parsed(values: list[Any]) -> Any:
+    """Entries as float64 with NaN where one is missing, as bool, or as text with None where one is missing."""
+    values = [value.decode(errors="replace") if isinstance(value, bytes) else value for value in values]
     try:
-        return np.array([np.nan if value in ("", None) else float(value) for value in values])
+        return np.array([np.nan if _is_missing(value) else float(value) for value in values])
     except (TypeError, ValueError):
-        return np.array([str(value) for value in values])
+        texts = [None if _is_missing(value) else str(value) for value in values]
+    words = [None if text is None else text.lower() for text in texts]
+    if {*words} <= {None, *_TRUTH}:
+        truth = np.array([np.nan if word is None else _TRUTH[word] for word in words])
+        return truth if None in words else truth.astype(bool)
+    return np.array(texts, dtype=object)
+
+
+def _is_missing(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.strip() in _MISSING
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _is_number(value: Any) -> bool:

@@ -58,7 +58,7 @@ def scores_of(name: str, request: Request) -> tuple[list[Scores], list[str]]:
         def score(module: object) -> Scores:
             return {**perplexities(loaded, CORPORA, settings.length, request), **right()}
 
-        return iterate(loaded.module, batches, settings, score, request.say)
+        return iterate(loaded.module, batches, settings, score, request.say, seed=request.seed)
 
     # The table and the figure of a model share one file of scores.
     scores = Measured(request, name.lower()).get(label + (" (stand-in)" if request.stand_in else ""), settings, compute)
@@ -73,9 +73,11 @@ def table(name: str) -> Callable[[Request], Results]:
 
     def run(request: Request) -> Results:
         scores, notes = scores_of(name, request)
+        label = _label(name, request)
+        published = dict(enumerate(PUBLISHED.get(label, ())))
         rows = [
-            Row(name, "dense" if index == 0 else f"round {index}", published, found["mmlu"])
-            for index, (found, published) in enumerate(zip(scores, PUBLISHED[name], strict=False))
+            Row(label, "dense" if index == 0 else f"round {index}", published.get(index), found["mmlu"])
+            for index, found in enumerate(scores)
         ]
         return Results("MMLU, five examples, share right; * is the best round", starred(rows, lowest=False), notes)
 
@@ -87,15 +89,16 @@ def figure(name: str, file: str) -> Callable[[Request], Results]:
 
     def run(request: Request) -> Results:
         scores, notes = scores_of(name, request)
+        label = _label(name, request)
         rows = []
         for corpus in CORPORA:
             found = [
-                Row(f"{name}, {corpus}", "dense" if index == 0 else f"round {index}", None, entry[corpus])
+                Row(f"{label}, {corpus}", "dense" if index == 0 else f"round {index}", None, entry[corpus])
                 for index, entry in enumerate(scores)
             ]
             rows += starred(found, lowest=True)
         if request.output is not None:
-            notes.append(f"Picture: {_draw(name, scores, request.output / f'{file}.svg')}")
+            notes.append(f"Picture: {_draw(label, scores, request.output / f'{file}.svg')}")
         return Results("Perplexity by round; * is the best round", rows, notes)
 
     return run
@@ -105,7 +108,20 @@ def experiment(name: str, place: str, kind: str) -> Experiment:
     """The registry's entry for a table or figure of one of the models."""
     short = f"{kind}-{name.lower().replace('-', '')}"
     title = f"{name} over ten rounds, {'MMLU' if kind == 'table' else 'perplexity'}"
-    return Experiment(short, place, title, table(name) if kind == "table" else figure(name, short), "a small model")
+    return Experiment(
+        short,
+        place,
+        title,
+        table(name) if kind == "table" else figure(name, short),
+        "a small model",
+        reads=("model", "data", "eval_data", "questions", "rounds", "limit"),
+        stand_in_reads=("data", "questions", "rounds", "limit"),
+    )
+
+
+def _label(name: str, request: Request) -> str:
+    """Whose scores these are: the paper's model, or the user's own where it is another."""
+    return next(iter(chosen({name: SETTINGS[name]}, request)))
 
 
 def _mmlu(loaded: LoadedModel, request: Request) -> Callable[[], Scores]:

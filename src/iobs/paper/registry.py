@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from iobs.errors import DataError
+
+# Of a request, what only some experiments read.
+OPTIONS = ("model", "data", "eval_data", "questions", "rounds", "limit")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Request:
         questions: a file of MMLU's questions; without it lm-eval fetches them.
         rounds: rounds instead of the paper's.
         limit: pictures or windows scored at most, or questions of a subject.
+
+    Those from `model` on are read by some experiments only (`Experiment.reads`).
     """
 
     stand_in: bool
@@ -79,6 +84,8 @@ class Experiment:
         title: what it shows, in a few words.
         run: runs it.
         stand_in: what is used with --stand-in, or "" where nothing needs to be replaced.
+        reads: which of `OPTIONS` it reads.
+        stand_in_reads: and which with --stand-in.
     """
 
     name: str
@@ -86,6 +93,26 @@ class Experiment:
     title: str
     run: Callable[[Request], Results]
     stand_in: str = ""
+    reads: tuple[str, ...] = ()
+    stand_in_reads: tuple[str, ...] = ()
+
+    def check(self, request: Request) -> None:
+        """Refuse what this experiment would ignore.
+
+        Raises:
+            DataError: the request holds an option that is not read.
+        """
+        reads = self.stand_in_reads if request.stand_in else self.reads
+        unread = [name for name in OPTIONS if getattr(request, name) and name not in reads]
+        if unread:
+            raise DataError(
+                f"{self.name}{' with --stand-in' if request.stand_in else ''} does not read {_as_options(unread)}; "
+                f"leave {'it' if len(unread) == 1 else 'them'} out. It reads: {_as_options(reads) or 'none of these'}."
+            )
+
+
+def _as_options(names: Iterable[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)
 
 
 def experiments() -> list[Experiment]:

@@ -60,10 +60,12 @@ def iterate(
     say: Callable[[str], None],
     skip: Sequence[str] = (),
     scored: Collection[int] | None = None,
+    seed: int = 0,
 ) -> list[Scores]:
     """Project, score, step without a mask, and again; scores of the dense network first, then of every projection.
 
-    Only the rounds in `scored` are scored where it is given; the others' scores are empty.
+    Only the rounds in `scored` are scored where it is given; the others' scores are empty. The seed is that of every
+    random choice: the order of the samples in the steps, and what the projections draw.
     """
     from iobs import GradientStep, Unstructured, prune
     from iobs.prune.batches import Part, size
@@ -95,6 +97,7 @@ def iterate(
             allocation="uniform",
             holdout=0.0,
             skip=[*skip] or None,
+            seed=seed,
         )
         scores.append(score(model) if scored is None or index + 1 in scored else {})
         say(f"round {index + 1} of {settings.rounds}{': ' if scores[-1] else ''}{_shown(scores[-1])}")
@@ -102,7 +105,7 @@ def iterate(
             if trainer is None:
                 named = dict(model.named_parameters())
                 stepped = {name: value for name, value in named.items() if settings.every_parameter or name in chosen}
-                trainer = Trainer(model, stepped, step, task_loss, settings.rounds * step.steps, 0)
+                trainer = Trainer(model, stepped, step, task_loss, settings.rounds * step.steps, seed)
             trainer.adopt()
             model.requires_grad_(True)
             trainer.run(part, lambda done, total, loss: None)

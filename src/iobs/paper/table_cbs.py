@@ -53,7 +53,15 @@ def _rows(network: Network, request: Request) -> tuple[list[Row], str]:
 
             def compute(solver: str = solver, settings: Settings = settings) -> list[dict[str, float]]:
                 changed: Any = copy.deepcopy(module)
-                prune(changed, batches, Unstructured(settings.sparsity), solver=solver, budget="fast", holdout=0.0)
+                prune(
+                    changed,
+                    batches,
+                    Unstructured(settings.sparsity),
+                    solver=solver,
+                    budget="fast",
+                    holdout=0.0,
+                    seed=request.seed,
+                )
                 return [{"accuracy": accuracy(changed)}]
 
             scores[method] = measured.get(f"{method} {origin}", settings, compute)[0]["accuracy"]
@@ -66,5 +74,10 @@ def _rows(network: Network, request: Request) -> tuple[list[Row], str]:
 
 
 EXPERIMENT = Experiment(
-    "table-cbs", "Table 5", "MobileNetV1 at 30 to 80 %, beside CBS", run, "a small convolutional network"
+    "table-cbs",
+    "Table 5",
+    "MobileNetV1 at 30 to 80 %, beside CBS",
+    run,
+    "a small convolutional network",
+    reads=("model", "data", "eval_data", "limit"),
 )

@@ -45,6 +45,7 @@ def run(request: Request) -> Results:
                 settings,
                 lambda module: perplexities(loaded, CORPORA, settings.length, request),
                 request.say,
+                seed=request.seed,
             )
 
         scores = measured.get(f"{name}{' (stand-in)' if request.stand_in else ''}", settings, compute)
@@ -74,4 +75,6 @@ EXPERIMENT = Experiment(
     "OPT-125M and Phi-1.5 at 50 %, three rounds",
     run,
     "a small model and text",
+    reads=("model", "data", "eval_data", "rounds", "limit"),
+    stand_in_reads=("data", "rounds", "limit"),
 )

@@ -1,0 +1,172 @@
+"""Tables of text are read alike with and without pandas; what is no table of numbers is refused in one line."""
+
+import numpy as np
+import pytest
+
+from iobs.errors import DataError, NonFiniteError
+from iobs.optimize import tabular
+from iobs.optimize.tabular import read_table
+
+
+@pytest.fixture(params=["pandas", "plain"])
+def read(request, tmp_path, monkeypatch):
+    """Reads a text as a table, with one reader and with the other."""
+    if request.param == "pandas":
+        pytest.importorskip("pandas")
+    else:
+        monkeypatch.setattr(tabular.importlib.util, "find_spec", lambda name: None)
+
+    def run(text, target="y", drop=(), name="t.csv"):
+        file = tmp_path / name
+        file.write_text(text)
+        return read_table(file, target, drop)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a,b,y\n1,2,3,9\n4,5,6,8\n", "Line 2 "),
+        ("a,b,y\n1,2,3\n4,5,6,8\n", "Line 3 "),
+        ("a,b,y\n1,2,3,9\n4,5,6\n", "Line 2 "),
+        ('a,b,y\n"1\n",2,3\n\n4,5,6,8,9\n', "Line 5 "),
+    ],
+)
+def test_a_row_longer_than_the_header_is_refused_by_its_line(text, line, read):
+    with pytest.raises(DataError, match=f"{line}.* entries under a header of 3 names"):
+        read(text)
+
+
+@pytest.mark.parametrize("text", ["a,b,y\n1,2,3,\n4,5,6,\n", "a,b,y\n1,2,3\n4,5,6,,\n"])
+def test_a_separator_at_the_end_of_a_line_is_no_entry(text, read):
+    table = read(text)
+    assert table.names == ["a", "b"]
+    assert table.X.tolist() == [[1, 2], [4, 5]]
+    assert table.y.tolist() == [3, 6]
+
+
+def test_what_a_short_row_lacks_is_missing(read):
+    with pytest.raises(NonFiniteError, match="'y' is missing or infinite in 1 of 2 rows, the first is row 2"):
+        read("a,b,y\n1,2,3\n4,5\n")
+
+
+def test_columns_of_one_name_are_refused(read):
+    with pytest.raises(DataError, match="several columns of one name: a, b; give"):
+        read("a,b,a,b,c,y\n1,2,3,4,5,6\n")
+
+
+def test_blank_lines_are_skipped(read):
+    table = read("\na,y\n\n1,3\n  \n4,5\n\n\n")
+    assert table.X.tolist() == [[1], [4]]
+    assert table.y.tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("mark", ["", "NA", "NaN", "nan", "null", "NULL", "N/A", " NA "])
+def test_missing_entries_are_found_by_every_mark(mark, read):
+    with pytest.raises(NonFiniteError, match="'a' is missing or infinite in row 2"):
+        read(f"a,b,y\n1,2,3\n{mark},5,6\n")
+    with pytest.raises(NonFiniteError, match="'a' is missing or infinite in row 2"):
+        read(f"a,b,y\nTrue,2,3\n{mark},5,6\n")
+    for first, other in (("yes", "no"), ("True", "False"), ("1", "0")):
+        with pytest.raises(NonFiniteError, match="'y' is missing or infinite in 2 of 4 rows, the first is row 2"):
+            read(f"a,y\n1,{first}\n2,{mark}\n3,{other}\n4,{mark}\n")
+
+
+def test_a_missing_entry_is_not_the_text_that_a_column_is_refused_for(read):
+    with pytest.raises(DataError, match=r"text such as 'Paris'; leave it out with --drop 'the city'"):
+        read("the city,y\n,1\n2,3\nParis,4\n")
+
+
+def test_true_and_false_are_one_and_zero_or_two_classes(read):
+    table = read("a,b,y\nTrue,1,FALSE\nfalse,2,TRUE\nTRUE,3,FALSE\n")
+    assert table.X.tolist() == [[1, 1], [0, 2], [1, 3]]
+    assert table.classes == ["False", "True"]
+    assert table.y.tolist() == [0, 1, 0]
+
+
+def test_classes_are_named_as_they_are_written(read, monkeypatch):
+    monkeypatch.setattr(tabular, "_CHUNK_ROWS", 2)  # a piece of numbers, a piece of words
+    table = read("a,y\n1,01\n2,01\n3,1.50\n4,x\n")
+    assert table.classes == ["01", "1.50", "x"]
+    assert read("a,y\n1,True\n2,TRUE\n3,x\n4,x\n").classes == ["TRUE", "True", "x"]
+
+
+def test_a_column_without_a_name_can_be_left_out(read):
+    table = read(",a,b,y\nr1,1,5,2\nr2,3,6,4\n", drop=["Unnamed: 0", "Unnamed: 0", "b"])
+    assert table.names == ["a"]
+
+
+@pytest.mark.parametrize("name", ["T.CSV", "t.Tsv"])
+def test_the_suffix_may_be_in_capitals(name, read):
+    separator = "," if name == "T.CSV" else "\t"
+    assert read(f"a{separator}y\n1{separator}2\n", name=name).X.tolist() == [[1]]
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "it is empty"), ("\n\n", "it is empty"), ("a,y\n", "no rows")])
+def test_a_table_without_rows_is_refused(text, message, read):
+    with pytest.raises(DataError, match=message):
+        read(text)
+
+
+def test_text_in_another_encoding_is_refused(read, tmp_path):
+    (tmp_path / "latin.csv").write_bytes("ä,y\n1,2\n".encode("latin-1"))
+    (tmp_path / "late.csv").write_bytes("a,y\n1,ä\n".encode("latin-1"))
+    for name in ("latin.csv", "late.csv"):
+        with pytest.raises(DataError, match="save it as text in UTF-8"):
+            read_table(tmp_path / name, "y")
+
+
+DAYS = np.array(["2020-01-01", "2020-01-02", "2020-01-03"], dtype="datetime64[D]")
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        (DAYS, "dates; give numbers instead, such as days since a date"),
+        (DAYS - DAYS[0], "durations; give numbers"),
+        (np.array([1, 2j, 3]), "complex numbers; give the real"),
+        (np.zeros(3, dtype=[("p", float)]), "records; give each"),
+    ],
+)
+def test_arrays_that_are_no_numbers_are_refused(values, what, tmp_path):
+    file = tmp_path / "t.npz"
+    np.savez(file, d=values, a=np.arange(3.0), y=np.arange(3.0))
+    with pytest.raises(DataError, match=f"Column 'd' holds {what}.*, or leave it out with --drop d"):
+        read_table(file, "y")
+    with pytest.raises(DataError, match=f"The target 'd' holds {what}"):
+        read_table(file, "d")
+    assert read_table(file, "y", ["d"]).names == ["a"]
+
+
+def test_text_in_arrays_is_read_as_in_a_file(tmp_path):
+    file = tmp_path / "t.npz"
+    np.savez(file, a=np.array(["1", "2.5"]), b=np.array([b"3", b"4"]), y=np.array([b"yes", b"no"]))
+    table = read_table(file, "y")
+    assert table.X.tolist() == [[1, 3], [2.5, 4]]
+    assert table.classes == ["no", "yes"]
+    np.savez(file, a=np.arange(2.0), y=np.array(["yes", ""]))
+    with pytest.raises(NonFiniteError, match="in 1 of 2 rows"):
+        read_table(file, "y")
+
+
+def test_a_target_does_not_take_the_place_of_a_column(tmp_path):
+    np.savez(tmp_path / "t.npz", X=np.eye(3), y=np.arange(3.0))
+    assert read_table(tmp_path / "t.npz", "price").names == ["x0", "x1", "x2"]
+    with pytest.raises(DataError, match="'x0' names a column of X"):
+        read_table(tmp_path / "t.npz", "x0")
+
+
+@pytest.mark.parametrize("damage", ["cut off", "empty", "in its header", "in its numbers", "an array alone"])
+def test_a_damaged_archive_is_one_clear_line(damage, tmp_path):
+    file = tmp_path / "t.npz"
+    np.savez_compressed(file, a=np.arange(1000.0), y=np.arange(1000.0))
+    content = bytearray(file.read_bytes())
+    if damage == "an array alone":
+        np.save(tmp_path / "t.npy", np.eye(3))
+        content = (tmp_path / "t.npy").read_bytes()
+    elif damage.startswith("in"):
+        content[100 if damage == "in its header" else len(content) // 4] ^= 255
+    file.write_bytes({"cut off": content[: len(content) // 2], "empty": b""}.get(damage, content))
+    with pytest.raises(DataError, match=r"Cannot read .*; save it again"):
+        read_table(file, "y")
