@@ -2,15 +2,18 @@
 
 import json
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.table import Table
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import iobs
 from iobs import models
-from iobs.cli import COMMANDS, app
+from iobs.cli import COMMANDS, app, console
 from iobs.cli import demo as demo_command
 from iobs.cli.progress import Steps
 from iobs.cli.watch import Watch
@@ -189,6 +192,121 @@ def test_inspect_notices_weights_that_changed(run, classifier, tmp_path):
     assert "promises" in one_error(run("inspect", tmp_path / "changed", code=1))
 
 
+@pytest.fixture
+def written(run, tmp_path):
+    """A pruned network, and what changes its stored weights."""
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def net():\n"
+        "    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))\n\n"
+        "def batches():\n    return [torch.randn(20, 8)]\n"
+    )
+    network = f"{tmp_path / 'net.py'}:net"
+    data = ("--data", f"{tmp_path / 'net.py'}:batches")
+    out = tmp_path / "out"
+    run("prune", network, *data, "-o", out, "--pattern", "2:4", "--skip", "4", "--solver", "magnitude")
+
+    def change(edit):
+        weights = load_file(out / "model.safetensors")
+        edit(weights)
+        save_file(weights, out / "model.safetensors")
+
+    return out, change
+
+
+def test_inspect_counts_the_layers_of_the_report(run, written):
+    out, change = written
+    change(lambda weights: weights["4.weight"][0, 0].zero_())
+    for options in ((), ("--pattern", "2:4")):
+        text = run("inspect", out, *options).output
+        assert "50.00 % zeros: 640 of 1,280 weights in 2 layers" in text
+        assert "zeros elsewhere, not counted: 4 (1 of 96)" in text
+    change(lambda weights: weights["2.weight"].fill_(1.0))
+    assert "'2' keeps 4 of a group of 4" in one_error(run("inspect", out, "--pattern", "2:4", code=1))
+
+
+def test_inspect_without_a_report_tells_stray_zeros_from_pruned_layers(run, written):
+    out, change = written
+    (out / "report.json").unlink()
+    change(lambda weights: weights["4.weight"][0, 0].zero_())
+    text = run("inspect", out, "--pattern", "2:4").output
+    assert "weights in 2 layers" in text
+    assert "not counted: 4 (1 of 96)" in text
+    change(lambda weights: [weights[f"{layer}.weight"].fill_(1.0) for layer in (0, 2)])
+    assert "'4' keeps 4" in one_error(run("inspect", out, "--pattern", "2:4", code=1))
+    change(lambda weights: weights["4.weight"].fill_(1.0))
+    assert "the model is dense" in one_error(run("inspect", out, "--pattern", "2:4", code=1))
+    assert "this model is dense" in run("inspect", out).output
+
+
+def test_inspect_passes_over_reports_of_others(run, written):
+    out, _ = written
+    (out.parent / "report.json").write_text('{"tests": 5}')
+    result = run("inspect", out)
+    assert "promises" in result.output
+    assert result.stderr == ""
+    for content in ('{"tests": 5}', "[", "[1]"):
+        (out / "report.json").write_text(content)
+        result = run("inspect", out)
+        assert "50.00 % zeros" in result.stdout
+        assert "promises" not in result.output
+        assert f"{out / 'report.json'} is not a report of iobs" in result.stderr
+
+
+def test_dry_run_looks_for_the_data_too(run, tmp_path):
+    for option in ("--data", "--eval-data"):
+        message = one_error(run("prune", "--dry-run", *SMALL, option, tmp_path / "none.txt", code=1))
+        assert "none.txt is not a file" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [(("--include", "nothing*"), "matches none"), (("--pattern", "3:7"), "divisible by 7")]
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_wrong_layers_are_found_before_the_dense_model_is_scored(run, tmp_path, monkeypatch, options, message, dry):
+    monkeypatch.setattr("iobs.cli.results.evaluate", lambda *_, **__: pytest.fail("the dense model was scored"))
+    assert message in one_error(run("prune", "-o", tmp_path / "out", *options, *(["--dry-run"] * dry), code=1))
+
+
+def test_fewer_windows_than_asked_are_said_and_the_real_length_kept(run, tmp_path):
+    (tmp_path / "a.txt").write_text("some words about nothing at all " * 80)
+    out = tmp_path / "out"
+    options = (*SMALL, "--solver", "magnitude", "--data", tmp_path / "a.txt", "--samples", 4000)
+    assert "of 4000 windows to calibrate on: the text has no more." in run("prune", "-o", out, *options).stderr
+    assert read_report(out / "report.json").settings["seq_len"] == 256
+
+
+# ---- evaluate
+def test_missing_questions_and_libraries_are_found_before_any_scoring(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("iobs.evaluate.evaluate", lambda *_, **__: pytest.fail("the model was scored"))
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    (tmp_path / "a.txt").write_text("some text")
+    text = ("evaluate", "--data", tmp_path / "a.txt")
+    assert "none.jsonl" in one_error(run(*text, "--questions", tmp_path / "none.jsonl", code=1))
+    assert "pip install" in one_error(run(*text, "--tasks", "mmlu", code=1))
+
+
+# ---- the console
+def test_names_come_through_whole_and_as_they_are(run, tmp_path, capsys):
+    names = ["speed [m/s]", "rate [/s]", "[bold]", ":smile:", "a.very.long.name." * 20]
+    table = Table(title="title [/t]")
+    table.add_column("name [/n]")
+    table.add_column("other")
+    for name in names:
+        table.add_row(name, "x" * 50)
+    console.output_console().print(table)
+    console.output_console().print("line [/x]")
+    console.say("said [/x]")
+    shown = capsys.readouterr()
+    assert all(name in shown.out for name in [*names, "title [/t]", "name [/n]", "line [/x]"])
+    assert shown.err == "said [/x]\n"
+    (tmp_path / "o [/v1]").mkdir(parents=True)
+    file = tmp_path / "o [/v1]" / "a.csv"
+    file.write_text("rate [/s],mass [kg],y\n" + "".join(f"{i},{i * i % 7},{2 * i}\n" for i in range(20)))
+    assert "rate [/s]" in run("solve", file, "-k", 1).output
+    assert str(tmp_path / "o [/v1]") in one_error(run("inspect", tmp_path / "o [/v1]", code=1))
+
+
 # ---- errors: one line, exit code, nothing left
 @pytest.mark.parametrize(
     ("network", "data", "options", "message"),
@@ -278,8 +396,19 @@ def test_demo(run, tmp_path, monkeypatch):
     report = read_report(out / "report.json")
     assert [*report.scores] == ["dense", "magnitude", "I-OBS, 2 rounds"]
     assert "is not empty" not in run("inspect", out).output
+    assert demo_command._is_demo(out)  # and so may be replaced
     (out / "mine.txt").write_text("x")
     assert "not empty" in one_error(run("demo", "-o", out, code=1))
+
+
+def test_the_demo_replaces_no_model_of_others(run, tmp_path):
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_text("mine")
+    assert "not empty" in one_error(run("demo", "-o", tmp_path, code=1))
+    (tmp_path / "report.json").write_text('{"tests": 5}')
+    assert "not empty" in one_error(run("demo", "-o", tmp_path, code=1))
+    assert weights.read_text() == "mine"
 
 
 def test_the_demo_compares_what_it_promises():

@@ -69,6 +69,14 @@ def test_a_pattern_that_does_not_fit_is_found_before_any_work(call):
     assert "3:5" in result.output or "3:5" in str(result.exception)
 
 
+def test_an_output_that_is_a_file_is_found_before_any_work(call, tmp_path, monkeypatch):
+    monkeypatch.setattr("iobs.cli.loading.load_model", lambda *_: pytest.fail("the model was loaded"))
+    (tmp_path / "out").write_text("x")
+    result = call("--methods", "fast", "--patterns", "0.5", "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "cannot be the folder of the results" in result.output
+
+
 def test_unknown_method(call):
     result = call("--methods", "fastest")
     assert result.exit_code != 0

@@ -6,6 +6,7 @@ import json
 import sys
 import types
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -131,11 +132,15 @@ def test_a_huge_document_comes_in_pieces(tmp_path):
     assert max(map(len, pieces)) < 200
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_json_lines(tmp_path, suffix):
-    file = tmp_path / f"a{suffix}"
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "A.JSONL", "a.ndjson", "a.json", "c4-train.00000-of-01024.json.gz", "A.JSON.GZ"]
+)
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_json_lines(tmp_path, name, mark):
+    file = tmp_path / name
     content = '{"text": "one"}\n\n{"text": "two", "other": 1}\n{"text": " "}\n'
-    file.write_bytes(gzip.compress(content.encode()) if suffix.endswith("gz") else content.encode())
+    content = mark + content
+    file.write_bytes(gzip.compress(content.encode()) if name.lower().endswith("gz") else content.encode())
     assert [*data.read_documents(file)] == ["one", "two"]
 
 
@@ -147,9 +152,34 @@ def test_a_bad_json_line_is_named(tmp_path, line):
         [*data.read_documents(file)]
 
 
+@pytest.mark.parametrize("content", ['[{"text": "one"}]', '[\n {"text": "one"}\n]', '{\n "text": "one"\n}'])
+def test_json_that_is_no_lines_says_how_to_make_them(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError, match=r"line 1: not a JSON object .* becomes that by"):
+        [*data.read_documents(tmp_path / "a.json")]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("\ufeffone", encoding="utf8")
+    assert [*data.read_documents(tmp_path / "a.txt")] == ["one"]
+
+
+def test_a_damaged_compressed_file_is_named(tmp_path):
+    content = bytearray(gzip.compress("".join(f'{{"text": "{i * i}"}}\n' for i in range(5000)).encode()))
+    content[2000:2050] = bytes(byte ^ 0xFF for byte in content[2000:2050])
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(content)
+    with pytest.raises(zlib.error), gzip.open(file) as opened:
+        opened.read()
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read"):
+        [*data.read_documents(file)]
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz holds no questions"):
+        data.read_questions(file)
+
+
 def test_binary_truncated_and_missing_files(tmp_path, embedded):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="not UTF-8"):
+    with pytest.raises(DataError, match=r"not UTF-8 text \(invalid start byte\)"):
         [*data.read_documents(tmp_path / "a.txt")]
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"text" * 1000)[:20])
     with pytest.raises(DataError, match="cannot be read"):
@@ -214,6 +244,48 @@ def test_unusable_arrays(tmp_path, embedded, arrays, message):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(DataError, match=message):
         data.open_source([str(tmp_path / "a.npz")], "calibration", embedded)
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "expected"),
+    [
+        ([0.25, 0.75, -1.5], torch.float32, [0.25, 0.75, -1.5]),
+        ([0.0, 2.0, 1.0], torch.int64, [0, 2, 1]),
+        ([True, False, True], torch.int64, [1, 0, 1]),
+    ],
+)
+def test_labels_are_classes_or_real_numbers(tmp_path, embedded, labels, kind, expected):
+    np.savez(tmp_path / "a.npz", images=np.zeros((3, 6), np.float32), labels=np.array(labels))
+    (tmp_path / "a.npz").rename(tmp_path / "A.NPZ")
+    targets = data.open_source([str(tmp_path / "A.NPZ")], "calibration", embedded).targets
+    assert targets.dtype == kind
+    assert targets.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["cat", "dog", "cat"], "no numbers"),
+        ([1j, 2j, 3j], "no numbers"),
+        ([0.5, float("nan"), 1.0], "NaN"),
+        (np.array([1, None, 2], dtype=object), "both arrays of numbers"),
+    ],
+)
+def test_labels_that_are_no_numbers(tmp_path, embedded, labels, message):
+    np.savez(tmp_path / "a.npz", images=np.zeros((3, 6)), labels=np.array(labels))
+    with pytest.raises(DataError, match=message):
+        data.open_source([str(tmp_path / "a.npz")], "calibration", embedded)
+
+
+def test_grey_of_16_bits_is_scaled_to_8(tmp_path, embedded):
+    image = pytest.importorskip("PIL.Image")
+    grey = np.array([[0, 257, 32896], [65535, 514, 1000]], np.uint16)
+    (tmp_path / "pictures").mkdir()
+    image.fromarray(grey).save(tmp_path / "pictures" / "a.png")
+    source = data.open_source([str(tmp_path / "pictures")], "calibration", embedded)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    seen = (source.inputs[0] * std + mean) * 255
+    torch.testing.assert_close(seen, torch.tensor([[0.0, 1, 128], [255, 2, 4]]).expand(3, 2, 3), atol=1e-3, rtol=0)
 
 
 def test_pictures_in_a_folder_and_in_a_zip(tmp_path, embedded):

@@ -197,3 +197,41 @@ def test_real_targets_are_scored_by_their_squared_error(tmp_path):
     assert scores == {"mean squared error": pytest.approx(0.75)}
     with pytest.raises(DataError, match="one number is needed"):
         evaluate.squared_error(network, [(inputs, torch.randn(20, 3))])
+
+
+def test_real_labels_of_arrays_are_scored_by_their_squared_error():
+    network, inputs = nn.Linear(4, 1), torch.randn(100, 4)
+    loaded = models.LoadedModel(network, None, "mine", "other", None, lambda *_: None)
+    scores = evaluate.evaluate(loaded, ArraySource("mine", inputs, network(inputs).detach()[:, 0] + 2))
+    assert scores == {"mean squared error": pytest.approx(4.0), "samples": 100.0}
+
+
+def test_a_limit_draws_from_all_classes():
+    targets = torch.arange(4).repeat_interleave(25)
+    seen = []
+
+    class Network(nn.Linear):
+        def forward(self, values):
+            seen.extend(values[:, 0].tolist())
+            return super().forward(values)
+
+    loaded = models.LoadedModel(Network(1, 4), None, "mine", "other", None, lambda *_: None)
+    source = ArraySource("mine", targets[:, None].float(), targets)
+    assert evaluate.evaluate(loaded, source, limit=20)["samples"] == 20
+    assert set(seen) == {0.0, 1.0, 2.0, 3.0}
+    first = [*seen]
+    seen.clear()
+    evaluate.evaluate(loaded, source, limit=20)
+    assert seen == first
+
+
+def test_a_limit_cuts_ready_batches(embedded):
+    network, inputs = nn.Linear(4, 1), torch.randn(12, 4)
+    loaded = models.LoadedModel(network, None, "mine", "other", None, lambda *_: None)
+    right = network(inputs).detach()
+    batches = [(inputs[:5], right[:5]), (inputs[5:], torch.cat([right[5:7], right[7:] + 1]))]
+    source = BatchSource("mine", batches)
+    assert evaluate.evaluate(loaded, source, limit=7) == {"mean squared error": pytest.approx(0.0)}
+    assert evaluate.evaluate(loaded, source, limit=99) == {"mean squared error": pytest.approx(5 / 12)}
+    windows = data.token_windows(embedded.tokenizer, data.embedded_text("heldout"), 16, limit=6)
+    assert evaluate.evaluate(embedded, BatchSource("mine", [{"input_ids": windows}]), limit=2)["tokens"] == 32

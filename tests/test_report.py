@@ -1,6 +1,7 @@
 """Reports: numbers as people read them, tables, the page, JSON and back."""
 
 import base64
+import io
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from iobs import report
 from iobs.errors import DataError
 from iobs.prune.record import AllocationRecord, AuditRow, LayerRecord, Report, RoundRecord, best_index
-from iobs.report import numbers, plots, tables
+from iobs.report import curves, numbers, plots, tables
 
 
 def make_report(layers=4, rounds=3, heldout=True, scores=None, error=0.01):
@@ -218,3 +219,11 @@ def test_a_polish_must_be_worth_it(sign, polished, best):
     assert best_index([projected, polish], 0.5) == best
     polish.kind = "projection"
     assert best_index([projected, polish], 0.5) == 1
+
+
+def test_the_best_of_each_pattern_is_bold():
+    trials = [curves.Trial(name, "0.5", 0.5, "perplexity", score, 2.0) for name, score in (("a [/b]", 9.5), ("c", 8.5))]
+    console = Console(markup=False, width=100, record=True, file=io.StringIO())
+    console.print(curves.trials_table(trials, None))
+    assert {"a [/b]", "9.500, 2.0 s", "8.500, 2.0 s"} <= {*re.split(r" *[│\n] *", console.export_text(clear=False))}
+    assert "\x1b[1;32m8.500\x1b[0m, 2.0 s" in console.export_text(styles=True)

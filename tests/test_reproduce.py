@@ -1,5 +1,6 @@
 """`iobs reproduce`: options that an experiment would ignore, rows named after the model, the seed that is given."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -117,3 +118,8 @@ def test_the_seed_of_the_request_reaches_every_run(module, monkeypatch):
     run(replace(PLAIN, stand_in=True, seed=5))
     assert seeds
     assert set(seeds) == {5}
+
+
+def test_the_list_as_json():
+    result = CliRunner().invoke(app, ["reproduce", "--json"])
+    assert [entry["name"] for entry in json.loads(result.stdout)] == [entry.name for entry in experiments()]

@@ -16,7 +16,7 @@ from iobs.data import ArraySource, Batch, Questions, Source, TextSource, array_b
 from iobs.data.questions import LETTERS
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
-from iobs.prune.batches import class_axis, forward
+from iobs.prune.batches import Part, class_axis, forward
 from iobs.prune.batches import targets as targets_of
 
 Progress = Callable[[int, int], None]
@@ -143,7 +143,7 @@ def evaluate(
         model: the model.
         source: what `iobs.data.open_source` gave.
         length: tokens in a window, shortened to the model's context.
-        limit: windows or pictures at most.
+        limit: windows or samples at most; of arrays and pictures a draw that is always the same.
         batch: samples in one forward pass; by default so many that it holds about 4,096 tokens, or 64 pictures.
         progress: told (done, in all).
 
@@ -160,21 +160,35 @@ def evaluate(
         score = perplexity(model.module, windows, batch or max(1, 4096 // window), progress)
         return {"perplexity": score, "tokens": float(windows.numel())}
     if isinstance(source, ArraySource):
-        order = torch.arange(len(source.inputs) if limit is None else min(limit, len(source.inputs)))
+        order = _spread(len(source.inputs), limit)
         size = batch or 64
-        batches = array_batches(source.inputs, source.targets, order, size)
+        arrays = array_batches(source.inputs, source.targets, order, size)
         told = partial(_told_of, progress, math.ceil(len(order) / size))
-        return {"accuracy": accuracy(model.module, batches, told), "samples": float(len(order))}
+        return {**_of_targets(model.module, arrays, source.targets, told), "samples": float(len(order))}
+    batches = source.batches if limit is None else Part.of(source.batches).first(limit).batches
     if model.task == "causal-lm":
-        windows = _stacked_windows(source.batches)
+        windows = _stacked_windows(batches)
         return {
             "perplexity": perplexity(model.module, windows, batch or 8, progress),
             "tokens": float(windows.numel()),
         }
-    wanted = targets_of(source.batches[0]) if source.batches else None
-    if wanted is not None and wanted.is_floating_point():
-        return {"mean squared error": squared_error(model.module, source.batches, progress)}
-    return {"accuracy": accuracy(model.module, source.batches, progress)}
+    return _of_targets(model.module, batches, targets_of(batches[0]) if batches else None, progress)
+
+
+def _spread(count: int, limit: int | None) -> Tensor:
+    """Which of so many samples are scored: all, or a draw, as the first of class folders are all of one class."""
+    if limit is None or limit >= count:
+        return torch.arange(count)
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:limit].sort().values
+
+
+def _of_targets(
+    module: nn.Module, batches: Iterable[Batch], targets: Tensor | None, progress: Progress
+) -> dict[str, float]:
+    """The squared error where targets are real numbers, else the accuracy."""
+    if targets is not None and targets.is_floating_point():
+        return {"mean squared error": squared_error(module, batches, progress)}
+    return {"accuracy": accuracy(module, batches, progress)}
 
 
 def _told_of(progress: Progress, total: int, done: int, _: int) -> None:
@@ -243,14 +257,10 @@ def evaluate_tasks(
         ModelError: the model has no tokenizer.
     """
     tokenizer = model.require_tokenizer()
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise DataError("--tasks needs lm-eval: pip install 'iobs[eval]'.") from error
+    simple_evaluate, wrapper = require_lm_eval()
     try:
         results = simple_evaluate(
-            HFLM(pretrained=model.module, tokenizer=tokenizer),
+            wrapper(pretrained=model.module, tokenizer=tokenizer),
             tasks=list(tasks),
             num_fewshot=shots,
             limit=limit,
@@ -264,6 +274,20 @@ def evaluate_tasks(
         for metric, value in metrics.items()
         if "," in metric and isinstance(value, int | float) and "stderr" not in metric
     }
+
+
+def require_lm_eval() -> tuple[Any, Any]:
+    """lm-eval's `simple_evaluate` and its wrapper of a model.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise DataError("--tasks needs lm-eval: pip install 'iobs[eval]'.") from error
+    return simple_evaluate, HFLM
 
 
 def _stacked_windows(batches: Sequence[Batch]) -> Tensor:

@@ -63,10 +63,10 @@ def compare(
     as_json: console.AsJson = False,
 ) -> None:
     """Prune MODEL with several methods at several sparsities, and show score and seconds side by side."""
-    from iobs.cli.loading import load_model
+    from iobs.cli.loading import draw_batches, load_model
     from iobs.cli.results import score
     from iobs.core.patterns import parse
-    from iobs.data import calibration_batches, open_source
+    from iobs.data import open_source
     from iobs.errors import IOBSError
     from iobs.prune.layers import select
     from iobs.prune.spread import require_fit
@@ -89,12 +89,14 @@ def compare(
         console.say(f"{', '.join(PEERS)} prune to one global count, which N:M is not: left out there.")
     if not pairs:
         raise typer.BadParameter("none of these methods takes N:M; give sparsities", param_hint="--patterns")
+    if output is not None:
+        _make_folder(output)
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
     selection = select(loaded.module, None, skip)
     for pattern in wanted.values():
         require_fit(selection, pattern)
     source = open_source(data or [], "calibration", loaded)
-    batches = [*calibration_batches(source, loaded, samples=samples, length=seq_len, seed=seed, batch=batch_size)]
+    batches = draw_batches(source, loaded, samples=samples, length=seq_len, seed=seed, batch=batch_size)
     _require_targets(loaded, batches, chosen)
     scoring = eval_data or []
     dense = score(loaded, scoring, seq_len, "scoring the dense model")
@@ -115,6 +117,15 @@ def compare(
     if not trials:
         raise typer.Exit(1)
     _show(trials, dense[metric], output, as_json)
+
+
+def _make_folder(output: Path) -> None:
+    from iobs.errors import OutputError
+
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{output} cannot be the folder of the results: {error.strerror}.") from error
 
 
 def _require_targets(loaded: LoadedModel, batches: list[Any], chosen: list[str]) -> None:
@@ -153,7 +164,6 @@ def _prune(
 def _keep(trials: list[Trial], dense: float, output: Path | None) -> None:
     """Write what is known so far."""
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         (output / "comparison.json").write_text(json.dumps(_values(trials, dense), indent=1) + "\n", encoding="utf8")
 
 

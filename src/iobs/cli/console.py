@@ -9,24 +9,40 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
 
 from iobs.errors import IOBSError
 
+# Columns of a file or a pipe: names stay whole, so that they can be searched for.
+_WIDE = 1000
+
 
 def output_console() -> Console:
     """Where results go."""
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    return _console(False, sys.stdout.isatty())
 
 
 def error_console() -> Console:
     """Where progress, warnings and errors go, so that results can be piped."""
-    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+    return _console(True, sys.stderr.isatty())
+
+
+def _console(stderr: bool, terminal: bool) -> Console:
+    # Names of files, layers and columns are printed as they are: brackets and colons in them are no commands.
+    return Console(
+        stderr=stderr,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=not terminal,
+        width=None if terminal else _WIDE,
+    )
 
 
 def say(text: str) -> None:
     """One line about what is being done."""
-    error_console().print(text, markup=False)
+    error_console().print(text)
 
 
 def print_json(value: Any) -> None:
@@ -44,12 +60,12 @@ class ErrorsAsLines(TyperGroup):
             try:
                 return super().invoke(ctx)
             except IOBSError as error:
-                error_console().print(f"[bold red]Error:[/] {_escaped(str(error))}")
+                _show_error(str(error))
                 raise typer.Exit(1) from error
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                error_console().print(f"[bold red]Error:[/] {_escaped(_OUT_OF_MEMORY.format(_reason(error)))}")
+                _show_error(_OUT_OF_MEMORY.format(_reason(error)))
                 raise typer.Exit(1) from error
             except KeyboardInterrupt:
                 error_console().print("Stopped. Nothing half-written was left behind.")
@@ -74,13 +90,13 @@ def _reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def _show_error(text: str) -> None:
+    error_console().print(Text.assemble(("Error:", "bold red"), " ", text))
+
+
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     if not issubclass(category, DeprecationWarning | FutureWarning):
-        error_console().print(f"[yellow]Warning:[/] {_escaped(str(message))}")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")
+        error_console().print(Text.assemble(("Warning:", "yellow"), " ", str(message)))
 
 
 # Panels of the help pages.

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from iobs.prune.record import Report
 
 MODEL_FOLDER = "model"
-# A directory that holds only these is an earlier demo and may be replaced.
 _OWN_FILES = ("report.html", "report.json", MODEL_FOLDER)
 
 
@@ -49,7 +48,8 @@ def demo(
 
     started = time.perf_counter()
     pattern = Unstructured(sparsity)
-    check_output(output, replaceable=_OWN_FILES)
+    replaceable = _OWN_FILES if _is_demo(output) else ()
+    check_output(output, replaceable=replaceable)
     loaded = models.load()
     batches = calibration_batches(
         open_source([], "calibration", loaded), loaded, samples=samples, length=256, seed=seed
@@ -58,17 +58,27 @@ def demo(
     out.print(
         f"A language model of {models.parameter_count(loaded.module) / 1e6:.1f} million parameters that knows Python's "
         f"help pages; {sparsity:.0%} of the weights of its layers go.",
-        markup=False,
     )
     report = compare(loaded, batches, pattern, methods(rounds), seed)
-    with output_directory(output, replaceable=_OWN_FILES) as temporary:
+    with output_directory(output, replaceable=replaceable) as temporary:
         from iobs.cli.results import write_results
 
         write_results(loaded, report, temporary, MODEL_FOLDER)
     _show(report)
     _prove(output, loaded, report)
-    out.print(f"Done in {time.perf_counter() - started:.0f} s. Look at {output / 'report.html'}", markup=False)
-    out.print(f"Next: iobs inspect {output / MODEL_FOLDER}, or prune a model of yours: iobs prune --help", markup=False)
+    out.print(f"Done in {time.perf_counter() - started:.0f} s. Look at {output / 'report.html'}")
+    out.print(f"Next: iobs inspect {output / MODEL_FOLDER}, or prune a model of yours: iobs prune --help")
+
+
+def _is_demo(directory: Path) -> bool:
+    """Whether an earlier demo wrote it, so that it may be replaced: its report says so."""
+    from iobs.errors import DataError
+    from iobs.report import read_report
+
+    try:
+        return read_report(directory / "report.json").settings.get("model") == "embedded"
+    except DataError:
+        return False
 
 
 def methods(rounds: int) -> list[Method]:
@@ -120,7 +130,7 @@ def _show(report: Report) -> None:
     out.print(scores_table(report.scores, "On held-out text"))
     out.print(rounds_table(report))
     for line in summary_lines(report):
-        out.print(line, markup=False)
+        out.print(line)
 
 
 def _prove(output: Path, original: LoadedModel, report: Report) -> None:
@@ -145,4 +155,4 @@ def _prove(output: Path, original: LoadedModel, report: Report) -> None:
     if abs(again - expected) > 1e-3 * expected:
         raise AuditError(f"{folder} scores {again:.3f} after reloading, {expected:.3f} before.")
     line = f"Reloaded {folder}: {zeros:,} real zeros, perplexity {again:.2f}, as before it was written."
-    console.output_console().print(line, markup=False)
+    console.output_console().print(line)

@@ -30,7 +30,7 @@ def evaluate(
     ] = None,
     seq_len: console.SequenceLength = 2048,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Windows or pictures at most, or questions of a subject or task.")
+        int | None, typer.Option(min=1, help="Windows or samples at most, or questions of a subject or task.")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in one forward pass.")] = None,
     dtype: console.DType = None,
@@ -46,11 +46,17 @@ def evaluate(
     from iobs.cli.loading import load_model
     from iobs.cli.progress import Steps
     from iobs.data import open_source, read_questions
-    from iobs.evaluate import answer, evaluate_tasks
+    from iobs.evaluate import answer, evaluate_tasks, require_lm_eval
     from iobs.evaluate import evaluate as score
     from iobs.report import scores_table
 
+    # What may fail comes before what takes long: a later mistake would cost the scores.
+    asked = read_questions(questions, each=limit) if questions else None
+    if tasks:
+        require_lm_eval()
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
+    if tasks or asked:
+        loaded.require_tokenizer()
     scores: dict[str, float] = {}
     answers: dict[str, float] = {}
     name = model or "embedded"
@@ -61,9 +67,8 @@ def evaluate(
         name += f" on {source.name}"
     if tasks:
         scores |= evaluate_tasks(loaded, [task.strip() for task in tasks.split(",")], shots=shots, limit=limit)
-    if questions:
+    if questions and asked:
         with Steps("answering") as steps:
-            asked = read_questions(questions, each=limit)
             table, cut = answer(loaded, asked, shots=5 if shots is None else shots, progress=steps.update)
         answers = {f"{questions.name}: {subject}": share for subject, share in table.items()}
         if cut:

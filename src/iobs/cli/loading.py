@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import typer
 
 from iobs import models
+from iobs.cli import console
+from iobs.data import BatchSource, Source, TextSource, calibration_batches
 from iobs.models import LoadedModel
+from iobs.prune.batches import Part
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,6 +32,16 @@ def load_model(
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
+
+
+def draw_batches(source: Source, loaded: LoadedModel, *, samples: int, length: int, seed: int, batch: int) -> list[Any]:
+    """`calibration_batches`, saying so where the source has fewer samples than were asked for."""
+    batches = calibration_batches(source, loaded, samples=samples, length=length, seed=seed, batch=batch)
+    found = Part.of(batches).samples
+    if found < samples and not isinstance(source, BatchSource):
+        kind, what = ("windows", "text") if isinstance(source, TextSource) else ("samples", "data")
+        console.say(f"{found} of {samples} {kind} to calibrate on: the {what} has no more.")
+    return batches
 
 
 def checked_dtype(dtype: str | None) -> torch.dtype | None:

@@ -29,7 +29,7 @@ class Steps:
         """Show the bar."""
         if self._console.is_terminal:
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 TaskProgressColumn(),
                 TimeElapsedColumn(),
@@ -59,6 +59,4 @@ class Steps:
         if now - self._spoken >= _PLAIN_INTERVAL and done and total:
             self._spoken = now
             left = (now - self._started) * (total - done) / done
-            self._console.print(
-                f"{self._description}: {100 * done / total:.0f} %, about {left:.0f} s left", markup=False
-            )
+            self._console.print(f"{self._description}: {100 * done / total:.0f} %, about {left:.0f} s left")

@@ -14,6 +14,7 @@ from iobs.cli import console
 if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
     from iobs.models import LoadedModel
+    from iobs.prune.layers import Selection
     from iobs.prune.record import Report
     from iobs.prune.steps import GradientStep
 
@@ -121,8 +122,11 @@ def prune(
     from iobs.cli.loading import checked_device, checked_dtype, load_model
     from iobs.cli.low_memory import prune_low_memory
     from iobs.cli.results import write_results
+    from iobs.data import open_source
     from iobs.models import check_output, output_directory, size_in_bytes
     from iobs.prune.distributed import current
+    from iobs.prune.layers import select
+    from iobs.prune.spread import require_fit
 
     wanted = _pattern(sparsity, pattern)
     if output is None and not dry_run:
@@ -161,8 +165,14 @@ def prune(
         prune_low_memory(model, output, wanted, calibration, {**options, **whole, **opening}, dry_run)
         return
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
+    selection = select(loaded.module, include, skip, depthwise=depthwise)
+    require_fit(selection, wanted)
     if dry_run:
-        _show_plan(loaded, wanted, include, skip, depthwise)
+        if data:
+            open_source(data, "calibration", loaded)
+        if eval_data:
+            open_source(eval_data, "evaluation", loaded)
+        _show_plan(selection, wanted)
         if allocates:
             console.say("The zeros of a layer are those of an even spread; an allocation moves them between layers.")
         return
@@ -187,17 +197,19 @@ class _Calibration:
 
     def __init__(self, specs: list[str], samples: int, length: int, batch: int, seed: int) -> None:
         self.specs, self.samples, self.length, self.batch, self.seed = specs, samples, length, batch, seed
+        self.window = length  # what is left of the length in the model's context, once batches were drawn
 
     def batches(self, loaded: LoadedModel) -> tuple[str, list[Any]]:
         """The source's name and its batches."""
-        from iobs.data import calibration_batches, open_source
+        from iobs.cli.loading import draw_batches
+        from iobs.data import TextSource, open_source
 
         source = open_source(self.specs, "calibration", loaded)
-        return source.name, [
-            *calibration_batches(
-                source, loaded, samples=self.samples, length=self.length, seed=self.seed, batch=self.batch
-            )
-        ]
+        if isinstance(source, TextSource):
+            self.window = loaded.window_length(self.length)
+        return source.name, draw_batches(
+            source, loaded, samples=self.samples, length=self.length, seed=self.seed, batch=self.batch
+        )
 
 
 def _step(recipe: str | None, rounds: int | None, given: dict[str, Any]) -> GradientStep | None:
@@ -267,7 +279,7 @@ def _run(
     dense = score(loaded, scoring, calibration.length, "scoring the dense model")
     with Steps("pruning") as steps:
         report = prune_network(loaded.module, batches, pattern, progress=Watch(steps), **options)
-    report.settings = {"model": loaded.source, "calibration": name, "seq_len": calibration.length, **report.settings}
+    report.settings = {"model": loaded.source, "calibration": name, "seq_len": calibration.window, **report.settings}
     pruned = score(loaded, scoring, calibration.length, "scoring the pruned model")
     if dense:
         report.scores = {"dense": dense, "pruned": pruned}
@@ -288,15 +300,11 @@ def _allocates(options: dict[str, Any], pattern: Pattern) -> bool:
     return as_allocation(settings.allocation).under(pattern).criterion != "uniform"
 
 
-def _show_plan(
-    loaded: LoadedModel, pattern: Pattern, include: list[str] | None, skip: list[str] | None, depthwise: bool
-) -> None:
+def _show_plan(selection: Selection, pattern: Pattern) -> None:
     from rich.table import Table
 
     from iobs.prune.audit import asked_zeros
-    from iobs.prune.layers import select
 
-    selection = select(loaded.module, include, skip, depthwise=depthwise)
     table = Table(title=f"{pattern}: what would be pruned", title_justify="left", header_style="bold")
     table.add_column("layer", overflow="fold")
     table.add_column("shape", justify="right", no_wrap=True)
@@ -307,7 +315,7 @@ def _show_plan(
     out = console.output_console()
     out.print(table)
     for name, reason in selection.skipped.items():
-        out.print(f"left dense: {name} ({reason})", markup=False)
+        out.print(f"left dense: {name} ({reason})")
 
 
 def _show(report: Report, output: Path) -> None:
@@ -320,5 +328,5 @@ def _show(report: Report, output: Path) -> None:
     if report.scores:
         out.print(scores_table(report.scores))
     for line in summary_lines(report):
-        out.print(line, markup=False)
-    out.print(f"Written: {output} (read {output / 'report.html'}; check it with: iobs inspect {output})", markup=False)
+        out.print(line)
+    out.print(f"Written: {output} (read {output / 'report.html'}; check it with: iobs inspect {output})")

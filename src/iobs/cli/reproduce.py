@@ -43,7 +43,11 @@ def reproduce(
     """Run one table or figure of the paper and show published and measured numbers side by side."""
     out = console.output_console()
     if name is None:
-        out.print(_list(experiments()))
+        entries = experiments()
+        if as_json:
+            console.print_json([{"name": entry.name, "place": entry.place, "title": entry.title} for entry in entries])
+        else:
+            out.print(_list(entries))
         return
     experiment = find(name)
     request = Request(stand_in, seed, output, console.say, model, tuple(data or ()), tuple(eval_data or ()))
@@ -57,7 +61,7 @@ def reproduce(
         return
     out.print(_comparison(experiment, results))
     for note in results.notes:
-        out.print(note, markup=False)
+        out.print(note)
 
 
 def _list(entries: list[Experiment]) -> Table:

@@ -262,4 +262,4 @@ def _show(model: dict[str, Any], table: Table, noise: float) -> None:
         out.print(f"coefficients are for {table.classes[1]!r} against {table.classes[0]!r}")
     out.print("Standard errors ignore that the columns were chosen by the same data.")
     if "certificate" in model:
-        out.print(f"certificate: {model['certificate']}", markup=False)
+        out.print(f"certificate: {model['certificate']}")

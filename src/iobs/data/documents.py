@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +16,8 @@ from iobs.errors import DataError
 Part = Literal["calibration", "evaluation"]
 
 SEPARATOR = "<|endoftext|>"
-TEXT_SUFFIXES = (".txt", ".raw", ".md", ".rst", ".jsonl")
+# C4's own files are lines too, although their names end in .json.gz.
+_LINES = (".jsonl", ".ndjson", ".json")
 # For calibration, a longer document is cut into pieces at ends of lines: one file of gigabytes may be one document.
 PIECE = 1 << 20
 
@@ -23,8 +25,8 @@ PIECE = 1 << 20
 def read_documents(file: Path, piece: int | None = None) -> Iterator[str]:
     """Documents of a text file, one after the other, never the whole file at once.
 
-    `.jsonl`: one JSON object with a "text" field a line. Everything else is plain text, whose documents are
-    separated by lines ``<|endoftext|>``. Either may be compressed as `.gz`.
+    `.jsonl`, `.ndjson` and `.json`: one JSON object with a "text" field a line. Everything else is plain text, whose
+    documents are separated by lines ``<|endoftext|>``. Either may be compressed as `.gz`.
 
     Args:
         file: the file.
@@ -34,18 +36,22 @@ def read_documents(file: Path, piece: int | None = None) -> Iterator[str]:
         DataError: the file cannot be read, is not UTF-8, or a line is not such an object.
     """
     try:
-        opened: TextIO = (
-            gzip.open(file, "rt", encoding="utf8") if file.suffix == ".gz" else file.open(encoding="utf8")  # noqa: SIM115
-        )
-        with opened:
-            if ".jsonl" in file.suffixes:
+        with open_text(file) as opened:
+            if file.name.lower().removesuffix(".gz").endswith(_LINES):
                 yield from _json_lines(opened, file)
             else:
                 yield from _separated(opened, piece)
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
-    except (OSError, EOFError) as error:
+        raise DataError(f"{file} is not UTF-8 text ({error.reason}).") from error
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def open_text(file: Path) -> TextIO:
+    """A UTF-8 file, compressed where it is called `.gz`; the mark that some programs put first is left out."""
+    if file.suffix.lower() == ".gz":
+        return gzip.open(file, "rt", encoding="utf-8-sig")
+    return file.open(encoding="utf-8-sig")
 
 
 def _separated(opened: TextIO, piece: int | None) -> Iterator[str]:
@@ -73,7 +79,10 @@ def _json_lines(opened: TextIO, file: Path) -> Iterator[str]:
         try:
             text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f'{file}, line {number}: not a JSON object with a "text" field.') from error
+            raise DataError(
+                f'{file}, line {number}: not a JSON object with a "text" field. One such object a line is read; '
+                "a file that is one list becomes that by: jq -c '.[]'"
+            ) from error
         if not isinstance(text, str):
             raise DataError(f'{file}, line {number}: "text" is not a string.')
         if text.strip():

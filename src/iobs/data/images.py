@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,23 +23,26 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 def read_arrays(file: Path) -> tuple[Tensor, Tensor | None]:
-    """Images (N, C, H, W) float32 and labels (N,) int64 of an .npz file; labels are None where it has none.
+    """Images (N, C, H, W) float32 and labels of an .npz file; labels are None where it has none.
 
-    The arrays are `images` (N, H, W, C) or (N, H, W) or (N, C, H, W), uint8 or floating, and `labels` (N,). Bytes are
-    scaled to [0, 1] and, where there are three channels, normalised with the statistics of ImageNet. Floating images
-    are taken as they are.
+    The arrays are `images` (N, H, W, C) or (N, H, W) or (N, C, H, W), uint8 or floating, and `labels` (N, ...). Bytes
+    are scaled to [0, 1] and, where there are three channels, normalised with the statistics of ImageNet. Floating
+    images are taken as they are. Labels are classes, int64, where all of them are whole numbers, else real, float32.
 
     Raises:
-        DataError: the file is damaged or has no array `images`.
+        DataError: the file is damaged, has no array `images`, or its labels are not numbers.
     """
     try:
         with np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in ("images", "labels") if name in archive}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(f"{file} cannot be read as .npz: {error}") from error
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(
+            f"{file} cannot be read as .npz ({error}); write it with numpy.savez(file, images=..., labels=...), both "
+            "arrays of numbers."
+        ) from error
     if "images" not in arrays:
         raise DataError(f"{file} has no array 'images'; name it so, and 'labels' beside it.")
-    labels = torch.from_numpy(arrays["labels"].astype(np.int64)) if "labels" in arrays else None
+    labels = _as_labels(file, arrays["labels"]) if "labels" in arrays else None
     images = arrays["images"]
     if labels is not None and len(labels) != len(images):
         raise DataError(f"{file} has {len(images)} images and {len(labels)} labels.")
@@ -80,7 +84,7 @@ class Pictures:
         for number in chosen.tolist():
             try:
                 with Image.open(self.folder / self.names[number]) as opened:
-                    tensors.append(self.transform(opened.convert("RGB")))
+                    tensors.append(self.transform(_in_colour(opened)))
             except OSError as error:
                 raise _damaged(self.folder, self.names[number]) from error
         return torch.stack(tensors)
@@ -127,7 +131,7 @@ def _pictures(image: Any, source: Path, names: list[str], contents: Iterable[byt
     for name, content in zip(names, contents, strict=True):
         try:
             with image.open(io.BytesIO(content)) as opened:
-                arrays.append(np.asarray(opened.convert("RGB")))
+                arrays.append(np.asarray(_in_colour(opened)))
         except OSError as error:
             raise _damaged(source, name) from error
         if arrays[-1].shape != arrays[0].shape:
@@ -137,6 +141,30 @@ def _pictures(image: Any, source: Path, names: list[str], contents: Iterable[byt
 
 def _damaged(source: Path, name: str) -> DataError:
     return DataError(f"{source}: {name} is not a picture, or is damaged.")
+
+
+def _in_colour(picture: Any) -> Any:
+    """A picture as RGB of 8 bits; grey of 16 bits is scaled first, since Pillow would only clip it."""
+    if picture.mode.startswith("I"):
+        from PIL import Image
+
+        picture = Image.fromarray((np.asarray(picture) / 257).round().clip(0, 255).astype(np.uint8))
+    return picture.convert("RGB")
+
+
+def _as_labels(file: Path, labels: np.ndarray) -> Tensor:
+    """Classes as int64, real numbers as float32.
+
+    Raises:
+        DataError: neither.
+    """
+    if labels.dtype.kind in "biu":
+        return torch.from_numpy(labels.astype(np.int64))
+    if labels.dtype.kind != "f" or not np.isfinite(labels).all():
+        wrong = "NaN or infinity in places" if labels.dtype.kind == "f" else f"no numbers (type {labels.dtype})"
+        raise DataError(f"{file}: labels are {wrong}; save the number of each sample's class, or its real number.")
+    whole = bool((labels == labels.round()).all())
+    return torch.from_numpy(labels.astype(np.int64 if whole else np.float32))
 
 
 def _as_tensor(images: np.ndarray) -> Tensor:

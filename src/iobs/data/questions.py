@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from iobs.data.documents import open_text
 from iobs.errors import DataError
 
 LETTERS = "ABCD"
@@ -48,14 +49,14 @@ def read_questions(file: Path, subjects: int | None = None, each: int | None = N
     examples: dict[str, list[Question]] = defaultdict(list)
     test: dict[str, list[Question]] = defaultdict(list)
     try:
-        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf8") as opened:
+        with open_text(file) as opened:
             for line in opened:
                 entry = json.loads(line)
                 question = Question(entry["subject"], entry["question"], tuple(entry["choices"]), int(entry["answer"]))
                 if len(question.choices) != len(LETTERS) or not 0 <= question.answer < len(LETTERS):
                     raise ValueError(f"a question has {len(question.choices)} choices and answer {question.answer}")
                 (examples if entry["split"] == "dev" else test)[question.subject].append(question)
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{file} holds no questions ({type(error).__name__}: {error}); it takes one JSON object a line with split "
             '("dev" or "test"), subject, question, choices (four) and answer (an index).'

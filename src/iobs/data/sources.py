@@ -32,7 +32,10 @@ class TextSource:
 
 @dataclass(frozen=True)
 class ArraySource:
-    """Inputs (N, ...) and, where known, targets (N,) int64. Pictures in files come when they are asked for."""
+    """Inputs (N, ...) and, where known, targets: classes (N,) int64, or real numbers (N, ...) float32.
+
+    Pictures in files come when they are asked for.
+    """
 
     name: str
     inputs: Tensor | Pictures
@@ -68,9 +71,9 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
         if is_function_spec(spec):
             return BatchSource(spec, _checked(spec, call_function(spec)))
         path = Path(spec).expanduser()
-        if path.suffix == ".npz" and path.is_file():
+        if path.suffix.lower() == ".npz" and path.is_file():
             return ArraySource(spec, *read_arrays(path))
-        if path.is_dir() or (path.suffix == ".zip" and path.is_file()):
+        if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
             return ArraySource(spec, *read_pictures(path, _transform_of(model)))
     files = [Path(spec).expanduser() for spec in specs]
     for file in files:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rich.table import Table
+from rich.text import Text
 
 from iobs.report.numbers import duration, higher_is_better, score
 from iobs.report.plots import BLUE, GREEN, GREY, INK, ORANGE, _figure, _svg
@@ -38,15 +39,14 @@ def trials_table(trials: list[Trial], dense: float | None) -> Table:
     best = {pattern: choose(t.score for t in trials if t.pattern == pattern) for pattern in patterns}
     found = {(trial.method, trial.pattern): trial for trial in trials}
     for method in dict.fromkeys(trial.method for trial in trials):
-        cells = []
+        cells: list[Text | str] = []
         for pattern in patterns:
             trial = found.get((method, pattern))
             if trial is None:
                 cells.append("–")
                 continue
-            shown = score(trial.score)
-            shown = f"[bold green]{shown}[/]" if trial.score == best[pattern] else shown
-            cells.append(f"{shown}, {duration(trial.seconds)}")
+            style = "bold green" if trial.score == best[pattern] else ""
+            cells.append(Text.assemble((score(trial.score), style), f", {duration(trial.seconds)}"))
         table.add_row(method, *cells)
     return table
 
