@@ -2,18 +2,23 @@
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from iobs import models
+from iobs import load_packed, models, save_packed
 from iobs.errors import ModelError, OutputError
+from iobs.models.companions import with_licence
 from iobs.models.loaded import LoadedModel
 from iobs.models.vision_shim import ensure_torchvision
+from iobs.prune.audit import audit
 
 ensure_torchvision()
 
@@ -141,6 +146,9 @@ def test_files_that_go_wrong(tmp_path):
     (tmp_path / "bad.py").write_text("1 / 0\n")
     with pytest.raises(ModelError, match="ZeroDivisionError"):
         models.load(f"{tmp_path / 'bad.py'}:build")
+    (tmp_path / "script.py").write_text("import sys\ndef build():\n    pass\nsys.exit(0)\n")
+    with pytest.raises(ModelError, match="SystemExit"):
+        models.load(f"{tmp_path / 'script.py'}:build")
 
 
 def test_a_factory_that_changed_is_noticed(factory, tmp_path):
@@ -187,7 +195,8 @@ def test_missing_and_damaged_files(directory, tmp_path):
 
 
 def test_a_missing_shard_is_named(directory):
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (directory / "model.safetensors").rename(directory / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"model-2\.safetensors is missing"):
         models.load(directory)
@@ -196,9 +205,128 @@ def test_a_missing_shard_is_named(directory):
         models.load(directory)
 
 
-def test_weights_that_are_not_there_are_not_made_up(directory):
-    from safetensors.torch import load_file, save_file
+def test_files_that_are_not_the_weights_are_not_read(directory, tmp_path):
+    """One whole file comes before an index; beside an index, what it does not name is of an earlier run."""
+    expected = models.load(directory).module
+    (directory / "model.safetensors.index.json").write_text("{")
+    assert same_weights(models.load(directory).module, expected)
+    shards = shutil.copytree(directory, tmp_path / "shards")
+    (shards / "model.safetensors").unlink()
+    expected.save_pretrained(shards, max_shard_size="5KB")
+    (shards / "model-00009-of-00009.safetensors").write_bytes(b"of an earlier run")
+    (shards / "consolidated.safetensors").write_bytes(b"in another format")
+    assert same_weights(models.load(shards).module, expected)
+    assert {row.name for row in audit(shards)} == {row.name for row in audit(directory)}
+    save_packed(shards, tmp_path / "packed")
+    assert same_weights(load_packed(tmp_path / "packed"), expected)
+    with pytest.raises(ModelError, match="iobs pack --unpack"):
+        models.load(tmp_path / "packed")
 
+
+def test_weights_keep_the_dtype_of_the_files_whatever_the_configuration_states(directory, tmp_path):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    loaded = models.load(directory)
+    assert loaded.module.dtype == torch.float32
+    loaded.save(tmp_path / "out")
+    assert same_weights(models.load(tmp_path / "out").module, loaded.module)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_float16_is_computed_in_float32_and_written_as_it_was(directory, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    LlamaForCausalLM.from_pretrained(directory, dtype=torch.float16).save_pretrained(directory)
+    loaded = models.load(directory)
+    assert loaded.module.dtype == torch.float32
+    loaded.save(tmp_path / "out")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+    assert loaded.module.dtype == torch.float32
+    assert same_weights(models.load(tmp_path / "out").module, loaded.module)
+
+
+def test_all_that_lies_beside_the_weights_goes_along(directory, tmp_path):
+    kept = [
+        "LICENSE", "modeling_x.py", "preprocessor_config.json", "sentencepiece.bpe.model", "chat_templates/tool.jinja"
+    ]  # fmt: skip
+    left = [
+        "pytorch_model.bin", "pytorch_model.bin.index.json", ".git/HEAD", "onnx/model.onnx", "onnx/config.json",
+        "model-2.safetensors",
+    ]  # fmt: skip
+    for name in kept + left:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(name)
+    loaded = models.load(directory)
+    loaded.save(directory / "folder" / "out")  # inside what is copied
+    loaded.save(tmp_path / "out")
+    for out in (directory / "folder" / "out", tmp_path / "out"):
+        assert all((out / name).read_text() == name for name in kept)
+        assert not any((out / name).exists() for name in left)
+        assert not (out / "folder").exists()
+
+
+def test_a_licence_outlives_the_model_card(tmp_path):
+    card = "---\ntags:\n- sparse\n---\n\n# Sparse\n"
+    assert with_licence(card, tmp_path / "README.md") == card
+    (tmp_path / "README.md").write_text(
+        "---\nlanguage: en\nlicense:\n- mit\nlicense_link: LICENSE\ntags: []\n---\nBig."
+    )
+    assert with_licence(card, tmp_path / "README.md").startswith(
+        "---\nlicense:\n- mit\nlicense_link: LICENSE\ntags:\n- sparse\n---\n\n# Sparse"
+    )
+
+
+def test_tensors_that_the_network_has_no_place_for_are_named(directory):
+    tensors = load_file(directory / "model.safetensors")
+    save_file({**tensors, "draft.weight": torch.ones(2)}, directory / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match=r"1 tensors .* draft\.weight"):
+        models.load(directory)
+
+
+def test_hub_names_take_along_what_the_cache_holds(directory, tmp_path, monkeypatch):
+    (directory / "preprocessor_config.json").write_text("{}")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    folder = tmp_path / "hub" / "models--someone--small"
+    shutil.copytree(directory, folder / "snapshots" / "abc")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    script = (
+        "import sys\nfrom iobs import models\n"
+        "loaded = models.load('someone/small')\nprint(loaded.module.dtype)\nloaded.save(sys.argv[1])\n"
+    )
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", script, str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.stdout.strip() == "torch.float32", done.stderr
+    assert {"preprocessor_config.json", "tokenizer.json"} <= {file.name for file in (tmp_path / "out").iterdir()}
+
+
+def test_code_that_comes_with_weights_is_asked_for_by_its_own_automatic_class(tmp_path, monkeypatch):
+    from transformers import ViTConfig, ViTForImageClassification, dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config = ViTConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    folder = tmp_path / "vit"
+    ViTForImageClassification(config).save_pretrained(folder)
+    (folder / "own_code.py").write_text(
+        "from transformers import ViTConfig, ViTForImageClassification, ViTModel\n\n"
+        "class Mine(ViTForImageClassification):\n    config_class = ViTConfig\n\n"
+        "class Bare(ViTModel):\n    config_class = ViTConfig\n"
+    )
+    written = json.loads((folder / "config.json").read_text())
+    written["architectures"] = ["Mine"]
+    written["auto_map"] = {"AutoModel": "own_code.Bare", "AutoModelForImageClassification": "own_code.Mine"}
+    (folder / "config.json").write_text(json.dumps(written))
+    loaded = models.load(folder, trust_remote_code=True)
+    assert (type(loaded.module).__name__, loaded.task) == ("Mine", "image-classification")
+
+
+def test_weights_that_are_not_there_are_not_made_up(directory):
     tensors = load_file(directory / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -295,6 +423,77 @@ def test_replaced_output_is_the_new_one(tmp_path):
             (temporary / "file").write_text(content)
     assert (tmp_path / "out" / "file").read_text() == "new"
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_link_to_a_directory_stays_and_is_filled(tmp_path):
+    (tmp_path / "disk").mkdir()
+    for name in ("disk", "disk/new"):  # one that is there, and one that is not yet
+        link = tmp_path / "link"
+        link.symlink_to(tmp_path / name)
+        with models.output_directory(link) as temporary:
+            (temporary / "file").write_text("x")
+            assert temporary.is_relative_to(tmp_path / "disk")  # nothing is moved from disk to disk at the end
+        assert link.is_symlink()
+        assert [entry.name for entry in (tmp_path / name).iterdir()] == ["file"]
+        link.unlink()
+        (tmp_path / name / "file").unlink()
+    link.symlink_to(link)
+    with pytest.raises(OutputError, match="is a file"):
+        models.check_output(link)
+
+
+def test_the_current_directory_and_mount_points_are_filled_from_within(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    target.mkdir()
+    monkeypatch.chdir(target)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == target)
+    asked = []
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(place) or usage(place))
+    (target / "lost+found").mkdir()
+    before = target.stat().st_ino
+    for content in ("old", "new"):
+        with models.output_directory(Path("."), replaceable=("file", "folder")) as temporary:
+            (temporary / "file").write_text(content)
+            (temporary / "folder").mkdir()
+    assert target.stat().st_ino == before
+    assert {entry.name for entry in target.iterdir()} == {"file", "folder", "lost+found"}
+    assert (target / "file").read_text() == "new"
+    assert {*asked} == {target}
+
+
+def test_two_outputs_into_one_directory_do_not_mix(tmp_path):
+    def write():
+        with models.output_directory(tmp_path) as slow:
+            (slow / "file").write_text("slow")
+            with models.output_directory(tmp_path) as quick:
+                (quick / "file").write_text("quick")
+
+    with pytest.raises(OutputError, match="not empty"):
+        write()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "quick"
+
+
+def test_what_was_moved_up_goes_back_where_the_rest_cannot_follow(tmp_path, monkeypatch):
+    (tmp_path / "old").write_text("old")
+    rename = Path.rename
+
+    def fails(path, target):
+        if path.name == "second":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+
+    def write():
+        with models.output_directory(tmp_path, replaceable=("old",)) as temporary:
+            for name in ("first", "second"):
+                (temporary / name).write_text("new")
+
+    with pytest.raises(OutputError, match="Input/output"):
+        write()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
 
 
 def test_import_is_light():

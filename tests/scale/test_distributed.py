@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from iobs import models
+
 WORKER = Path(__file__).with_name("rank.py")
 
 
@@ -59,3 +61,42 @@ def test_a_rank_that_dies_ends_the_other_within_a_minute(tmp_path):
     assert run.returncode != 0
     assert time.perf_counter() - began < 120  # a minute for the end, and the start of three interpreters
     assert not (tmp_path / "out.1.safetensors").exists()
+
+
+def command(*arguments, **variables):
+    """The command line in an environment where some of torchrun's variables are set."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_ADDR")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    arguments = [sys.executable, "-m", "iobs", *map(str, arguments)]
+    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_variables_of_other_programs_do_not_make_ranks(tmp_path):
+    assert command("--version", WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1").stdout.startswith("iobs")
+    alone = command("prune", "-o", tmp_path / "out", tmp_path / "none", WORLD_SIZE="2", RANK="0")
+    assert "Traceback" not in alone.stderr
+    assert "other ranks" not in alone.stderr
+
+
+def test_ranks_that_cannot_be_reached_are_one_clear_error(tmp_path):
+    variables = {"WORLD_SIZE": "2", "RANK": "first", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    run = command("prune", "-o", tmp_path / "out", **variables)
+    assert run.returncode == 1
+    assert run.stderr.startswith("Error: The other ranks cannot be reached")
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_the_command_line_under_torchrun(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    options = ["--data", text, "--samples", "8", "--batch-size", "2", "--seq-len", "32", "--solver", "sparsegpt"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "iobs"]
+    for name, more in (("out", []), ("streamed", ["--low-memory"])):
+        call = [*torchrun, "prune", models.EMBEDDED, "-o", tmp_path / name, *options, *more]
+        run = subprocess.run([*map(str, call)], env=environment, capture_output=True, text=True, timeout=200)
+        assert (run.returncode == 0) == (name == "out"), run.stderr[-2000:]
+    assert "one process" in run.stderr
+    assert (tmp_path / "out" / "report.json").is_file()
+    assert not (tmp_path / "streamed").exists()

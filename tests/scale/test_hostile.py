@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from iobs import models
 from iobs.cli import app
 from iobs.models import output
+from iobs.prune.record import Report
 
 WAYS = {"in memory": (), "low memory": ("--low-memory",)}
 QUICK = ("--samples", "8", "--seq-len", "32", "--solver", "magnitude")
@@ -48,6 +49,7 @@ def remote_code(folder):
 def climbing(folder):
     weights = {"weight_map": {"model.norm.weight": "../../secret.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
+    (folder / "model.safetensors").unlink()
 
 
 def no_tokenizer(folder):
@@ -161,3 +163,22 @@ def test_too_little_memory_is_one_clear_error_that_says_what_to_lower(tmp_path):
     assert len(lines) == 1, result.output
     assert "Lower --batch-size" in lines[0]
     assert not out.parent.exists()
+
+
+def test_the_demo_replaces_an_earlier_demo_only(tmp_path, monkeypatch):
+    """A folder of another kind that has the same names is refused before any work."""
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("the work has begun"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "precious.safetensors").write_text("mine")
+    for content in (None, "{}", "[1]", json.dumps(as_report("mine").as_dict())):
+        if content is not None:
+            (tmp_path / "report.json").write_text(content)
+        result = CliRunner().invoke(app, ["demo", "-o", str(tmp_path)])
+        assert "not empty" in result.stderr, result.output
+    (tmp_path / "report.json").write_text(json.dumps(as_report("embedded").as_dict()))
+    with pytest.raises(pytest.fail.Exception, match="the work has begun"):
+        CliRunner().invoke(app, ["demo", "-o", str(tmp_path)], catch_exceptions=False)
+
+
+def as_report(model):
+    return Report({"model": model}, "task loss", None, [], 0, {}, [], 1.0, 1)

@@ -1,12 +1,15 @@
 """Packed weights come back bit for bit and take little room; zeros survive training and pruning again."""
 
 import copy
+import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import iobs
+from iobs.cli import app
 from iobs.errors import LayerSelectionError, ModelError, OutputError
 from iobs.models.packed import packed_share, unpack
 
@@ -103,6 +106,35 @@ def test_damage_is_a_clear_error(tmp_path):
         iobs.load_packed(tmp_path / "packed", into=model)
     with pytest.raises(ModelError, match=r"no \.packed file"):
         iobs.load_packed(tmp_path / "nowhere")
+
+
+def test_kinds_of_numbers(tmp_path):
+    """Unsigned integers are packed as they are; what torch cannot hold is named, not called damaged."""
+    (tmp_path / "model").mkdir()
+    dense = {"wide": torch.arange(9).to(torch.uint32), "empty": torch.zeros(0, dtype=torch.uint16)}
+    save_file(dense, tmp_path / "model" / "model.safetensors")
+    iobs.save_packed(tmp_path / "model", tmp_path / "packed")
+    (tmp_path / "back").mkdir()
+    unpack(tmp_path / "packed", tmp_path / "back")
+    again = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(again[name].dtype == dense[name].dtype and same_bits(again[name], dense[name]) for name in dense)
+    header = json.dumps({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "model" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+    with pytest.raises(ModelError, match="F4 numbers, which iobs cannot handle"):
+        iobs.save_packed(tmp_path / "model", tmp_path / "other")
+
+
+def test_the_current_directory_can_be_packed(tmp_path, monkeypatch):
+    model, _ = pruned()
+    (tmp_path / "model" / "folder").mkdir(parents=True)
+    (tmp_path / "model" / "folder" / "file").write_text("x")
+    save_file(model.state_dict(), tmp_path / "model" / "model.safetensors")
+    monkeypatch.chdir(tmp_path / "model")
+    assert CliRunner().invoke(app, ["pack", "."]).exit_code == 0
+    assert CliRunner().invoke(app, ["pack", "--unpack", "../model.packed"]).exit_code == 0
+    again = load_file(tmp_path / "model.packed.dense" / "model.safetensors")
+    assert all(same_bits(again[name], value) for name, value in model.state_dict().items())
+    assert (tmp_path / "model.packed.dense" / "folder" / "file").is_file()
 
 
 @pytest.mark.parametrize("wrapped", ["adam", "sgd"])

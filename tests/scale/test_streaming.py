@@ -1,6 +1,8 @@
 """Block by block from files to files gives what pruning in memory gives; hostile directories leave nothing behind."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import families
 import pytest
@@ -11,9 +13,10 @@ from typer.testing import CliRunner
 import iobs
 from iobs import models
 from iobs.cli import app
-from iobs.errors import CalibrationError, LayerSelectionError, ModelError
+from iobs.errors import CalibrationError, DistributedError, LayerSelectionError, ModelError, OutputError
 from iobs.models import load
 from iobs.models.streaming import prune_directory
+from iobs.prune import distributed
 from iobs.prune.progress import Quiet
 from iobs.report import read_report
 
@@ -119,6 +122,67 @@ def test_what_needs_the_whole_network_is_refused(tmp_path):
         prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4), rounds=3)
 
 
+def test_one_process_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "current", lambda: distributed.Ranks(1, 2))
+    with pytest.raises(DistributedError, match="one process"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
+
+
+def test_a_disk_without_room_is_found_before_the_work(tmp_path, monkeypatch):
+    directory("llama", tmp_path / "model")
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+
+    class NoWork(Quiet):
+        def begin(self, *_):
+            pytest.fail("the work has begun")
+
+    with pytest.raises(OutputError, match="MB left"):
+        prune_directory(
+            tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4), progress=NoWork()
+        )
+
+
+def test_the_output_appears_with_all_that_belongs_into_it(tmp_path):
+    directory("llama", tmp_path / "model")
+    (tmp_path / "model" / "templates").mkdir()
+    (tmp_path / "model" / "templates" / "tool.jinja").write_text("x")
+
+    def complete(report, folder):
+        assert report.zeros > 0
+        assert not (tmp_path / "out").exists()
+        (folder / "README.md").write_text("mine")
+
+    batches = families.language_batches()
+    prune_directory(tmp_path / "model", tmp_path / "out", batches, iobs.NM(2, 4), complete=complete, **OPTIONS)
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
+    assert (tmp_path / "out" / "templates" / "tool.jinja").is_file()
+    assert not list((tmp_path / "out").glob("tmp*"))
+
+
+def test_shards_that_the_index_does_not_name_stay_behind(tmp_path):
+    model = directory("llama", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "model", max_shard_size="5KB")
+    stale = tmp_path / "model" / "model-00099-of-00099.safetensors"
+    save_file({"model.norm.weight": torch.zeros(16)}, stale)
+    save_file({"other": torch.zeros(1)}, tmp_path / "model" / "consolidated.safetensors")
+    prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4), **OPTIONS)
+    written = {file.name for file in (tmp_path / "out").glob("*.safetensors")}
+    assert written == {file.name for file in (tmp_path / "model").glob("*-of-*.safetensors")} - {stale.name}
+    norm = load(tmp_path / "out").module.state_dict()["model.norm.weight"]
+    assert torch.equal(norm, model.state_dict()["model.norm.weight"])
+
+
+def test_an_unknown_architecture_is_one_line(tmp_path):
+    directory("llama", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "t5", "architectures": None}))
+    with pytest.raises(ModelError) as raised:
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
+    assert len(str(raised.value).splitlines()) == 1
+    assert len(str(raised.value)) < 400
+
+
 def _truncate(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -153,7 +217,7 @@ def _remote_code(folder):
 def _climbing(folder):
     index = {"weight_map": {"model.norm.weight": "../../secret.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder.parent.parent / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors").rename(folder.parent.parent / "secret.safetensors")
 
 
 HOSTILE = {
@@ -181,7 +245,7 @@ def test_hostile_directories_are_one_clear_error_and_nothing_is_written(damage, 
     assert not list(tmp_path.glob(".*"))
 
 
-def test_low_memory_from_the_command_line(tmp_path):
+def test_low_memory_from_the_command_line(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
     options = ["--low-memory", "--data", str(text), "--samples", "8", "--seq-len", "32", "--solver", "sparsegpt"]
@@ -191,6 +255,9 @@ def test_low_memory_from_the_command_line(tmp_path):
 
     planned = run("--dry-run")
     assert "Predicted peak memory" in planned.output
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+        assert "MB left" in run("--dry-run").stderr
     assert run("--rounds", "3").exit_code == 2
     assert not (tmp_path / "out").exists()
     done = run("--dtype", "float32")

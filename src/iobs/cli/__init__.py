@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 import sys
 from typing import Annotated
@@ -34,6 +33,7 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
@@ -42,6 +42,10 @@ def _root(
 
     Start with `iobs demo`.
     """
+    if context.invoked_subcommand == "prune":  # which torchrun may have started several times over
+        from iobs.prune.distributed import joined
+
+        context.with_resource(joined())
 
 
 def _end(number: int, frame: object) -> None:
@@ -50,12 +54,6 @@ def _end(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Run the command line; under torchrun, as one of several ranks."""
+    """Run the command line."""
     signal.signal(signal.SIGTERM, _end)
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        app()
-        return
-    from iobs.prune.distributed import joined
-
-    with joined():
-        app()
+    app()

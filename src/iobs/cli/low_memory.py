@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from iobs.cli import console
-from iobs.errors import ModelError
+from iobs.errors import ModelError, OutputError
 
 if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
     from iobs.prune.plan import Plan
+    from iobs.prune.record import Report
 
 _SETTINGS = ("solver", "refine", "budget", "holdout", "damping", "keep_zeros", "seed")
 _OPENING = ("include", "skip", "device", "arithmetic")
@@ -31,16 +32,21 @@ def prune_low_memory(
     """Show what a run will need, and unless that is all, prune a directory with one block in memory at a time.
 
     Raises:
+        DistributedError: torchrun started several processes.
         ModelError: MODEL is no directory.
+        OutputError: the disk has too little room.
         typer.BadParameter: an option that needs the whole network.
     """
     from iobs.cli.progress import Steps
     from iobs.cli.watch import Watch
+    from iobs.models.companions import with_licence
     from iobs.models.streamed import StreamedModel
-    from iobs.models.streaming import plan_of, prune_directory, without_weights
+    from iobs.models.streaming import check_room, plan_of, prune_directory, without_weights
+    from iobs.prune.distributed import require_alone
     from iobs.prune.settings import resolve
     from iobs.report import render_card, write_report
 
+    require_alone()
     given = {name: value for name, value in options.items() if value is not None}
     whole = sorted(given.keys() - set(_ALLOWED))
     if whole:
@@ -50,26 +56,39 @@ def prune_low_memory(
     if directory is None or not Path(directory).is_dir():
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
     loaded = without_weights(Path(directory))
-    _, batches = calibration.batches(loaded)
+    name, batches = calibration.batches(loaded)
     if dry_run or output is None:
         streamed = StreamedModel.open(Path(directory), **{name: given[name] for name in _OPENING if name in given})
         settings = {name: given[name] for name in _SETTINGS if name in given}
-        _show(plan_of(streamed, batches, resolve(None, {"holdout": 0.0, **settings})))
+        needed = plan_of(streamed, batches, resolve(None, {"holdout": 0.0, **settings}))
+        _show(needed)
+        if output is not None:
+            try:
+                check_room(output, needed)
+            except OutputError as error:  # the plan was asked for, and the run may be meant for another machine
+                console.say(f"Warning: {error}")
         return
+
+    def complete(report: Report, folder: Path) -> None:
+        report.settings = {"calibration": name, "seq_len": calibration.window, **report.settings}
+        card = render_card(report, directory, "transformers")
+        (folder / "README.md").write_text(with_licence(card, Path(directory) / "README.md"), encoding="utf8")
+        write_report(report, folder)
+
     with Steps("pruning") as steps:
         settings = {"holdout": 0.0, **given}
         watch = Watch(steps)
-        report = prune_directory(directory, output, batches, pattern, progress=watch, announce=_show, **settings)
-    (output / "README.md").write_text(render_card(report, directory, "transformers"), encoding="utf8")
-    write_report(report, output)
+        report = prune_directory(
+            directory, output, batches, pattern, progress=watch, announce=_show, complete=complete, **settings
+        )
     if given.get("checkpoint") is not None:
         shutil.rmtree(given["checkpoint"])
-    console.output_console().print(f"Written: {output} ({report.sparsity:.2%} zeros)", markup=False)
+    console.output_console().print(f"Written: {output} ({report.sparsity:.2%} zeros)")
 
 
 def _show(plan: Plan) -> None:
     out = console.output_console()
-    out.print(f"{plan.layers} matrices; the whole model takes {plan.model_bytes / 1e9:.2f} GB", markup=False)
-    out.print(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB", markup=False)
-    out.print(f"Predicted time: {plan.seconds / 60:.0f} min", markup=False)
-    out.print(f"Activations kept in files: {plan.spilled_bytes / 1e9:.2f} GB", markup=False)
+    out.print(f"{plan.layers} matrices; the whole model takes {plan.model_bytes / 1e9:.2f} GB")
+    out.print(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB")
+    out.print(f"Predicted time: {plan.seconds / 60:.0f} min")
+    out.print(f"Activations kept in files: {plan.spilled_bytes / 1e9:.2f} GB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -24,15 +25,14 @@ def pack(
     from iobs.models import output_directory
     from iobs.models.packed import packed_share, save_packed, unpack
 
-    target = output or directory.with_name(f"{directory.name}.{'dense' if back else 'packed'}")
+    here = Path(os.path.abspath(directory))  # "." has no name of its own
+    target = output or here.parent / f"{here.name}.{'dense' if back else 'packed'}"
     out = console.output_console()
     if back:
         with output_directory(target) as temporary:
             unpack(directory, temporary)
-        out.print(f"Written: {target}", markup=False)
+        out.print(f"Written: {target}")
         return
     save_packed(directory, target)
     share = packed_share(directory, target)
-    out.print(
-        f"Written: {target}, {share:.1%} of the dense bytes (turn back: iobs pack --unpack {target})", markup=False
-    )
+    out.print(f"Written: {target}, {share:.1%} of the dense bytes (turn back: iobs pack --unpack {target})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -189,7 +190,10 @@ def prune(
 
 
 def _checkpoint(output: Path | None, resume: bool) -> Path | None:
-    return output.with_name(f"{output.name}.checkpoint") if resume and output is not None else None
+    if not resume or output is None:
+        return None
+    here = Path(os.path.abspath(output))  # "." has no name of its own
+    return here.with_name(f"{here.name}.checkpoint")
 
 
 class _Calibration:

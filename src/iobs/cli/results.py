@@ -8,6 +8,7 @@ from iobs.cli.progress import Steps
 from iobs.data import open_source
 from iobs.evaluate import evaluate
 from iobs.models import LoadedModel
+from iobs.models.companions import with_licence
 from iobs.prune.audit import audit, compare
 from iobs.prune.record import Report
 from iobs.report import render_card, write_report
@@ -38,5 +39,6 @@ def write_results(loaded: LoadedModel, report: Report, directory: Path, model_fo
     loaded.write(folder)
     compare(audit(folder), report.audit, folder)  # a conversion on the way to the disk could have lost a zero
     library = "transformers" if (folder / "config.json").is_file() else None
-    (folder / "README.md").write_text(render_card(report, str(report.settings["model"]), library), encoding="utf8")
+    card = render_card(report, str(report.settings["model"]), library)
+    (folder / "README.md").write_text(with_licence(card, folder / "README.md"), encoding="utf8")
     write_report(report, directory)

@@ -49,7 +49,7 @@ def load_function(spec: str) -> Callable[[], Any]:
     sys.path.insert(0, str(file.parent))  # the file may import its neighbours
     try:
         _with_torchvision(partial(definition.loader.exec_module, module))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end itself
         raise ModelError(f"{file} fails when it is run: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(file.parent))
@@ -68,7 +68,7 @@ def call_function(spec: str) -> Any:
     function = load_function(spec)
     try:
         return _with_torchvision(function)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{spec} fails when it is called: {type(error).__name__}: {error}") from error
 
 

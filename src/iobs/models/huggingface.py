@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterator
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from iobs.errors import ModelError
+from iobs.models.companions import copy_companions
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
+from iobs.models.shards import read_entries
 from iobs.models.vision_shim import ensure_torchvision
-from iobs.prune.audit import packed_hint
+from iobs.prune.audit import packed_hint, weight_files
 
-# Any of these makes a directory one with a tokenizer; all of them are copied to the output.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_COPIED_FILES = (
-    *_TOKENIZER_FILES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-    "generation_config.json",
+# Any of these makes a directory one with a tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
 )
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_pretrained(
@@ -48,8 +50,10 @@ def load_pretrained(
             transformers, or a hub that cannot be reached.
     """
     is_directory = Path(source).is_dir()
+    stored = None
     if is_directory:
         check_directory(Path(source), allow_pickle)
+        stored = _stored_dtype(Path(source))
     ensure_torchvision()
     import transformers
 
@@ -60,10 +64,12 @@ def load_pretrained(
             chosen = _model_class(transformers, config, trust_remote_code)
             if not allow_pickle:
                 shared["use_safetensors"] = True
+            if dtype is None and not is_directory and getattr(config, "quantization_config", None) is None:
+                config.dtype = None  # "auto" is then what the files hold, not what the configuration states
             module, info = chosen.from_pretrained(
                 source,
                 config=config,
-                dtype=dtype or "auto",
+                dtype=dtype or stored or "auto",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name: transformers' own error hides it in a table
                 **shared,
@@ -72,7 +78,7 @@ def load_pretrained(
             raise
         except Exception as error:  # transformers raises every kind, from OSError to RuntimeError
             here = "" if Path(source).is_dir() else f" (and there is no directory {source} here)"
-            raise ModelError(f"{source} cannot be loaded: {_first_line(error)}{here}") from error
+            raise ModelError(f"{source} cannot be loaded: {first_line(error)}{here}") from error
     mismatched = sorted(info["mismatched_keys"])
     if mismatched:
         name, found, wanted = mismatched[0]
@@ -86,22 +92,80 @@ def load_pretrained(
             f"{source} lacks {len(missing)} of the weights that {type(module).__name__} needs, {missing[0]} the first; "
             "they would be random. Complete the files or correct 'architectures' in config.json."
         )
+    unexpected = sorted(info["unexpected_keys"])
+    if unexpected:
+        warnings.warn(
+            f"{source} holds {len(unexpected)} tensors that {type(module).__name__} has no place for, {unexpected[0]} "
+            "the first; they are not loaded, and what is written will lack them.",
+            stacklevel=2,
+        )
+    halves: set[str] = set()
     if dtype is None and module.dtype == torch.float16 and torch.device(device).type == "cpu":
+        halves = {name for name, parameter in module.named_parameters() if parameter.dtype == torch.float16}
         module = module.float()
     tokenizer = load_tokenizer(source, trust_remote_code) if not is_directory or has_tokenizer(Path(source)) else None
+    with _quiet(transformers):
+        companions = Path(source) if is_directory else _snapshot(str(source), config)
 
     def write(model: LoadedModel, directory: Path) -> None:
-        with _quiet(transformers):
+        with _quiet(transformers), _stored_as_half(model.module, halves):
             model.module.save_pretrained(directory)  # type: ignore[operator]
-        if is_directory:
-            for name in _COPIED_FILES:
-                if (Path(source) / name).is_file():
-                    shutil.copyfile(Path(source) / name, directory / name)
-        elif model.tokenizer is not None:
+        if companions is not None:
+            copy_companions(companions, directory)
+        if model.tokenizer is not None and not has_tokenizer(directory):
             model.tokenizer.save_pretrained(directory)
 
-    task = _task(transformers, type(module).__name__)
+    task = _task(transformers, type(module).__name__, chosen.__name__)
     return LoadedModel(module.to(device).eval(), tokenizer, str(source), task, context_of(config, tokenizer), write)
+
+
+def _stored_dtype(directory: Path) -> torch.dtype | None:
+    """The floating dtype of most numbers in a directory's files, whatever its configuration states.
+
+    None where there are no safetensors, or where they are packed in a way of their own.
+    """
+    counts: Counter[torch.dtype] = Counter()
+    for file in weight_files(directory):
+        try:
+            entries = read_entries(file)[0]
+        except ModelError:  # kinds of numbers that only transformers can unpack
+            return None
+        for entry in entries.values():
+            if entry.dtype.is_floating_point:
+                counts[entry.dtype] += entry.bytes // entry.dtype.itemsize
+    most = counts.most_common(1)
+    return most[0][0] if most and most[0][0] in _DTYPES else None
+
+
+@contextmanager
+def _stored_as_half(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Parameters in float16 while they are written; they keep the rounded values, which are what was written."""
+    parameters = [parameter for name, parameter in module.named_parameters() if name in names]
+    for parameter in parameters:
+        parameter.data = parameter.data.half()
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.data = parameter.data.float()
+
+
+def _snapshot(name: str, config: Any) -> Path | None:
+    """The folder of the cache that holds a hub name's files, with the small ones that no loader asks for fetched.
+
+    None where the cache cannot be found.
+    """
+    import huggingface_hub
+
+    # In the root folder only, and the kinds that are small: weights of other formats may take many gigabytes.
+    kinds = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.md", "LICEN*", "NOTICE*", "USE_POLICY*"]
+    revision = getattr(config, "_commit_hash", None)
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=kinds, ignore_patterns=["*/*"])
+        )
+    except Exception:  # of the network or the cache; the weights have been loaded all the same
+        return None
 
 
 def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> Tokenizer | None:
@@ -120,7 +184,7 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> Token
             )
     except Exception as error:
         if Path(source).is_dir():
-            raise ModelError(f"The tokenizer of {source} cannot be loaded: {_first_line(error)}") from error
+            raise ModelError(f"The tokenizer of {source} cannot be loaded: {first_line(error)}") from error
         return None
     return tokenizer
 
@@ -133,14 +197,7 @@ def check_directory(directory: Path, allow_pickle: bool) -> None:
     """
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory} has no config.json, so it is not a Hugging Face model directory.")
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text(encoding="utf8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} is damaged; copy it again.") from error
-    else:
-        shards = sorted(file.name for file in directory.glob("*.safetensors"))
+    shards = weight_files(directory)
     if not shards:
         pickled = sorted(file.name for file in (*directory.glob("*.bin"), *directory.glob("*.pt*")))
         if not pickled:
@@ -153,14 +210,10 @@ def check_directory(directory: Path, allow_pickle: bool) -> None:
                 "them to safetensors, or pass --allow-pickle if you trust their origin."
             )
     for shard in shards:
-        if Path(shard).name != shard:
-            raise ModelError(f"{index} names {shard!r}, which lies outside {directory}; do not trust these files.")
-        _check_shard(directory / shard)
+        _check_shard(shard)
 
 
 def _check_shard(file: Path) -> None:
-    if not file.is_file():
-        raise ModelError(f"{file} is missing, though the index of weights names it; copy it again.")
     try:
         with safe_open(file, framework="pt") as opened:
             opened.keys()
@@ -170,8 +223,10 @@ def _check_shard(file: Path) -> None:
 
 def _model_class(transformers: Any, config: Any, trust_remote_code: bool) -> Any:
     """The class that the configuration states, else the most specific automatic class that knows the configuration."""
-    if trust_remote_code and getattr(config, "auto_map", None):
-        return transformers.AutoModelForCausalLM
+    if trust_remote_code:
+        own = _own_class(transformers, config)
+        if own is not None:
+            return own
     for name in config.architectures or ():
         chosen = getattr(transformers, name, None)
         if isinstance(chosen, type) and issubclass(chosen, transformers.PreTrainedModel):
@@ -181,11 +236,26 @@ def _model_class(transformers: Any, config: Any, trust_remote_code: bool) -> Any
     return next((auto for auto in automatic if type(config) in auto._model_mapping), transformers.AutoModel)
 
 
-def _task(transformers: Any, class_name: str) -> Task:
+def _own_class(transformers: Any, config: Any) -> Any:
+    """The automatic class under which a model's own code is registered; None where it has none.
+
+    Code may be registered under several, first perhaps that of a bare network without a head: what the configuration
+    states as its architecture comes first, then a language model.
+    """
+    own = {name: str(where) for name, where in (getattr(config, "auto_map", None) or {}).items()}
+    names = [name for name in own if name.startswith("AutoModel") and hasattr(transformers, name)]
+    stated = [name for name in names if own[name].rpartition(".")[2] in (config.architectures or ())]
+    usual = [name for name in names if name == "AutoModelForCausalLM"]
+    return next((getattr(transformers, name) for name in (*stated, *usual, *names)), None)
+
+
+def _task(transformers: Any, class_name: str, automatic: str) -> Task:
+    """What a network's outputs mean, by its class or by the automatic class that it was asked of."""
     auto = transformers.models.auto.modeling_auto
-    if class_name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    if class_name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or automatic == "AutoModelForCausalLM":
         return "causal-lm"
-    if class_name in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values():
+    names = auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
+    if class_name in names or automatic == "AutoModelForImageClassification":
         return "image-classification"
     return "other"
 
@@ -206,7 +276,8 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error of another library says, without the tables and lists that follow."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0]
 

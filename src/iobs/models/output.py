@@ -29,43 +29,50 @@ def check_output(directory: Path, needed_bytes: int = 0, replaceable: Collection
         replaceable: an existing directory that holds nothing but these names may be replaced.
 
     Raises:
-        OutputError: it exists and is not empty, its parent cannot be written, or the disk has too little room.
+        OutputError: it exists and is not empty, it or its parent cannot be written, or the disk has too little room.
     """
-    if directory.exists() and not directory.is_dir():
-        raise OutputError(f"{directory} is a file; choose another output directory.")
-    if directory.is_dir() and {entry.name for entry in directory.iterdir()} - set(replaceable):
-        raise OutputError(f"{directory} exists and is not empty; remove it or choose another output directory.")
-    parent = _existing_parent(directory)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{parent} cannot be written; choose another output directory.")
-    free = shutil.disk_usage(parent).free
+    _require_empty(directory, replaceable)
+    target = _target(directory)
+    place = target if target.is_dir() else _existing_parent(target)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise OutputError(f"{place} cannot be written; choose another output directory.")
+    free = shutil.disk_usage(place).free
     if free < needed_bytes:
         raise OutputError(
-            f"{directory} needs about {needed_bytes / 1e6:.0f} MB and {parent} has {free / 1e6:.0f} MB left; "
+            f"{directory} needs about {needed_bytes / 1e6:.0f} MB and {place} has {free / 1e6:.0f} MB left; "
             "free some space or choose another output directory."
         )
 
 
 @contextmanager
 def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iterator[Path]:
-    """A temporary sibling to write into, renamed to `directory` at the end, removed on any failure or Ctrl-C.
+    """A temporary directory to write into, which becomes `directory` at the end and is removed on failure or Ctrl-C.
 
-    What a killed process left of the same output is removed at the start: a living one keeps its sibling locked.
+    A new directory appears by one renaming. One that exists already may be a mount point, the current directory or
+    what a link leads to, none of which can be renamed: it stays, and what was written is moved into it at the end.
+    What a killed process left of the same output is removed at the start: a living one keeps its directory locked.
 
     Raises:
         OutputError: as `check_output`, or the disk filled up while writing.
     """
     check_output(directory, replaceable=replaceable)
+    target = _target(directory)
+    place = target if target.is_dir() else target.parent
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(directory)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=_PARTIAL, dir=directory.parent))
+        place.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(place, target.name)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_PARTIAL, dir=place))
         lock = _locked(temporary)
     except OSError as error:
         raise _explained(directory, error) from error
     try:
         yield temporary
-        _publish(temporary, directory)
+        _make_readable(temporary)
+        if place == target:
+            _require_empty(directory, replaceable)  # another process may have been quicker
+            _move_up(temporary, target)
+        else:
+            temporary.rename(target)
     except (OSError, SafetensorError) as error:
         if isinstance(error, OutputError):
             raise
@@ -74,6 +81,37 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
         shutil.rmtree(temporary, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+def _target(directory: Path) -> Path:
+    """The directory itself, in full, where a link leads to it."""
+    return Path(os.path.realpath(directory))
+
+
+def _require_empty(directory: Path, replaceable: Collection[str]) -> None:
+    """Refuse a directory that holds anything but what may be replaced and what is no one's.
+
+    Raises:
+        OutputError: it does, or it is a file, or cannot be looked into.
+    """
+    target = _target(directory)
+    if not target.is_dir():
+        if target.exists() or target.is_symlink():  # still a link: one that leads round in a circle
+            raise OutputError(f"{directory} is a file; choose another output directory.")
+        return
+    try:
+        names = [entry.name for entry in target.iterdir() if not _is_partial(entry, target.name)]
+    except OSError as error:
+        raise OutputError(f"{directory} cannot be read; choose another output directory.") from error
+    if target.is_mount():
+        names = [name for name in names if name != "lost+found"]  # which new file systems come with
+    if set(names) - set(replaceable):
+        raise OutputError(f"{directory} exists and is not empty; remove it or choose another output directory.")
+
+
+def _is_partial(entry: Path, name: str) -> bool:
+    """Whether this is the temporary directory of an output of that name."""
+    return entry.name.startswith(f".{name}.") and entry.name.endswith(_PARTIAL) and entry.is_dir()
 
 
 def _locked(directory: Path) -> int | None:
@@ -89,27 +127,39 @@ def _locked(directory: Path) -> int | None:
     return handle
 
 
-def _remove_abandoned(directory: Path) -> None:
-    for entry in directory.parent.iterdir():
-        if entry.name.startswith(f".{directory.name}.") and entry.name.endswith(_PARTIAL) and entry.is_dir():
+def _remove_abandoned(place: Path, name: str) -> None:
+    for entry in place.iterdir():
+        if _is_partial(entry, name):
             handle = _locked(entry)
             if handle is not None:
                 shutil.rmtree(entry, ignore_errors=True)
                 os.close(handle)
 
 
-def _publish(temporary: Path, directory: Path) -> None:
-    # The temporary directory, and the weights that safetensors writes, start out readable by their owner alone.
+def _make_readable(temporary: Path) -> None:
+    """The temporary directory, and the weights that safetensors writes, start out readable by their owner alone."""
     mask = _umask()
     temporary.chmod(0o777 & ~mask)
     for file in temporary.rglob("*"):
         file.chmod((0o777 if file.is_dir() else 0o666) & ~mask)
-    if directory.exists():
-        # Moved aside first, so that even a replaced directory is at every moment the old one, none, or the new one.
-        old = temporary / ".replaced"
-        directory.rename(old)
-        shutil.rmtree(old)
-    temporary.rename(directory)
+
+
+def _move_up(temporary: Path, directory: Path) -> None:
+    """Put what was written into the directory around it, in place of what may be replaced; all of it or nothing."""
+    new = sorted(temporary.iterdir())
+    old = temporary / ".replaced"
+    old.mkdir()
+    moved: list[tuple[Path, Path]] = []
+    try:
+        for entry in [*directory.iterdir()]:
+            if not _is_partial(entry, directory.name) and entry.name != "lost+found":
+                moved.append((entry, entry.rename(old / entry.name)))
+        for entry in new:
+            moved.append((entry, entry.rename(directory / entry.name)))
+    except BaseException:
+        for before, after in reversed(moved):
+            after.rename(before)
+        raise
 
 
 def _umask() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -19,9 +18,11 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
+from iobs.models.companions import copy_companions
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import output_directory
 from iobs.models.shards import Entry, ShardWriter, read_entries
+from iobs.prune.audit import weight_files
 from iobs.prune.layers import library_class
 
 SUFFIX = ".packed"
@@ -42,13 +43,11 @@ def save_packed(model: nn.Module | LoadedModel | str | Path, path: str | Path) -
     """
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(model) if isinstance(model, str | Path) else _written(model, Path(scratch))
-        shards = sorted(source.glob("*.safetensors"))
+        shards = weight_files(source)
         if not shards:
             raise ModelError(f"{source} holds no .safetensors file; give a directory that iobs prune wrote.")
         with output_directory(Path(path)) as temporary:
-            for file in source.iterdir():
-                if file.is_file() and file.suffix != ".safetensors":
-                    shutil.copyfile(file, temporary / file.name)
+            copy_companions(source, temporary, keep_index=True)
             for shard in shards:
                 _pack(shard, temporary / f"{shard.stem}{SUFFIX}")
     return Path(path)
@@ -86,16 +85,14 @@ def unpack(path: str | Path, directory: Path) -> None:
     files = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
     if not files:
         raise ModelError(f"{source} holds no {SUFFIX} file; give a directory that iobs pack wrote.")
-    for file in source.iterdir():
-        if file.is_file() and file.suffix != SUFFIX:
-            shutil.copyfile(file, directory / file.name)
+    copy_companions(source, directory, keep_index=True)
     for file in files:
         _unpack(file, directory / f"{file.stem}.safetensors")
 
 
 def packed_share(source: str | Path, packed: str | Path) -> float:
     """Bytes of the packed weights over bytes of the dense ones."""
-    dense = sum(os.path.getsize(file) for file in Path(source).glob("*.safetensors"))
+    dense = sum(os.path.getsize(file) for file in weight_files(Path(source)))
     return sum(os.path.getsize(file) for file in Path(packed).glob(f"*{SUFFIX}")) / dense
 
 
@@ -179,7 +176,7 @@ def _written(model: nn.Module | LoadedModel, directory: Path) -> Path:
 def _filled(module: nn.Module, directory: Path) -> nn.Module:
     state = module.state_dict()
     missing = set(state)
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in weight_files(directory):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 tensor = opened.get_tensor(name)

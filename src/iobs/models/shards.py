@@ -22,6 +22,9 @@ _NAMES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
@@ -59,8 +62,13 @@ def read_entries(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
                 raise ValueError("its header is too long")
             header = json.loads(opened.read(length))
         metadata = header.pop("__metadata__", {})
+        strange = {value["dtype"] for value in header.values()} - DTYPES.keys()
+        if strange:
+            raise ModelError(f"{file} holds {min(strange)} numbers, which iobs cannot handle; convert them first.")
         entries = {name: Entry(DTYPES[value["dtype"]], tuple(value["shape"])) for name, value in header.items()}
         end = max((value["data_offsets"][1] for value in header.values()), default=0)
+    except ModelError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is damaged or no safetensors file ({error}); copy it again.") from error
     if file.stat().st_size < 8 + length + end:

@@ -13,9 +13,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from iobs.errors import LayerSelectionError, ModelError
-from iobs.models.huggingface import check_directory
+from iobs.models.huggingface import check_directory, first_line
 from iobs.models.shards import Entry, read_entries
 from iobs.models.vision_shim import ensure_torchvision
+from iobs.prune.audit import weight_files
 from iobs.prune.layers import Layer, Selection, select
 from iobs.prune.trace import Block, inside
 
@@ -30,7 +31,7 @@ class Directory:
 
     def __post_init__(self) -> None:
         check_directory(self.path, allow_pickle=False)
-        for file in sorted(self.path.glob("*.safetensors")):
+        for file in weight_files(self.path):
             self.shards[file], self.metadata[file] = read_entries(file)
 
     @property
@@ -155,7 +156,7 @@ def _skeleton(path: Path) -> nn.Module:
             factory: Any = transformers.AutoModelForCausalLM
             module: nn.Module = factory.from_config(config, dtype=config.dtype)
     except Exception as error:  # transformers raises every kind
-        raise ModelError(f"{path} cannot be opened as a language model: {error}") from error
+        raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
     return module.eval()
 
 

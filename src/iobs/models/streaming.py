@@ -5,7 +5,6 @@ The files are read a tensor at a time, and the output's files are written a bloc
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.errors import CalibrationError, LayerSelectionError, ModelError
-from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
+from iobs.models.companions import copy_companions
+from iobs.models.huggingface import check_directory, context_of, first_line, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import check_output, output_directory
 from iobs.models.shards import ShardWriter
@@ -31,6 +31,7 @@ from iobs.prune.audit import audit, audit_layers, compare
 from iobs.prune.batches import Batch, Part
 from iobs.prune.block_walk import BlockWalk, spilled_to
 from iobs.prune.checkpoint import Journal, fingerprint, identity_of
+from iobs.prune.distributed import require_alone
 from iobs.prune.memory import MemoryWatch, give_back_what_is_freed
 from iobs.prune.network import evaluating
 from iobs.prune.plan import Plan, plan
@@ -53,6 +54,7 @@ def prune_directory(
     include: Any = None,
     skip: Any = None,
     announce: Callable[[Plan], None] = lambda plan: None,
+    complete: Callable[[Report, Path], None] = lambda report, directory: None,
     device: str = "cpu",
     arithmetic: torch.dtype | None = None,
     **settings: Any,
@@ -69,6 +71,7 @@ def prune_directory(
         include: as `iobs.prune`.
         skip: as `iobs.prune`.
         announce: is told the plan, with predicted memory and time, before the work.
+        complete: writes what else belongs into the directory, before it appears.
         device: where blocks are computed. Activations lie in mapped files on a CPU, in the memory of any other device.
         arithmetic: what blocks are computed in; see `StreamedModel.open`.
         settings: solver, budget, refine, damping, seed and holdout, as `iobs.prune`.
@@ -76,6 +79,7 @@ def prune_directory(
     Raises:
         CalibrationError: settings that need the whole network: rounds, gradient steps, dense targets.
         AuditError: fewer zeros than asked, in memory or in the files written.
+        DistributedError: several processes were started, which would all write the same files.
         ModelError, OutputError, CheckpointError: as `iobs.models.load`, `iobs.models.check_output`, `iobs.prune`.
     """
     chosen = resolve(None, {"target": "current", "allocation": "uniform", **settings})
@@ -84,6 +88,7 @@ def prune_directory(
             "Pruning block by block is one round with targets of the current weights; gradient steps and dense targets "
             "need the whole network in memory: use iobs.prune for those."
         )
+    require_alone()
     check_output(Path(output))
     give_back_what_is_freed()
     started = time.perf_counter()
@@ -91,7 +96,9 @@ def prune_directory(
     streamed = StreamedModel.open(Path(source), include, skip, device=device, arithmetic=arithmetic)
     require_fit(streamed.selection, pattern)
     memory = MemoryWatch()
-    announce(plan_of(streamed, collected, chosen))
+    needed = plan_of(streamed, collected, chosen)
+    announce(needed)
+    check_room(Path(output), needed)
     fit, heldout = data_batches.split(Part.of(collected), chosen.holdout, chosen.seed)
     patterns = uniform(pattern, streamed.selection.layers)
     journal = None
@@ -106,60 +113,72 @@ def prune_directory(
         streamed.module, patterns, chosen, told, journal=journal, rounded=streamed.rounded, memory=memory
     )
     rows: list[AuditRow] = []
-    with ExitStack() as stack:
-        stack.enter_context(memory.watching())
-        temporary = stack.enter_context(output_directory(Path(output)))
-        spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=temporary)))
-        writer = stack.enter_context(_Output(streamed, temporary))
-        stack.enter_context(evaluating(streamed.module))
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        torch.manual_seed(chosen.seed)
+    with memory.watching(), output_directory(Path(output)) as temporary:
+        with ExitStack() as stack:
+            spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=temporary)))
+            writer = stack.enter_context(_Output(streamed, temporary))
+            stack.enter_context(evaluating(streamed.module))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            torch.manual_seed(chosen.seed)
 
-        def residence(block: Block, present: bool) -> None:
-            if present:
-                streamed.load(block)
-                return
-            solved = {entry.name for entry in projection.record.layers}
-            written = {one: each for one, each in patterns.items() if inside(one, block.path) and one.name in solved}
-            rows.extend(audit_layers(streamed.module, written))
-            writer.block(block)
-            streamed.drop(block)
+            def residence(block: Block, present: bool) -> None:
+                if present:
+                    streamed.load(block)
+                    return
+                solved = {entry.name for entry in projection.record.layers}
+                written = {
+                    one: each for one, each in patterns.items() if inside(one, block.path) and one.name in solved
+                }
+                rows.extend(audit_layers(streamed.module, written))
+                writer.block(block)
+                streamed.drop(block)
 
-        walk = BlockWalk(
-            streamed.module,
-            fit,
-            heldout,
-            streamed.selection.layers,
-            streamed.blocks,
-            seed=chosen.seed,
-            residence=residence,
-            begun=streamed.drop_outside,
-            spill=spilled_to(spill) if streamed.device.type == "cpu" else lambda index, hidden: hidden,
-            arithmetic=streamed.arithmetic,
+            walk = BlockWalk(
+                streamed.module,
+                fit,
+                heldout,
+                streamed.selection.layers,
+                streamed.blocks,
+                seed=chosen.seed,
+                residence=residence,
+                begun=streamed.drop_outside,
+                spill=spilled_to(spill) if streamed.device.type == "cpu" else lambda index, hidden: hidden,
+                arithmetic=streamed.arithmetic,
+            )
+            unseen = {one.name for one in walk.sweep_blocks(projection.visit, projection.replay)}
+            if not projection.record.layers:
+                raise LayerSelectionError("Nothing was pruned: the network feeds its layers nothing on this data.")
+        compare(audit(temporary), rows, Path(output))
+        skipped = {**streamed.selection.skipped, **dict.fromkeys(unseen, "the network fed it nothing")}
+        projection.record.seconds = time.perf_counter() - started
+        report = Report(
+            settings={
+                "model": str(source),
+                "arithmetic": str(streamed.arithmetic),
+                **chosen.summary(),
+                "pattern": str(pattern),
+                "samples": fit.samples,
+            },
+            loss_name="not measured: the whole network is never in memory",
+            dense_loss=None,
+            rounds=[projection.record],
+            best_round=0,
+            skipped=skipped,
+            audit=rows,
+            seconds=time.perf_counter() - started,
+            peak_memory_bytes=projection.memory.look(),
         )
-        unseen = {one.name for one in walk.sweep_blocks(projection.visit, projection.replay)}
-        if not projection.record.layers:
-            raise LayerSelectionError("Nothing was pruned: the network feeds its layers nothing on this data.")
-    compare(audit(output), rows, Path(output))
-    skipped = {**streamed.selection.skipped, **dict.fromkeys(unseen, "the network fed it nothing")}
-    projection.record.seconds = time.perf_counter() - started
-    return Report(
-        settings={
-            "model": str(source),
-            "arithmetic": str(streamed.arithmetic),
-            **chosen.summary(),
-            "pattern": str(pattern),
-            "samples": fit.samples,
-        },
-        loss_name="not measured: the whole network is never in memory",
-        dense_loss=None,
-        rounds=[projection.record],
-        best_round=0,
-        skipped=skipped,
-        audit=rows,
-        seconds=time.perf_counter() - started,
-        peak_memory_bytes=projection.memory.look(),
-    )
+        complete(report, temporary)
+    return report
+
+
+def check_room(output: Path, plan: Plan) -> None:
+    """Find out whether the disk has room for the output and for the activations that lie beside it meanwhile.
+
+    Raises:
+        OutputError: it has not, or as `check_output`.
+    """
+    check_output(output, needed_bytes=plan.model_bytes + plan.spilled_bytes)
 
 
 def plan_of(streamed: StreamedModel, batches: Sequence[Batch], settings: Settings) -> Plan:
@@ -192,9 +211,7 @@ class _Output:
 
     def __enter__(self) -> _Output:
         source = self.streamed.directory
-        for file in source.path.iterdir():
-            if file.is_file() and file.suffix != ".safetensors" and file.suffix not in (".bin", ".pt"):
-                shutil.copyfile(file, self.directory / file.name)
+        copy_companions(source.path, self.directory, keep_index=True)
         self.writers = {
             file: ShardWriter(self.directory / file.name, entries, source.metadata[file])
             for file, entries in source.shards.items()
@@ -236,6 +253,6 @@ def without_weights(path: Path) -> LoadedModel:
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:  # transformers raises every kind
-        raise ModelError(f"{path} cannot be opened as a language model: {error}") from error
+        raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
     tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context_of(config, tokenizer), refuse)

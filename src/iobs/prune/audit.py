@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -79,8 +80,42 @@ def packed_hint(directory: Path) -> str:
     return "; it is packed: run iobs pack --unpack first" if [*directory.glob("*.packed")] else ""
 
 
+def weight_index(directory: Path) -> Path | None:
+    """The index that names a directory's shards; None where one file holds all, which comes first."""
+    index = directory / "model.safetensors.index.json"
+    return index if index.is_file() and not (directory / "model.safetensors").is_file() else None
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that are a directory's weights, by the rule of transformers.
+
+    model.safetensors if there is one, else the shards that the index names, else, for networks that have neither,
+    every .safetensors file. Others that lie there, of an earlier run or another format, are not meant.
+
+    Raises:
+        ModelError: the index is damaged, names a file that is missing, or one outside the directory.
+    """
+    whole, index = directory / "model.safetensors", weight_index(directory)
+    if whole.is_file():
+        return [whole]
+    if index is None:
+        return sorted(directory.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf8"))["weight_map"].values()))
+        strange = [name for name in names if Path(name).name != name]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} is damaged; copy it again.") from error
+    if strange:
+        raise ModelError(f"{index} names {strange[0]!r}, which lies outside {directory}; do not trust these files.")
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        what = packed_hint(directory) or ", though the index of weights names it; copy it again"
+        raise ModelError(f"{directory / missing[0]} is missing{what}.")
+    return [directory / name for name in names]
+
+
 def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = [path] if path.is_file() else weight_files(path)
     if not files:
         raise ModelError(f"{path} holds no .safetensors file{packed_hint(path) or '; give what iobs prune wrote'}.")
     for file in files:

@@ -113,9 +113,8 @@ def explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first = (str(error).strip().splitlines() or ["no answer"])[0]
         raise DistributedError(
-            f"Another rank is gone ({first}), so this one stops too. Look at that rank's own output; with a "
+            f"Another rank is gone ({_said(error)}), so this one stops too. Look at that rank's own output; with a "
             "checkpoint the run can be resumed."
         ) from error
 
@@ -127,24 +126,45 @@ def current() -> Ranks:
     return ALONE
 
 
+def require_alone() -> None:
+    """Refuse what only one process can do.
+
+    Raises:
+        DistributedError: there are several.
+    """
+    if current().size > 1:
+        raise DistributedError("Pruning with one block in memory at a time is for one process; start without torchrun.")
+
+
 @contextmanager
 def joined() -> Iterator[Ranks]:
     """Join the other processes where torchrun started several; leave them at the end.
 
+    Other programs that start processes set some of torchrun's variables too: without all of them a process is alone.
     On a machine with GPUs "cuda" is then each process's own one.
 
     Raises:
         DistributedError: they cannot be reached.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
         yield ALONE
         return
     gpus = torch.cuda.is_available()
-    if gpus:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    with explained():  # what lies on the CPU is summed by gloo either way
+    try:
+        if gpus:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # What lies on the CPU is summed by gloo either way.
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(
+            f"The other ranks cannot be reached ({_said(error)}). Start all of them with torchrun, or, where there "
+            "are none, unset WORLD_SIZE."
+        ) from error
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+
+
+def _said(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no answer"])[0]
