@@ -15,7 +15,7 @@ from torch import nn
 
 from iobs import load_packed, models, save_packed
 from iobs.errors import ModelError, OutputError
-from iobs.models.companions import with_licence
+from iobs.models.companions import REPORTS, copy_companions, with_licence
 from iobs.models.loaded import LoadedModel
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.prune.audit import audit
@@ -509,3 +509,18 @@ def test_loaded_model_knows_its_size():
     loaded = LoadedModel(module, None, "here", "other", None, lambda model, directory: None)
     assert (models.parameter_count(loaded.module), models.size_in_bytes(module)) == (8, 32)
     assert loaded.window_length(77) == 77
+
+
+def test_what_lies_beside_the_weights_never_costs_the_result(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "notes").mkdir(parents=True)
+    target.mkdir()
+    (source / "notes" / "plain.txt").write_text("kept")
+    (source / "notes" / "round").symlink_to("..")
+    os.mkfifo(source / "notes" / "pipe")
+    os.mkfifo(source / "pipe")
+    (source / "report.json").write_text("{}")
+    (source / "LICENSE").write_text("mine")
+    copy_companions(source, target, leave=REPORTS)
+    assert {entry.name for entry in target.iterdir()} == {"notes", "LICENSE"}
+    assert [entry.name for entry in (target / "notes").iterdir()] == ["plain.txt"]

@@ -251,6 +251,8 @@ def test_forced_features_may_be_a_mask(rng):
     mask = np.arange(6) == 4
     for model, target in ((SparseRegressor(k=1, forced=mask), y), (SparseClassifier(k=1, forced=mask), three)):
         assert 4 in model.fit(X, target).support_
+    for number in (4, np.array([4.0])):
+        assert 4 in SparseRegressor(k=1, forced=number).fit(X, y).support_
     for wrong in ([99], [-1], [1.5], ["a"], [True, False]):
         for kind, target in ((SparseRegressor, y), (SparseClassifier, y), (SparseClassifier, three)):
             with pytest.raises(ProblemError, match="Forced features"):
@@ -268,3 +270,13 @@ def test_refits_of_several_classes_stop_at_rounding(rng):
     fit = minimise_on_all(model, np.zeros(model.dimension))
     assert len(looked) < 20
     assert np.abs(look(fit)[1]).max() < 1e-8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_designs_in_half_precision(rng, dtype):
+    X, y = logistic_data(rng)
+    X[:, 5] = 3.0
+    for kind in (LeastSquares, Logistic):
+        objective = kind(torch.from_numpy(X).to(dtype), y, intercept=True)
+        np.testing.assert_array_equal(objective.constant_coordinates(), [5])
+        assert set(minimize(objective, 2).support) == {0, 1}

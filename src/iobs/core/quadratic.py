@@ -234,19 +234,26 @@ class Quadratic:
         return self._with(matrix, linear, anchor)
 
     def centre(self) -> Tensor:
-        """The unconstrained minimiser, (rows, d): B H^-1, of least norm where H is singular."""
+        """The unconstrained minimiser, (rows, d): B H^-1.
+
+        Where H is singular up to rounding, that of least sum of H_ii v_i^2: the units of the variables do not matter.
+        """
         if self.centred:
             assert self.anchor is not None
             return self.anchor
         matrix = self.matrix
-        # What the entries' own rounding can make of a zero: a pivot below it says nothing.
-        rounding = len(matrix) * torch.finfo(matrix.dtype).eps
+        # Rounded entries can make a small positive pivot of a zero; where there is none as small, all are real.
+        rounding = torch.finfo(matrix.dtype).eps
         factor, info = torch.linalg.cholesky_ex(matrix.double())
-        if int(info) == 0 and bool((factor.diagonal().square() > rounding * matrix.diagonal()).all()):
+        if int(info) == 0 and bool((factor.diagonal().square() > 4 * rounding * matrix.diagonal()).all()):
             solved: Tensor = torch.cholesky_solve(self.linear.double().T, factor).T.to(self.linear.dtype)
             return solved
-        pseudo_inverse: Tensor = torch.linalg.pinv(matrix.double(), hermitian=True, rtol=rounding)
-        return (self.linear.double() @ pseudo_inverse).to(self.linear.dtype)
+        scale = matrix.diagonal().double().clamp_min(0).sqrt()
+        scale = torch.where(scale > 0, scale, 1.0)
+        # With unit curvatures one threshold serves all variables; a large one would bury the others.
+        unit = matrix.double() / scale / scale[:, None]
+        pseudo_inverse: Tensor = torch.linalg.pinv(unit, hermitian=True, atol=len(unit) * rounding, rtol=0.0)
+        return (self.linear.double() / scale @ pseudo_inverse / scale).to(self.linear.dtype)
 
     def to(self, dtype: torch.dtype) -> Quadratic:
         """The same problem with dense tensors in another dtype."""

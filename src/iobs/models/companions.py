@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import shutil
+import warnings
+from collections.abc import Collection
 from pathlib import Path
 
 from iobs.prune.audit import weight_index
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".packed")
+REPORTS = ("report.json", "report.html")  # of what was pruned into a directory
 # A key at the beginning of a line, and the list that may follow it on lines of its own.
 _LICENCE = re.compile(r"^license(?:_name|_link)?:.*(?:\n[ -].*)*", flags=re.MULTILINE)
 
 
-def copy_companions(source: Path, target: Path, keep_index: bool = False) -> None:
+def copy_companions(source: Path, target: Path, keep_index: bool = False, leave: Collection[str] = ()) -> None:
     """Copy all but the weights: tokenizer, code, licence, templates, whatever the format of tomorrow brings.
 
     Hidden files and folders with weights of their own (another model, or another format of this one) stay behind. A
@@ -23,15 +26,18 @@ def copy_companions(source: Path, target: Path, keep_index: bool = False) -> Non
         source: a model directory.
         target: an existing directory.
         keep_index: also copy the index of the weights, if they have one: they are written under the same names.
+        leave: names that stay behind.
     """
     for entry in source.iterdir():
-        if entry.name.startswith(".") or entry.name == "__pycache__":
+        if entry.name.startswith(".") or entry.name == "__pycache__" or entry.name in leave:
             continue
         if entry.is_file():
             _copy(entry, target)
         elif entry.is_dir() and not entry.is_symlink() and not _leads_to(entry, target) and not _holds_weights(entry):
-            hidden = shutil.ignore_patterns(".*", "__pycache__")
-            shutil.copytree(entry, target / entry.name, ignore=hidden, ignore_dangling_symlinks=True)
+            try:
+                shutil.copytree(entry, target / entry.name, ignore=_odd)
+            except OSError as error:  # what was computed is worth more than a folder beside it
+                warnings.warn(f"{entry} could not be copied to {target}: {error}.", stacklevel=2)
     index = weight_index(source)
     if keep_index and index is not None:
         shutil.copyfile(index, target / index.name)
@@ -56,6 +62,19 @@ def _copy(file: Path, target: Path) -> None:
     if _is_weights(file) or (file.name == "config.json" and (target / file.name).exists()):
         return
     shutil.copyfile(file, target / file.name)
+
+
+def _odd(folder: str, names: list[str]) -> list[str]:
+    """What stays behind of a folder: hidden entries, links (which may lead round in a circle), pipes and the like."""
+    paths = [Path(folder, name) for name in names]
+    return [
+        path.name
+        for path in paths
+        if path.name.startswith(".")
+        or path.name == "__pycache__"
+        or path.is_symlink()
+        or not (path.is_file() or path.is_dir())
+    ]
 
 
 def _is_weights(file: Path) -> bool:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from iobs.errors import ModelError
-from iobs.models.companions import copy_companions
+from iobs.models.companions import REPORTS, copy_companions
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
 from iobs.models.shards import read_entries
 from iobs.models.vision_shim import ensure_torchvision
@@ -111,7 +111,7 @@ def load_pretrained(
         with _quiet(transformers), _stored_as_half(model.module, halves):
             model.module.save_pretrained(directory)  # type: ignore[operator]
         if companions is not None:
-            copy_companions(companions, directory)
+            copy_companions(companions, directory, leave=REPORTS)  # which told of other weights
         if model.tokenizer is not None and not has_tokenizer(directory):
             model.tokenizer.save_pretrained(directory)
 
@@ -245,8 +245,10 @@ def _own_class(transformers: Any, config: Any) -> Any:
     own = {name: str(where) for name, where in (getattr(config, "auto_map", None) or {}).items()}
     names = [name for name in own if name.startswith("AutoModel") and hasattr(transformers, name)]
     stated = [name for name in names if own[name].rpartition(".")[2] in (config.architectures or ())]
-    usual = [name for name in names if name == "AutoModelForCausalLM"]
-    return next((getattr(transformers, name) for name in (*stated, *usual, *names)), None)
+    # One class may be stated twice, as a bare network and as a language model, and is then the latter.
+    stated.sort(key=lambda name: name != "AutoModelForCausalLM")
+    names.sort(key=lambda name: name != "AutoModelForCausalLM")
+    return next((getattr(transformers, name) for name in (*stated, *names)), None)
 
 
 def _task(transformers: Any, class_name: str, automatic: str) -> Task:

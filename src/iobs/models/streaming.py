@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.errors import CalibrationError, LayerSelectionError, ModelError
-from iobs.models.companions import copy_companions
+from iobs.models.companions import REPORTS, copy_companions
 from iobs.models.huggingface import check_directory, context_of, first_line, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import check_output, output_directory
@@ -211,7 +211,7 @@ class _Output:
 
     def __enter__(self) -> _Output:
         source = self.streamed.directory
-        copy_companions(source.path, self.directory, keep_index=True)
+        copy_companions(source.path, self.directory, keep_index=True, leave=REPORTS)
         self.writers = {
             file: ShardWriter(self.directory / file.name, entries, source.metadata[file])
             for file, entries in source.shards.items()

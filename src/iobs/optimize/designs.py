@@ -233,7 +233,8 @@ class CentredDesign:
         """Weighted sums of squares of the centred columns; exactly 0 for a constant one."""
         first, second = self.inner.moments(weights, self.level, self.mean)
         spread = second - first**2 / max(float((weights * self.level**2).sum()), 1e-300)  # less the mean's own rounding
-        rounding = 64 * float(np.finfo(str(self.inner.matrix.dtype).removeprefix("torch.")).eps)
+        finfo = torch.finfo if isinstance(self.inner, TorchDesign) else np.finfo
+        rounding = 64 * float(finfo(self.inner.matrix.dtype).eps)
         constant = (self.mean != 0) & (spread <= rounding**2 * self.inner.squares(weights))
         return np.where(constant, 0.0, second)
 

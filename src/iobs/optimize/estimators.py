@@ -174,7 +174,9 @@ def _counts(weights: Array) -> Array:
 
 def _as_features(forced: Any, features: int) -> Indices:
     """Feature numbers, from numbers or from a boolean mask."""
-    chosen = np.asarray([] if forced is None else forced)
+    chosen = np.atleast_1d(np.asarray([] if forced is None else forced))
+    if chosen.dtype.kind == "f" and (chosen == np.round(chosen)).all():
+        chosen = chosen.astype(np.int64)
     if chosen.dtype == np.bool_:
         if chosen.shape != (features,):
             raise ProblemError(f"Forced features as a mask need {features} entries, got shape {chosen.shape}.")

@@ -25,7 +25,23 @@ _SAMPLE_ROWS = 1000  # read first, to tell from them how many numbers the file h
 _BYTES = 24  # a number while text is read: in pieces, joined, and in the design matrix
 _BYTES_AS_TEXT = 120  # and without pandas, where each is a string first
 # What stands for an entry that is missing, and what the words of a column of yes and no are worth.
-_MISSING = ("", "NA", "N/A", "#N/A", "<NA>", "NaN", "nan", "NULL", "null")
+_MISSING = (
+    "",
+    "NA",
+    "N/A",
+    "n/a",
+    "#N/A",
+    "#NA",
+    "<NA>",
+    "NaN",
+    "nan",
+    "-nan",
+    "NULL",
+    "null",
+    "None",
+    "1.#QNAN",
+    "-1.#IND",
+)
 _TRUTH = {"true": 1.0, "false": 0.0}
 # Kinds of arrays that are neither numbers nor text, and what to do about them.
 _UNFIT = {

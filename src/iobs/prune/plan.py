@@ -71,7 +71,8 @@ def plan(
         peak_bytes=max(present, present - outside_bytes + block_bytes + max(solving, gathering + forward)),
         seconds=_products(layers, sum(sizes), settings) / speed(device),
         model_bytes=model_bytes,
-        spilled_bytes=itemsize * sum(sizes) * min(layer.shape[1] for layer in layers),
+        # Another device keeps them in its own memory.
+        spilled_bytes=itemsize * sum(sizes) * min(layer.shape[1] for layer in layers) if device.type == "cpu" else 0,
         layers=len(layers),
     )
 
