@@ -517,10 +517,12 @@ def test_what_lies_beside_the_weights_never_costs_the_result(tmp_path):
     target.mkdir()
     (source / "notes" / "plain.txt").write_text("kept")
     (source / "notes" / "round").symlink_to("..")
+    (source / "notes" / "linked.txt").symlink_to("plain.txt")
     os.mkfifo(source / "notes" / "pipe")
     os.mkfifo(source / "pipe")
     (source / "report.json").write_text("{}")
     (source / "LICENSE").write_text("mine")
     copy_companions(source, target, leave=REPORTS)
     assert {entry.name for entry in target.iterdir()} == {"notes", "LICENSE"}
-    assert [entry.name for entry in (target / "notes").iterdir()] == ["plain.txt"]
+    assert {entry.name for entry in (target / "notes").iterdir()} == {"plain.txt", "linked.txt"}
+    assert (target / "notes" / "linked.txt").read_text() == "kept"

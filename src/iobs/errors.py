@@ -55,3 +55,8 @@ class AuditError(IOBSError, RuntimeError):
 
 class DampingWarning(UserWarning):
     """The damping of a Hessian was raised because its Cholesky factorisation failed."""
+
+
+def first_line(error: BaseException, otherwise: str | None = None) -> str:
+    """What an error of another library says, without the tables and lists that follow; its kind if it says nothing."""
+    return (str(error).strip().splitlines() or [otherwise or type(error).__name__])[0]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from iobs.errors import IOBSError
+from iobs.errors import IOBSError, first_line
 
 # Columns of a file or a pipe: names stay whole, so that they can be searched for.
 _WIDE = 1000
@@ -65,7 +65,7 @@ class ErrorsAsLines(TyperGroup):
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                _show_error(_OUT_OF_MEMORY.format(_reason(error)))
+                _show_error(_OUT_OF_MEMORY.format(first_line(error)))
                 raise typer.Exit(1) from error
             except KeyboardInterrupt:
                 error_console().print("Stopped. Nothing half-written was left behind.")
@@ -84,10 +84,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
     )
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _show_error(text: str) -> None:

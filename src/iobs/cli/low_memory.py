@@ -38,13 +38,13 @@ def prune_low_memory(
         typer.BadParameter: an option that needs the whole network.
     """
     from iobs.cli.progress import Steps
+    from iobs.cli.results import write_card
     from iobs.cli.watch import Watch
-    from iobs.models.companions import with_licence
     from iobs.models.streamed import StreamedModel
     from iobs.models.streaming import check_room, plan_of, prune_directory, without_weights
     from iobs.prune.distributed import require_alone
     from iobs.prune.settings import resolve
-    from iobs.report import render_card, write_report
+    from iobs.report import write_report
 
     require_alone()
     given = {name: value for name, value in options.items() if value is not None}
@@ -71,8 +71,7 @@ def prune_low_memory(
 
     def complete(report: Report, folder: Path) -> None:
         report.settings = {"calibration": name, "seq_len": calibration.window, **report.settings}
-        card = render_card(report, directory, "transformers")
-        (folder / "README.md").write_text(with_licence(card, Path(directory) / "README.md"), encoding="utf8")
+        write_card(report, "transformers", folder, Path(directory) / "README.md")
         write_report(report, folder)
 
     with Steps("pruning") as steps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -22,11 +21,10 @@ def pack(
     back: Annotated[bool, typer.Option("--unpack", help="Turn a packed directory into dense files again.")] = False,
 ) -> None:
     """Store a pruned model as bit masks and values, bit for bit; --unpack turns it back."""
-    from iobs.models import output_directory
+    from iobs.models import beside, output_directory
     from iobs.models.packed import packed_share, save_packed, unpack
 
-    here = Path(os.path.abspath(directory))  # "." has no name of its own
-    target = output or here.parent / f"{here.name}.{'dense' if back else 'packed'}"
+    target = output or beside(directory, "dense" if back else "packed")
     out = console.output_console()
     if back:
         with output_directory(target) as temporary:

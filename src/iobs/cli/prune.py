@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -190,10 +189,9 @@ def prune(
 
 
 def _checkpoint(output: Path | None, resume: bool) -> Path | None:
-    if not resume or output is None:
-        return None
-    here = Path(os.path.abspath(output))  # "." has no name of its own
-    return here.with_name(f"{here.name}.checkpoint")
+    from iobs.models import beside
+
+    return beside(output, "checkpoint") if resume and output is not None else None
 
 
 class _Calibration:
@@ -229,8 +227,9 @@ def _step(recipe: str | None, rounds: int | None, given: dict[str, Any]) -> Grad
             given["lr"] = float(given["lr"])
         except ValueError:
             raise typer.BadParameter("give a number or auto", param_hint="--lr") from None
-    usual = resolve(recipe, {}).step
-    if (rounds or resolve(recipe, {}).rounds) < 2:
+    settings = resolve(recipe, {})
+    usual = settings.step
+    if (rounds or settings.rounds) < 2:
         raise typer.BadParameter("steps are taken between rounds: give --rounds 2 or more", param_hint="--rounds")
     if usual is not None and usual.optimizer == "auto" and given.get("lr", "auto") != "auto":
         given = {"optimizer": "adam", **given}

@@ -39,6 +39,11 @@ def write_results(loaded: LoadedModel, report: Report, directory: Path, model_fo
     loaded.write(folder)
     compare(audit(folder), report.audit, folder)  # a conversion on the way to the disk could have lost a zero
     library = "transformers" if (folder / "config.json").is_file() else None
-    card = render_card(report, str(report.settings["model"]), library)
-    (folder / "README.md").write_text(with_licence(card, folder / "README.md"), encoding="utf8")
+    write_card(report, library, folder, folder / "README.md")
     write_report(report, directory)
+
+
+def write_card(report: Report, library: str | None, folder: Path, original: Path) -> None:
+    """Write the model card, with the licence that the original's card states, if there is one."""
+    card = render_card(report, str(report.settings["model"]), library)
+    (folder / "README.md").write_text(with_licence(card, original), encoding="utf8")

@@ -9,13 +9,14 @@ import torch
 from iobs.errors import ModelError
 from iobs.models import factory
 from iobs.models.loaded import LoadedModel, Tokenizer, parameter_count, size_in_bytes
-from iobs.models.output import check_output, output_directory
+from iobs.models.output import beside, check_output, output_directory
 from iobs.models.vision_shim import ensure_torchvision
 
 __all__ = [
     "EMBEDDED",
     "LoadedModel",
     "Tokenizer",
+    "beside",
     "check_output",
     "ensure_torchvision",
     "load",

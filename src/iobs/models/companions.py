@@ -29,13 +29,13 @@ def copy_companions(source: Path, target: Path, keep_index: bool = False, leave:
         leave: names that stay behind.
     """
     for entry in source.iterdir():
-        if entry.name.startswith(".") or entry.name == "__pycache__" or entry.name in leave:
+        if entry.name in leave or _stays_behind(entry):
             continue
         if entry.is_file():
             _copy(entry, target)
-        elif entry.is_dir() and not entry.is_symlink() and not _leads_to(entry, target) and not _holds_weights(entry):
+        elif not _leads_to(entry, target) and not _holds_weights(entry):
             try:
-                shutil.copytree(entry, target / entry.name, ignore=_odd)
+                shutil.copytree(entry, target / entry.name, ignore=_left_of)
             except OSError as error:  # what was computed is worth more than a folder beside it
                 warnings.warn(f"{entry} could not be copied to {target}: {error}.", stacklevel=2)
     index = weight_index(source)
@@ -64,17 +64,15 @@ def _copy(file: Path, target: Path) -> None:
     shutil.copyfile(file, target / file.name)
 
 
-def _odd(folder: str, names: list[str]) -> list[str]:
-    """What stays behind of a folder: hidden entries, links (which may lead round in a circle), pipes and the like."""
-    paths = [Path(folder, name) for name in names]
-    return [
-        path.name
-        for path in paths
-        if path.name.startswith(".")
-        or path.name == "__pycache__"
-        or path.is_symlink()
-        or not (path.is_file() or path.is_dir())
-    ]
+def _left_of(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if _stays_behind(Path(folder, name))]
+
+
+def _stays_behind(path: Path) -> bool:
+    """Hidden entries, links to folders (which may lead round in a circle), pipes and the like."""
+    if path.name.startswith(".") or path.name == "__pycache__":
+        return True
+    return path.is_symlink() if path.is_dir() else not path.is_file()
 
 
 def _is_weights(file: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from iobs.errors import ModelError
+from iobs.errors import ModelError, first_line
 from iobs.models.companions import REPORTS, copy_companions
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
 from iobs.models.shards import read_entries
@@ -52,8 +52,7 @@ def load_pretrained(
     is_directory = Path(source).is_dir()
     stored = None
     if is_directory:
-        check_directory(Path(source), allow_pickle)
-        stored = _stored_dtype(Path(source))
+        stored = _stored_dtype(check_directory(Path(source), allow_pickle))
     ensure_torchvision()
     import transformers
 
@@ -119,13 +118,13 @@ def load_pretrained(
     return LoadedModel(module.to(device).eval(), tokenizer, str(source), task, context_of(config, tokenizer), write)
 
 
-def _stored_dtype(directory: Path) -> torch.dtype | None:
-    """The floating dtype of most numbers in a directory's files, whatever its configuration states.
+def _stored_dtype(files: Sequence[Path]) -> torch.dtype | None:
+    """The floating dtype of most numbers in safetensors files, whatever the configuration beside them states.
 
     None where there are no safetensors, or where they are packed in a way of their own.
     """
     counts: Counter[torch.dtype] = Counter()
-    for file in weight_files(directory):
+    for file in files:
         try:
             entries = read_entries(file)[0]
         except ModelError:  # kinds of numbers that only transformers can unpack
@@ -189,7 +188,7 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> Token
     return tokenizer
 
 
-def check_directory(directory: Path, allow_pickle: bool) -> None:
+def check_directory(directory: Path, allow_pickle: bool) -> list[Path]:
     """Look at a model directory's files before anything is loaded.
 
     Raises:
@@ -211,6 +210,7 @@ def check_directory(directory: Path, allow_pickle: bool) -> None:
             )
     for shard in shards:
         _check_shard(shard)
+    return shards
 
 
 def _check_shard(file: Path) -> None:
@@ -276,12 +276,6 @@ def context_of(config: Any, tokenizer: Any) -> int | None:
 def has_tokenizer(directory: Path) -> bool:
     """Whether a directory holds a tokenizer's files."""
     return any((directory / name).is_file() for name in _TOKENIZER_FILES)
-
-
-def first_line(error: Exception) -> str:
-    """What an error of another library says, without the tables and lists that follow."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0]
 
 
 @contextmanager

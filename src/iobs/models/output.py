@@ -83,6 +83,12 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
             os.close(lock)
 
 
+def beside(directory: Path, suffix: str) -> Path:
+    """A directory's neighbour: its own name, a dot and the suffix; "." has a name too, if not of its own."""
+    here = Path(os.path.abspath(directory))
+    return here.with_name(f"{here.name}.{suffix}")
+
+
 def _target(directory: Path) -> Path:
     """The directory itself, in full, where a link leads to it."""
     return Path(os.path.realpath(directory))

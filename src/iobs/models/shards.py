@@ -62,18 +62,16 @@ def read_entries(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
                 raise ValueError("its header is too long")
             header = json.loads(opened.read(length))
         metadata = header.pop("__metadata__", {})
-        strange = {value["dtype"] for value in header.values()} - DTYPES.keys()
-        if strange:
-            raise ModelError(f"{file} holds {min(strange)} numbers, which iobs cannot handle; convert them first.")
-        entries = {name: Entry(DTYPES[value["dtype"]], tuple(value["shape"])) for name, value in header.items()}
+        found = {name: (value["dtype"], tuple(value["shape"])) for name, value in header.items()}
+        strange = {dtype for dtype, _ in found.values()} - DTYPES.keys()
         end = max((value["data_offsets"][1] for value in header.values()), default=0)
-    except ModelError:
-        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is damaged or no safetensors file ({error}); copy it again.") from error
+    if strange:
+        raise ModelError(f"{file} holds {min(strange)} numbers, which iobs cannot handle; convert them first.")
     if file.stat().st_size < 8 + length + end:
         raise ModelError(f"{file} is cut short: {file.stat().st_size} of {8 + length + end} bytes; copy it again.")
-    return entries, metadata
+    return {name: Entry(DTYPES[dtype], shape) for name, (dtype, shape) in found.items()}, metadata
 
 
 class ShardWriter:

@@ -12,11 +12,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from iobs.errors import LayerSelectionError, ModelError
-from iobs.models.huggingface import check_directory, first_line
+from iobs.errors import LayerSelectionError, ModelError, first_line
+from iobs.models.huggingface import check_directory
 from iobs.models.shards import Entry, read_entries
 from iobs.models.vision_shim import ensure_torchvision
-from iobs.prune.audit import weight_files
 from iobs.prune.layers import Layer, Selection, select
 from iobs.prune.trace import Block, inside
 
@@ -30,8 +29,7 @@ class Directory:
     metadata: dict[Path, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_directory(self.path, allow_pickle=False)
-        for file in weight_files(self.path):
+        for file in check_directory(self.path, allow_pickle=False):
             self.shards[file], self.metadata[file] = read_entries(file)
 
     @property

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
-from iobs.errors import CalibrationError, LayerSelectionError, ModelError
+from iobs.errors import CalibrationError, LayerSelectionError, ModelError, first_line
 from iobs.models.companions import REPORTS, copy_companions
-from iobs.models.huggingface import check_directory, context_of, first_line, has_tokenizer, load_tokenizer
+from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import check_output, output_directory
 from iobs.models.shards import ShardWriter

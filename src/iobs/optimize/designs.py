@@ -319,15 +319,25 @@ def centre(design: Design, level: Array, mean: Array) -> Design:
     return CentredDesign(design, level, mean)
 
 
+def column_means(design: Design, weights: Array, total: float) -> Array:
+    """sum_i w_i X_ij / total of every column j, (d,).
+
+    Raises:
+        NonFiniteError: X holds NaN or infinity.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = _double(design.rmatvec(weights) / total)
+    require_finite_columns(mean)
+    return mean
+
+
 def with_intercept(design: Design, weights: Array) -> tuple[Design, Array]:
     """[X - 1 m^T, 1] and the weighted means m, (d,): the intercept as a last column, all others about their means.
 
     Raises:
         NonFiniteError: X holds NaN or infinity.
     """
-    with np.errstate(invalid="ignore", over="ignore"):
-        mean = design.rmatvec(weights) / weights.sum()
-    require_finite_columns(mean)
+    mean = column_means(design, weights, weights.sum())
     return centre(append_ones(design), np.ones(design.shape[0]), np.append(mean, 0.0)), mean
 
 
@@ -340,9 +350,7 @@ def variances(matrix: Any, weights: Array, centred: bool) -> Array:
     design = as_design(matrix)
     if not centred:
         return _double(design.squares(weights) / weights.sum())
-    with np.errstate(invalid="ignore", over="ignore"):
-        mean = design.rmatvec(weights) / weights.sum()
-    require_finite_columns(mean)
+    mean = column_means(design, weights, weights.sum())
     return _double(centre(design, np.ones(design.shape[0]), mean).squares(weights) / weights.sum())
 
 

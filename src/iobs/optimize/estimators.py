@@ -17,7 +17,7 @@ from iobs.optimize.designs import Array, Indices, variances
 from iobs.optimize.grouped import Groups, labels_to_groups
 from iobs.optimize.multinomial import Multinomial
 from iobs.optimize.objective import Objective
-from iobs.optimize.objectives import LeastSquares, Logistic, Poisson
+from iobs.optimize.objectives import LeastSquares, Logistic, Poisson, forced_columns
 from iobs.optimize.path import Criterion, information, paths
 from iobs.optimize.refit import Fit
 
@@ -64,7 +64,7 @@ class _SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
             raise ProblemError(f"ridge must be finite and not negative, got {self.ridge}.")
         weights, features = _counts(weights), X.shape[1]
         samples = float(weights.sum())
-        self._forced_features = _as_features(self.forced, features)
+        self._forced_features = forced_columns(self.forced, features)
         objective = self._objective(X, y, weights)
         groups = self._groups(objective, features)
         choices = len(groups.members) - len(groups.forced) if groups else features - self._forced_features.size
@@ -92,6 +92,7 @@ class _SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
             {"k": size, "loss": fit.value, "score": score, "support": self._support(objective, fit)}
             for size, fit, score in zip(sizes, fits, scores, strict=True)
         ]
+        self.support_ = self._support(objective, fits[best])
         self.n_iter_ = len(sizes)
         self._keep(objective, fits[best])
 
@@ -102,7 +103,6 @@ class _SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
         self.coef_: Array
         self.intercept_: float | Array
         self.coef_, self.intercept_ = objective.split(fit.theta)
-        self.support_ = np.flatnonzero(self.coef_)
 
     def _groups(self, objective: Objective, features: int) -> Groups | None:
         if self.groups is None:
@@ -170,22 +170,6 @@ def _counts(weights: Array) -> Array:
     if (weights == np.round(weights)).all():
         return weights
     return weights * float(weights.sum() / (weights @ weights))
-
-
-def _as_features(forced: Any, features: int) -> Indices:
-    """Feature numbers, from numbers or from a boolean mask."""
-    chosen = np.atleast_1d(np.asarray([] if forced is None else forced))
-    if chosen.dtype.kind == "f" and (chosen == np.round(chosen)).all():
-        chosen = chosen.astype(np.int64)
-    if chosen.dtype == np.bool_:
-        if chosen.shape != (features,):
-            raise ProblemError(f"Forced features as a mask need {features} entries, got shape {chosen.shape}.")
-        return np.flatnonzero(chosen).astype(np.int64)
-    if chosen.size and (chosen.ndim != 1 or chosen.dtype.kind not in "iu"):
-        raise ProblemError(f"Forced features must be numbers or a boolean mask, got {forced!r}.")
-    if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < features:
-        raise ProblemError(f"Forced features must lie in 0 ... {features - 1}, got {chosen.tolist()}.")
-    return np.unique(chosen).astype(np.int64)
 
 
 class SparseRegressor(RegressorMixin, _SparseEstimator):  # type: ignore[misc]
@@ -378,7 +362,6 @@ class SparseClassifier(ClassifierMixin, _SparseEstimator):  # type: ignore[misc]
             self.coef_, self.intercept_ = self.coef_[None], np.array([float(self.intercept_)])
             return
         self.coef_, self.intercept_ = objective.table(fit.theta)
-        self.support_ = np.flatnonzero(self.coef_.any(axis=0))
 
     def _held_out(self, X: Any, y: Array, weights: Array, fit: Fit, objective: Objective) -> float:
         if isinstance(objective, Multinomial):

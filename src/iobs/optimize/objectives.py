@@ -43,6 +43,17 @@ class LinearModel(ABC):
         self.dimension = design.shape[1]
         self._column_squares: Array | None = None
 
+    def _set_up(
+        self, design: Design, target: Array, weights: Array, ridge: float | Any, intercept: bool, forced: Any
+    ) -> None:
+        """With the intercept, where there is one, as the last coordinate."""
+        penalty, always = _ridge(ridge, design.shape[1]), forced_columns(forced, design.shape[1])
+        if intercept:
+            always, penalty = np.append(always, design.shape[1]), np.append(penalty, 0.0)
+            design, self.mean = designs.with_intercept(design, weights)
+        LinearModel.__init__(self, design, target, weights, penalty, always)
+        _ = self.column_squares
+
     @abstractmethod
     def losses(self, margin: Array) -> Array:
         """l of every sample at margin x_i^T theta."""
@@ -201,13 +212,12 @@ class LeastSquares(LinearModel):
         self.level = 0.0
         if intercept:
             root = np.sqrt(weights)
-            with np.errstate(invalid="ignore", over="ignore"):
-                self.mean = design.rmatvec(root) / weights.sum()
+            self.mean = designs.column_means(design, root, weights.sum())
             self.level = float(root @ target) / float(weights.sum())
-            designs.require_finite_columns(self.mean)
             design, target = designs.centre(design, root, self.mean), target - root * self.level
+        columns = design.shape[1]
         super().__init__(
-            design, target, np.ones(design.shape[0]), _ridge(ridge, design.shape[1]), _forced(forced, design.shape[1])
+            design, target, np.ones(design.shape[0]), _ridge(ridge, columns), forced_columns(forced, columns)
         )
         _ = self.column_squares
 
@@ -274,12 +284,7 @@ class Logistic(LinearModel):
             target = 0.5 * (target + 1)
         if target.min() < 0 or target.max() > 1:
             raise ProblemError("Logistic needs labels in [0, 1] or in {-1, 1}; encode the two classes as 0 and 1.")
-        penalty, always = _ridge(ridge, design.shape[1]), _forced(forced, design.shape[1])
-        if intercept:
-            always, penalty = np.append(always, design.shape[1]), np.append(penalty, 0.0)
-            design, self.mean = designs.with_intercept(design, weights)
-        super().__init__(design, target, weights, penalty, always)
-        _ = self.column_squares
+        self._set_up(design, target, weights, ridge, intercept, forced)
 
     def losses(self, margin: Array) -> Array:
         """log(1 + exp(m)) - y m, less its least possible value, so that soft labels can reach 0.
@@ -333,12 +338,7 @@ class Poisson(LinearModel):
         design, target, weights = _prepare(X, y, sample_weight)
         if target.min() < 0:
             raise ProblemError("Poisson needs non-negative targets; for real-valued targets use LeastSquares.")
-        penalty, always = _ridge(ridge, design.shape[1]), _forced(forced, design.shape[1])
-        if intercept:
-            always, penalty = np.append(always, design.shape[1]), np.append(penalty, 0.0)
-            design, self.mean = designs.with_intercept(design, weights)
-        super().__init__(design, target, weights, penalty, always)
-        _ = self.column_squares
+        self._set_up(design, target, weights, ridge, intercept, forced)
 
     def losses(self, margin: Array) -> Array:
         """exp(m) - y m - (y - y log y)."""
@@ -371,8 +371,21 @@ def _ridge(ridge: float | Any, dimension: int) -> Array:
     return values
 
 
-def _forced(forced: Any, dimension: int) -> Indices:
-    indices = np.unique(np.asarray(forced, dtype=np.int64))
-    if indices.size and not (indices[0] >= 0 and indices[-1] < dimension):
-        raise ProblemError(f"Forced coordinates must lie in 0 ... {dimension - 1}, got {indices.tolist()}.")
-    return indices
+def forced_columns(forced: Any, features: int) -> Indices:
+    """Column numbers, from numbers or from a boolean mask.
+
+    Raises:
+        ProblemError: neither, or out of range.
+    """
+    chosen = np.atleast_1d(np.asarray([] if forced is None else forced))
+    if chosen.dtype.kind == "f" and (chosen == np.round(chosen)).all():
+        chosen = chosen.astype(np.int64)
+    if chosen.dtype == np.bool_:
+        if chosen.shape != (features,):
+            raise ProblemError(f"Forced features as a mask need {features} entries, got shape {chosen.shape}.")
+        return np.flatnonzero(chosen).astype(np.int64)
+    if chosen.size and (chosen.ndim != 1 or chosen.dtype.kind not in "iu"):
+        raise ProblemError(f"Forced features must be numbers or a boolean mask, got {forced!r}.")
+    if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < features:
+        raise ProblemError(f"Forced features must lie in 0 ... {features - 1}, got {chosen.tolist()}.")
+    return np.unique(chosen).astype(np.int64)

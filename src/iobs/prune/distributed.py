@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from iobs.errors import DistributedError
+from iobs.errors import DistributedError, first_line
 from iobs.prune.batches import Batch, Part, size, take
 from iobs.prune.gram import Gram, Statistics
 
@@ -114,8 +114,8 @@ def explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise DistributedError(
-            f"Another rank is gone ({_said(error)}), so this one stops too. Look at that rank's own output; with a "
-            "checkpoint the run can be resumed."
+            f"Another rank is gone ({first_line(error, 'no answer')}), so this one stops too. Look at that rank's own "
+            "output; with a checkpoint the run can be resumed."
         ) from error
 
 
@@ -157,14 +157,10 @@ def joined() -> Iterator[Ranks]:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
-            f"The other ranks cannot be reached ({_said(error)}). Start all of them with torchrun, or, where there "
-            "are none, unset WORLD_SIZE."
+            f"The other ranks cannot be reached ({first_line(error, 'no answer')}). Start all of them with torchrun, "
+            "or, where there are none, unset WORLD_SIZE."
         ) from error
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
-
-
-def _said(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no answer"])[0]
