@@ -9,7 +9,7 @@ from networks import build
 from safetensors.torch import save_file
 
 import iobs
-from iobs.errors import AuditError, ModelError
+from iobs.errors import AuditError, ModelError, PatternError
 from iobs.prune.audit import audit_layers, compare
 from iobs.prune.layers import find_layers
 
@@ -34,6 +34,28 @@ def test_a_weight_that_grew_back_is_found():
         iobs.audit(model, pattern)
     with pytest.raises(AuditError, match="'fc2' keeps 4"):
         audit_layers(model, dict.fromkeys(find_layers(model), pattern))
+
+
+def test_a_stray_zero_does_not_make_a_layer_a_pruned_one():
+    model, data = build("perceptron")
+    pattern = iobs.NM(2, 4)
+    with pytest.raises(AuditError, match="the model is dense, and 2:4 holds nowhere"):
+        iobs.audit(model, pattern)
+    with torch.no_grad():
+        model.fc2.weight[0, 0] = 0.0
+    with pytest.raises(AuditError, match="'fc2' has most, 1 of"):
+        iobs.audit(model, pattern)
+    iobs.prune(model, data, pattern, skip="fc2")
+    assert {row.name for row in iobs.audit(model, pattern) if row.asked} == {"fc1", "fc3"}
+    with pytest.raises(AuditError, match="'fc2' keeps 4 of a group of 4"):
+        iobs.audit(model, pattern, layers=["fc1", "fc2"])
+
+
+def test_a_pattern_that_does_not_fit_is_heard_of_where_most_of_a_layer_is_zero():
+    model, data = build("perceptron")
+    iobs.prune(model, data, iobs.Unstructured(0.75))
+    with pytest.raises(PatternError):
+        iobs.audit(model, iobs.NM(5, 7))
 
 
 def test_zeros_in_another_row_or_layer_make_nothing_good():

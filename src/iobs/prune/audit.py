@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,34 +11,58 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from iobs.core.patterns import NM, Pattern
-from iobs.errors import AuditError, ModelError
+from iobs.errors import AuditError, ModelError, PatternError
 from iobs.prune.layers import Layer, find_layers, projections
 from iobs.prune.record import AuditRow
 
+# A layer with a smaller share of the zeros that a pattern asks for was not pruned to it.
+_FEW = 0.1
 
-def audit(source: nn.Module | str | Path, pattern: Pattern | None = None) -> list[AuditRow]:
+
+def audit(
+    source: nn.Module | str | Path, pattern: Pattern | None = None, layers: Collection[str] | None = None
+) -> list[AuditRow]:
     """What is really zero in every weight matrix of a model, or of a directory of safetensors files.
 
     Args:
-        source: a network, or a directory (or one file) of safetensors.
-        pattern: if given, layers that hold any zero must satisfy it; fewer zeros than it asks is an error.
+        source: a network, or a directory (or one file) of safetensors, whose matrices are read as (outputs, inputs).
+        pattern: if given, it is checked in the layers that were pruned, of which there must be one.
+        layers: names of the layers that were pruned; by default those with at least a tenth of the zeros that the
+            pattern asks for, as trained weights hold a zero here and there.
 
     Returns:
-        One row a matrix, with the exact count of zeros.
+        One row a matrix, with the exact count of zeros; `asked` is positive in those that were checked.
 
     Raises:
-        AuditError: a layer has fewer zeros than the pattern asks, or an N:M group keeps too many.
+        AuditError: a layer has fewer zeros than the pattern asks, or an N:M group keeps too many; no layer was pruned.
         ModelError: the directory holds no safetensors file, or one is damaged.
+        PatternError: the pattern does not fit a layer that was pruned.
     """
     matrices = _of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))
-    rows = []
+    rows, checked = [], False
     for name, matrix in matrices:
         row = counted(name, matrix)
-        if pattern is not None and row.zeros:
+        if pattern is not None and (_has_many(row, pattern) if layers is None else name in layers):
             check(name, matrix, pattern)
-            row.asked = asked_zeros(pattern, row.shape)
+            row.asked, checked = asked_zeros(pattern, row.shape), True
         rows.append(row)
+    if pattern is not None and not checked:
+        most = max(rows, key=lambda row: row.sparsity, default=None)
+        raise AuditError(
+            f"No layer has a tenth of the zeros that {pattern} asks for; {most.name!r} has most, {most.zeros:,} of "
+            f"{most.weights:,}. The model was not pruned to it, or something wrote into the weights afterwards."
+            if most and most.zeros
+            else f"No layer has a zero: the model is dense, and {pattern} holds nowhere."
+        )
     return rows
+
+
+def _has_many(row: AuditRow, pattern: Pattern) -> bool:
+    """Whether a layer was pruned, to this pattern or to another: its zeros are too many to be there by chance."""
+    try:
+        return row.sparsity >= _FEW * asked_zeros(pattern, row.shape) / row.weights
+    except PatternError:  # which the layer gets to hear where most of it is zero
+        return row.sparsity >= 0.5
 
 
 def counted(name: str, matrix: Tensor, asked: int = 0) -> AuditRow:
