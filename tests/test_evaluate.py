@@ -12,6 +12,7 @@ from torch import nn
 from iobs import data, evaluate, models
 from iobs.data import ArraySource, BatchSource, TextSource
 from iobs.errors import DataError, ModelError, NonFiniteError
+from iobs.evaluate import tasks
 
 
 @pytest.fixture(scope="module")
@@ -136,28 +137,40 @@ def test_progress_is_told(embedded):
 
 
 # ---- lm-eval
+@pytest.fixture
+def library(monkeypatch):
+    """Stands in for lm-eval, which is no part of the tests' installation; tests/scale has one with it."""
+
+    def run(model, tasks, num_fewshot, limit, bootstrap_iters, task_manager):
+        if tasks == ["offline"]:
+            raise ConnectionError("no network")
+        return {"results": {"mmlu": {"alias": "mmlu", "sample_len": 2, "acc,none": 0.25, "acc_stderr,none": 0.01}}}
+
+    made = {name: types.ModuleType(name) for name in ("", ".models", ".models.huggingface", ".tasks")}
+    made[""].simple_evaluate = run
+    made[".models.huggingface"].HFLM = lambda pretrained, tokenizer: None
+    made[".tasks"].TaskManager = lambda: SimpleNamespace(all_tasks=["mmlu", "offline"])
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, f"lm_eval{name}", module)
+    tasks._manager.cache_clear()
+    yield
+    tasks._manager.cache_clear()
+
+
 def test_tasks_without_the_library(embedded, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(DataError, match="pip install"):
         evaluate.evaluate_tasks(embedded, ["mmlu"])
 
 
-def test_tasks_are_flattened_and_failures_named(embedded, monkeypatch):
-    def run(model, tasks, num_fewshot, limit, bootstrap_iters):
-        if tasks == ["unknown"]:
-            raise KeyError("unknown")
-        return {"results": {"mmlu": {"alias": "mmlu", "sample_len": 2, "acc,none": 0.25, "acc_stderr,none": 0.01}}}
-
-    library = types.ModuleType("lm_eval")
-    library.simple_evaluate = run
-    inner = types.ModuleType("lm_eval.models.huggingface")
-    inner.HFLM = lambda pretrained, tokenizer: None
-    monkeypatch.setitem(sys.modules, "lm_eval", library)
-    monkeypatch.setitem(sys.modules, "lm_eval.models", types.ModuleType("lm_eval.models"))
-    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", inner)
+def test_tasks_are_flattened_and_failures_named(embedded, library, tmp_path):
     assert evaluate.evaluate_tasks(embedded, ["mmlu"]) == {"mmlu/acc": 0.25}
-    with pytest.raises(DataError, match="lm-eval cannot run unknown"):
-        evaluate.evaluate_tasks(embedded, ["unknown"])
+    with pytest.raises(DataError, match="lm-eval cannot run offline: ConnectionError: no network"):
+        evaluate.evaluate_tasks(embedded, ["offline"])
+    with pytest.raises(DataError, match="has no task unknown"):
+        evaluate.check_tasks(["mmlu", "unknown"])
+    (tmp_path / "mine.yaml").touch()
+    evaluate.check_tasks([str(tmp_path / "mine.yaml")])
 
 
 @pytest.mark.parametrize("targets", [torch.rand(6, 1), torch.eye(6, dtype=torch.int64)])

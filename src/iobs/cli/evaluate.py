@@ -46,27 +46,28 @@ def evaluate(
     from iobs.cli.loading import load_model
     from iobs.cli.progress import Steps
     from iobs.data import open_source, read_questions
-    from iobs.evaluate import answer, evaluate_tasks, require_lm_eval
+    from iobs.evaluate import answer, check_tasks, evaluate_tasks
     from iobs.evaluate import evaluate as score
     from iobs.report import scores_table
 
     # What may fail comes before what takes long: a later mistake would cost the scores.
     asked = read_questions(questions, each=limit) if questions else None
-    if tasks:
-        require_lm_eval()
+    named = [task.strip() for task in tasks.split(",")] if tasks else []
+    if named:
+        check_tasks(named)
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
-    if tasks or asked:
+    if named or asked:
         loaded.require_tokenizer()
     scores: dict[str, float] = {}
     answers: dict[str, float] = {}
     name = model or "embedded"
-    if data or not (tasks or questions):
+    if data or not (named or questions):
         source = open_source(data or [], "evaluation", loaded)
         with Steps("scoring") as steps:
             scores |= score(loaded, source, length=seq_len, limit=limit, batch=batch_size, progress=steps.update)
         name += f" on {source.name}"
-    if tasks:
-        scores |= evaluate_tasks(loaded, [task.strip() for task in tasks.split(",")], shots=shots, limit=limit)
+    if named:
+        scores |= evaluate_tasks(loaded, named, shots=shots, limit=limit)
     if questions and asked:
         with Steps("answering") as steps:
             table, cut = answer(loaded, asked, shots=5 if shots is None else shots, progress=steps.update)

@@ -1,9 +1,8 @@
-"""Scores of a network: perplexity on text, accuracy or squared error on labelled inputs, and the tasks of lm-eval."""
+"""Scores of a network: perplexity on text, accuracy or squared error on labelled inputs."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iobs.data import ArraySource, Batch, Questions, Source, TextSource, array_batches, prompt, token_windows
-from iobs.data.questions import LETTERS
+from iobs.data import ArraySource, Batch, Source, TextSource, array_batches, token_windows
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
 from iobs.prune.batches import Part, class_axis, forward
@@ -193,101 +191,6 @@ def _of_targets(
 
 def _told_of(progress: Progress, total: int, done: int, _: int) -> None:
     progress(done, total)
-
-
-@torch.no_grad()
-def answer(
-    model: LoadedModel, questions: Questions, *, shots: int = 5, progress: Progress = no_progress
-) -> tuple[dict[str, float], int]:
-    """MMLU: the share of questions whose right letter is the likeliest of the four after the prompt.
-
-    A letter of several tokens is as likely as all of them one after another.
-
-    Args:
-        model: the language model.
-        questions: what to answer, and the examples.
-        shots: examples before each question, of its own subject.
-        progress: told (questions done, questions in all).
-
-    Returns:
-        The share by subject and, as `average`, over all questions; and how many prompts were longer than the model's
-        context and lost their beginning.
-
-    Raises:
-        ModelError: the model has no tokenizer.
-    """
-    tokenizer = model.require_tokenizer()
-    device = next(model.module.parameters()).device
-    start, *whole = tokenizer(["Answer:", *(f"Answer: {letter}" for letter in LETTERS)], verbose=False)["input_ids"]
-    letters = [tuple(tokens[len(start) :]) for tokens in whole]
-    hits: dict[str, list[bool]] = defaultdict(list)
-    cut = 0
-    for number, question in enumerate(questions.test, 1):
-        text = prompt(question, questions.examples.get(question.subject, [])[:shots])
-        tokens = tokenizer([text], verbose=False)["input_ids"][0]
-        following: dict[tuple[int, ...], Tensor] = {}  # log-probabilities of the last positions, by what was appended
-        for letter in letters:
-            if letter[:-1] not in following:
-                shown = torch.tensor([[*tokens, *letter[:-1]][-(model.context or 0) :]], device=device)
-                logits = output_logits(model.module(input_ids=shown))[0, -len(letter) :]
-                following[letter[:-1]] = logits.float().log_softmax(-1)
-        likelihoods = [float(sum(following[letter[:-1]][range(len(letter)), letter])) for letter in letters]
-        if any(map(math.isnan, likelihoods)):
-            raise NonFiniteError(f"The model gives NaN on question {number}, of {question.subject}.")
-        cut += model.context is not None and len(tokens) + max(map(len, letters)) - 1 > model.context
-        hits[question.subject].append(likelihoods.index(max(likelihoods)) == question.answer)
-        progress(number, len(questions.test))
-    table = {subject: sum(right) / len(right) for subject, right in hits.items()}
-    return {**table, "average": sum(map(sum, hits.values())) / len(questions.test)}, cut
-
-
-def evaluate_tasks(
-    model: LoadedModel, tasks: Sequence[str], *, shots: int | None = None, limit: int | None = None
-) -> dict[str, float]:
-    """Scores of lm-eval tasks, as `task/metric`.
-
-    Args:
-        model: the language model.
-        tasks: names of lm-eval's tasks.
-        shots: examples before each question; None is what a task says.
-        limit: questions of each task at most.
-
-    Raises:
-        DataError: lm-eval is not installed, does not know a task, or cannot reach its data.
-        ModelError: the model has no tokenizer.
-    """
-    tokenizer = model.require_tokenizer()
-    simple_evaluate, wrapper = require_lm_eval()
-    try:
-        results = simple_evaluate(
-            wrapper(pretrained=model.module, tokenizer=tokenizer),
-            tasks=list(tasks),
-            num_fewshot=shots,
-            limit=limit,
-            bootstrap_iters=0,
-        )
-    except Exception as error:  # unknown tasks and unreachable data come as many classes
-        raise DataError(f"lm-eval cannot run {', '.join(tasks)}: {type(error).__name__}: {error}") from error
-    return {
-        f"{task}/{metric.split(',')[0]}": float(value)
-        for task, metrics in results["results"].items()
-        for metric, value in metrics.items()
-        if "," in metric and isinstance(value, int | float) and "stderr" not in metric
-    }
-
-
-def require_lm_eval() -> tuple[Any, Any]:
-    """lm-eval's `simple_evaluate` and its wrapper of a model.
-
-    Raises:
-        DataError: it is not installed.
-    """
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise DataError("--tasks needs lm-eval: pip install 'iobs[eval]'.") from error
-    return simple_evaluate, HFLM
 
 
 def _stacked_windows(batches: Sequence[Batch]) -> Tensor:

@@ -1,0 +1,18 @@
+"""Scores of a model: perplexity, accuracy, multiple choice, and the tasks of lm-eval."""
+
+from iobs.evaluate.answers import answer
+from iobs.evaluate.scores import Progress, accuracy, evaluate, no_progress, output_logits, perplexity, squared_error
+from iobs.evaluate.tasks import check_tasks, evaluate_tasks
+
+__all__ = [
+    "Progress",
+    "accuracy",
+    "answer",
+    "check_tasks",
+    "evaluate",
+    "evaluate_tasks",
+    "no_progress",
+    "output_logits",
+    "perplexity",
+    "squared_error",
+]
