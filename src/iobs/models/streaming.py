@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,12 +82,7 @@ def prune_directory(
         DistributedError: several processes were started, which would all write the same files.
         ModelError, OutputError, CheckpointError: as `iobs.models.load`, `iobs.models.check_output`, `iobs.prune`.
     """
-    chosen = resolve(None, {"target": "current", "allocation": "uniform", **settings})
-    if chosen.rounds > 1 or chosen.step or chosen.polish or chosen.target != "current" or chosen.inputs != "pruned":
-        raise CalibrationError(
-            "Pruning block by block is one round with targets of the current weights; gradient steps and dense targets "
-            "need the whole network in memory: use iobs.prune for those."
-        )
+    chosen = _one_round(settings)
     require_alone()
     check_output(Path(output))
     give_back_what_is_freed()
@@ -101,55 +96,19 @@ def prune_directory(
     check_room(Path(output), needed)
     fit, heldout = data_batches.split(Part.of(collected), chosen.holdout, chosen.seed)
     patterns = uniform(pattern, streamed.selection.layers)
-    journal = None
-    if checkpoint is not None:
-        described = {**chosen.summary(fingerprint), "pattern": repr(pattern), "layers": [one.name for one in patterns]}
-        described["arithmetic"] = str(streamed.arithmetic)
-        weights = streamed.directory.read([*streamed.directory.entries])
-        journal = Journal(checkpoint, identity_of(described, weights, fit.batches, heldout.batches))
-    told = progress or Quiet()
-    told.begin(1, [layer.name for layer in patterns])
     projection = Projection(
-        streamed.module, patterns, chosen, told, journal=journal, rounded=streamed.rounded, memory=memory
+        streamed.module,
+        patterns,
+        chosen,
+        progress or Quiet(),
+        journal=_journal(checkpoint, chosen, pattern, streamed, fit, heldout) if checkpoint is not None else None,
+        rounded=streamed.rounded,
+        memory=memory,
     )
-    rows: list[AuditRow] = []
+    projection.progress.begin(1, [layer.name for layer in patterns])
     with memory.watching(), output_directory(Path(output)) as temporary:
-        with ExitStack() as stack:
-            spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=temporary)))
-            writer = stack.enter_context(_Output(streamed, temporary))
-            stack.enter_context(evaluating(streamed.module))
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            torch.manual_seed(chosen.seed)
-
-            def residence(block: Block, present: bool) -> None:
-                if present:
-                    streamed.load(block)
-                    return
-                solved = {entry.name for entry in projection.record.layers}
-                written = {
-                    one: each for one, each in patterns.items() if inside(one, block.path) and one.name in solved
-                }
-                rows.extend(audit_layers(streamed.module, written))
-                writer.block(block)
-                streamed.drop(block)
-
-            walk = BlockWalk(
-                streamed.module,
-                fit,
-                heldout,
-                streamed.selection.layers,
-                streamed.blocks,
-                seed=chosen.seed,
-                residence=residence,
-                begun=streamed.drop_outside,
-                spill=spilled_to(spill) if streamed.device.type == "cpu" else lambda index, hidden: hidden,
-                arithmetic=streamed.arithmetic,
-            )
-            unseen = {one.name for one in walk.sweep_blocks(projection.visit, projection.replay)}
-            if not projection.record.layers:
-                raise LayerSelectionError("Nothing was pruned: the network feeds its layers nothing on this data.")
+        rows, unseen = _sweep(streamed, projection, fit, heldout, temporary)
         compare(audit(temporary), rows, Path(output))
-        skipped = {**streamed.selection.skipped, **dict.fromkeys(unseen, "the network fed it nothing")}
         projection.record.seconds = time.perf_counter() - started
         report = Report(
             settings={
@@ -163,13 +122,86 @@ def prune_directory(
             dense_loss=None,
             rounds=[projection.record],
             best_round=0,
-            skipped=skipped,
+            skipped={**streamed.selection.skipped, **dict.fromkeys(unseen, "the network fed it nothing")},
             audit=rows,
             seconds=time.perf_counter() - started,
-            peak_memory_bytes=projection.memory.look(),
+            peak_memory_bytes=memory.look(),
         )
         complete(report, temporary)
     return report
+
+
+def _one_round(given: Mapping[str, Any]) -> Settings:
+    """The settings of a run, which may ask for nothing that needs the whole network."""
+    chosen = resolve(None, {"target": "current", "allocation": "uniform", **given})
+    if chosen.rounds > 1 or chosen.step or chosen.polish or chosen.target != "current" or chosen.inputs != "pruned":
+        raise CalibrationError(
+            "Pruning block by block is one round with targets of the current weights; gradient steps and dense targets "
+            "need the whole network in memory: use iobs.prune for those."
+        )
+    return chosen
+
+
+def _journal(
+    path: str | Path, settings: Settings, pattern: Pattern, streamed: StreamedModel, fit: Part, heldout: Part
+) -> Journal:
+    """The checkpoint of this very run: other weights, data or settings make another one."""
+    described = {
+        **settings.summary(fingerprint),
+        "pattern": repr(pattern),
+        "layers": [layer.name for layer in streamed.selection.layers],
+        "arithmetic": str(streamed.arithmetic),
+    }
+    weights = streamed.directory.read([*streamed.directory.entries])
+    return Journal(path, identity_of(described, weights, fit.batches, heldout.batches))
+
+
+def _sweep(
+    streamed: StreamedModel, projection: Projection, fit: Part, heldout: Part, directory: Path
+) -> tuple[list[AuditRow], set[str]]:
+    """Prune every block in its turn and write it into the directory.
+
+    Returns:
+        The zeros of the layers that were pruned, as they are written, and the names of those that were fed nothing.
+    """
+    rows: list[AuditRow] = []
+    with ExitStack() as stack:
+        spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
+        writer = stack.enter_context(_Output(streamed, directory))
+        stack.enter_context(evaluating(streamed.module))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.manual_seed(projection.settings.seed)
+
+        def residence(block: Block, present: bool) -> None:
+            if present:
+                streamed.load(block)
+                return
+            solved = {entry.name for entry in projection.record.layers}
+            written = {
+                layer: pattern
+                for layer, pattern in projection.patterns.items()
+                if inside(layer, block.path) and layer.name in solved
+            }
+            rows.extend(audit_layers(streamed.module, written))
+            writer.block(block)
+            streamed.drop(block)
+
+        walk = BlockWalk(
+            streamed.module,
+            fit,
+            heldout,
+            streamed.selection.layers,
+            streamed.blocks,
+            seed=projection.settings.seed,
+            residence=residence,
+            begun=streamed.drop_outside,
+            spill=spilled_to(spill) if streamed.device.type == "cpu" else lambda index, hidden: hidden,
+            arithmetic=streamed.arithmetic,
+        )
+        unseen = {layer.name for layer in walk.sweep_blocks(projection.visit, projection.replay)}
+    if not rows:
+        raise LayerSelectionError("Nothing was pruned: the network feeds its layers nothing on this data.")
+    return rows, unseen
 
 
 def check_room(output: Path, plan: Plan) -> None:
