@@ -180,6 +180,14 @@ def test_a_model_belongs_to_the_entry_that_its_name_tells():
     ((name, settings),) = chosen(table_llm.SETTINGS, request).items()
     assert (name, settings.model, settings.rounds, settings.lr) == ("OPT-125M", "/models/opt-125m", 1, 0.01)
 
+    for model, label in {
+        "meta-llama/Llama-2-7b-chat": "Llama-2",
+        "/models/llama_2": "Llama-2",
+        "meta-llama/Llama-2-13b-hf": "meta-llama/Llama-2-13b-hf",
+        "meta-llama/Llama-3.2-1B": "meta-llama/Llama-3.2-1B",
+    }.items():
+        assert [*chosen(llama.SETTINGS, replace(request, model=model))] == [label]
+
 
 def test_mmlu_prompts_are_those_of_the_original():
     example = Question("high_school_physics", "What falls?", ("up", "down", "left", "right"), 1)

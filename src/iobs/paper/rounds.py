@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -151,12 +152,14 @@ def starred(rows: list[Row], lowest: bool) -> list[Row]:
 def chosen(table: Mapping[str, Settings], request: Request) -> dict[str, Settings]:
     """A table's settings as the request changes them: all of it, or only the entry that the user's model belongs to.
 
-    A model belongs to the entry whose name is part of its own; any other takes the first entry's settings.
+    A model belongs to the entry whose name is part of its own and whose size, where it states one, is its own: the
+    published figures of Llama-2 are of 7B. Any other takes the first entry's settings.
     """
     entries = dict(table)
     if request.model is not None:
         plain = request.model.lower().replace("_", "-")
-        names = [name for name in table if name.lower() in plain]
+        sizes = _sizes(plain)
+        names = [name for name in table if name.lower() in plain and sizes <= _sizes(table[name].model.lower())]
         first = next(iter(table.values()))
         entries = {name: replace(table[name], model=request.model) for name in names}
         entries = entries or {request.model: replace(first, model=request.model)}
@@ -164,6 +167,11 @@ def chosen(table: Mapping[str, Settings], request: Request) -> dict[str, Setting
         name: replace(settings, data=", ".join(request.data) or settings.data, rounds=request.rounds or settings.rounds)
         for name, settings in entries.items()
     }
+
+
+def _sizes(model: str) -> set[str]:
+    """The thousands of millions of parameters that a model's name states, such as 7b."""
+    return set(re.findall(r"\d+(?:\.\d+)?b\b", Path(model).name))
 
 
 def stood_in(settings: Settings, samples: int) -> Settings:
