@@ -317,15 +317,16 @@ def left_out(rows: list[dict[str, Any]]) -> list[str]:
         "",
         "What the held-out samples of the other networks choose among a recipe and its variants (least mean rank), and "
         "what it scores on the network left out. Each network at the sparsity with most variants, on the seeds that "
-        "all of them have; networks without a run of each variant are not in the table.",
+        "all of them have; of the variants those that were run on every network of the table.",
         "",
         "| left out | recipe | chosen on the others | its score | the recipe's | the best variant's, in hindsight |",
         "|---|---|---|---|---|---|",
     ]
     for recipe, ablations in VARIANTS.items():
-        variants = [recipe, *ablations]
-        compared = {name: compare(rows, name, variants) for name in NETWORKS}
-        compared = {name: table for name, table in compared.items() if len(table) == len(variants)}
+        compared = {name: compare(rows, name, [recipe, *ablations]) for name in NETWORKS}
+        compared = {name: table for name, table in compared.items() if len(table) > 1}
+        variants = [each for each in (recipe, *ablations) if all(each in table for table in compared.values())]
+        compared = {name: {each: table[each] for each in variants} for name, table in compared.items()}
         for name in compared if len(compared) > 1 else ():
             others = [table for left, table in compared.items() if left != name]
             winner = min(variants, key=lambda method: sum(rank(table, method) for table in others))
