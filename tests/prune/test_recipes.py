@@ -8,6 +8,7 @@ from torch import nn
 
 import iobs
 from iobs.errors import ProblemError
+from iobs.prune import choices
 from iobs.prune.settings import RECIPES, resolve
 
 
@@ -116,6 +117,17 @@ def test_steps_and_polish_keep_their_own_optimizers():
     report = iobs.prune(model, data, iobs.Unstructured(0.5), rounds=2, step=step, polish=polish)
     assert report.settings["step"]["optimizer"] == "sgd"
     assert report.settings["polish"]["optimizer"] == "adam"
+
+
+@pytest.mark.parametrize(("loss", "polished"), [(1.2, True), (1.3, False)])
+def test_a_polish_whose_trials_do_much_harm_is_left_out(monkeypatch, loss, polished):
+    tried = {"tried": [("adam", 1e-3, loss), ("momentum", 1e-2, 2.0)], "before": 1.0}
+    monkeypatch.setattr(choices, "_tried_out", lambda *_: tried)
+    model, data = network()
+    polish = iobs.GradientStep(lr="auto", optimizer="auto", steps=20, loss="kl", support="fixed")
+    report = iobs.prune(model, data, iobs.Unstructured(0.3), rounds=1, polish=polish)
+    assert any(record.kind == "polish" for record in report.rounds) == polished
+    assert any(note.startswith("No polish: after 12 steps") for note in report.notes) != polished
 
 
 def test_growing_sparsity_starts_from_the_dense_weights_without_steps_too():

@@ -32,6 +32,7 @@ _RATES: dict[str, tuple[float, ...]] = {
 }
 _AUTO: tuple[Optimizer, ...] = ("adam", "momentum")
 _AS_GOOD = 0.02  # a held-out loss within this share of the least is as good as it
+_LOST = 0.25  # where even the best trial adds this share to the loss, ten times its steps end above it too (LOG.md)
 _HOPELESS = 0.15  # a rate worse than the best, or than no steps, by this share ends the search: larger ones are worse
 
 
@@ -95,7 +96,7 @@ def settle(bench: Workbench) -> None:
             return step
         key = step.optimizer, step.loss
         if key not in found:
-            found[key] = _best_descent(bench, step, f"trials {len(found)}")
+            found[key] = _best_descent(bench, step, f"descents {len(found)}", alone=settings.rounds == 1)
         best = found[key]
         if best is None:
             return None
@@ -106,27 +107,37 @@ def settle(bench: Workbench) -> None:
     bench.settings = replace(settings, step=step, polish=polish)
 
 
-def _best_descent(bench: Workbench, step: GradientStep, name: str) -> tuple[Optimizer, float] | None:
+def _best_descent(bench: Workbench, step: GradientStep, name: str, alone: bool) -> tuple[Optimizer, float] | None:
     """The optimizer and rate whose short run on the first projection's support leaves the least held-out loss.
 
-    None where all of them diverge.
+    Args:
+        bench: of the run; the model holds the first projection.
+        step: what is to be settled.
+        name: of the trials in the journal.
+        alone: whether the steps would end the run from here, with no other projection before them.
+
+    Returns:
+        None where no steps are worth it: all of them diverge, or all do harm that a longer run does not make good.
     """
     length = _trial_length(step)
-    entries = bench.remembered(name, lambda: {"tried": _tried_out(bench, step, length)})["tried"]
-    tried: dict[tuple[Optimizer, float], float] = {(optimizer, rate): loss for optimizer, rate, loss in entries}
+    done = bench.remembered(name, lambda: _tried_out(bench, step, length))
+    tried: dict[tuple[Optimizer, float], float] = {(optimizer, rate): loss for optimizer, rate, loss in done["tried"]}
     best = boldest(tried)
     if best is None:
         bench.note(f"No gradient steps: every learning rate of {' and '.join(_tried(step))} diverges.")
         return None
     listed = ", ".join(f"{optimizer} {rate:g}: {loss:.4g}" for (optimizer, rate), loss in tried.items())
+    if alone and min(tried.values()) > done["before"] + _LOST * abs(done["before"]):
+        bench.note(f"No polish: after {length} steps the held-out loss is far above {done['before']:.4g} ({listed}).")
+        return None
     bench.note(
         f"Steps of {best[0]} with learning rate {best[1]:g}: least held-out loss after {length} steps ({listed})."
     )
     return best
 
 
-def _tried_out(bench: Workbench, step: GradientStep, length: int) -> list[tuple[Optimizer, float, float]]:
-    """Optimizers, rates, and the held-out losses after so many steps from the first projection."""
+def _tried_out(bench: Workbench, step: GradientStep, length: int) -> dict[str, Any]:
+    """Optimizers, rates, and the held-out losses after so many steps from the first projection; the loss before."""
     start, masks = bench.snapshot(), bench.masks()
 
     def trial(optimizer: Optimizer, rate: float) -> float:
@@ -143,12 +154,13 @@ def _tried_out(bench: Workbench, step: GradientStep, length: int) -> list[tuple[
         assert loss is not None
         return loss
 
-    found, before = [], judged()
+    found: list[tuple[Optimizer, float, float]] = []
+    before = judged()
     for optimizer in _tried(step):
         losses = try_rates(partial(trial, optimizer), _RATES[optimizer], before)
         found += [(optimizer, rate, loss) for rate, loss in losses.items()]
     bench.restore(start)
-    return found
+    return {"tried": found, "before": before}
 
 
 def boldest(tried: dict[tuple[Optimizer, float], float]) -> tuple[Optimizer, float] | None:
