@@ -13,6 +13,7 @@ from iobs.errors import (
     CalibrationError,
     DampingWarning,
     LayerSelectionError,
+    ModelError,
     NonFiniteError,
     PatternError,
     ProblemError,
@@ -318,3 +319,90 @@ def test_warnings_are_not_made_on_the_happy_path():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         iobs.prune(model, data, iobs.Unstructured(0.5), rounds=2, step=STEP)
+
+
+# ---- what the caller's program is in the middle of
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(60, 8)
+
+
+def pruned_alone(**options):
+    model, data = small()
+    iobs.prune(model, data, iobs.Unstructured(0.5), **options)
+    return state_of(model)
+
+
+def test_autocast_outside_does_not_round_what_is_measured():
+    model, data = small()
+    with torch.autocast("cpu", torch.bfloat16):
+        iobs.prune(model, data, iobs.Unstructured(0.5), rounds=2, step=STEP)
+    assert_same(model, pruned_alone(rounds=2, step=STEP))
+
+
+def test_a_compiled_network_that_has_run_is_looked_into():
+    model, data = small()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(data)
+    iobs.prune(compiled, data, iobs.Unstructured(0.5))
+    assert_same(model, pruned_alone())
+
+
+def test_inference_mode_outside_does_not_matter():
+    model, data = small()
+    with torch.inference_mode():
+        iobs.prune(model, data, iobs.Unstructured(0.5), rounds=2, step=STEP)
+    assert_same(model, pruned_alone(rounds=2, step=STEP))
+
+
+def test_a_module_that_acts_on_its_mode_is_told_of_it():
+    class Merging(nn.Linear):
+        merged = False
+
+        def train(self, mode=True):
+            self.merged = not mode
+            return super().train(mode)
+
+    model = nn.Sequential(Merging(8, 8), nn.Dropout(), nn.Linear(8, 4))
+    model[1].eval()
+    iobs.prune(model, torch.randn(30, 8), iobs.Unstructured(0.5))
+    assert model[0].training
+    assert not model[0].merged
+    assert not model[1].training
+
+
+def test_steps_on_double_precision_keep_it():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+    polish = iobs.GradientStep(lr=1e-3, steps=2, loss="kl", support="fixed", parameters="all")
+    iobs.prune(model, torch.randn(60, 8, dtype=torch.float64), iobs.Unstructured(0.5), polish=polish)
+    weights = model[0].weight.detach()
+    assert not torch.equal(weights, weights.float().double())
+
+
+def test_a_network_without_gradients_takes_no_steps():
+    class Closed(nn.Sequential):
+        @torch.no_grad()
+        def forward(self, inputs):
+            return super().forward(inputs)
+
+    model = Closed(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    before = state_of(model)
+    with pytest.raises(ProblemError, match="loss has no gradient"):
+        iobs.prune(model, torch.randn(60, 8), iobs.Unstructured(0.5), rounds=2, step=STEP)
+    assert_same(model, before)
+
+
+def test_a_network_that_cannot_be_copied_is_one_clear_error():
+    model, data = small()
+    model.last_loss = model(data).sum()
+    with pytest.raises(ModelError, match="cannot be copied"):
+        iobs.prune(model, data, iobs.Unstructured(0.5), target="dense")
+
+
+def test_draws_of_the_caller_go_on_as_if_nothing_had_been_drawn():
+    model, data = small()
+    before = torch.get_rng_state()
+    iobs.prune(model, data, iobs.Unstructured(0.5), rounds=2, step=STEP)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -2,7 +2,10 @@
 
 import copy
 import itertools
+from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -191,3 +194,63 @@ def test_another_function_of_the_same_name_is_another_run():
     assert fingerprint(lambda model, batch: model(batch).sum()) != fingerprint(lambda model, batch: model(batch).mean())
     assert fingerprint(Settings(3)) == fingerprint(Settings(3))
     assert fingerprint(Settings(3)) != fingerprint(Settings(4))
+
+
+def _with_default(factor):
+    def loss(model, batch, *, factor=factor):
+        return factor * model(batch).square().mean()
+
+    return loss
+
+
+class Loss:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def of(self, model, batch):
+        return self.factor * model(batch).square().mean()
+
+
+class Teacher(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(factor))
+
+
+@dataclass
+class Weighted:
+    weights: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _with_default,
+        lambda factor: Loss(factor).of,
+        lambda factor: partial(Loss.of, factor=factor),
+        Teacher,
+        lambda factor: Weighted(torch.full((2000,), 1.0).index_fill(0, torch.tensor(1000), factor)),
+        lambda factor: {"inner": [np.full(2000, factor)]},
+    ],
+    ids=["keyword", "method", "partial", "module", "dataclass", "containers"],
+)
+def test_what_a_loss_holds_tells_it_from_another(make):
+    assert fingerprint(make(1.0)) == fingerprint(make(1.0))
+    assert fingerprint(make(1.0)) != fingerprint(make(9.0))
+
+
+def test_a_network_that_counts_its_forward_passes_can_be_resumed(tmp_path):
+    class Counting(torch.nn.Sequential):
+        def __init__(self):
+            super().__init__(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+            self.register_buffer("passes", torch.zeros(1))
+
+        def forward(self, inputs):
+            self.passes += 1
+            return super().forward(inputs)
+
+    model, data = Counting(), torch.randn(20, 8)
+    with pytest.raises(Stop):
+        iobs.prune(model, data, iobs.Unstructured(0.5), checkpoint=tmp_path, progress=StopsAt(3))
+    assert model.passes == 0
+    iobs.prune(model, data, iobs.Unstructured(0.5), checkpoint=tmp_path)

@@ -171,6 +171,50 @@ def test_nothing_to_keep_is_an_error():
         iobs.keep_sparse(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_zeros_survive_a_line_search_that_sees_only_them():
+    model, data = pruned()
+    before = zeros(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+    iobs.keep_sparse(model, optimizer)
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(data) - data).square().mean()
+        loss.backward()
+        seen.append(all((value[mask] == 0).all() for (_, value), mask in _pairs(model, before)))
+        return loss
+
+    optimizer.step(closure)
+    assert len(seen) > 2
+    assert all(seen)
+
+
+def test_a_gradient_of_nan_at_a_zero_leaves_it_a_zero():
+    model, _ = pruned()
+    before = zeros(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    iobs.keep_sparse(model, optimizer)
+    for (_, value), mask in _pairs(model, before):
+        value.grad = torch.where(mask, torch.nan, 0.1)
+    optimizer.step()
+    assert all((value[mask] == 0).all() for (_, value), mask in _pairs(model, before))
+
+
+def test_a_matrix_that_is_not_trained_yet_is_not_kept():
+    model, data = pruned()
+    adapter = torch.nn.Linear(model[0].in_features, model[0].in_features, bias=False)
+    torch.nn.init.zeros_(adapter.weight)
+    whole = torch.nn.Sequential(adapter, *model)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"0\.weight: all zeros"):
+        handle = iobs.keep_sparse(whole, optimizer)
+    assert adapter.weight not in handle.zeros
+    (whole(data) - data).square().mean().backward()
+    optimizer.step()
+    assert adapter.weight.any()
+
+
 @pytest.mark.parametrize("solver", ["magnitude", "wanda", "sparsegpt", "obc", "admm"])
 def test_pruning_further_keeps_the_old_zeros(solver):
     model, data = pruned()

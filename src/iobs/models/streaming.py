@@ -33,7 +33,7 @@ from iobs.prune.block_walk import BlockWalk, spilled_to
 from iobs.prune.checkpoint import Journal, fingerprint, identity_of
 from iobs.prune.distributed import require_alone
 from iobs.prune.memory import MemoryWatch, give_back_what_is_freed
-from iobs.prune.network import evaluating
+from iobs.prune.network import evaluating, seeded
 from iobs.prune.plan import Plan, plan
 from iobs.prune.progress import Progress, Quiet
 from iobs.prune.projection import Projection
@@ -169,8 +169,7 @@ def _sweep(
         spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         writer = stack.enter_context(_Output(streamed, directory))
         stack.enter_context(evaluating(streamed.module))
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        torch.manual_seed(projection.settings.seed)
+        stack.enter_context(seeded(streamed.module, projection.settings.seed))
 
         def residence(block: Block, present: bool) -> None:
             if present:

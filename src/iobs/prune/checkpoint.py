@@ -12,15 +12,17 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from iobs.errors import CheckpointError
 from iobs.prune import batches as data_batches
@@ -145,26 +147,42 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def fingerprint(value: Any, depth: int = 4) -> str:
+def fingerprint(value: Any, depth: int = 6) -> str:
     """What tells a setting from another from one process to the next.
 
-    A function is its code and what it closes over, an object without words of its own its class and its state, anything
-    else what it says of itself.
+    A function is its code and what it closes over, a module its layers and its numbers, a container what it holds,
+    another object its class and its state, and anything else what it says of itself.
     """
     if isinstance(value, Tensor):
         return _digest([value])
-    code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
-    inner: list[Any] = []
-    if isinstance(code, CodeType):
-        inner = [code.co_code, code.co_names, *code.co_consts, *(getattr(value, "__defaults__", None) or ())]
-        inner += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-    elif " object at 0x" in repr(value):
-        inner = sorted(vars(value).items()) if hasattr(value, "__dict__") else []
-    if not inner or not depth:
+    inner = _parts(value) if depth else []
+    if not inner:
         return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     name = getattr(value, "__qualname__", type(value).__qualname__)
     parts = " ".join(fingerprint(entry, depth - 1) for entry in inner)
     return f"{name} {hashlib.sha256(parts.encode()).hexdigest()[:16]}"
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a value is made of, as far as its own words would not tell."""
+    code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
+    if isinstance(code, CodeType):
+        closed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        given = [getattr(value, name, None) for name in ("__defaults__", "__kwdefaults__", "__self__")]
+        return [code.co_code, code.co_names, *code.co_consts, *given, *closed]
+    if isinstance(value, nn.Module):
+        return [repr(value), *value.state_dict().items()]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), value.shape, value.tobytes()]
+    if isinstance(value, Mapping):
+        return [*value.items()]
+    if isinstance(value, list | tuple):
+        return [*value]
+    if isinstance(value, type | ModuleType):
+        return []
+    return sorted(vars(value).items()) if hasattr(value, "__dict__") else []
 
 
 def _is_ours(entry: Path) -> bool:

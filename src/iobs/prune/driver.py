@@ -16,7 +16,7 @@ from iobs.prune.allocation import Allocation, as_allocation, require_room
 from iobs.prune.batches import Batch
 from iobs.prune.distributed import current
 from iobs.prune.layers import select
-from iobs.prune.network import evaluating
+from iobs.prune.network import evaluating, keeping_buffers, seeded
 from iobs.prune.progress import Progress, Quiet
 from iobs.prune.record import Report
 from iobs.prune.run import Run
@@ -100,6 +100,7 @@ def prune(
     Raises:
         CalibrationError: no data, or data that does not fit.
         LayerSelectionError: a name pattern matches nothing.
+        ModelError: the network cannot be copied.
         PatternError: the pattern does not fit a layer, or an allocation does not fit the pattern.
         NonFiniteError: NaN or infinity in weights, inputs or gradients.
         NotPositiveDefiniteError: a layer's Hessian cannot be factorised.
@@ -115,8 +116,8 @@ def prune(
     settings = replace(settings, allocation=allocation)
     collected = data_batches.collect(batches)
     # The dense reference is copied inside: a key-value cache would grow each time one of its blocks is run.
-    with evaluating(model) as frozen, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        data_batches.require_accepted(model, collected[0])
+    with torch.inference_mode(False), evaluating(model) as frozen, seeded(model, settings.seed):
+        with keeping_buffers(model):
+            data_batches.require_accepted(model, collected[0])
         told = progress if progress is not None and current().first else Quiet()
         return Run(Workbench(model, selection, pattern, settings, collected, told, checkpoint, frozen)).execute()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,8 @@ def update_batch_norm(model: nn.Module, part: Part) -> None:
 def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
     """Dropout off, no key-value cache, nothing multiplied out of sight, gradients for everything; put back at the end.
 
+    Numbers are of the network's own dtypes whatever autocast says outside.
+
     Gives the names of the parameters that were frozen; none where all were, as for inference.
     """
     training = [(module, module.training) for module in model.modules()]
@@ -65,9 +68,20 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
     if experts is not None:
         config._experts_implementation = "eager"  # type: ignore[union-attr]
     try:
-        yield frozenset(frozen if len(frozen) < len(numbers) else ())
+        with ExitStack() as stack:
+            device = next(iter(numbers.values()), torch.empty(0)).device
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+            if "torch._dynamo" in sys.modules:  # a compiled graph would take no notice of what looks inside
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if any(
+                isinstance(module, nn.RNNBase) for module in model.modules()
+            ):  # cuDNN's have no gradient in eval mode
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            yield frozenset(frozen if len(frozen) < len(numbers) else ())
     finally:
         torch.backends.mha.set_fastpath_enabled(fused_attention)
+        if model.training or any(flag for _, flag in training):
+            model.train()  # a module may do more than note its mode, such as taking an adapter out of its weight
         for module, flag in training:
             module.training = flag
         for value in frozen.values():
@@ -84,11 +98,34 @@ def state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+@contextmanager
+def keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Put back what a forward pass writes into buffers, such as counters."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+@contextmanager
+def seeded(model: nn.Module, seed: int) -> Iterator[None]:
+    """Draws from torch's generators are the seed's inside, and as if nothing had been drawn afterwards."""
+    devices = {value.device.index for value in model.parameters() if value.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices if torch.cuda.is_available() else ()):
+        # Of the devices whose generators come back: torch.manual_seed would seed all.
+        torch.default_generator.manual_seed(seed)
+        for device in devices if torch.cuda.is_available() else ():
+            torch.cuda.default_generators[device].manual_seed(seed)
+        yield
+
+
 def changing(model: nn.Module, prunable: set[str], settings: Settings) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that a run may change."""
+    """The parameters and buffers that a run may change; forward passes of some networks change buffers too."""
     everything = any(step is not None and step.parameters == "all" for step in (settings.step, settings.polish))
     for name, value in model.named_parameters():
         if name in prunable or everything:
             yield name, value
-    if settings.batch_norm == "update":
-        yield from model.named_buffers()
+    yield from model.named_buffers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,13 @@ from iobs.errors import LayerSelectionError
 
 @dataclass
 class SparseTraining:
-    """What `keep_sparse` set up; `remove()` lets the weights become dense again."""
+    """What `keep_sparse` set up; `remove()` lets the weights become dense again.
 
-    masks: dict[nn.Parameter, Tensor]
+    Attributes:
+        zeros: by parameter, True where an entry stays zero.
+    """
+
+    zeros: dict[nn.Parameter, Tensor]
     handles: list[Any]
 
     def remove(self) -> None:
@@ -28,9 +33,10 @@ class SparseTraining:
 def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTraining:
     """Keep every entry that is zero now zero through all further steps of an optimiser.
 
-    Gradients of zeros are dropped before a step, so that they enter no momentum, and the zeros are written again after
-    it, whatever weight decay did. Works under DistributedDataParallel as it stands: gradients are averaged before the
-    step, and every rank has the same zeros. Wrap the model before or after.
+    Gradients of zeros are dropped as soon as they are there, so that they enter no momentum, no norm that gradients are
+    clipped to and no line search, and the zeros are written again after a step, whatever weight decay did. A matrix of
+    zeros alone, such as an adapter's before its first step, is not kept: it could never be trained. Works under
+    DistributedDataParallel as it stands: every rank has the same zeros. Wrap the model before or after.
 
     Args:
         model: a pruned network. Its parameters of two or more dimensions are looked at.
@@ -43,25 +49,35 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
         LayerSelectionError: no matrix of the model that the optimiser steps on holds a zero.
     """
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    masks = {
-        parameter: parameter != 0
-        for parameter in model.parameters()
+    removed = {
+        name: (parameter, parameter == 0)
+        for name, parameter in model.named_parameters()
         if id(parameter) in stepped and parameter.ndim >= 2 and bool((parameter == 0).any())
     }
-    if not masks:
+    empty = [name for name, (_, zeros) in removed.items() if bool(zeros.all())]
+    if empty:
+        warnings.warn(f"{', '.join(empty)}: all zeros, so taken for not yet trained, and not kept.", stacklevel=2)
+    zeros = {parameter: mask for name, (parameter, mask) in removed.items() if name not in empty}
+    if not zeros:
         raise LayerSelectionError(
             "There are no zeros to keep: prune the model first, and give the optimizer that steps on its weights."
         )
 
     @torch.no_grad()
-    def before(*_: Any) -> None:
-        for parameter, mask in masks.items():
-            if parameter.grad is not None:
-                parameter.grad.mul_(mask)
+    def drop(parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            parameter.grad.masked_fill_(zeros[parameter], 0)
+
+    @torch.no_grad()
+    def before(*_: Any) -> None:  # gradients that were averaged over ranks, or put there by hand
+        for parameter in zeros:
+            drop(parameter)
 
     @torch.no_grad()
     def after(*_: Any) -> None:
-        for parameter, mask in masks.items():
-            parameter.mul_(mask)
+        for parameter, mask in zeros.items():
+            parameter.masked_fill_(mask, 0)
 
-    return SparseTraining(masks, [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)])
+    steps = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    gradients = [parameter.register_post_accumulate_grad_hook(drop) for parameter in zeros]  # type: ignore[no-untyped-call]
+    return SparseTraining(zeros, steps + gradients)

@@ -33,7 +33,8 @@ class GradientStep:
             all); text keeps to `steps`.
         loss: "task" (the model's own loss, or cross-entropy with the targets), "kl" (to the dense model),
             "block" (mean squared distance to the dense model's block outputs), or a function (model, batch) -> scalar.
-        parameters: "prunable" steps on the pruned matrices only, as the paper; "all" on every parameter.
+        parameters: "prunable" steps on the parameters that hold pruned matrices, as the paper (the whole of one that
+            holds several, such as queries, keys and values); "all" on every parameter.
         support: "dense" steps wake removed weights too, as the paper; "fixed" moves only the weights that the last
             projection kept (the next one may still choose others).
         decay: the learning rate rises over the first tenth of all steps of the run (else Adam moves every weight by the
@@ -82,7 +83,7 @@ class GradientStep:
 
 @dataclass
 class Trainer:
-    """Takes gradient steps on float32 masters of a model's parameters and writes them back in the model's dtype.
+    """Takes gradient steps on masters of a model's parameters, in float32 or wider, and writes them back in its dtype.
 
     Args:
         model: the network; changed in place, in eval mode (dropout off, batch-norm statistics fixed).
@@ -110,7 +111,10 @@ class Trainer:
         assert self.step.optimizer != "auto"
         self.ranks = current()
         self.rate = self.step.lr
-        self.masters = {name: value.detach().float().clone() for name, value in self.parameters.items()}
+        self.masters = {
+            name: value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
+            for name, value in self.parameters.items()
+        }
         values = list(self.masters.values())
         moving = self.step.optimizer == "momentum"
         self.optimizer: torch.optim.Optimizer = (
@@ -202,6 +206,11 @@ class Trainer:
                 continue
             with torch.enable_grad():
                 loss = self.loss(self.model, given) * share
+                if not loss.requires_grad:
+                    raise ProblemError(
+                        "The loss has no gradient: the network or the loss computes under torch.no_grad or detaches "
+                        "its outputs. Prune without gradient steps, or let them through."
+                    )
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
             value += float(loss.detach())
             for name, gradient in zip(names, found, strict=True):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
-from iobs.errors import NonFiniteError
+from iobs.errors import ModelError, NonFiniteError, first_line
 from iobs.prune import batches as data_batches
 from iobs.prune.augment import Augmentation, copies, suited
 from iobs.prune.batches import Batch, Part
@@ -135,7 +135,13 @@ class Workbench:
         )
 
     def _frozen_copy(self) -> nn.Module:
-        reference = copy.deepcopy(self.model).eval()
+        try:
+            reference = copy.deepcopy(self.model).eval()
+        except (RuntimeError, TypeError) as error:  # results of a training step, locks and the like
+            raise ModelError(
+                f"The dense network cannot be kept beside the pruned one, since something that a module holds besides "
+                f"parameters and buffers cannot be copied: {first_line(error)}. Remove it, and prune again."
+            ) from error
         return reference.requires_grad_(False)
 
     # ---- its loss
