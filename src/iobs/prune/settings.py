@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from types import NoneType
@@ -43,8 +44,8 @@ class Settings:
         for name in ("step", "polish"):
             if not isinstance(getattr(self, name), (GradientStep, NoneType)):
                 raise ProblemError(f"{name} must be a GradientStep, or False for none; got {getattr(self, name)!r}.")
-        if not self.damping >= 0:
-            raise ProblemError(f"damping must not be negative, got {self.damping}; 0.01 is usual.")
+        if not 0 <= self.damping < math.inf:
+            raise ProblemError(f"damping must not be negative or infinite, got {self.damping}; 0.01 is usual.")
         if self.target == "network" and self.inputs == "dense":
             raise ProblemError(
                 'target="network" imitates outputs on the pruned network\'s inputs; with inputs="dense" use "current".'
