@@ -175,3 +175,25 @@ def test_equal_bounds_are_kept_to_the_nearest_count(sparsity):
     fewest, most = Allocation("kl", bounds={"a": (sparsity, sparsity)}).ranges([layer], 0.9)[layer]
     assert fewest == most
     assert abs(fewest - 135 * (1 - sparsity)) < 1
+
+
+class TwoHeads(nn.Module):
+    """Only the first of its outputs is judged."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.classes, self.box = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+
+    def forward(self, inputs):
+        hidden = self.body(inputs).relu()
+        return self.classes(hidden), self.box(hidden)
+
+
+@pytest.mark.parametrize("criterion", ["fisher", "kl", "evolve"])
+def test_a_head_that_is_not_judged_is_not_free(criterion):
+    torch.manual_seed(0)
+    data = [torch.randn(50, 16) for _ in range(6)]
+    report = iobs.prune(TwoHeads(), data, iobs.Unstructured(0.5), allocation=criterion)
+    assert report.audit[2].name == "box"
+    assert 0.3 < report.audit[2].sparsity < 0.7
+    assert report.sparsity == 0.5

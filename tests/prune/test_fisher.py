@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from iobs.errors import ProblemError
+from iobs.errors import CalibrationError, NonFiniteError, NotPositiveDefiniteError, ProblemError
 from iobs.prune.batches import Part
 from iobs.prune.fisher import METHODS, BlockFisher, gradient_rows, keep_largest
 from iobs.prune.layers import select
@@ -129,3 +129,41 @@ def test_magnitude_leaves_kept_weights_to_the_last_bit():
     prune_by_fisher(model, [torch.randn(5, 30).double()], 0.5, method="magnitude")
     kept = model.weight != 0
     assert torch.equal(model.weight[kept], before[kept])
+
+
+def test_data_that_does_not_fit_is_named(network):
+    model, data = network
+    with pytest.raises(CalibrationError, match="cannot take calibration batch 2"):
+        prune_by_fisher(model, [*data, (torch.randn(4, 9), torch.zeros(4, dtype=torch.int64))], 0.5)
+
+
+class RootOfZero(nn.Module):
+    """Its gradient is NaN where the first input is zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = self.body(x)
+        return self.head(hidden + (hidden * x[:, :1]).square().sum(1, keepdim=True).sqrt())
+
+
+@pytest.mark.parametrize("method", ["woodfisher", "cbs", "chita"])
+def test_a_gradient_that_is_not_finite_names_its_sample(network, method):
+    data = network[1]
+    data[1][0][4, 0] = 0.0
+    model = RootOfZero()
+    before = model.body.weight.detach().clone()
+    with pytest.raises(NonFiniteError, match=r"sample 4 of calibration batch 1 .* layer 'body'"):
+        prune_by_fisher(model, data, 0.5, method=method)
+    assert torch.equal(model.body.weight, before)
+
+
+def test_a_fisher_without_a_factor_names_its_layer():
+    rows = torch.zeros(1, 11)
+    rows[0, 6:] = 1e8
+    fisher = BlockFisher(rows, 1e-6, 4, SIZES, ("first", "second"))
+    for method in ("woodfisher", "cbs"):
+        with pytest.raises(NotPositiveDefiniteError, match="layer 'second'"):
+            METHODS[method](torch.ones(11), fisher, 5)

@@ -13,6 +13,7 @@ from iobs.errors import CalibrationError, LayerSelectionError, NonFiniteError, P
 from iobs.models import ensure_torchvision
 from iobs.prune import GradientStep, batches
 from iobs.prune.batches import Part
+from iobs.prune.faithful import multiplied_as_they_are
 from iobs.prune.layers import select
 from iobs.prune.losses import answered, kl_to, kl_to_answers, task_loss
 from iobs.prune.network import update_batch_norm
@@ -288,9 +289,10 @@ def test_hardly_any_weight_is_left():
 
 def test_bounds_where_nothing_is_allocated():
     network = nn.Sequential(nn.Linear(8, 4)).eval()
-    bounded = iobs.Allocation("auto", bounds={"0": (0.0, 0.1)})
-    with pytest.raises(ProblemError, match="Bounds"):
-        iobs.prune(network, [torch.randn(60, 8)], iobs.NM(2, 4), allocation=bounded)
+    for bounds in ({"bounds": {"0": (0.0, 0.1)}}, {"most": 0.2}, {"least": 0.6}):
+        for pattern, criterion in ((iobs.NM(2, 4), "auto"), (iobs.Unstructured(0.5), "uniform")):
+            with pytest.raises(ProblemError, match="Bounds"):
+                iobs.prune(network, [torch.randn(60, 8)], pattern, allocation=iobs.Allocation(criterion, **bounds))
 
 
 @pytest.mark.parametrize(
@@ -588,3 +590,143 @@ def test_missing_targets_are_known_before_any_projection(holdout):
             network, [torch.randn(40, 6)], iobs.Unstructured(0.5), recipe="paper", holdout=holdout, progress=Watching()
         )
     assert not visited
+
+
+class Standardised(nn.Conv2d):
+    """Its zeros are none in what multiplies."""
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return nn.functional.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+class Padded(nn.Conv2d):
+    """Multiplies another input than it is fed, which the class below cannot take at all where a picture is small."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.pad(x, (3, 3, 3, 3)))
+
+
+class Scaled(nn.Linear):
+    """Takes another argument than the class below."""
+
+    def forward(self, x, scale):
+        return super().forward(x) * scale
+
+
+class Same(nn.Linear):
+    """Multiplies as the class below, adding up in another order, and works on its input in place."""
+
+    def forward(self, x):
+        product = x @ self.weight.T + self.bias
+        x.zero_()
+        return product
+
+
+class Unusual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.standardised, self.padded = Standardised(3, 8, 3), Padded(8, 4, 7)
+        self.same, self.scaled, self.head = Same(4 * 36, 8), Scaled(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = self.padded(torch.relu(self.standardised(x))).flatten(1)
+        return self.head(self.scaled(self.same(hidden), scale=2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_whose_class_multiplies_something_else_stay_dense(dtype):
+    torch.manual_seed(0)
+    network = Unusual().eval().to(dtype)
+    selection = multiplied_as_they_are(network, select(network), torch.randn(6, 3, 8, 8, dtype=dtype))
+    assert [layer.name for layer in selection.layers] == ["same", "head"]
+    assert {name: reason.split(" ")[0] for name, reason in selection.skipped.items()} == dict.fromkeys(
+        ("standardised", "padded", "scaled"), "its"
+    )
+    data = [(torch.randn(6, 3, 8, 8, dtype=dtype), torch.randint(3, (6,)))]
+    report = prune_by_fisher(network, data, 0.5, method="magnitude")
+    assert [row.name for row in report.audit] == ["same", "head"]
+    alone = select(network, include=["standardised", "padded"])
+    with pytest.raises(LayerSelectionError, match=r"standardised, padded"):
+        multiplied_as_they_are(network, alone, torch.randn(6, 3, 8, 8, dtype=dtype))
+
+
+def test_plain_layers_cost_no_forward_pass():
+    network = nn.Sequential(nn.Linear(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
+    network.register_forward_pre_hook(lambda *_: pytest.fail("called"))
+    selection = select(network)
+    assert multiplied_as_they_are(network, selection, torch.randn(4, 8)) is selection
+
+
+@pytest.mark.parametrize("kind", ["StdConv2d", "ScaledStdConv2d", "Conv2dSame"])
+def test_convolutions_of_timm_that_multiply_something_else(kind):
+    ensure_torchvision()
+    from timm import layers
+
+    network = nn.Sequential(getattr(layers, kind)(3, 8, 3, stride=2), nn.Flatten(), nn.LazyLinear(4)).eval()
+    images = torch.randn(4, 3, 8, 8)
+    network(images)
+    selection = multiplied_as_they_are(network, select(network), images)
+    assert [layer.name for layer in selection.layers] == ["2"]
+    assert "more than multiply" in selection.skipped["0"]
+
+
+def test_projections_that_are_computed_anew_stay_dense():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.attention = nn.utils.parametrizations.weight_norm(attention, "in_proj_weight")
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.attention(x, x, x)[0])
+
+    report = iobs.prune(Attention(), [torch.randn(20, 5, 8)], iobs.Unstructured(0.5))
+    assert [row.name for row in report.audit] == ["attention.out_proj", "head"]
+    assert any("in_proj_weight" in name for name in report.skipped)
+
+
+@pytest.mark.parametrize("targets", [None, {"labels": torch.zeros(40, dtype=torch.long)}])
+def test_targets_that_are_no_tensor_are_none(targets):
+    network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    step = iobs.GradientStep(loss="task")
+    with pytest.raises(CalibrationError, match="needs targets"):
+        iobs.prune(network, [(torch.randn(40, 8), targets)], iobs.Unstructured(0.5), rounds=2, step=step)
+
+
+class Asserts(nn.Linear):
+    def forward(self, x):
+        assert x.shape[1] == 8, "the width is wrong"
+        return super().forward(x.of_images if x.ndim > 2 else x)
+
+
+@pytest.mark.parametrize(("shape", "cause"), [((40, 9), AssertionError), ((40, 8, 2), AttributeError)])
+def test_a_network_that_asserts(shape, cause):
+    with pytest.raises(CalibrationError, match=r"batch 0.*(the width is wrong|of_images)") as found:
+        iobs.prune(nn.Sequential(Asserts(8, 4)), [torch.randn(shape)], iobs.Unstructured(0.5))
+    assert isinstance(found.value.__cause__, cause)
+
+
+@pytest.mark.parametrize("odd", [torch.randn(10, 9), torch.randn(10, 8).double()])
+def test_the_batch_that_does_not_fit_is_named(odd):
+    network = nn.Sequential(nn.Linear(8, 4))
+    calls = []
+    network.register_forward_pre_hook(lambda *_: calls.append(1))
+    good = [torch.randn(10, 8) for _ in range(3)]
+    with pytest.raises(CalibrationError, match=r"batch 3\b"):
+        batches.require_all_accepted(network, batches.collect([*good, odd]))
+    assert len(calls) <= 2, "one of a kind is enough"
+
+
+def test_a_layer_without_weights_is_left_out():
+    with pytest.warns(UserWarning, match="zero-element"):
+        network = nn.Sequential(nn.Linear(8, 0), nn.Linear(0, 4), nn.Linear(4, 4))
+    report = iobs.prune(network, [torch.randn(20, 8)], iobs.Unstructured(0.5), damping=0.01)
+    assert [row.name for row in report.audit] == ["2"]
+    assert report.skipped["0"] == report.skipped["1"] == "without entries"
+
+
+def test_a_number_is_no_pattern():
+    with pytest.raises(PatternError, match=r"0\.5 is no pattern.*Unstructured\(0\.5\)"):
+        iobs.prune(nn.Sequential(nn.Linear(8, 4)), [torch.randn(20, 8)], 0.5)

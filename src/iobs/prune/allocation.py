@@ -61,7 +61,7 @@ class Allocation:
 
         Raises:
             PatternError: another criterion where every count is fixed.
-            ProblemError: bounds where every layer gets the same.
+            ProblemError: bounds, `least` or `most` where every layer gets the same.
         """
         fixed = global_sparsity(pattern) is None
         if fixed and self.criterion not in ("auto", "uniform"):
@@ -69,7 +69,8 @@ class Allocation:
                 f'The pattern {pattern} fixes the count in every layer, so there is nothing to allocate; use "uniform" '
                 "or Unstructured(sparsity)."
             )
-        if self.bounds and (fixed or self.criterion == "uniform"):
+        bounded = bool(self.bounds) or self.least > 0 or self.most is not None
+        if bounded and (fixed or self.criterion == "uniform"):
             raise ProblemError(
                 "Bounds of an allocation say nothing where every layer gets the same: choose another criterion, and a "
                 "pattern that leaves the counts of layers open."

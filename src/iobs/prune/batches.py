@@ -13,6 +13,9 @@ from iobs.errors import CalibrationError, NonFiniteError
 
 Batch = Any  # Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 
+# What networks raise when they are called with what they cannot take.
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
+
 
 def collect(batches: Iterable[Batch] | Tensor | Mapping[str, Any]) -> list[Batch]:
     """All batches as a list.
@@ -100,6 +103,11 @@ def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
 def take(batch: Batch, rows: Tensor) -> Batch:
     """Some samples of a batch."""
     return _map(batch, lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor)
+
+
+def first_sample(batch: Batch) -> Batch:
+    """The first sample of a batch, as a batch of one."""
+    return take(batch, torch.zeros(1, dtype=torch.int64))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -207,16 +215,11 @@ def _regrouped(part: Part, groups: Sequence[Tensor]) -> Part:
 
 
 def split(part: Part, share: float, seed: int) -> tuple[Part, Part]:
-    """Hold some samples out, drawn by seed over all batches.
+    """Hold some samples out, a share in [0, 1) drawn by seed over all batches.
 
     Returns:
-        What to fit on, and what is held out; the latter is empty where the share rounds to no sample.
-
-    Raises:
-        CalibrationError: a share outside [0, 1), or nothing left to fit on.
+        What to fit on, of which there is some, and what is held out; that is empty where the share rounds to no sample.
     """
-    if not 0 <= share < 1:
-        raise CalibrationError(f"holdout must lie in [0, 1), got {share}; 0.1 keeps a tenth of the samples aside.")
     sizes = [size(batch, index) for index, batch in enumerate(part.batches)]
     total = sum(sizes)
     count = min(round(total * share), total - 1)
@@ -259,19 +262,34 @@ def forward(model: nn.Module, batch: Batch) -> Any:
 
 
 @torch.no_grad()
-def require_accepted(model: nn.Module, batch: Batch) -> None:
+def require_accepted(model: nn.Module, batch: Batch, number: int = 0) -> None:
     """Call the model with the first sample of a batch.
 
     Raises:
-        CalibrationError: the model cannot take it; gives the shapes and the model's own complaint.
+        CalibrationError: the model cannot take it; gives the batch's number, the shapes and the model's own complaint.
     """
     try:
-        forward(model, take(batch, torch.zeros(1, dtype=torch.int64)))
-    except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+        forward(model, first_sample(batch))
+    except REFUSALS as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors(batch))
         raise CalibrationError(
-            f"The model cannot take calibration batch 0, tensors of shape {shapes}: {type(error).__name__}: {error}"
+            f"The model cannot take calibration batch {number}, tensors of shape {shapes}: "
+            f"{type(error).__name__}: {error}"
         ) from error
+
+
+def require_all_accepted(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Call the model with the first sample of the first batch of each kind: those of other shapes or dtypes differ.
+
+    Raises:
+        CalibrationError: as `require_accepted`.
+    """
+    checked = set()
+    for number, batch in enumerate(batches):
+        kind = _kind(batch), tuple(tensor.dtype for tensor in tensors(batch))
+        if kind not in checked:
+            require_accepted(model, batch, number)
+            checked.add(kind)
 
 
 def class_axis(scores: Tensor, batch: Batch) -> int | None:

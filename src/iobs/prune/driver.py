@@ -15,6 +15,7 @@ from iobs.prune import batches as data_batches
 from iobs.prune.allocation import Allocation, as_allocation, require_room
 from iobs.prune.batches import Batch
 from iobs.prune.distributed import current
+from iobs.prune.faithful import multiplied_as_they_are
 from iobs.prune.layers import select
 from iobs.prune.network import evaluating, keeping_buffers, seeded
 from iobs.prune.progress import Progress, Quiet
@@ -118,6 +119,7 @@ def prune(
     # The dense reference is copied inside: a key-value cache would grow each time one of its blocks is run.
     with torch.inference_mode(False), evaluating(model) as frozen, seeded(model, settings.seed):
         with keeping_buffers(model):
-            data_batches.require_accepted(model, collected[0])
+            data_batches.require_all_accepted(model, collected)
+            selection = multiplied_as_they_are(model, selection, collected[0])
         told = progress if progress is not None and current().first else Quiet()
         return Run(Workbench(model, selection, pattern, settings, collected, told, checkpoint, frozen)).execute()

@@ -11,14 +11,18 @@ sparse least-squares problem in the gradients and takes projected gradient steps
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from iobs.core import linalg
 from iobs.core.patterns import Unstructured, top_mask
+from iobs.errors import NonFiniteError, NotPositiveDefiniteError
 from iobs.prune import batches
 from iobs.prune.batches import Part
 from iobs.prune.layers import Layer
@@ -37,12 +41,14 @@ class BlockFisher:
         damping: added to the diagonal.
         block: entries of a block; a block never crosses from one layer to the next.
         sizes: entries of every layer, which sum to p.
+        names: of the layers, for messages.
     """
 
     rows: Tensor
     damping: float
     block: int
     sizes: tuple[int, ...]
+    names: tuple[str, ...] = ()
 
     def slices(self) -> Iterator[slice]:
         """Every block."""
@@ -59,6 +65,27 @@ class BlockFisher:
         matrix.diagonal().add_(self.damping)
         return matrix
 
+    def inverse(self, part: slice) -> Tensor:
+        """Inverse of one block, (block, block) float64.
+
+        Raises:
+            NotPositiveDefiniteError: a pivot is not positive; names the layer.
+        """
+        with self._naming(part):
+            return linalg.inverse(self.matrix(part))
+
+    @contextmanager
+    def _naming(self, part: slice) -> Iterator[None]:
+        try:
+            yield
+        except NotPositiveDefiniteError as error:
+            number = bisect_right([*accumulate(self.sizes)], part.start)
+            name = self.names[number] if self.names else str(number)
+            raise NotPositiveDefiniteError(
+                f"The Fisher of layer {name!r} has no Cholesky factor with damping {self.damping:g}: raise it, or "
+                "scale the loss down."
+            ) from error
+
     def matmul(self, vector: Tensor) -> Tensor:
         """F times a vector (p,), block by block."""
         product = self.damping * vector
@@ -72,11 +99,16 @@ class BlockFisher:
         return self.rows.square().mean(0) + self.damping
 
     def refit(self, weights: Tensor, mask: Tensor) -> Tensor:
-        """The exact minimiser of q on a support, (p,), block by block."""
+        """The exact minimiser of q on a support, (p,), block by block.
+
+        Raises:
+            NotPositiveDefiniteError: a block is singular; names the layer.
+        """
         result = torch.zeros_like(weights)
         for part in self.slices():
             matrix, target = self.matrix(part), weights[part].double()[None]
-            result[part] = linalg.solve_on_support(matrix, target @ matrix, mask[part][None])[0].to(result.dtype)
+            with self._naming(part):
+                result[part] = linalg.solve_on_support(matrix, target @ matrix, mask[part][None])[0].to(result.dtype)
         return result
 
 
@@ -88,12 +120,13 @@ def gradient_rows(model: nn.Module, layers: tuple[Layer, ...], part: Part) -> Te
 
     Raises:
         CalibrationError: the batches hold no targets.
+        NonFiniteError: NaN or infinity in a gradient; names the sample and the layer.
     """
     device = next(model.parameters()).device
     parameters = [layer.stored(model) for layer in layers]
     rows = torch.empty(part.samples, sum(layer.weights for layer in layers), device=device)
-    number = 0
-    for batch in part.batches:
+    row = 0
+    for batch, number in zip(part.batches, part.numbers, strict=True):
         for index in range(batches.size(batch)):
             single = batches.to_device(batches.take(batch, torch.tensor([index])), device)
             with torch.enable_grad():
@@ -103,9 +136,20 @@ def gradient_rows(model: nn.Module, layers: tuple[Layer, ...], part: Part) -> Te
                 for parameter, gradient in zip(parameters, found, strict=True)
             ]
             pieces = [layer.matrix(gradient).flatten() for layer, gradient in zip(layers, gradients, strict=True)]
-            rows[number] = torch.cat(pieces)
-            number += 1
+            rows[row] = torch.cat(pieces)
+            if not bool(torch.isfinite(rows[row]).all()):  # after rounding to float32, which may overflow
+                name = next(one.name for one, piece in zip(layers, pieces, strict=True) if not _is_finite(piece))
+                raise NonFiniteError(
+                    f"The gradient of the task loss at sample {index} of calibration batch {number} holds NaN or "
+                    f"infinity in layer {name!r}; leave that sample out, or look for a division or a root of zero in "
+                    "the network."
+                )
+            row += 1
     return rows
+
+
+def _is_finite(piece: Tensor) -> bool:
+    return bool(torch.isfinite(piece.float()).all())
 
 
 def keep_largest(scores: Tensor, keep: int) -> Tensor:
@@ -123,7 +167,7 @@ def woodfisher(weights: Tensor, fisher: BlockFisher, keep: int) -> Tensor:
     mask = keep_largest(_saliency(weights, fisher), keep)
     result = weights.clone()
     for part in fisher.slices():
-        inverse = linalg.inverse(fisher.matrix(part))
+        inverse = fisher.inverse(part)
         removed = torch.where(mask[part], 0.0, weights[part]).double()
         result[part] -= ((removed / inverse.diagonal()) @ inverse).to(result.dtype)
     return result * mask
@@ -191,6 +235,6 @@ METHODS: dict[str, Callable[[Tensor, BlockFisher, int], Tensor]] = {
 def _saliency(weights: Tensor, fisher: BlockFisher) -> Tensor:
     scores = torch.empty_like(weights)
     for part in fisher.slices():
-        inverse = linalg.inverse(fisher.matrix(part))
+        inverse = fisher.inverse(part)
         scores[part] = (weights[part].double().square() / (2 * inverse.diagonal())).to(scores.dtype)
     return scores

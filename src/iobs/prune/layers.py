@@ -107,6 +107,11 @@ def library_class(module: str, name: str) -> tuple[type, ...]:
     return () if loaded is None else (vars(loaded)[name],)
 
 
+def linear_maps() -> tuple[type[nn.Module], ...]:
+    """The classes that multiply their input by their `weight`; GPT-2's Conv1D among them if it was imported."""
+    return nn.Linear, *CONVOLUTIONS, *library_class("transformers.pytorch_utils", "Conv1D")
+
+
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every matrix of a network that can be pruned.
 
@@ -116,15 +121,14 @@ def find_layers(model: nn.Module) -> list[Layer]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # one for each, though shared
     layers = []
     for path, module in model.named_modules():
-        is_convolution, is_transposed = isinstance(module, CONVOLUTIONS), isinstance(module, transposed)
-        if not (is_convolution or is_transposed or isinstance(module, nn.Linear)):
+        if not isinstance(module, linear_maps()):
             layers.extend(_projections_of(path, module) if isinstance(module, nn.MultiheadAttention) else [])
             layers.extend(_fused_experts(path, module))
             continue
         weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if weight is None or not weight.is_floating_point():
-            continue  # computed from other parameters anew in every forward pass, or quantised
-        name = names[id(weight)]
+        if weight is None or not weight.is_floating_point() or not weight.numel():
+            continue  # computed from other parameters anew in every forward pass, quantised, or without entries
+        name, is_transposed = names[id(weight)], isinstance(module, transposed)
         layers.append(
             Layer(
                 path,
@@ -144,13 +148,15 @@ def _joined(path: str, parameter: str) -> str:
 def _projections_of(path: str, module: nn.MultiheadAttention) -> list[Layer]:
     """What queries, keys and values are multiplied by: in one parameter where they have the same width, else in three.
 
-    That of the output is a Linear.
+    That of the output is a Linear. What is computed from other parameters anew in every forward pass is left out.
     """
-    width = module.embed_dim
+    width, own = module.embed_dim, dict(module.named_parameters(recurse=False))
     if module.kdim == module.vdim == width:
-        return [Layer(path, (width, width), "in_proj_weight", projection=one) for one in ("q", "k", "v")]
-    widths = {"q": width, "k": module.kdim, "v": module.vdim}
-    return [Layer(path, (width, columns), f"{one}_proj_weight") for one, columns in widths.items()]
+        layers = [Layer(path, (width, width), "in_proj_weight", projection=one) for one in ("q", "k", "v")]
+    else:
+        widths = {"q": width, "k": module.kdim, "v": module.vdim}
+        layers = [Layer(path, (width, columns), f"{one}_proj_weight") for one, columns in widths.items()]
+    return [layer for layer in layers if layer.parameter in own]
 
 
 def _fused_experts(path: str, module: nn.Module) -> list[Layer]:
@@ -178,7 +184,7 @@ def other_weights(model: nn.Module, layers: Sequence[Layer]) -> dict[str, str]:
                 continue
             full = _joined(path, name)
             reason = "embedding" if isinstance(module, nn.Embedding) else "not the weight of a linear map"
-            reasons[full.removesuffix(".weight")] = reason
+            reasons[full.removesuffix(".weight")] = reason if parameter.numel() else "without entries"
     return reasons
 
 

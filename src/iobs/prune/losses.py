@@ -32,16 +32,16 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
     own = output.get("loss") if isinstance(output, Mapping) else None
     if isinstance(own, Tensor):
         return own
-    values = batches.logits(output).float()
-    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+    values, targets = batches.logits(output).float(), batches.targets(batch)
+    if isinstance(batch, (tuple, list)) and targets is not None:
         if batches.size(batch) == 1 and values.shape[:1] != (1,):
             values = values[None]  # a network that squeezes a single sample's dimension away
         try:
-            return _to_targets(values, batch)
+            return _to_targets(values, targets, batches.class_axis(values, batch))
         except (RuntimeError, ValueError, IndexError) as error:
             raise CalibrationError(
-                f"Outputs of shape {tuple(values.shape)} and targets of shape {tuple(batch[1].shape)} and type "
-                f'{batch[1].dtype} have no task loss ({error}); give a function as loss, or use loss="kl".'
+                f"Outputs of shape {tuple(values.shape)} and targets of shape {tuple(targets.shape)} and type "
+                f'{targets.dtype} have no task loss ({error}); give a function as loss, or use loss="kl".'
             ) from error
     if isinstance(batch, Mapping) and "input_ids" in batch and values.ndim == 3:
         tokens = batch["input_ids"][:, 1:]
@@ -55,8 +55,7 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
     )
 
 
-def _to_targets(values: Tensor, batch: Batch) -> Tensor:
-    targets, axis = batch[1], batches.class_axis(values, batch)
+def _to_targets(values: Tensor, targets: Tensor, axis: int | None) -> Tensor:
     if targets.is_floating_point():
         return functional.mse_loss(values, targets.float().reshape(values.shape))
     if axis is None:  # one output, for one of two classes

@@ -15,6 +15,7 @@ from iobs.prune import batches as data_batches
 from iobs.prune.allocation import total_kept
 from iobs.prune.audit import counted
 from iobs.prune.batches import Batch, Part
+from iobs.prune.faithful import multiplied_as_they_are
 from iobs.prune.fisher import METHODS, BlockFisher, gradient_rows
 from iobs.prune.layers import Layer, select
 from iobs.prune.memory import MemoryWatch
@@ -57,7 +58,10 @@ def prune_by_fisher(
 
     Raises:
         ProblemError: an unknown method or a setting out of range.
-        CalibrationError: no data, or data without targets.
+        CalibrationError: no data, data that the network cannot take, or data without targets.
+        LayerSelectionError: a name pattern matches no layer, or none is left.
+        NonFiniteError: NaN or infinity in a weight or a gradient.
+        NotPositiveDefiniteError: a block of the Fisher cannot be factorised.
     """
     if method not in METHODS:
         raise ProblemError(f"There is no method {method!r}; choose one of {', '.join(METHODS)}.")
@@ -66,8 +70,13 @@ def prune_by_fisher(
     Unstructured(sparsity)
     started, memory = time.perf_counter(), MemoryWatch()
     selection = select(model, include, skip, depthwise=depthwise)
-    part = Part.of(data_batches.collect(batches))
+    collected = data_batches.collect(batches)
+    with evaluating(model):
+        data_batches.require_all_accepted(model, collected)
+        selection = multiplied_as_they_are(model, selection, collected[0])
+    part = Part.of(collected)
     dense = {layer: layer.read(model) for layer in selection.layers}
+    sizes, names = tuple(layer.weights for layer in dense), tuple(layer.name for layer in dense)
     rounds: list[RoundRecord] = []
     try:
         with evaluating(model):
@@ -75,13 +84,12 @@ def prune_by_fisher(
                 began = time.perf_counter()
                 weights = torch.cat([layer.read(model).flatten() for layer in selection.layers])
                 weights = weights if method == "magnitude" else weights.float()  # as the gradients
-                sizes = tuple(layer.weights for layer in selection.layers)
                 if method == "magnitude":
                     rows = weights.new_zeros(1, len(weights))
                 else:
                     rows = gradient_rows(model, selection.layers, part)
                 memory.look()
-                fisher = BlockFisher(rows, damping, block, sizes)
+                fisher = BlockFisher(rows, damping, block, sizes, names)
                 _write(model, selection.layers, METHODS[method](weights, fisher, total_kept(selection.layers, level)))
                 rounds.append(RoundRecord(index, level, None, None, [], seconds=time.perf_counter() - began))
     except BaseException:  # an interrupted user must get the weights back too

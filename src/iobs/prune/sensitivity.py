@@ -34,6 +34,7 @@ PASSES = 6000  # samples that the divergences of all layers together may take
 PROBE_TOKENS = 16384  # and positions of text, every one of which is a distribution of its own
 _ANSWERS = 2**26  # numbers that the dense network's answers to the probe may take
 CURVE_TOKENS = 65536  # positions of text that curves are measured on
+_LEAST_DAMAGE = 1e-9  # a divergence below it is rounding: the judged output does not depend on the layer
 _SEARCHED = 2**24  # entries of all layers' Grams up to which they can be kept for a search, whose solves are then cheap
 ENOUGH = 150  # answers of the network that can judge a search: the least of a hundred noisier figures is mostly noise
 
@@ -98,11 +99,13 @@ class Planner:
         unseen = self._measure(1 - sparsity, keep_statistics=allocation.criterion == "evolve")
         self.layers = tuple(layer for layer in self.layers if layer not in unseen)
         ranges = {layer: ranges[layer] for layer in self.layers}
-        weights = self._weights(allocation)
+        energies = {layer: self.measured[layer].curve.energy for layer in self.layers}
+        felt = self._weights(allocation, energies)
+        weights = complete(felt, energies)
         curves = {layer: self.measured[layer].curve for layer in self.layers}
         counts = optimal_counts(curves, weights, total_kept(self.layers, sparsity), ranges)
         if allocation.criterion == "evolve":
-            counts = self._evolve(counts, ranges, allocation.generations)
+            counts = self._evolve(counts, {layer: ranges[layer] for layer in felt}, allocation.generations)
         records = [_record(layer, curves[layer], weights[layer], counts[layer]) for layer in self.layers]
         return counts, records
 
@@ -146,23 +149,30 @@ class Planner:
         return torch.cat([solution.weight for solution in solutions])
 
     # ---- weights
-    def _weights(self, allocation: Allocation) -> dict[Layer, float]:
-        energies = {layer: self.measured[layer].curve.energy for layer in self.layers}
+    def _weights(self, allocation: Allocation, energies: dict[Layer, float]) -> dict[Layer, float]:
+        """What a unit of output error costs, for layers that the judged output shows it of.
+
+        It does not of heads behind the network's other outputs, which are not free to prune for that.
+        """
         if allocation.criterion == "error":
             return {layer: 1 / max(energy, 1e-30) for layer, energy in energies.items()}
         if allocation.criterion == "fisher":
-            return complete(output_fisher(self.model, self.layers, self.calibration, self.seed), energies)
+            return output_fisher(self.model, self.layers, self.calibration, self.seed)
+        # Samples in batches of another size, or a coarse dtype, answer a little otherwise of themselves.
+        noise = max(_LEAST_DAMAGE, 2 * abs(self._damage({})))
         weights = {}
         for done, layer in enumerate(self.layers, 1):
-            weights[layer] = self._divergence_per_error(layer)
+            damage = self._damage({layer: self.measured[layer].probe})
+            if damage > noise:
+                weights[layer] = damage / max(self.measured[layer].probe_error, 1e-30)
             self.told("damage of layers", done, len(self.layers))
         return weights
 
-    def _divergence_per_error(self, layer: Layer) -> float:
-        measured, probe = self.measured[layer], self._probe
-        with self._written({layer: measured.probe}):
-            cost = mean_loss(self.model, probe, kl_to_answers)
-        return max(cost, 1e-9) / max(measured.probe_error, 1e-30)
+    def _damage(self, weights: dict[Layer, Tensor]) -> float:
+        """Divergence of the network with other weights in some layers from the dense one."""
+        probe = self._probe
+        with self._written(weights):
+            return mean_loss(self.model, probe, kl_to_answers)
 
     @cached_property
     def _jury(self) -> Part:
@@ -179,8 +189,12 @@ class Planner:
     def _evolve(
         self, counts: dict[Layer, int], ranges: dict[Layer, tuple[int, int]], generations: int
     ) -> dict[Layer, int]:
-        """Move weights between two layers at a time, as long as the divergence of the network falls (EvoPress)."""
-        if len(self.layers) < 2:
+        """Move weights between two layers at a time, as long as the divergence of the network falls (EvoPress).
+
+        Only layers with a range take part.
+        """
+        layers = tuple(ranges)
+        if len(layers) < 2:
             return counts
         generator = torch.Generator().manual_seed(self.seed)
         jury = self._jury
@@ -189,7 +203,7 @@ class Planner:
             best = mean_loss(self.model, jury, kl_to_answers)
         for generation in range(1, generations + 1):
             self.told("moves of weights between layers", generation, generations)
-            giver, taker = (self.layers[i] for i in torch.randperm(len(self.layers), generator=generator)[:2].tolist())
+            giver, taker = (layers[i] for i in torch.randperm(len(layers), generator=generator)[:2].tolist())
             share = 0.02 + 0.18 * float(torch.rand((), generator=generator))
             moved = round(share * min(counts[giver], counts[taker]))
             moved = min(moved, counts[giver] - ranges[giver][0], ranges[taker][1] - counts[taker])

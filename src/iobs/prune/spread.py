@@ -10,7 +10,13 @@ from iobs.prune.layers import Layer, Selection
 
 
 def require_fit(selection: Selection, pattern: Pattern) -> None:
-    """Every layer fits the pattern, or one error names all that do not."""
+    """Every layer fits the pattern, or one error names all that do not.
+
+    Raises:
+        PatternError: some do not, or it is no pattern at all.
+    """
+    if not hasattr(pattern, "groups"):
+        raise PatternError(f"{pattern!r} is no pattern: give Unstructured(0.5) or NM(2, 4), say.")
     misfits, reason = [], ""
     for layer in selection.layers:
         try:
