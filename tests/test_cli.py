@@ -286,6 +286,31 @@ def test_missing_questions_and_libraries_are_found_before_any_scoring(run, tmp_p
     assert "pip install" in one_error(run(*text, "--tasks", "mmlu", code=1))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--shots", 3), "examples come before questions"),
+        (("--batch-size", 3, "--tasks", "mmlu"), "questions are asked one by one"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(run, options, message):
+    assert message in run("evaluate", *options, code=2).output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("dry", [True, False])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--holdout", 1.5), "holdout must lie"),
+        (("--schedule", "cubic", "--rounds", 1), "give three or more"),
+        (("--eval-data", "none.txt"), "none.txt"),
+    ],
+)
+def test_what_cannot_be_is_found_before_calibration(run, tmp_path, monkeypatch, options, message, dry):
+    monkeypatch.setattr("iobs.cli.prune._Calibration.batches", lambda *_: pytest.fail("samples were drawn"))
+    assert message in one_error(run("prune", "-o", tmp_path / "out", *options, *(["--dry-run"] * dry), code=1))
+
+
 # ---- the console
 def test_names_come_through_whole_and_as_they_are(run, tmp_path, capsys):
     names = ["speed [m/s]", "rate [/s]", "[bold]", ":smile:", "a.very.long.name." * 20]

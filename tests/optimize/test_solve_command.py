@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from iobs.cli.solve import solve
-from iobs.errors import DataError, IOBSError, NonFiniteError
+from iobs.errors import DataError, IOBSError, NonFiniteError, OutputError
 from iobs.optimize import tabular
 from iobs.optimize.tabular import read_table
 
@@ -220,3 +220,36 @@ def test_units_of_a_column_change_only_its_coefficient(ridge, rng, tmp_path):
     assert [row["name"] for row in models[0]["features"]] == ["x0", "x1"]
     np.testing.assert_allclose(scaled, plain, rtol=1e-6)
     assert models[1]["value"] == pytest.approx(models[0]["value"], rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("-o", "none/x.json"), ("--plot", "none/x.png"), ("--plot", "x.foo"), ("-o", ".")]
+)
+def test_outputs_that_cannot_be_written_are_found_before_the_table_is_read(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tabular, "read_table", lambda *_: pytest.fail("the table was read"))
+    with pytest.raises(OutputError, match=r"Cannot (write|draw)"):
+        _run("t.csv", *arguments)
+
+
+def test_names_of_columns_are_drawn_as_they_are(numbers, tmp_path):
+    names = ["a", "_hidden", "c", "d", r"$\frac$", "US$/CA$"]
+    file = _csv(tmp_path / "t.csv", *numbers, names=names)
+    _run(file, "--target", "price", "-k", 3, "--plot", tmp_path / "p.svg")
+    drawn = (tmp_path / "p.svg").read_text()
+    assert "<!-- _hidden -->" in drawn
+    assert r"<!-- $\frac$ -->" in drawn
+
+
+def test_no_row_left_is_no_standard_error(tmp_path):
+    file = _csv(tmp_path / "t.csv", np.array([[1.0, 2.0], [2.0, 5.0], [4.0, 3.0]]), np.array([1.0, 2.0, 5.0]))
+    assert "no rows are left" in _run(file, "--target", "price", "-k", 2)
+    features = json.loads(_run(file, "--target", "price", "-k", 2, "--json"))["features"]
+    assert [feature["standard_error"] for feature in features] == [None, None]
+
+
+@pytest.mark.parametrize("seconds", ["-5", "nan", "inf"])
+def test_a_certificate_takes_seconds(seconds, numbers, tmp_path):
+    file = _csv(tmp_path / "t.csv", *numbers)
+    result = CliRunner().invoke(app, [str(file), "--target", "price", "--certify", seconds])
+    assert result.exit_code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,7 +68,9 @@ def demo(
     _show(report)
     _prove(output, loaded, report)
     out.print(f"Done in {time.perf_counter() - started:.0f} s. Look at {output / 'report.html'}")
-    out.print(f"Next: iobs inspect {output / MODEL_FOLDER}, or prune a model of yours: iobs prune --help")
+    out.print(
+        f"Next: iobs inspect {shlex.quote(str(output / MODEL_FOLDER))}, or prune a model of yours: iobs prune --help"
+    )
 
 
 def _is_demo(directory: Path) -> bool:

@@ -52,6 +52,10 @@ def evaluate(
 
     # What may fail comes before what takes long: a later mistake would cost the scores.
     asked = read_questions(questions, each=limit) if questions else None
+    if shots is not None and not (tasks or questions):
+        raise typer.BadParameter("examples come before questions: give --questions or --tasks", param_hint="--shots")
+    if batch_size is not None and not data and (tasks or questions):
+        raise typer.BadParameter("questions are asked one by one, and tasks as lm-eval does", param_hint="--batch-size")
     named = [task.strip() for task in tasks.split(",")] if tasks else []
     if named:
         check_tasks(named)

@@ -20,6 +20,7 @@ def inspect(
         str | None, typer.Option(help="Also check this pattern in every layer that was pruned: 2:4, 0.5.")
     ] = None,
     all_layers: Annotated[bool, typer.Option("--all", help="List the dense matrices too.")] = False,
+    trust_remote_code: console.TrustRemoteCode = False,
     as_json: console.AsJson = False,
 ) -> None:
     """Audit a model directory: the zeros of every matrix, counted one by one; fewer than asked is an error.
@@ -37,7 +38,7 @@ def inspect(
         raise ModelError(f"{directory} is not a directory; give the one that iobs prune wrote.")
     if not any(directory.glob("*.safetensors")) and (directory / "model").is_dir():
         directory = directory / "model"
-    found = _audited(directory, pattern)
+    found = _audited(directory, pattern, trust_remote_code)
     if as_json:
         console.print_json([{"layer": row.name, "shape": row.shape, "zeros": row.zeros} for row in found.rows])
         return
@@ -74,7 +75,7 @@ class _Findings:
         return [row for row in self.rows if row.zeros and row.name not in names]
 
 
-def _audited(directory: Path, pattern: str | None) -> _Findings:
+def _audited(directory: Path, pattern: str | None, trust_remote_code: bool) -> _Findings:
     """Count the zeros, and compare them with the pattern and with the report beside the weights.
 
     Raises:
@@ -94,7 +95,7 @@ def _audited(directory: Path, pattern: str | None) -> _Findings:
     else:
         wanted = patterns.parse(pattern)
         # Through the model, since a file does not tell which way round a matrix is multiplied.
-        module = models.load(directory).module
+        module = models.load(directory, trust_remote_code=trust_remote_code).module
         known = promised <= {layer.name for layer in find_layers(module)}
         rows = audit(module, wanted, promised if promised and known else None)
         checked.append(f"every one of these layers satisfies {wanted}")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _SETTINGS = ("solver", "refine", "budget", "holdout", "damping", "keep_zeros", "seed")
 _OPENING = ("include", "skip", "device", "arithmetic")
 _ALLOWED = (*_SETTINGS, *_OPENING, "checkpoint")
+# What a setting is called on the command line, where it is called otherwise.
+_OPTIONS = {"step": "steps", "data": "fresh-data", "remote_code": "trust-remote-code"}
 
 
 def prune_low_memory(
@@ -48,10 +50,10 @@ def prune_low_memory(
 
     require_alone()
     given = {name: value for name, value in options.items() if value is not None}
-    whole = sorted(given.keys() - set(_ALLOWED))
+    whole = sorted(_OPTIONS.get(name, name).replace("_", "-") for name in given.keys() - set(_ALLOWED))
     if whole:
         raise typer.BadParameter(
-            f"{', '.join(whole)}: not with one block in memory at a time", param_hint="--low-memory"
+            f"--{', --'.join(whole)}: not with one block in memory at a time", param_hint="--low-memory"
         )
     if directory is None or not Path(directory).is_dir():
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -33,4 +34,5 @@ def pack(
         return
     save_packed(directory, target)
     share = packed_share(directory, target)
-    out.print(f"Written: {target}, {share:.1%} of the dense bytes (turn back: iobs pack --unpack {target})")
+    again = f"iobs pack --unpack {shlex.quote(str(target))}"
+    out.print(f"Written: {target}, {share:.1%} of the dense bytes (turn back: {again})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -167,11 +168,11 @@ def prune(
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
     selection = select(loaded.module, include, skip, depthwise=depthwise)
     require_fit(selection, wanted)
+    if eval_data:  # a mistake there is to be known before calibration data are drawn
+        open_source(eval_data, "evaluation", loaded)
     if dry_run:
         if data:
             open_source(data, "calibration", loaded)
-        if eval_data:
-            open_source(eval_data, "evaluation", loaded)
         _show_plan(selection, wanted)
         if allocates:
             console.say("The zeros of a layer are those of an even spread; an allocation moves them between layers.")
@@ -332,4 +333,6 @@ def _show(report: Report, output: Path) -> None:
         out.print(scores_table(report.scores))
     for line in summary_lines(report):
         out.print(line)
-    out.print(f"Written: {output} (read {output / 'report.html'}; check it with: iobs inspect {output})")
+    out.print(
+        f"Written: {output} (read {output / 'report.html'}; check it with: iobs inspect {shlex.quote(str(output))})"
+    )

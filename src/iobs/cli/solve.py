@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,7 +36,7 @@ def solve(
         list[str] | None, typer.Option(help="A column that is always in, not counted; repeat.", show_default=False)
     ] = None,
     certify: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Bound the distance from the best support.")
+        float | None, typer.Option(metavar="SECONDS", min=0, help="Bound the distance from the best support.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the model as JSON.", show_default=False)
@@ -52,6 +54,9 @@ def solve(
     from iobs.optimize.path import path, standard_errors
     from iobs.optimize.tabular import read_table
 
+    if certify is not None and not certify < math.inf:
+        raise typer.BadParameter("give a number of seconds", param_hint="--certify")
+    _check_outputs(output, plot)
     table = read_table(data, target, drop or [])
     loss = _loss(loss, table)
     objective = _objective(table, loss, ridge, force or [])
@@ -60,18 +65,40 @@ def solve(
     best = min(fits[-1], path(objective, [size], seed=seed, thorough=True)[0], key=lambda fit: fit.value)
     fits[-1] = best
     inference = standard_errors(objective, best, len(table.y), intercept=True)
-    errors = dict(zip(best.support.tolist(), inference.errors.tolist(), strict=True))
+    errors = {
+        column: None if math.isnan(error) else error
+        for column, error in zip(best.support.tolist(), inference.errors.tolist(), strict=True)
+    }
     model = _model(table, objective, fits, loss, errors)
     if certify is not None:
         model["certificate"] = _certificate(objective, size, best, certify)
+    if as_json:
+        console.print_json(model)
+    else:
+        _show(model, table, inference.noise)
     if output is not None:
         _write(output, model)
     if plot is not None:
         _draw(plot, table, objective, fits)
-    if as_json:
-        console.print_json(model)
-        return
-    _show(model, table, inference.noise)
+
+
+def _check_outputs(output: Path | None, plot: Path | None) -> None:
+    """Files that cannot be written are found before any work.
+
+    Raises:
+        OutputError: the folder is missing or may not be written to, or no picture has that ending.
+    """
+    from iobs.errors import OutputError
+
+    for file in (output, plot):
+        if file is not None and not (file.parent.is_dir() and os.access(file.parent, os.W_OK) and not file.is_dir()):
+            raise OutputError(f"Cannot write {file}: give a file in a folder that exists and can be written to.")
+    if plot is not None:
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        endings = FigureCanvasBase.get_supported_filetypes()
+        if plot.suffix.lower().removeprefix(".") not in endings:
+            raise OutputError(f"Cannot draw {plot}: pictures end in {', '.join(f'.{name}' for name in endings)}.")
 
 
 def _loss(loss: str, table: Table) -> str:
@@ -148,7 +175,9 @@ def _refuse_choice(table: Table, loss: str, k: str) -> None:
         raise DataError(f"-k cv cuts the table into 5 parts and needs {needed}, there are {most}; give a number.")
 
 
-def _model(table: Table, objective: Objective, fits: list[Fit], loss: str, errors: dict[int, float]) -> dict[str, Any]:
+def _model(
+    table: Table, objective: Objective, fits: list[Fit], loss: str, errors: dict[int, float | None]
+) -> dict[str, Any]:
     from iobs.optimize.refit import refit
 
     best = fits[-1]
@@ -214,21 +243,24 @@ def _draw(file: Path, table: Table, objective: Objective, fits: list[Fit]) -> No
     from iobs.errors import OutputError
 
     sizes = range(len(fits))
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    left.plot(sizes, [fit.value for fit in fits], marker="o", markersize=3)
-    left.set(xlabel="k", ylabel="loss", title="loss of the best k columns")
     coefficients = [objective.split(fit.theta)[0] * table.X.std(axis=0) for fit in fits]
-    for j in coefficients[-1].nonzero()[0]:
-        right.plot(sizes, [values[j] for values in coefficients], marker="o", markersize=3, label=table.names[j])
-    right.set(xlabel="k", ylabel="coefficient per standard deviation", title="coefficients of the last columns")
-    if 0 < len(coefficients[-1].nonzero()[0]) <= 12:
-        right.legend(fontsize="small")
-    try:
-        figure.savefig(file, dpi=130)
-    except (OSError, ValueError) as error:
-        raise OutputError(f"Cannot write {file}: {error}.") from error
-    finally:
-        pyplot.close(figure)
+    chosen = coefficients[-1].nonzero()[0]
+    with mpl.rc_context({"text.parse_math": False}):  # names of columns may hold dollars
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+        left.plot(sizes, [fit.value for fit in fits], marker="o", markersize=3)
+        left.set(xlabel="k", ylabel="loss", title="loss of the best k columns")
+        lines = [right.plot(sizes, [each[j] for each in coefficients], marker="o", markersize=3)[0] for j in chosen]
+        right.set(xlabel="k", ylabel="coefficient per standard deviation", title="coefficients of the last columns")
+        if 0 < len(lines) <= 12:
+            legend = right.legend(lines, ["name"] * len(lines), fontsize="small")
+            for text, j in zip(legend.get_texts(), chosen, strict=True):
+                text.set_text(table.names[j])  # a label given to legend must not begin with an underscore
+        try:
+            figure.savefig(file, dpi=130)
+        except (OSError, ValueError) as error:
+            raise OutputError(f"Cannot write {file}: {error}.") from error
+        finally:
+            pyplot.close(figure)
     console.say(f"Wrote {file}")
 
 
@@ -247,7 +279,7 @@ def _show(model: dict[str, Any], table: Table, noise: float) -> None:
         shown.add_row(
             row["name"],
             f"{row['coefficient']:.5g}",
-            f"{error:.2g}",
+            f"{error:.2g}" if error is not None else "–",
             f"{row['coefficient'] / error:.1f}" if error else "–",
             f"{row['per_standard_deviation']:.3g}",
         )
@@ -257,7 +289,11 @@ def _show(model: dict[str, Any], table: Table, noise: float) -> None:
     share = f"{1 - value / empty:.1%} of it explained" if empty > 0 else "nothing to explain"
     out.print(f"loss {value:.6g}, {empty:.6g} without any column: {share}")
     if model["loss"] == "squared":
-        out.print(f"noise {noise:.4g} (standard deviation)")
+        out.print(
+            "no rows are left to estimate the noise from"
+            if math.isnan(noise)
+            else f"noise {noise:.4g} (standard deviation)"
+        )
     elif table.classes:
         out.print(f"coefficients are for {table.classes[1]!r} against {table.classes[0]!r}")
     out.print("Standard errors ignore that the columns were chosen by the same data.")

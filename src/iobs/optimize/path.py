@@ -128,6 +128,6 @@ def standard_errors(objective: Objective, fit: Fit, samples: float, intercept: b
     inverse = inverse_block(objective.hessian_block(fit.theta, fit.support))
     noise = 1.0
     if isinstance(objective, LeastSquares):
-        freedom = max(samples - fit.support.size - intercept, 1.0)
-        noise = math.sqrt(2 * fit.value / freedom)
+        freedom = samples - fit.support.size - intercept
+        noise = math.sqrt(2 * fit.value / freedom) if freedom > 0 else math.nan
     return Inference(noise * np.sqrt(np.maximum(inverse.diagonal(), 0.0)), noise)

@@ -46,6 +46,10 @@ class Settings:
                 raise ProblemError(f"{name} must be a GradientStep, or False for none; got {getattr(self, name)!r}.")
         if not 0 <= self.damping < math.inf:
             raise ProblemError(f"damping must not be negative or infinite, got {self.damping}; 0.01 is usual.")
+        if not 0 <= self.holdout < 1:
+            raise ProblemError(
+                f"holdout must lie in [0, 1), got {self.holdout}; 0.1 keeps a tenth of the samples aside."
+            )
         if self.target == "network" and self.inputs == "dense":
             raise ProblemError(
                 'target="network" imitates outputs on the pruned network\'s inputs; with inputs="dense" use "current".'
@@ -120,6 +124,8 @@ def resolve(recipe: str | None, given: dict[str, Any]) -> Settings:
     settings = replace(Settings(), **({} if recipe is None else RECIPES[recipe]))
     taken_away: dict[str, Any] = {name: None for name in ("step", "polish") if given.get(name) is False}
     settings = replace(settings, **{**given, **taken_away})
+    if given.get("schedule") == "cubic" and settings.rounds == 1:
+        raise ProblemError('schedule="cubic" grows over rounds, and there is one; give three or more.')
     if isinstance(given.get("step"), GradientStep) and settings.rounds == 1:
         raise ProblemError("A step lies between two rounds: give rounds=, or polish= for steps after the projection.")
     return settings
