@@ -71,6 +71,121 @@ class Perceptron(nn.Module):
         return self.fc3(torch.relu(self.fc2(torch.relu(self.fc1(x)))))
 
 
+class Gated(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.state, self.memory = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, hidden, memory):
+        hidden = hidden + torch.tanh(self.state(hidden)) * memory
+        return hidden, torch.sigmoid(self.memory(hidden))
+
+
+class TwoStreams(nn.Module):
+    """Blocks hand on more than a hidden state."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated(width) for _ in range(3))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        memory = torch.ones_like(x)
+        for block in self.blocks:
+            x, memory = block(x, memory)
+        return self.head(x)
+
+
+class Mixing(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class TwoHeads(nn.Module):
+    """A second head is fed from the middle of the blocks."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixing(width) for _ in range(3))
+        self.head, self.auxiliary = nn.Linear(width, 3), nn.Linear(width, 3)
+
+    def forward(self, x):
+        outputs = []
+        for block in self.blocks:
+            x = block(x)
+            outputs.append(x)
+        return {"logits": self.head(x), "auxiliary": self.auxiliary(outputs[1])}
+
+
+class SharedModule(nn.Module):
+    """One layer is part of every block."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixing(width) for _ in range(3))
+        self.head = nn.Linear(width, 3)
+        for block in self.blocks[1:]:
+            self.share(block, self.blocks[0])
+
+    def share(self, block: Mixing, first: Mixing) -> None:
+        block.down = first.down
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class SharedWeight(SharedModule):
+    """Layers of the blocks have one weight."""
+
+    def share(self, block: Mixing, first: Mixing) -> None:
+        block.down.weight = first.down.weight
+
+
+class SharedKernel(nn.Module):
+    """Two convolutions of other strides have one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1, stride=2)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.head(self.second(10 * torch.relu(self.first(x))).mean((2, 3)))
+
+
+class TiedAutoencoder(nn.Module):
+    """The decoder is the encoder's weight the other way round; it is square, so that shapes do not tell them apart."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(width, width), nn.Linear(width, 3)
+
+    def forward(self, x):
+        hidden = nn.functional.linear(torch.relu(self.encoder(x)), self.encoder.weight.t())
+        return self.head(torch.relu(hidden) @ self.encoder.weight)
+
+
+class Recurrent(nn.Module):
+    """A layer is called as often as a sequence is long."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Linear(width, width), nn.Linear(width, 3)
+
+    def forward(self, x):
+        state = torch.zeros_like(x[:, 0])
+        for step in x.unbind(1):
+            state = torch.tanh(self.cell(state + step))
+        return self.head(state)
+
+
 def perceptron_batches(count: int = 4, size: int = 16):
     generator = torch.Generator().manual_seed(1)
     return [
@@ -89,10 +204,24 @@ def token_batches(count: int = 3, size: int = 8, length: int = 12):
     return [{"input_ids": torch.randint(0, 20, (size, length), generator=generator)} for _ in range(count)]
 
 
-CASES = {
-    "perceptron": (Perceptron, perceptron_batches),
+def sequence_batches(lengths: tuple[int, ...] = (1, 9, 4), size: int = 16):
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(size, length, 8, generator=generator) for length in lengths]
+
+
+CHAINED = {
     "convolutional": (SmallConvolutional, image_batches),
     "transformer": (SmallTransformer, token_batches),
+}
+CASES = CHAINED | {
+    "perceptron": (Perceptron, perceptron_batches),
+    "two streams": (TwoStreams, perceptron_batches),
+    "two heads": (TwoHeads, perceptron_batches),
+    "shared module": (SharedModule, perceptron_batches),
+    "shared weight": (SharedWeight, perceptron_batches),
+    "shared kernel": (SharedKernel, image_batches),
+    "tied autoencoder": (TiedAutoencoder, perceptron_batches),
+    "recurrent": (Recurrent, sequence_batches),
 }
 
 

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from networks import CASES, build
+from networks import CASES, CHAINED, build
+from torch import nn
 
 from iobs.prune import batches, layers
-from iobs.prune.gram import input_rows
+from iobs.prune.gram import Gram, input_rows
 from iobs.prune.stream import exact_chain
 from iobs.prune.walk import Walk
 
@@ -18,26 +19,31 @@ def walk_of(model, data, **options):
     return Walk(model, fit, heldout, selected, exact_chain(model, fit.batches, selected), **options)
 
 
-def inputs_by_plain_hooks(model, layer, data):
-    """Reference: run the whole network, keep what the layer is called with."""
-    kept = []
-    handle = model.get_submodule(layer.path).register_forward_pre_hook(lambda _, args: kept.append(args[0].detach()))
+def calls_by_plain_hooks(model, layer, data):
+    """Reference: run the whole network, keep what is called with the layer's weight, and its input."""
+    weight, kept = layer.stored(model), []
+    holders = [
+        one for one in model.modules() if getattr(one, "weight", None) is weight and type(one) is not nn.Embedding
+    ]
+    handles = [one.register_forward_pre_hook(lambda module, args: kept.append((module, args[0]))) for one in holders]
     with torch.no_grad():
         for batch in data:
             batches.forward(model, batch)
-    handle.remove()
+    for handle in handles:
+        handle.remove()
     return kept
 
 
-def gram_by_unfold(model, layer, values):
+def inputs_by_plain_hooks(model, layer, data):
+    return [value for _, value in calls_by_plain_hooks(model, layer, data)]
+
+
+def gram_by_unfold(layer, calls):
     """Reference Gram of every output position, by torch's own unfold."""
-    module = model.get_submodule(layer.path)
     total = torch.zeros(layer.groups, layer.shape[1], layer.shape[1], dtype=torch.float64)
-    for value in values:
-        if isinstance(module, torch.nn.Conv2d):
-            columns = torch.nn.functional.unfold(
-                value, module.kernel_size, module.dilation, module.padding, module.stride
-            )
+    for module, value in calls:
+        if isinstance(module, nn.Conv2d):
+            columns = nn.functional.unfold(value, module.kernel_size, module.dilation, module.padding, module.stride)
             rows = columns.transpose(1, 2).reshape(-1, layer.groups, layer.shape[1]).transpose(0, 1).double()
         else:
             rows = value.reshape(1, -1, layer.shape[1]).double()
@@ -49,13 +55,12 @@ def gram_by_unfold(model, layer, values):
 def test_statistics_are_those_of_the_network_pruned_so_far(name):
     model, data = build(name)
     walk = walk_of(model, data)
-    assert bool(walk.chain) == (name != "perceptron")
+    assert bool(walk.chain) == (name in CHAINED)
     seen = []
 
     def visit(group, statistics):
         for layer in group:
-            values = inputs_by_plain_hooks(model, layer, walk.calibration.batches)
-            expected = gram_by_unfold(model, layer, values)
+            expected = gram_by_unfold(layer, calls_by_plain_hooks(model, layer, walk.calibration.batches))
             # float32 products of at most some thousand terms, summed in float64
             found = statistics.calibration.own * statistics.calibration.count
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -97,13 +102,74 @@ def test_dense_stream_is_paired_sample_by_sample():
 @pytest.mark.parametrize("settings", [{}, {"stride": 2}, {"dilation": 2}, {"groups": 2}, {"padding": "same"}])
 def test_convolution_rows_reproduce_the_convolution(settings, padding_mode):
     settings = {"padding": 1, **settings}
-    conv = torch.nn.Conv2d(4, 6, 3, bias=False, padding_mode=padding_mode, **settings)
+    conv = nn.Conv2d(4, 6, 3, bias=False, padding_mode=padding_mode, **settings)
     value = torch.randn(3, 4, 9, 7)
     output = conv(value)
-    (layer,) = layers.find_layers(torch.nn.Sequential(conv))
+    (layer,) = layers.find_layers(nn.Sequential(conv))
     positions = torch.arange(output.shape[2] * output.shape[3])
     rows = input_rows(layer, conv, value, positions)
     weight = conv.weight.flatten(1).reshape(layer.groups, -1, layer.shape[1])
     found = (rows @ weight.transpose(1, 2)).transpose(0, 1).flatten(1)
     expected = output.flatten(2).transpose(1, 2).reshape(-1, 6)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def only_gram(model, data, name):
+    """The Gram of one layer on all the data, the network run whole."""
+    found = {}
+    walk = Walk(model, batches.Part.of(data), batches.Part(), layers.select(model).layers, [])
+    walk.sweep(lambda group, statistics: found.update({layer.name: statistics.calibration for layer in group}))
+    return found[name]
+
+
+class Graph(nn.Module):
+    """Multiplies by a sparse matrix, and by a batch of matrices that torch has vectorised."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("adjacency", torch.eye(10).to_sparse())
+
+    def forward(self, x):
+        hidden = self.adjacency @ self.first(x[0])
+        return self.second(torch.vmap(lambda matrix: hidden @ matrix)(torch.eye(8).expand(3, 8, 8)).mean(0))[None]
+
+
+def test_products_with_what_has_no_memory_of_its_own():
+    torch.manual_seed(0)
+    model, x = Graph().eval(), torch.randn(1, 10, 8)
+    hidden = model.first(x[0]).detach().double()
+    torch.testing.assert_close(only_gram(model, [x], "second").own[0], hidden.T @ hidden / 10, rtol=1e-5, atol=1e-6)
+
+
+class Padded(nn.Module):
+    """Attention in which a padded position attends to nothing: its row is NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, input_ids, attention_mask):
+        hidden = self.embed(input_ids)
+        seen = attention_mask.bool()[:, None, :] & torch.ones(hidden.shape[1], hidden.shape[1]).tril().bool()
+        weights = (hidden @ hidden.mT).masked_fill(~seen, -torch.inf).softmax(-1)
+        return self.out(weights @ hidden)
+
+
+def test_nan_at_padded_positions_is_no_data():
+    torch.manual_seed(0)
+    mask = torch.ones(6, 10, dtype=torch.int64)
+    mask[:, :3] = 0
+    batch = {"input_ids": torch.randint(20, (6, 10)), "attention_mask": mask}
+    found = only_gram(Padded().eval(), [batch], "out")
+    assert found.count == 42
+    assert found.own.isfinite().all()
+
+
+def test_grams_are_exact_under_autocast():
+    rows = torch.randn(1, 100, 12)
+    (layer,) = layers.find_layers(nn.Sequential(nn.Linear(12, 3)))
+    found = Gram.empty(layer, rows.device, False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found.add(rows)
+    torch.testing.assert_close(found.own, (rows.mT @ rows).double())

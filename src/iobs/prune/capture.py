@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from iobs.prune.layers import Layer, projections
+from iobs.prune.layers import CONVOLUTIONS, Layer, projections
 
 Note = Callable[[Layer, nn.Module, Tensor], None]
 
@@ -29,12 +29,22 @@ def captured_inputs(model: nn.Module, layers: Sequence[Layer], note: Note) -> It
         direct = _DirectUses(model, layers, note)
         for layer in layers:
             if layer.is_called:
-                module = model.get_submodule(layer.path)
-                before = _before_call(layer, note, direct)
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(_after_call(layer, direct)).remove)
+                for module in _holders(model, layer):
+                    before = _before_call(layer, note, direct)
+                    stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                    stack.callback(module.register_forward_hook(_after_call(layer, direct)).remove)
         stack.enter_context(direct)
         yield
+
+
+def _holders(model: nn.Module, layer: Layer) -> list[nn.Module]:
+    """The layer's module and other convolutions with its kernel; other matrices are seen where torch multiplies."""
+    own = model.get_submodule(layer.path)
+    if not isinstance(own, CONVOLUTIONS):
+        return [own]
+    kernel = layer.stored(model)
+    convolutions = [module for module in model.modules() if isinstance(module, CONVOLUTIONS)]
+    return [one for one in convolutions if one._parameters.get("weight") is kernel and one.groups == own.groups]
 
 
 def _before_call(layer: Layer, note: Note, direct: _DirectUses) -> Callable[..., None]:
@@ -59,11 +69,11 @@ class _DirectUses(TorchFunctionMode):
         super().__init__()
         self.model, self.note = model, note
         self.inside: set[str] = set()  # layers whose module is running: its own product is not seen twice
-        self.places: dict[tuple[int, int], Layer] = {}
+        self.places: dict[tuple[int, int] | None, tuple[Layer, Tensor]] = {}  # with the matrix, (rows, columns)
         for layer in layers:
             tensor = layer.tensor(model)
             if tensor.ndim == 2:
-                self.places[_place(tensor)] = layer
+                self.places[_place(tensor)] = layer, tensor.mT if layer.transposed else tensor
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,13 +81,14 @@ class _DirectUses(TorchFunctionMode):
         """Look at products before they are computed."""
         if func is nn.functional.linear:
             given = [*args, *(kwargs or {}).values()]
-            self._seen(given[1], given[0], transpose=False)
+            self._seen(given[1], given[0])
         elif func is nn.functional.multi_head_attention_forward:
             self._look_into_attention(func, signature(func).bind(*args, **(kwargs or {})).arguments)
         elif func in _MATMULS:
             left, right = [*args, *(kwargs or {}).values()][:2]
-            self._seen(right, left, transpose=False)
-            self._seen(left, right, transpose=True)
+            if isinstance(left, Tensor) and isinstance(right, Tensor):
+                self._seen(_turned(right), left)
+                self._seen(left, _turned(right))
         return func(*args, **(kwargs or {}))
 
     def _look_into_attention(self, func: Any, given: dict[str, Any]) -> None:
@@ -93,23 +104,33 @@ class _DirectUses(TorchFunctionMode):
         fed = [given[name] for name in ("query", "key", "value")]
         laid = {id(value): samples_first(value) for value in fed}  # one tensor stays one: it shares its Gram
         for weight, value in zip(weights, fed, strict=True):
-            self._seen(weight, laid[id(value)], transpose=False)
+            self._seen(weight, laid[id(value)])
         output = given["out_proj_weight"]
         if _place(output) in self.places:
             # The heads' results are never at hand but as what an identity makes of them.
             identity = torch.eye(len(output), dtype=output.dtype, device=output.device)
             heads, _ = func(**{**given, "out_proj_weight": identity, "out_proj_bias": None})
-            self._seen(output, samples_first(heads), transpose=False)
+            self._seen(output, samples_first(heads))
 
-    def _seen(self, weight: Any, value: Any, transpose: bool) -> None:
-        if not isinstance(weight, Tensor) or weight.ndim != 2:
+    def _seen(self, matrix: Any, value: Tensor) -> None:
+        """Take note of value @ matrix.T, where the matrix is a layer's: in the same place, and the same way round."""
+        if not isinstance(matrix, Tensor) or matrix.ndim != 2:
             return
-        layer = self.places.get(_place(weight))
-        if layer is None or layer.name in self.inside or sorted(weight.shape) != sorted(layer.shape):
+        if (found := self.places.get(_place(matrix))) is None:
+            return
+        layer, own = found
+        if layer.name in self.inside or matrix.shape != own.shape or matrix.stride() != own.stride():
             return
         value = value.detach() if value.requires_grad else value  # the same tensor is the same object: layers share it
-        self.note(layer, self.model.get_submodule(layer.path), value.mT if transpose else value)
+        self.note(layer, self.model.get_submodule(layer.path), value)
 
 
-def _place(weight: Tensor) -> tuple[int, int]:
-    return weight.untyped_storage().data_ptr(), int(weight.storage_offset())
+def _turned(value: Tensor) -> Tensor:
+    return value.mT if value.ndim > 1 else value
+
+
+def _place(weight: Tensor) -> tuple[int, int] | None:
+    try:
+        return weight.untyped_storage().data_ptr(), int(weight.storage_offset())
+    except NotImplementedError:  # sparse, or one of many within vmap
+        return None

@@ -124,8 +124,9 @@ class Gram:
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
     exact = torch.promote_types(left.dtype, torch.float32)
-    for a, b in zip(torch.split(left, _CHUNK, 1), torch.split(right, _CHUNK, 1), strict=True):
-        total += a.to(exact).transpose(1, 2) @ b.to(exact)
+    with torch.autocast(total.device.type, enabled=False):  # the caller's own would multiply in 16 bits
+        for a, b in zip(torch.split(left, _CHUNK, 1), torch.split(right, _CHUNK, 1), strict=True):
+            total += a.to(exact).transpose(1, 2) @ b.to(exact)
 
 
 @dataclass

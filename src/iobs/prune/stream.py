@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from iobs.errors import CalibrationError
 from iobs.prune import batches
 from iobs.prune.batches import Batch
+from iobs.prune.capture import captured_inputs
 from iobs.prune.layers import Layer
-from iobs.prune.trace import Block, find_chains, hidden_of, with_hidden
+from iobs.prune.trace import Block, find_chains, hidden_of, inside, with_hidden
 
 BEFORE = -1
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Mark = tuple[torch.Size, int]  # of a tensor: its shape and the sum of its bits
 
 
 class StopForward(Exception):
@@ -52,6 +54,12 @@ class Stream:
     def stages(self) -> range:
         """Every stage, in order."""
         return range(BEFORE, len(self.chain) + 1) if self.chain else range(BEFORE, 0)
+
+    def layers_of(self, stage: int, left: Sequence[Layer]) -> list[Layer]:
+        """Those of the layers not yet visited that are to be seen in a stage, if it calls them."""
+        if 0 <= stage < len(self.chain):
+            return [layer for layer in left if inside(layer, self.chain[stage].path)]
+        return [layer for layer in left if not any(inside(layer, block.path) for block in self.chain)]
 
     def run(self, stage: int, index: int) -> Any:
         """Run one stage on one batch; hooks see the modules in it being called."""
@@ -128,32 +136,57 @@ class Stream:
 
 
 def exact_chain(model: nn.Module, data: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
-    """The longest chain of blocks along which a network can be run, or none.
-
-    The first batch shows that running along it is exact; the others, that they take the same way.
-    """
+    """The longest chain of blocks along which a network can be run, or none."""
     for chain in find_chains(model, data[0], layers):
-        if len(chain) > 1 and running_along_is_exact(model, chain, data[0]):
-            with suppress(WayError), torch.no_grad():
-                for batch in data[1:]:
-                    Stream(model, [batch], chain, strict=True).advance(BEFORE)
-                return chain
+        if len(chain) > 1 and running_along_is_exact(model, chain, data, layers):
+            return chain
     return []
 
 
 @torch.no_grad()
-def running_along_is_exact(model: nn.Module, chain: list[Block], batch: Batch) -> bool:
-    """Whether block after block gives the network's own output, so that nothing but the hidden state is handed on."""
+def running_along_is_exact(
+    model: nn.Module, chain: list[Block], data: Sequence[Batch], layers: Sequence[Layer]
+) -> bool:
+    """Whether every layer is fed along the chain, in its own stage, just what it is fed when the network runs whole.
+
+    So nothing but the hidden state is handed on, no layer is called from two stages, and nothing that is pruned
+    branches off in the middle; the output stands for what is not pruned. One batch of each shape shows it; the others,
+    that they take the same way.
+    """
+    shapes: set[tuple[torch.Size, ...]] = set()
     try:
-        stream = Stream(model, [batch], chain)
-        for stage in stream.stages:
-            output = stream.run(stage, 0)
-            stream.advance(stage)
+        for batch in data:
+            shape = tuple(tensor.shape[1:] for tensor in batches.tensors(batch))
+            stream = Stream(model, [batch], chain, strict=True)
+            if shape in shapes:
+                stream.advance(BEFORE)
+            elif _fed(stream, layers) != _fed(Stream(model, [batch], []), layers):
+                return False
+            shapes.add(shape)
     except Exception:  # a network that cannot be run in parts is run whole: any failure here says just that
         return False
-    expected = batches.logits(batches.forward(model, batch))
-    found = batches.logits(output)
-    return found.shape == expected.shape and torch.equal(found, expected)
+    return True
+
+
+def _fed(stream: Stream, layers: Sequence[Layer]) -> tuple[dict[str, list[Mark]], Mark]:
+    """What every layer is fed in the stage that it is visited in, by its name, and the output; on the first batch."""
+    fed: dict[str, list[Mark]] = {}
+
+    def note(layer: Layer, module: nn.Module, value: Tensor) -> None:
+        fed.setdefault(layer.name, []).append(_mark(value))
+
+    for stage in stream.stages:
+        left = [layer for layer in layers if layer.name not in fed]
+        with captured_inputs(stream.model, stream.layers_of(stage, left), note):
+            output = stream.run(stage, 0)
+        stream.advance(stage)
+    return fed, _mark(batches.logits(output))
+
+
+def _mark(value: Tensor) -> Mark:
+    """Tells tensors apart, which are not kept: a network's activations together need not fit into memory."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
+    return value.shape, int(value.contiguous().view(integers).sum(dtype=torch.int64))  # exact in every order
 
 
 def _cast(value: Any, dtype: torch.dtype, seen: dict[int, Tensor]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from iobs.prune import batches
@@ -28,7 +29,7 @@ class Call:
     began: int
     ended: int = -1
     output: Value | None = None
-    rest: tuple[Any, ...] | None = None
+    rest: tuple[Any, ...] | None = None  # its tensors left out
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Block:
 
     path: str
     hidden: int | str  # position or keyword of the hidden state among its arguments
-    rest: tuple[Any, ...] | None = None  # what it returns after the hidden state; None where it returns that alone
+    # What it returns after the hidden state, or None where it returns that alone. None stands for its tensors: they
+    # belong to one batch and to the weights of one time, so no chain exists where anything is computed from them.
+    rest: tuple[Any, ...] | None = None
 
 
 @dataclass
@@ -69,7 +72,8 @@ class Tracer:
             call.ended = self.events
             hidden = hidden_of(output)
             call.output = None if hidden is None else self._value(hidden)
-            call.rest = None if hidden is None or isinstance(output, Tensor) else tuple(output[1:])
+            alone = hidden is None or isinstance(output, Tensor)
+            call.rest = None if alone else tree_map_only(Tensor, lambda _: None, tuple(output[1:]))
 
         handles = []
         for path, module in model.named_modules():

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from iobs.errors import NonFiniteError
 from iobs.prune import batches, gram
-from iobs.prune.batches import Part
+from iobs.prune.batches import Batch, Part
 from iobs.prune.capture import captured_inputs
 from iobs.prune.distributed import ALONE, Ranks
 from iobs.prune.gram import Gram, Statistics
 from iobs.prune.layers import CONVOLUTIONS, Layer
 from iobs.prune.stream import StopForward, Stream
-from iobs.prune.trace import Block, inside
+from iobs.prune.trace import Block
 
 EXPERT_MEMORY = 2**30  # bytes of Grams of experts that are gathered in one pass over the data
 
@@ -32,7 +32,7 @@ class SharedInput:
     """Layers that are fed the same tensor in the same way, so that one Gram serves them all."""
 
     layers: list[Layer]
-    calls: int  # how often a forward pass calls the first of them
+    calls: int  # how often a forward pass calls the first of them; more than once may be more on other batches
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Walk:
         self, streams: list[Stream], stage: int, left: list[Layer], visit: Visit, replay: Replay | None
     ) -> list[Layer]:
         """Visit the layers of one stage; returns those that are left."""
-        wanted = self._layers_of(stage, left)
+        wanted = streams[0].layers_of(stage, left)
         for shared in self._agreed(_execution_order(streams[0], stage, wanted), wanted):
             left = [layer for layer in left if layer not in shared.layers]
             if replay is not None and replay(shared.layers):
@@ -133,14 +133,8 @@ class Walk:
                     left.remove(layer)
         return list(agreed.values())
 
-    def _layers_of(self, stage: int, left: list[Layer]) -> list[Layer]:
-        if 0 <= stage < len(self.chain):
-            return [layer for layer in left if inside(layer, self.chain[stage].path)]
-        return [layer for layer in left if not any(inside(layer, block.path) for block in self.chain)]
-
     def _statistics(self, streams: list[Stream], stage: int, shared: SharedInput) -> Statistics:
         layer = shared.layers[0]
-        module = streams[0].model.get_submodule(layer.path)
         device = layer.tensor(streams[0].model).device
         used = streams[-1:] if self.dense_inputs else streams
         grams = [Gram.empty(layer, device, len(used) > 1) for _ in range(2 if self.heldout.batches else 1)]
@@ -148,16 +142,17 @@ class Walk:
         rerouted = torch.zeros(1, device=device)
         for index, held_out, number in self._numbered():
             attended = batches.attended(streams[0].model, streams[0].data[index])
-            values = [_captured(stream, stage, index, shared) for stream in used]
-            if len({tuple(value.shape for value in calls) for calls in values}) > 1:
+            captured = [_captured(stream, stage, index, shared) for stream in used]
+            if len({tuple(value.shape for _, value in calls) for calls in captured}) > 1:
                 rerouted += 1
-                values = values[:1]
-            for call in zip(*values, strict=True):
-                _require_finite(call, layer, number)
-                positions = gram.draw_positions(module, call[0], generator, self.positions)
+                captured = captured[:1]
+            for call in zip(*captured, strict=True):
+                module, values = call[0][0], [value for _, value in call]
+                positions = gram.draw_positions(module, values[0], generator, self.positions)
                 if positions is None:  # no convolution
-                    call = tuple(batches.unpadded(value, attended) for value in call)
-                rows = [gram.input_rows(layer, module, value, positions) for value in call]
+                    values = [batches.unpadded(value, attended) for value in values]
+                _require_finite(values, layer, number)
+                rows = [gram.input_rows(layer, module, value, positions) for value in values]
                 grams[held_out].add(*rows)
         self.ranks.sum(rerouted)
         if rerouted.item():
@@ -196,7 +191,7 @@ class Walk:
             def note(
                 layer: Layer, module: nn.Module, value: Tensor, held_out: bool = held_out, number: int = number
             ) -> None:
-                _require_finite((value,), layer, number)
+                _require_finite([value], layer, number)
                 grams[layer][held_out].add(value.reshape(1, -1, layer.shape[1]))
 
             with captured_inputs(stream.model, experts, note):
@@ -209,7 +204,8 @@ class Walk:
 def _execution_order(stream: Stream, stage: int, layers: list[Layer]) -> list[SharedInput]:
     """The layers that a stage really calls, in order, those with the same input together.
 
-    The first batch says, and those after it where some layers are left, as experts may be that few tokens are sent to.
+    The batch of the largest samples says, on which a loop over positions is longest, and others where some layers are
+    left, as experts may be that few tokens are sent to.
     """
     if not layers:
         return []
@@ -229,7 +225,7 @@ def _execution_order(stream: Stream, stage: int, layers: list[Layer]) -> list[Sh
             key = (id(value), value._version, *_geometry(module))
             order.setdefault(key, SharedInput([], 1)).layers.append(layer)
 
-    for index in range(len(stream.data)):
+    for index in sorted(range(len(stream.data)), key=lambda index: -_numbers_a_sample(stream.data[index])):
         unseen = [layer for layer in layers if layer.name not in counts]
         if not unseen:
             break
@@ -251,14 +247,21 @@ def _geometry(module: nn.Module) -> tuple[Any, ...]:
     return ()
 
 
-def _captured(stream: Stream, stage: int, index: int, shared: SharedInput) -> list[Tensor]:
-    """What a stage feeds to a layer on one batch, one tensor a call; the forward pass ends at the last call."""
-    values: list[Tensor] = []
+def _numbers_a_sample(batch: Batch) -> int:
+    return sum(tensor[:1].numel() for tensor in batches.tensors(batches.inputs(batch)) if tensor.ndim)
+
+
+def _captured(stream: Stream, stage: int, index: int, shared: SharedInput) -> list[tuple[nn.Module, Tensor]]:
+    """What a stage feeds to a layer on one batch, one tensor a call, and the module that takes it.
+
+    The pass ends with the only call of a layer; of one that is called several times, the batch itself says how often.
+    """
+    values: list[tuple[nn.Module, Tensor]] = []
 
     def keep(layer: Layer, module: nn.Module, value: Tensor) -> None:
         # A later call may overwrite it: x += f(x).
-        values.append(value.detach().clone() if shared.calls > 1 else value.detach())
-        if len(values) == shared.calls:
+        values.append((module, value.detach().clone() if shared.calls > 1 else value.detach()))
+        if shared.calls == 1:
             raise StopForward
 
     with captured_inputs(stream.model, shared.layers[:1], keep), suppress(StopForward):
@@ -272,7 +275,7 @@ def batched(values: Sequence[Layer], size: int) -> Iterator[Sequence[Layer]]:
         yield values[start : start + size]
 
 
-def _require_finite(values: tuple[Tensor, ...], layer: Layer, number: int) -> None:
+def _require_finite(values: list[Tensor], layer: Layer, number: int) -> None:
     if not all(bool(torch.isfinite(value).all()) for value in values):
         raise NonFiniteError(
             f"The input of layer {layer.name!r} holds NaN or infinity in calibration batch {number}; "
