@@ -1,6 +1,7 @@
 """`iobs compare` on a small classifier: a table, a file, a picture, and the model as it was."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -77,6 +78,20 @@ def test_an_output_that_is_a_file_is_found_before_any_work(call, tmp_path, monke
     assert "cannot be the folder of the results" in result.output
 
 
+def test_an_output_that_takes_no_files_is_found_before_any_work(call, monkeypatch):
+    if not Path("/proc/self").is_dir():
+        pytest.skip("this system has no /proc")
+    monkeypatch.setattr("iobs.cli.loading.load_model", lambda *_: pytest.fail("the model was loaded"))
+    result = call("--methods", "fast", "--patterns", "0.5", "-o", "/proc/self")
+    assert result.exit_code == 1
+    assert "/proc/self cannot be the folder of the results" in result.output
+
+
+def test_a_method_named_twice_is_run_once(call):
+    result = call("--methods", "magnitude, magnitude", "--patterns", "0.5", "--json")
+    assert len(json.loads(result.stdout)["trials"]) == 1
+
+
 def test_unknown_method(call):
     result = call("--methods", "fastest")
     assert result.exit_code != 0
@@ -86,7 +101,9 @@ def test_unknown_method(call):
 def test_one_method_that_fails_does_not_take_the_others_with_it(call, tmp_path, monkeypatch):
     monkeypatch.setitem(OURS, "wanda", {"solver": "wanda", "damping": -1.0})
     result = call("--methods", "fast,wanda,magnitude", "--patterns", "0.5", "-o", tmp_path / "out")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output  # at the end: the table and the files hold the others
+    assert "perplexity" in result.output or "accuracy" in result.output
+    assert (tmp_path / "out" / "comparison.svg").is_file()
     assert "wanda at 0.5 failed: damping must not be negative" in " ".join(result.output.split())
     values = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [trial["method"] for trial in values["trials"]] == ["fast", "magnitude"]

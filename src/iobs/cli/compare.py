@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -77,7 +78,7 @@ def compare(
             "give what to score on: on the calibration data itself the methods that learn it by heart would win",
             param_hint="--eval-data",
         )
-    chosen = [name.strip() for name in methods.split(",")]
+    chosen = [*dict.fromkeys(name.strip() for name in methods.split(","))]
     unknown = [name for name in chosen if name not in {**OURS, **PEERS}]
     if unknown:
         raise typer.BadParameter(
@@ -90,7 +91,7 @@ def compare(
     if not pairs:
         raise typer.BadParameter("none of these methods takes N:M; give sparsities", param_hint="--patterns")
     if output is not None:
-        _make_folder(output)
+        make_folder(output)
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
     selection = select(loaded.module, None, skip)
     for pattern in wanted.values():
@@ -117,15 +118,28 @@ def compare(
     if not trials:
         raise typer.Exit(1)
     _show(trials, dense[metric], output, as_json)
+    if len(trials) < len(pairs):  # a script must not take a table with gaps for a whole one
+        raise typer.Exit(1)
 
 
-def _make_folder(output: Path) -> None:
+def make_folder(output: Path) -> None:
+    """Make the folder of the results before any work.
+
+    Raises:
+        OutputError: it cannot be made, or nothing can be written there.
+    """
     from iobs.errors import OutputError
 
     try:
         output.mkdir(parents=True, exist_ok=True)
+        # Permissions do not tell of every place that takes no files, and nothing binds the superuser: try it.
+        with tempfile.NamedTemporaryFile(dir=output, prefix=".iobs-"):
+            pass
     except OSError as error:
-        raise OutputError(f"{output} cannot be the folder of the results: {error.strerror}.") from error
+        raise OutputError(
+            f"{output} cannot be the folder of the results: no file can be written there ({error.strerror}); "
+            "choose another output directory."
+        ) from error
 
 
 def _require_targets(loaded: LoadedModel, batches: list[Any], chosen: list[str]) -> None:

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from iobs.cli import console
+from iobs.cli.compare import make_folder
 from iobs.paper import Experiment, Request, Results, experiments, find
 
 
@@ -53,10 +54,18 @@ def reproduce(
     request = Request(stand_in, seed, output, console.say, model, tuple(data or ()), tuple(eval_data or ()))
     request = replace(request, questions=questions, rounds=rounds, limit=limit)
     experiment.check(request)
+    if output is not None:
+        make_folder(output)
     results = experiment.run(request)
     if as_json:
         console.print_json(
-            {"name": experiment.name, "measure": results.measure, "rows": [vars(r) for r in results.rows]}
+            {
+                "name": experiment.name,
+                "measure": results.measure,
+                "stand_in": stand_in and experiment.stand_in != "",
+                "rows": [vars(row) for row in results.rows],
+                "notes": results.notes,
+            }
         )
         return
     out.print(_comparison(experiment, results))

@@ -101,6 +101,8 @@ def _read_mnist(file: Path) -> Array:
         DataError: the file is neither.
     """
     import gzip
+    import zipfile
+    import zlib
 
     import numpy as np
 
@@ -108,14 +110,15 @@ def _read_mnist(file: Path) -> Array:
 
     try:
         if file.suffix == ".npz":
-            with np.load(file) as archive:
+            # Opened here: numpy leaves a damaged file open.
+            with file.open("rb") as opened, np.load(opened) as archive:
                 name = next(name for name in ("x_train", "images", "train_images", "X") if name in archive.files)
                 return np.asarray(archive[name], dtype=np.float64).reshape(-1, D)
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         if raw[:4] != b"\x00\x00\x08\x03":
             raise ValueError("not an idx3 file of bytes")
         return np.frombuffer(raw, np.uint8, offset=16).astype(np.float64).reshape(-1, D)
-    except (OSError, ValueError, StopIteration) as error:
+    except (OSError, ValueError, StopIteration, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise DataError(
             f"Cannot read MNIST from {file} ({error}); give train-images-idx3-ubyte(.gz) or an .npz with x_train."
         ) from error

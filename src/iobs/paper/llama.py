@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 from iobs.paper.registry import Experiment, Request, Results, Row
 from iobs.paper.rounds import (
+    ONE_TEXT,
+    STAND_IN,
     Measured,
     Scores,
     Settings,
     calibration,
     chosen,
+    data_notes,
     iterate,
     language_model,
     perplexities,
@@ -22,6 +25,7 @@ from iobs.paper.rounds import (
 )
 
 if TYPE_CHECKING:
+    from iobs.data import Questions
     from iobs.models import LoadedModel
 
 # 8 million tokens of RedPajama; the sparsity is not stated, 50 % as everywhere in the paper.
@@ -43,12 +47,19 @@ CORPORA = ("wikitext2", "c4")
 
 def scores_of(name: str, request: Request) -> tuple[list[Scores], list[str]]:
     """Perplexity and MMLU of the dense model and of every round; both the table and the figure are read off them."""
-    ((label, settings),) = chosen({name: SETTINGS[name]}, request).items()
+    ((_, settings),) = chosen({name: SETTINGS[name]}, request).items()
+    # The table and the figure of a model share one file of scores.
+    measured = Measured(request, name.lower())
     notes = ["The number of zeros is not stated in the paper for these runs; 50 % here."]
     if request.stand_in:
         settings = stood_in(settings, samples=64)
         name_of_model = Path(settings.model).name or "the embedded model"
         notes.append(f"Measured on {name_of_model}, 64 windows of 128 tokens a round; chance is 0.25 in MMLU.")
+        notes.append(ONE_TEXT)
+    asked, _ = _questions(request)
+    if asked != "MMLU":
+        notes.append(f"Questions: {asked}; the published shares are on all of MMLU.")
+    notes += data_notes({name: SETTINGS[name]}, request, ", ".join(CORPORA), "windows (and questions of a subject)")
 
     def compute() -> list[Scores]:
         loaded = language_model(settings)
@@ -60,8 +71,7 @@ def scores_of(name: str, request: Request) -> tuple[list[Scores], list[str]]:
 
         return iterate(loaded.module, batches, settings, score, request.say, seed=request.seed)
 
-    # The table and the figure of a model share one file of scores.
-    scores = Measured(request, name.lower()).get(label + (" (stand-in)" if request.stand_in else ""), settings, compute)
+    scores = measured.get(_label(name, request), settings, compute)
     if "prompts" in scores[0]:
         cut, count = scores[0]["cut prompts"], scores[0]["prompts"]
         notes.append(f"{cut:.0f} of {count:.0f} prompts were longer than the model's context: beginnings were cut.")
@@ -74,12 +84,14 @@ def table(name: str) -> Callable[[Request], Results]:
     def run(request: Request) -> Results:
         scores, notes = scores_of(name, request)
         label = _label(name, request)
-        published = dict(enumerate(PUBLISHED.get(label, ())))
+        published = dict(enumerate(PUBLISHED.get(label.removesuffix(STAND_IN), ())))
         rows = [
             Row(label, "dense" if index == 0 else f"round {index}", published.get(index), found["mmlu"])
             for index, found in enumerate(scores)
         ]
-        return Results("MMLU, five examples, share right; * is the best round", starred(rows, lowest=False), notes)
+        asked = _questions(request)[0]
+        measure = f"Share right with five examples, {asked}; * is the best round"
+        return Results(measure, starred(rows, lowest=False), notes)
 
     return run
 
@@ -120,24 +132,18 @@ def experiment(name: str, place: str, kind: str) -> Experiment:
 
 
 def _label(name: str, request: Request) -> str:
-    """Whose scores these are: the paper's model, or the user's own where it is another."""
-    return next(iter(chosen({name: SETTINGS[name]}, request)))
+    """Whose scores these are: the paper's model, its stand-in, or the user's own where it is another."""
+    return next(iter(chosen({name: SETTINGS[name]}, request))) + (STAND_IN if request.stand_in else "")
 
 
 def _mmlu(loaded: LoadedModel, request: Request) -> Callable[[], Scores]:
     """Scores the model on MMLU with five examples: on a file of questions, or with lm-eval, which fetches them."""
-    from iobs.data import made_questions, read_questions
     from iobs.evaluate import answer, evaluate_tasks
 
-    folder = stand_in_folder()
-    if request.questions is not None:
-        questions = read_questions(request.questions, each=request.limit)
-    elif request.stand_in and folder is not None:
-        questions = read_questions(folder / "mmlu" / "mmlu.jsonl.gz", subjects=5, each=request.limit or 10)
-    elif request.stand_in:
-        questions = made_questions()
-    else:
+    _, read = _questions(request)
+    if read is None:
         return lambda: {"mmlu": evaluate_tasks(loaded, ["mmlu"], shots=5, limit=request.limit)["mmlu/acc"]}
+    questions = read()
 
     def score() -> Scores:
         table, cut = answer(loaded, questions)
@@ -146,17 +152,36 @@ def _mmlu(loaded: LoadedModel, request: Request) -> Callable[[], Scores]:
     return score
 
 
-def _draw(name: str, scores: list[Scores], file: Path) -> Path:
+def _questions(request: Request) -> tuple[str, Callable[[], Questions] | None]:
+    """What is asked, in words and as what reads it; lm-eval has the questions where nothing here reads them."""
+    from iobs.data import made_questions, read_questions
+
+    folder, given = stand_in_folder(), request.questions
+    if given is not None:
+        return given.name, lambda: read_questions(given, each=request.limit)
+    if request.stand_in and folder is not None:
+        each = request.limit or 10
+        file = folder / "mmlu" / "mmlu.jsonl.gz"
+        return f"MMLU's first 5 subjects, {each} questions each", lambda: read_questions(file, subjects=5, each=each)
+    if request.stand_in:
+        return "made questions (sums, the first answer always right)", made_questions
+    return "MMLU", None
+
+
+def _draw(label: str, scores: list[Scores], file: Path) -> Path:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     drawing = Figure(figsize=(8, 3), layout="constrained")
     for axes, corpus in zip(drawing.subplots(1, len(CORPORA)), CORPORA, strict=True):
         values = [entry[corpus] for entry in scores[1:]]
         best = min(range(len(values)), key=values.__getitem__)
         axes.plot(range(1, len(values) + 1), values, marker=".")
-        axes.plot(best + 1, values[best], marker="*", markersize=14)
-        axes.axhline(scores[0][corpus], linestyle=":", color="grey")
-        axes.set(title=f"{name}, {corpus}", xlabel="round", ylabel="perplexity")
+        axes.plot(best + 1, values[best], marker="*", markersize=14, linestyle="none", label="best round")
+        axes.axhline(scores[0][corpus], linestyle=":", color="grey", label="dense")
+        axes.set(title=f"{label}, {corpus}", xlabel="round", ylabel="perplexity")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.legend(frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(file)
     return file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from iobs.errors import DataError
+from iobs.errors import DataError, OutputError
 from iobs.paper.registry import Request, Row
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 Scores = dict[str, float]
 EMBEDDED = ""  # the model, or the text, that comes with the package
+STAND_IN = " (stand-in)"  # behind a model's name where another was measured
+ONE_TEXT = "Both corpora are one text here, held out from the small model's own, in windows of 128 tokens."
 
 
 @dataclass(frozen=True)
@@ -114,30 +117,71 @@ def iterate(
 
 
 class Measured:
-    """Scores that were measured before, kept in the output folder, so that a table is continued and not begun anew."""
+    """Scores that were measured before, kept in the output folder, so that a table is continued and not begun anew.
+
+    Make it before any work: a damaged file of scores is found here.
+
+    Raises:
+        DataError: the file that is there holds no scores.
+    """
 
     def __init__(self, request: Request, name: str) -> None:
         self.file = None if request.output is None else request.output / f"{name}.json"
-        self.known: dict[str, list[Scores]] = {}
-        if self.file is not None and self.file.is_file():
-            self.known = json.loads(self.file.read_text(encoding="utf8"))
+        self.known = {} if self.file is None or not self.file.is_file() else _read_scores(self.file)
         self.say = request.say
         # Whatever else of the request changes a score.
         self.asked = [str(request.data), str(request.eval_data), str(request.questions), request.limit, request.seed]
+        named = [request.model, *request.data, *request.eval_data, request.questions]
+        self.files = [_state(str(name)) for name in named if name is not None]
 
     def get(self, key: str, settings: Settings, compute: Callable[[], list[Scores]]) -> list[Scores]:
-        """The scores under a key, settings and all that was asked for: from the folder, or computed and put there."""
-        full = json.dumps([key, asdict(settings), self.asked])
+        """The scores under a key, settings and all that was asked for: from the folder, or computed and put there.
+
+        Raises:
+            OutputError: the computed scores cannot be written.
+        """
+        full = json.dumps([key, asdict(settings), self.asked, _state(settings.model), self.files])
         if full in self.known:
             self.say(f"{key}: measured before, taken from {self.file}")
             return self.known[full]
         self.known[full] = compute()
         if self.file is not None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.file.with_suffix(".partial")
-            partial.write_text(json.dumps(self.known, indent=1), encoding="utf8")
-            partial.replace(self.file)
+            try:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                partial = self.file.with_suffix(".partial")
+                partial.write_text(json.dumps(self.known, indent=1), encoding="utf8")
+                partial.replace(self.file)
+            except OSError as error:
+                raise OutputError(f"{self.file} could not be written ({error.strerror}).") from error
         return self.known[full]
+
+
+def _read_scores(file: Path) -> dict[str, list[Scores]]:
+    try:
+        known = json.loads(file.read_text(encoding="utf8"))
+        rounds = [scores for table in known.values() for scores in table]
+        if not all(isinstance(value, int | float) for scores in rounds for value in scores.values()):
+            raise ValueError("a score is no number")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise DataError(
+            f"{file} should hold the scores measured before and is damaged ({error}); remove it to measure anew."
+        ) from error
+    return known  # type: ignore[no-any-return]
+
+
+def _state(spec: str) -> str | None:
+    """A digest of names, sizes and times of the files that a model or data spec names; None where none is local.
+
+    A file that was changed under its old name gives other scores.
+    """
+    place = os.path.expanduser(re.sub(r"\.py:\w+$", ".py", spec))  # the file of FILE.py:function
+    inside = sorted(os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names)
+    files = [file for file in (place, *inside) if os.path.isfile(file)]
+    digest = hashlib.sha256()
+    for file in files:
+        found = os.stat(file)
+        digest.update(os.fsencode(f"{os.path.relpath(file, place)} {found.st_size} {found.st_mtime_ns}\n"))
+    return digest.hexdigest() if files else None
 
 
 def starred(rows: list[Row], lowest: bool) -> list[Row]:
@@ -167,6 +211,33 @@ def chosen(table: Mapping[str, Settings], request: Request) -> dict[str, Setting
         name: replace(settings, data=", ".join(request.data) or settings.data, rounds=request.rounds or settings.rounds)
         for name, settings in entries.items()
     }
+
+
+def data_notes(table: Mapping[str, Settings], request: Request, scored: str, counted: str) -> list[str]:
+    """One note where the user's data or limit part the measured figures from the published ones; else none.
+
+    Args:
+        table: the settings of the paper.
+        request: what the user gave.
+        scored: what the paper scores on.
+        counted: what the limit counts.
+    """
+    if not (request.data or request.eval_data or request.limit):
+        return []
+    entries = chosen(table, request)
+    published = [table[name].data for name in entries if name in table] or [entry.data for entry in table.values()]
+    usual = [entry.data for entry in entries.values()]
+    calibrated = "the stand-in's own data" if request.stand_in and not request.data else _listed(usual)
+    here = _listed(request.eval_data) or ("the stand-in's own data" if request.stand_in else scored)
+    limit = "" if request.limit is None else f", {request.limit:,} {counted} at most"
+    return [
+        f"Calibrated on {calibrated}, scored on {here}{limit}; "
+        f"the published figures are calibrated on {_listed(published)} and scored on all of {scored}."
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
 
 
 def _sizes(model: str) -> set[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from iobs.paper.registry import Experiment, Request, Results, Row
 from iobs.paper.rounds import (
+    ONE_TEXT,
+    STAND_IN,
     Measured,
     Settings,
     calibration,
     chosen,
+    data_notes,
     iterate,
     language_model,
     perplexities,
@@ -48,14 +51,15 @@ def run(request: Request) -> Results:
                 seed=request.seed,
             )
 
-        scores = measured.get(f"{name}{' (stand-in)' if request.stand_in else ''}", settings, compute)
+        label = name + (STAND_IN if request.stand_in else "")
+        scores = measured.get(label, settings, compute)
         for corpus in CORPORA:
             dense, sparse, best = PUBLISHED.get((name, corpus), (None, None, None))
             methods = [("dense", dense), ("SparseGPT", sparse)]
             methods += [(f"I-OBS, round {index}", None) for index in range(2, settings.rounds)]
             methods += [(f"I-OBS({settings.rounds})", best if settings.rounds == PUBLISHED_ROUNDS else None)]
             found = [
-                Row(f"{name}, {corpus}", method, number, entry[corpus])
+                Row(f"{label}, {corpus}", method, number, entry[corpus])
                 for (method, number), entry in zip(methods, scores, strict=False)
             ]
             rows += starred(found, lowest=True)
@@ -63,10 +67,13 @@ def run(request: Request) -> Results:
 
 
 def _notes(request: Request) -> list[str]:
-    notes = ["The model is held in float32 here: in bfloat16 most steps of these learning rates change no weight."]
+    notes = [
+        "The model is held in float32 here: in bfloat16 most steps of these learning rates change no weight.",
+        "Each round sees the same samples; Algorithm 2 draws a new batch every round.",
+    ]
     if request.stand_in:
-        notes.append("Measured on a small model and its held-out text for both corpora, windows of 128 tokens.")
-    return notes
+        notes += ["Measured on a small model.", ONE_TEXT]
+    return notes + data_notes(SETTINGS, request, ", ".join(CORPORA), "windows")
 
 
 EXPERIMENT = Experiment(

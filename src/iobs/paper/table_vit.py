@@ -6,11 +6,11 @@ from dataclasses import replace
 from fnmatch import fnmatch
 
 from iobs.paper.registry import Experiment, Request, Results, Row
-from iobs.paper.rounds import Measured, Settings, chosen, iterate, starred
+from iobs.paper.rounds import STAND_IN, Measured, Settings, chosen, data_notes, iterate, starred
 from iobs.paper.vision import Network, on_pictures, stand_in
 
 SETTINGS = {
-    name: Settings(f"timm:deit_{size}_patch16_224", "an ImageNet folder", 128, 0, 0.5, 100, 0.01)
+    name: Settings(f"timm:deit_{size}_patch16_224", "ImageNet", 128, 0, 0.5, 100, 0.01)
     for name, size in (("DeiT-Tiny", "tiny"), ("DeiT-Small", "small"), ("DeiT-Base", "base"))
 }
 ITERATIONS = (1, 10, 25, 50, 75, 100)
@@ -22,30 +22,36 @@ PUBLISHED = {
 }
 DENSE_PARTS = ("patch*", "head*")  # query, key, value, projection and fully connected layers are pruned
 MEASURE = "Top-1 accuracy in per cent; * is the best round"
-SAME_SAMPLES = "Each round sees the same 128 samples."
+SAME_SAMPLES = (
+    "Each round sees the same 128 samples, the batch size of the paper's appendix; its text says 1,000 calibration "
+    "samples, and its Algorithm 2 draws a new batch every round."
+)
 
 
 def run(request: Request) -> Results:
     """The three DeiT or the user's own network on pictures, or a small transformer for ten rounds."""
+    measured = Measured(request, "table-vit")
     if request.stand_in:
         settings = replace(SETTINGS["DeiT-Tiny"], rounds=request.rounds or 10)
         network = stand_in("vit", request, settings.samples)
-        rows, origin = _rows("DeiT-Tiny / stand-in", settings, network, request)
+        rows, origin = _rows("DeiT-Tiny", settings, network, request, measured)
         notes = [f"Measured on {origin}; published is DeiT-Tiny on ImageNet.", SAME_SAMPLES]
         return Results(MEASURE, rows, notes)
     rows = []
     for name, settings in chosen(SETTINGS, request).items():
-        rows += _rows(name, settings, on_pictures(settings, request), request)[0]
-    return Results(MEASURE, rows, [SAME_SAMPLES])
+        rows += _rows(name, settings, on_pictures(settings, request), request, measured)[0]
+    return Results(MEASURE, rows, [SAME_SAMPLES, *data_notes(SETTINGS, request, "ImageNet", "pictures")])
 
 
-def _rows(name: str, settings: Settings, network: Network, request: Request) -> tuple[list[Row], str]:
+def _rows(
+    name: str, settings: Settings, network: Network, request: Request, measured: Measured
+) -> tuple[list[Row], str]:
     module, batches, accuracy, origin = network
     from iobs.prune.layers import find_layers
 
     at = {*ITERATIONS, settings.rounds} if settings.rounds > 10 else set(range(1, settings.rounds + 1))
     dense = [part for part in DENSE_PARTS if any(fnmatch(layer.name, part) for layer in find_layers(module))]
-    scores = Measured(request, "table-vit").get(
+    scores = measured.get(
         origin,
         settings,
         lambda: iterate(
@@ -59,9 +65,10 @@ def _rows(name: str, settings: Settings, network: Network, request: Request) -> 
             seed=request.seed,
         ),
     )
-    published = dict(zip((0, *ITERATIONS), PUBLISHED.get(name.split(" ")[0], ()), strict=False))
+    published = dict(zip((0, *ITERATIONS), PUBLISHED.get(name, ()), strict=False))
+    label = name + (STAND_IN if request.stand_in else "")
     found = [
-        Row(name, "dense" if index == 0 else f"round {index}", published.get(index), entry["accuracy"])
+        Row(label, "dense" if index == 0 else f"round {index}", published.get(index), entry["accuracy"])
         for index, entry in enumerate(scores)
         if entry
     ]
