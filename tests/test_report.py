@@ -2,9 +2,11 @@
 
 import base64
 import io
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 
+import matplotlib as mpl
 import pytest
 from rich.console import Console
 
@@ -55,6 +57,18 @@ def make_report(layers=4, rounds=3, heldout=True, scores=None, error=0.01):
         scores=scores or {},
         notes=["a note with <b>marks</b>"],
     )
+
+
+def make_polished(rounds=1, layers=4, **options):
+    """Two polishes after the projections, as recipe="best" has them; the first wins."""
+    made = make_report(layers, rounds, **options)
+    for index, steps in ((rounds, 600), (rounds + 1, 60)):
+        losses = [0.1] * steps
+        made.rounds.append(
+            RoundRecord(index, 0.5, 0.1, 0.1, made.rounds[0].layers, losses, kind="polish", polished_round=0)
+        )
+    made.best_round = rounds
+    return made
 
 
 SCORES = {
@@ -122,6 +136,89 @@ def test_the_page_is_self_contained_and_escaped(layers, rounds, heldout):
 def test_pictures_are_the_same_every_time():
     made = make_report(scores=SCORES)
     assert plots.rounds(made) == plots.rounds(made)
+
+
+TEX = r"$\frac_$"  # what matplotlib would take for TeX, and cannot parse
+
+
+def words(picture):
+    """The texts that matplotlib drew, each of which it leaves in a comment."""
+    return re.findall(r"<!-- (.*?) -->", picture)
+
+
+def test_dollars_in_names_are_no_tex(tmp_path):
+    made = make_report(scores={f"{name}{TEX}": {TEX: 0.5} for name in "abc"})
+    made.loss_name = TEX
+    made.allocation = [AllocationRecord(f"{TEX}{i}", (8, 6), [0.5, 0.0], [0.1, 0.0], 2.0**i, 0.5) for i in range(3)]
+    for record in made.rounds:
+        for number, layer in enumerate(record.layers):
+            layer.name = f"{TEX}{number}"
+    with mpl.rc_context({"text.usetex": True, "axes.formatter.use_mathtext": True}):  # as a user's matplotlibrc may be
+        report.write_report(made, tmp_path)
+    drawn = pictures((tmp_path / "report.html").read_text(encoding="utf8"))
+    assert len(drawn) == 6
+    assert sum(any(TEX in word for word in words(picture)) for picture in drawn) == 6
+    trials = [curves.Trial(TEX, "0.5", sparsity, TEX, 9.5, 2.0) for sparsity in (0.5, 0.6)]
+    assert TEX in words(curves.trials_figure(trials, 8.5))
+
+
+def test_numbers_on_logarithmic_axes_are_plain_text():
+    made = make_report()
+    made.best.layers[0].error_dense = 1e-3
+    drawn = words(plots.error_by_layer(made))
+    assert {"0.001", "0.01"} <= {*drawn}
+    assert not any("$" in word for word in drawn)
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_weights(tmp_path, monkeypatch):
+    def broken(*_):
+        raise ValueError("no room")
+
+    monkeypatch.setattr(plots, "_short_names", broken)
+    with pytest.warns(UserWarning, match="could not be drawn: no room"):
+        report.write_report(make_report(), tmp_path)
+    drawn = pictures((tmp_path / "report.html").read_text(encoding="utf8"))
+    assert len(drawn) == 4
+    assert sum("could not be drawn" in picture for picture in drawn) == 3
+    for picture in drawn:
+        ElementTree.fromstring(picture)
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 40])
+def test_polishes_are_no_rounds_in_the_picture(rounds):
+    drawn = words(plots.rounds(make_polished(rounds)))
+    assert drawn.count("polish") == 2
+    assert {"of 600", "of 60"} <= {*drawn}
+    assert str(rounds + 1) not in drawn
+    assert "1" in drawn
+
+
+def test_a_polish_claims_no_layer_errors_of_its_own():
+    made = make_polished()
+    page = report.render_page(made)
+    assert "Error by layer of round 1, before the polish of 600 steps" in page
+    assert "Time by layer of round 1, before the polish of 600 steps" in page
+    assert "Layers of round 1, before the polish of 600 steps" in page
+    assert "sparse weight V in round 1, before the polish of 600 steps" in page
+    assert "best round" not in page
+    assert "before the polish" in words(plots.error_by_layer(made))
+    text = shown(report.layers_table(made), report.rounds_table(made))
+    assert "Layers of round 1, before the polish of 600 steps" in text
+    assert re.search(r"600 steps \* .* – +0\.0", text)
+    assert tables.mean_error(made.rounds[0]) == pytest.approx(0.01)
+    assert tables.mean_error(made.best) is None
+    assert "before the polish" not in report.render_page(make_report())
+
+
+def test_reports_from_before_polishes_named_their_round_are_read(tmp_path):
+    made = make_polished()
+    values = made.as_dict()
+    for entry in values["rounds"]:
+        del entry["polished_round"]
+    (tmp_path / "report.json").write_text(json.dumps(values), encoding="utf8")
+    read = report.read_report(tmp_path / "report.json")
+    assert read.best.layers == made.best.layers
+    assert "Layers of the projection, before the polish of 600 steps" in report.render_page(read)
 
 
 def test_layer_names_lose_what_they_share():

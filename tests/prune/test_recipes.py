@@ -55,6 +55,9 @@ def test_best_searches_where_enough_samples_judge():
     assert report.best.loss_heldout <= report.rounds[0].loss_heldout
     assert [record.kind for record in report.rounds].count("polish") == 2  # in full, and as short as its trials
     assert len(report.rounds[-1].step_losses) < len(report.rounds[-2].step_losses)
+    assert report.rounds[0].polished_round is None
+    for polish in report.rounds[-2:]:  # errors that no polish has measured are said to be the projection's
+        assert polish.layers == report.rounds[polish.polished_round].layers
     assert "auto" not in (report.settings["polish"]["lr"], report.settings["polish"]["optimizer"])
 
 

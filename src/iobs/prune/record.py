@@ -45,7 +45,11 @@ class LayerRecord:
 
 @dataclass
 class RoundRecord:
-    """One round of Algorithm 2: project every layer, measure, take the gradient steps that lead to the next round."""
+    """One round of Algorithm 2: project every layer, measure, take the gradient steps that lead to the next round.
+
+    Or, by its `kind`, a polish: gradient steps on the support that round `polished_round` left. It measures no layer;
+    its `layers` are that round's, with the zeros that both have, and with errors and seconds of the projection alone.
+    """
 
     index: int
     asked: float
@@ -55,6 +59,7 @@ class RoundRecord:
     step_losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     kind: str = "projection"
+    polished_round: int | None = None  # None for a projection, and for a polish in older reports
 
     @property
     def sparsity(self) -> float:

@@ -200,7 +200,9 @@ class Run:
         bench, began = self.bench, time.perf_counter()
         trainer = bench.trainer(step, step.steps, bench.masks())
         losses = bench.descend(trainer, bench.fit, index, f"polish of {step.steps} steps")
-        record = RoundRecord(index, leader.asked, None, None, leader.layers, losses, kind="polish")
+        record = RoundRecord(
+            index, leader.asked, None, None, leader.layers, losses, kind="polish", polished_round=leader.index
+        )
         self._finish_round(record, bench.fit, began)
         bench.progress.round(record)
         return record

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from iobs.report.numbers import duration, higher_is_better, score
-from iobs.report.plots import BLUE, GREEN, GREY, INK, ORANGE, _figure, _svg
+from iobs.report.plots import BLUE, GREEN, GREY, INK, ORANGE, drawn, figure_of, logarithmic
 
 _COLOURS = (GREEN, BLUE, ORANGE, INK, "#7b4fa3", "#b3423a", "#2a9d9a", "#8a6d3b")
 _MARKERS = ("o", "s", "^")  # where there are more methods than colours
@@ -51,9 +52,10 @@ def trials_table(trials: list[Trial], dense: float | None) -> Table:
     return table
 
 
-def trials_figure(trials: list[Trial], dense: float | None) -> str:
-    """The score against sparsity, one line a method, and the seconds below, as an SVG."""
-    figure, (scores, times) = _figure(6.4, rows=2)
+@drawn
+def trials_figure(trials: list[Trial], dense: float | None) -> Any:
+    """The score against sparsity, one line a method, and the seconds below."""
+    figure, (scores, times) = figure_of(6.4, rows=2)
     metric = trials[0].metric
     for number, method in enumerate(dict.fromkeys(trial.method for trial in trials)):
         own = sorted((trial for trial in trials if trial.method == method), key=lambda trial: trial.sparsity)
@@ -64,10 +66,10 @@ def trials_figure(trials: list[Trial], dense: float | None) -> str:
     if dense is not None:
         scores.axhline(dense, color=GREY, linestyle="--", label="dense")
     if not higher_is_better(metric):
-        scores.set_yscale("log")
+        logarithmic(scores, "y")
     scores.set_ylabel(f"{metric} ({'higher' if higher_is_better(metric) else 'lower'} is better)")
     scores.legend(frameon=False)
-    times.set_yscale("log")
+    logarithmic(times, "y")
     times.set_ylabel("seconds")
     times.set_xlabel("sparsity, per cent")
-    return _svg(figure)
+    return figure

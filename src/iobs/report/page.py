@@ -6,10 +6,10 @@ import base64
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from iobs.prune.record import Report
+from iobs.prune.record import WORTH, Report
 from iobs.report import plots
 from iobs.report.numbers import duration, percent, score, significant, size
-from iobs.report.tables import COUNTS, best_of, mean_error, round_name, score_names
+from iobs.report.tables import COUNTS, best_of, mean_error, measured_in, of_round, round_name, score_names
 
 
 def render_page(report: Report) -> str:
@@ -19,14 +19,12 @@ def render_page(report: Report) -> str:
         _facts(report),
         _scores(report),
         _rounds(report),
-        _picture("Error by layer", _ERROR_CAPTION, plots.error_by_layer(report)) if report.best.layers else "",
+        _errors(report),
         _sparsity(report),
         _picture("Where the zeros went, and why", _ALLOCATION_CAPTION, plots.allocation(report))
         if report.allocation
         else "",
-        _picture("Time by layer", "Seconds spent on each layer in the best round.", plots.seconds_by_layer(report))
-        if report.best.layers
-        else "",
+        _seconds(report),
         _notes(report),
         _layers(report),
         _settings(report),
@@ -104,7 +102,25 @@ def _rounds(report: Report) -> str:
     headings = ["round", "zeros", f"{report.loss_name}, calibration", "held-out", "mean layer error", "time"]
     caption = f"The starred round has the lowest loss on {_judges(report)} samples among those at the asked sparsity; "
     caption += "its weights are the answer."
+    if any(record.kind == "polish" for record in report.rounds):
+        caption += f" A polish must gain {100 * WORTH:.0f} % to win, and measures no layer errors."
     return _picture("Rounds", caption, plots.rounds(report), after=_table(headings, rows))
+
+
+def _errors(report: Report) -> str:
+    if not report.best.layers:
+        return ""
+    caption = _ERROR_CAPTION.format(escape(measured_in(report.best)))
+    if report.best.kind == "polish":
+        caption += " The polish changed these weights; no errors are measured after it."
+    return _picture(of_round("Error by layer", report), caption, plots.error_by_layer(report))
+
+
+def _seconds(report: Report) -> str:
+    if not report.best.layers:
+        return ""
+    caption = f"Seconds spent on each layer in {escape(measured_in(report.best))}."
+    return _picture(of_round("Time by layer", report), caption, plots.seconds_by_layer(report))
 
 
 def _sparsity(report: Report) -> str:
@@ -141,7 +157,8 @@ def _layers(report: Report) -> str:
     ]
     headings = ["layer", "shape", "zeros", "error", "held-out", "against dense", "damping", "dead inputs", "seconds"]
     table = _table(headings, rows)
-    return f"<section><h2>Layers</h2><details><summary>All {len(rows)} layers</summary>{table}</details></section>"
+    title = escape(of_round("Layers", report))
+    return f"<section><h2>{title}</h2><details><summary>All {len(rows)} layers</summary>{table}</details></section>"
 
 
 def _settings(report: Report) -> str:
@@ -156,7 +173,7 @@ def _setting(value: object) -> str:
 
 
 def _picture(title: str, caption: str, svg: str, after: str = "") -> str:
-    return f"<section><h2>{title}</h2><p>{caption}</p>{_image(svg, title)}{after}</section>"
+    return f"<section><h2>{escape(title)}</h2><p>{caption}</p>{_image(svg, title)}{after}</section>"
 
 
 def _image(svg: str, text: str) -> str:
@@ -173,8 +190,8 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: bool =
 
 
 _ERROR_CAPTION = (
-    "‖VX − Y‖² / ‖Y‖² of each layer's sparse weight V in the best round, on the samples it was solved for and on "
-    "samples held out. After gradient steps the target Y is that of the round's own weights; “against dense” takes the "
+    "‖VX − Y‖² / ‖Y‖² of each layer's sparse weight V in {}, on the samples it was solved for and on samples held "
+    "out. After gradient steps the target Y is that of the round's own weights; “against dense” takes the "
     "output of the dense network's weights instead."
 )
 

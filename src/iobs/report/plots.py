@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import functools
 import io
-from typing import Any
+import math
+import textwrap
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 from iobs.prune.record import Report
 from iobs.report.numbers import higher_is_better, score
-from iobs.report.tables import mean_error
+from iobs.report.tables import mean_error, round_name
 
 BLUE, ORANGE, GREEN, GREY, INK = "#2f6f9f", "#d9822b", "#3d8b5f", "#9aa5b1", "#243b53"
 # Above this many layers their names would be unreadable and positions stand for them.
 _NAMED_LAYERS = 40
+_NUMBERED_ROUNDS = 10
+
+Arguments = ParamSpec("Arguments")
 
 
-def error_by_layer(report: Report) -> str:
-    """Relative output error of every layer of the best round, on calibration and on held-out samples."""
+def drawn(draw: Callable[Arguments, Any]) -> Callable[Arguments, str]:
+    """Make a function that draws a figure return it as an SVG in the style of the report.
+
+    The style holds from the first text, which takes it as it is made, to the last tick, which is made on saving.
+    """
+
+    @functools.wraps(draw)
+    def svg(*arguments: Arguments.args, **options: Arguments.kwargs) -> str:
+        try:
+            from matplotlib import rc_context
+
+            buffer = io.StringIO()
+            with rc_context(_STYLE):
+                draw(*arguments, **options).savefig(buffer, format="svg", metadata={"Date": None})
+            return buffer.getvalue()
+        except Exception as error:  # whatever it is: the weights of a long run are written together with its report
+            warnings.warn(f"The picture {draw.__name__} could not be drawn: {error}", stacklevel=2)
+            return _NOT_DRAWN
+
+    return svg
+
+
+@drawn
+def error_by_layer(report: Report) -> Any:
+    """Relative output error of every layer on calibration and on held-out samples, in the best round or before it."""
     layers = report.best.layers
     heldout = [layer.error_heldout for layer in layers]
     series = [("calibration", [layer.error_calibration for layer in layers], BLUE)]
@@ -24,23 +55,24 @@ def error_by_layer(report: Report) -> str:
     if len(report.rounds) > 1:
         series.append(("against dense", [layer.error_dense for layer in layers], GREEN))
     positive = all(value > 0 for _, values, _ in series for value in values)
-    return _by_layer([layer.name for layer in layers], series, "relative output error", logarithmic=positive)
+    label = "relative output error" + ("\nbefore the polish" if report.best.kind == "polish" else "")
+    return _by_layer([layer.name for layer in layers], series, label, positive)
 
 
-def sparsity_by_layer(report: Report) -> str:
+@drawn
+def sparsity_by_layer(report: Report) -> Any:
     """Share of zeros of every layer, asked and got."""
     layers = report.best.layers
     series = [
         ("asked", [100 * layer.asked for layer in layers], GREY),
         ("got", [100 * layer.sparsity for layer in layers], GREEN),
     ]
-    return _by_layer([layer.name for layer in layers], series, "zeros, %", logarithmic=False)
+    return _by_layer([layer.name for layer in layers], series, "zeros, %")
 
 
-def allocation(report: Report) -> str:
+@drawn
+def allocation(report: Report) -> Any:
     """The zeros that each layer was allotted, and what a zero of it costs, were all layers as sparse as the network."""
-    from matplotlib.ticker import LogFormatter, NullFormatter
-
     records = report.allocation
     sizes = [record.shape[0] * record.shape[1] for record in records]
     share = sum(record.chosen * size for record, size in zip(records, sizes, strict=True)) / sum(sizes)
@@ -48,7 +80,7 @@ def allocation(report: Report) -> str:
     mean = sum(damages) / sum(sizes)
     costs = [damage / size / mean for damage, size in zip(damages, sizes, strict=True)] if mean else damages
     named = len(records) <= _NAMED_LAYERS
-    figure, (left, right) = _figure(1.1 + 0.23 * len(records) if named else 5.0, columns=2)
+    figure, (left, right) = figure_of(1.1 + 0.23 * len(records) if named else 5.0, columns=2)
     positions = range(len(records))
     for axes, values, colour, middle in (
         (left, [100 * record.chosen for record in records], GREEN, 100 * share),
@@ -56,7 +88,7 @@ def allocation(report: Report) -> str:
     ):
         axes.plot(values, positions, marker="o", linestyle="none", color=colour, markersize=5.5)
         axes.axvline(middle, color=GREY, linestyle="--")
-        axes.invert_yaxis()
+        axes.set_ylim(len(records) - 0.5, -0.5)
         if named:
             axes.set_yticks(positions, _short_names([record.name for record in records]) if axes is left else [])
     if not named:
@@ -64,54 +96,75 @@ def allocation(report: Report) -> str:
     left.set(xlabel="zeros, %", xlim=(0, 100))
     right.set(xlabel="cost of a zero / mean")
     if min(costs) > 0:
-        right.set_xscale("log")
-        right.xaxis.set_major_formatter(LogFormatter())
-        right.xaxis.set_minor_formatter(NullFormatter())
-    return _svg(figure)
+        logarithmic(right, "x")
+    return figure
 
 
-def seconds_by_layer(report: Report) -> str:
-    """Time spent on every layer in the best round."""
+@drawn
+def seconds_by_layer(report: Report) -> Any:
+    """Time spent on every layer by the projection."""
     layers = report.best.layers
     series = [("seconds", [layer.seconds for layer in layers], BLUE)]
-    return _by_layer([layer.name for layer in layers], series, "seconds", logarithmic=False)
+    label = "seconds" + (" before the polish" if report.best.kind == "polish" else "")
+    return _by_layer([layer.name for layer in layers], series, label)
 
 
-def rounds(report: Report) -> str:
-    """Loss of every round with the best starred, and beneath it the layers' mean error against the dense weights."""
-    numbers = [record.index + 1 for record in report.rounds]
-    figure, (upper, lower) = _figure(5.0, rows=2)
+@drawn
+def rounds(report: Report) -> Any:
+    """Loss of every round with the best starred, and beneath it the layers' mean error against the dense weights.
+
+    A line joins the rounds; the polishes stand apart, since each sets out from a projection and not from another.
+    """
+    projections = [record for record in report.rounds if record.kind == "projection"]
+    polishes = [record for record in report.rounds if record.kind != "projection"]
+    # Beside many rounds, which stand close, the names of the polishes need more room than a round has.
+    room = max(1.0, len(projections) / 4) if polishes else 1.0
+    places = {record.index: float(number) for number, record in enumerate(projections)}
+    places |= {record.index: len(projections) - 1 + room * (number + 1) for number, record in enumerate(polishes)}
+    figure, (upper, lower) = figure_of(5.4, rows=2)
     for label, colour, values in (
-        ("calibration", BLUE, [record.loss_calibration for record in report.rounds]),
-        ("held-out", ORANGE, [record.loss_heldout for record in report.rounds]),
+        ("calibration", BLUE, {record.index: record.loss_calibration for record in report.rounds}),
+        ("held-out", ORANGE, {record.index: record.loss_heldout for record in report.rounds}),
     ):
-        known = [(number, value) for number, value in zip(numbers, values, strict=True) if value is not None]
-        if known:
-            upper.plot(*zip(*known, strict=True), marker="o", color=colour, label=label)
+        for records, line, name in ((projections, "-", label), (polishes, "none", None)):
+            known = [(places[record.index], values[record.index]) for record in records]
+            known = [(place, value) for place, value in known if value is not None]
+            if known:
+                upper.plot(*zip(*known, strict=True), marker="o", linestyle=line, color=colour, label=name)
     if report.dense_loss is not None:
         upper.axhline(report.dense_loss, color=GREY, linestyle="--", label="dense, held-out")
     best = report.best
     starred = best.loss_heldout if best.loss_heldout is not None else best.loss_calibration
     if starred is not None:
-        upper.plot(best.index + 1, starred, marker="*", markersize=17, color=ORANGE, linestyle="none", label="best")
+        upper.plot(places[best.index], starred, marker="*", markersize=17, color=ORANGE, linestyle="none", label="best")
     upper.set_ylabel(report.loss_name)
-    upper.legend(frameon=False, ncols=2)
-    errors = [mean_error(record) for record in report.rounds]
-    lower.plot(numbers, [float("nan") if value is None else value for value in errors], marker="o", color=GREEN)
+    figure.legend(frameon=False, ncols=2, loc="outside upper left", columnspacing=1, handletextpad=0.3)
+    errors = [mean_error(record) for record in projections]
+    lower.plot(
+        [places[record.index] for record in projections],
+        [math.nan if error is None else error for error in errors],
+        marker="o",
+        color=GREEN,
+    )
     lower.set_ylabel("mean layer error\nagainst dense")
-    lower.set_xlabel("round")
+    lower.set_xlabel("round", loc="left")
+    named = [*projections[:: math.ceil(len(projections) / _NUMBERED_ROUNDS)], *polishes]
+    labels = [textwrap.fill(round_name(record).removeprefix("round "), 7) for record in named]
+    upper.tick_params(labelbottom=False)
     for axes in (upper, lower):
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    return _svg(figure)
+        axes.set_xticks([places[record.index] for record in named], labels)
+        axes.set_xlim(-0.5, max(places.values()) + 0.5 * room)
+    return figure
 
 
-def comparison(scores: dict[str, dict[str, float]], metric: str) -> str:
+@drawn
+def comparison(scores: dict[str, dict[str, float]], metric: str) -> Any:
     """One metric of several methods as bars, the dense network in grey."""
     entries = {name: values[metric] for name, values in scores.items() if metric in values}
     best = (max if higher_is_better(metric) else min)(
         (name for name in entries if name != "dense"), key=lambda name: entries[name], default=""
     )
-    figure, (axes,) = _figure(0.9 + 0.42 * len(entries))
+    figure, (axes,) = figure_of(0.9 + 0.42 * len(entries))
     positions = range(len(entries))
     colours = [GREY if name == "dense" else GREEN if name == best else BLUE for name in entries]
     axes.barh(positions, list(entries.values()), color=colours, height=0.66)
@@ -122,12 +175,12 @@ def comparison(scores: dict[str, dict[str, float]], metric: str) -> str:
     axes.margins(x=0.16)
     axes.set_xlabel(f"{metric} ({'higher' if higher_is_better(metric) else 'lower'} is better)")
     axes.grid(axis="y", visible=False)
-    return _svg(figure)
+    return figure
 
 
-def _by_layer(names: list[str], series: list[tuple[str, list[float], str]], label: str, logarithmic: bool) -> str:
+def _by_layer(names: list[str], series: list[tuple[str, list[float], str]], label: str, positive: bool = False) -> Any:
     named = len(names) <= _NAMED_LAYERS
-    figure, (axes,) = _figure(1.1 + 0.23 * len(names) if named else 3.2)
+    figure, (axes,) = figure_of(1.1 + 0.23 * (len(names) + label.count("\n")) if named else 3.2)
     positions = list(range(len(names)))
     for name, values, colour in series:
         if named:
@@ -139,20 +192,20 @@ def _by_layer(names: list[str], series: list[tuple[str, list[float], str]], labe
     value_axis = "x" if named else "y"
     if named:
         axes.set_yticks(positions, _short_names(names))
-        axes.invert_yaxis()
+        axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlabel(label)
     else:
         axes.set_xlabel("layer, in the order of the network")
         axes.set_ylabel(label)
-    if logarithmic:
-        axes.set(**{f"{value_axis}scale": "log"})
+    if positive:
+        logarithmic(axes, value_axis)
     elif label == "zeros, %":
         axes.set(**{f"{value_axis}lim": (0, 100)})
     else:
         axes.set(**{f"{value_axis}lim": (0, None)})
     if len(series) > 1:
         figure.legend(frameon=False, ncols=3, loc="outside upper left", columnspacing=1, handletextpad=0.3)
-    return _svg(figure)
+    return figure
 
 
 def _short_names(names: list[str], longest: int = 26) -> list[str]:
@@ -165,27 +218,35 @@ def _short_names(names: list[str], longest: int = 26) -> list[str]:
     return [name if len(name) <= longest else "…" + name[-longest:] for name in short]
 
 
-def _figure(height: float, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
+def figure_of(height: float, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
     """A figure 5 inches wide: its text stays readable when a phone shows it 360 points wide."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(5.0, height), layout="constrained")
-        axes = [figure.add_subplot(rows, columns, number + 1) for number in range(rows * columns)]
-        for each in axes:
-            each.set_axisbelow(True)
+    figure = Figure(figsize=(5.0, height), layout="constrained")
+    axes = [figure.add_subplot(rows, columns, number + 1) for number in range(rows * columns)]
+    for each in axes:
+        each.set_axisbelow(True)
     return figure, axes
 
 
-def _svg(figure: Any) -> str:
-    from matplotlib import rc_context
+def logarithmic(axes: Any, name: str) -> None:
+    """Make the axis "x" or "y" logarithmic, its numbers plain text: matplotlib's own are TeX, which no text here is."""
+    from matplotlib.ticker import LogFormatter
 
-    buffer = io.StringIO()
-    with rc_context(_STYLE):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+    class Plain(LogFormatter):  # which ticks are named stays matplotlib's choice
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
 
+    axes.set(**{f"{name}scale": "log"})
+    axis = getattr(axes, f"{name}axis")
+    axis.set_major_formatter(Plain())
+    axis.set_minor_formatter(Plain())
+
+
+_NOT_DRAWN = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 360 40">'
+    '<text x="8" y="25" font-family="sans-serif" font-size="12">This picture could not be drawn.</text></svg>\n'
+)
 
 _STYLE: Any = {
     "font.size": 11,
@@ -201,4 +262,8 @@ _STYLE: Any = {
     "grid.color": "#e4e7eb",
     "grid.linewidth": 0.8,
     "svg.hashsalt": "iobs",
+    # Names of layers, methods and scores are text, dollars and all.
+    "text.parse_math": False,
+    "text.usetex": False,
+    "axes.formatter.use_mathtext": False,
 }

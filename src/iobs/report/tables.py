@@ -33,7 +33,7 @@ def layers_table(report: Report, limit: int | None = None) -> Table:
     """The layers of the best round; with a limit, those with the largest errors."""
     layers = report.best.layers
     chosen = layers
-    title = f"Layers of {round_name(report.best)}" if len(report.rounds) > 1 else "Layers"
+    title = of_round("Layers", report)
     if limit is not None and len(layers) > limit:
         worst = {id(layer) for layer in sorted(layers, key=_error, reverse=True)[:limit]}
         chosen = [layer for layer in layers if id(layer) in worst]
@@ -129,9 +129,24 @@ def round_name(record: RoundRecord) -> str:
     return f"{record.kind} of {len(record.step_losses)} steps"
 
 
+def measured_in(record: RoundRecord) -> str:
+    """Where the layers of a record were measured: in "round 2", or before a polish, which measures none."""
+    if record.kind == "projection":
+        return round_name(record)
+    start = "the projection" if record.polished_round is None else f"round {record.polished_round + 1}"
+    return f"{start}, before the {round_name(record)}"
+
+
+def of_round(title: str, report: Report) -> str:
+    """A title of what was measured layer by layer, with the round where there are several."""
+    return f"{title} of {measured_in(report.best)}" if len(report.rounds) > 1 else title
+
+
 def mean_error(record: RoundRecord) -> float | None:
-    """Mean over layers of the error against the dense weights."""
-    return sum(layer.error_dense for layer in record.layers) / len(record.layers) if record.layers else None
+    """Mean over layers of the error against the dense weights; None where a record has measured no layers itself."""
+    if record.kind != "projection" or not record.layers:
+        return None
+    return sum(layer.error_dense for layer in record.layers) / len(record.layers)
 
 
 def _table(title: str) -> Table:
