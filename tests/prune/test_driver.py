@@ -248,7 +248,7 @@ BAD = {
     "solver": (lambda: (*build("perceptron"), {"solver": "adm"}), ProblemError, "no solver 'adm'"),
     "recipe": (lambda: (*build("perceptron"), {"recipe": "finest"}), ProblemError, "no recipe"),
     "rounds": (lambda: (*build("perceptron"), {"rounds": 0}), ProblemError, "at least 1"),
-    "holdout": (lambda: (*build("perceptron"), {"holdout": 1.0}), CalibrationError, "holdout"),
+    "holdout": (lambda: (*build("perceptron"), {"holdout": 1.0}), ProblemError, "holdout"),
     "target": (lambda: (*build("perceptron"), {"target": "sparse"}), ProblemError, '"current"'),
     "fresh": (
         lambda: (build("perceptron")[0], perceptron_batches(1, 3), {"rounds": 9, "step": STEP, "data": "fresh"}),
