@@ -197,3 +197,19 @@ def test_a_head_that_is_not_judged_is_not_free(criterion):
     assert report.audit[2].name == "box"
     assert 0.3 < report.audit[2].sparsity < 0.7
     assert report.sparsity == 0.5
+
+
+@pytest.mark.parametrize("criterion", ["kl", "evolve"])
+def test_a_layer_of_little_effect_is_pruned_first(criterion):
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.idle, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 4)
+
+        def forward(self, inputs):
+            return self.last(torch.relu(self.first(inputs) + 1e-5 * self.idle(inputs)))
+
+    torch.manual_seed(0)
+    report = iobs.prune(Gated(), torch.randn(400, 16), iobs.Unstructured(0.5), recipe="fast", allocation=criterion)
+    sparsity = {row.name: row.sparsity for row in report.audit}
+    assert sparsity["idle"] > 0.85 > 0.4 > sparsity["first"]

@@ -372,6 +372,29 @@ def test_a_module_that_acts_on_its_mode_is_told_of_it():
     assert not model[1].training
 
 
+def test_only_modules_that_were_training_are_told_to_train():
+    class Merging(nn.Linear):
+        merged = True
+
+        def train(self, mode=True):
+            self.merged = not mode
+            return super().train(mode)
+
+    model = nn.Sequential(Merging(8, 8), nn.Sequential(Merging(8, 8), nn.Linear(8, 4)))
+    model[0].eval()
+    iobs.prune(model, torch.randn(30, 8), iobs.Unstructured(0.5))
+    assert [(model[0].training, model[0].merged), (model[1][0].training, model[1][0].merged)] == [
+        (False, True),
+        (True, False),
+    ]
+
+
+def test_buffers_that_cannot_be_written_to_do_no_harm():
+    model, data = small()
+    model.register_buffer("mask", torch.ones(1, 16).expand(3, 16))
+    iobs.prune(model, data, iobs.Unstructured(0.5), rounds=2, step=STEP)
+
+
 def test_steps_on_double_precision_keep_it():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()

@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import partial
 
@@ -237,6 +239,19 @@ class Weighted:
 def test_what_a_loss_holds_tells_it_from_another(make):
     assert fingerprint(make(1.0)) == fingerprint(make(1.0))
     assert fingerprint(make(1.0)) != fingerprint(make(9.0))
+
+
+def test_what_a_loss_holds_is_the_same_in_every_process():
+    code = (
+        "import logging, numpy; from functools import partial; from iobs.prune.checkpoint import fingerprint\n"
+        "log, names = logging.getLogger('a'), {'some', 'other', 'names'}\n"
+        "def loss(model, batch, draw=numpy.random.default_rng(0)):\n    log.info(names); return 'a' in {'b', 'c'}\n"
+        "def made():\n    inner = loss; later = lambda: (inner, log, names, none)\n"
+        "    if not names: none = 1\n    return later\n"
+        "print(fingerprint(made()), fingerprint(partial(loss, names)))"
+    )
+    run = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in range(2)]
+    assert run[0] == run[1]
 
 
 def test_a_network_that_counts_its_forward_passes_can_be_resumed(tmp_path):

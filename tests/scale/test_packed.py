@@ -201,6 +201,19 @@ def test_a_gradient_of_nan_at_a_zero_leaves_it_a_zero():
     assert all((value[mask] == 0).all() for (_, value), mask in _pairs(model, before))
 
 
+def test_frozen_matrices_and_sparse_gradients_are_kept():
+    model = torch.nn.Sequential(torch.nn.Embedding(6, 4, padding_idx=0, sparse=True), torch.nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight[:2] = 0
+    model[1].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    iobs.keep_sparse(model, optimizer)
+    model(torch.arange(6)).square().mean().backward()
+    optimizer.step()
+    assert not model[0].weight[0].any()
+    assert not model[1].weight[:2].any()
+
+
 def test_a_matrix_that_is_not_trained_yet_is_not_kept():
     model, data = pruned()
     adapter = torch.nn.Linear(model[0].in_features, model[0].in_features, bias=False)
@@ -209,7 +222,7 @@ def test_a_matrix_that_is_not_trained_yet_is_not_kept():
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match=r"0\.weight: all zeros"):
         handle = iobs.keep_sparse(whole, optimizer)
-    assert adapter.weight not in handle.zeros
+    assert adapter.weight not in handle.masks
     (whole(data) - data).square().mean().backward()
     optimizer.step()
     assert adapter.weight.any()

@@ -56,6 +56,8 @@ def solve(
 
     if certify is not None and not certify < math.inf:
         raise typer.BadParameter("give a number of seconds", param_hint="--certify")
+    if plot is not None and not plot.suffix:
+        plot = plot.with_suffix(".png")
     _check_outputs(output, plot)
     table = read_table(data, target, drop or [])
     loss = _loss(loss, table)
@@ -91,7 +93,8 @@ def _check_outputs(output: Path | None, plot: Path | None) -> None:
     from iobs.errors import OutputError
 
     for file in (output, plot):
-        if file is not None and not (file.parent.is_dir() and os.access(file.parent, os.W_OK) and not file.is_dir()):
+        place = None if file is None else file if file.exists() else file.parent
+        if file is not None and place is not None and (file.is_dir() or not os.access(place, os.W_OK)):
             raise OutputError(f"Cannot write {file}: give a file in a folder that exists and can be written to.")
     if plot is not None:
         from matplotlib.backend_bases import FigureCanvasBase

@@ -12,10 +12,11 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CellType, CodeType
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,7 @@ def fingerprint(value: Any, depth: int = 6) -> str:
         return _digest([value])
     inner = _parts(value) if depth else []
     if not inner:
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+        return re.sub(r" at 0x[0-9A-Fa-f]+", "", repr(value))
     name = getattr(value, "__qualname__", type(value).__qualname__)
     parts = " ".join(fingerprint(entry, depth - 1) for entry in inner)
     return f"{name} {hashlib.sha256(parts.encode()).hexdigest()[:16]}"
@@ -167,7 +168,7 @@ def _parts(value: Any) -> list[Any]:
     """What a value is made of, as far as its own words would not tell."""
     code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
     if isinstance(code, CodeType):
-        closed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        closed = [_content(cell) for cell in getattr(value, "__closure__", None) or ()]
         given = [getattr(value, name, None) for name in ("__defaults__", "__kwdefaults__", "__self__")]
         return [code.co_code, code.co_names, *code.co_consts, *given, *closed]
     if isinstance(value, nn.Module):
@@ -175,14 +176,25 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, np.ndarray):
-        return [str(value.dtype), value.shape, value.tobytes()]
+        return [str(value.dtype), value.shape, value.tolist() if value.dtype.hasobject else value.tobytes()]
     if isinstance(value, Mapping):
         return [*value.items()]
     if isinstance(value, list | tuple):
         return [*value]
-    if isinstance(value, type | ModuleType):
-        return []
-    return sorted(vars(value).items()) if hasattr(value, "__dict__") else []
+    if isinstance(value, set | frozenset):
+        return sorted(fingerprint(entry) for entry in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(one.name, getattr(value, one.name)) for one in fields(value)]
+    # Loggers and the like have words of their own, and parts that differ from one process to the next.
+    silent = " object at 0x" in repr(value) and hasattr(value, "__dict__")
+    return sorted(vars(value).items(), key=str) if silent else []
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
 
 
 def _is_ours(entry: Path) -> bool:

@@ -69,27 +69,36 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
         config._experts_implementation = "eager"  # type: ignore[union-attr]
     try:
         with ExitStack() as stack:
-            device = next(iter(numbers.values()), torch.empty(0)).device
+            device = next((value.device for value in numbers.values() if not value.is_meta), torch.device("cpu"))
             stack.enter_context(torch.autocast(device.type, enabled=False))
             if "torch._dynamo" in sys.modules:  # a compiled graph would take no notice of what looks inside
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if any(
                 isinstance(module, nn.RNNBase) for module in model.modules()
             ):  # cuDNN's have no gradient in eval mode
-                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+                cudnn = torch.backends.cudnn
+                others = cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, cudnn.allow_tf32
+                stack.enter_context(cudnn.flags(False, *others))
             yield frozenset(frozen if len(frozen) < len(numbers) else ())
     finally:
         torch.backends.mha.set_fastpath_enabled(fused_attention)
-        if model.training or any(flag for _, flag in training):
-            model.train()  # a module may do more than note its mode, such as taking an adapter out of its weight
-        for module, flag in training:
-            module.training = flag
+        _set_modes(model, dict(training))
         for value in frozen.values():
             value.requires_grad_(False)
         if cached:
             config.use_cache = cached  # type: ignore[union-attr]
         if experts is not None:
             config._experts_implementation = experts  # type: ignore[union-attr]
+
+
+def _set_modes(module: nn.Module, training: dict[nn.Module, bool]) -> None:
+    """Back to training mode, by `train` where that is all that is asked, as a module may do more than note its mode."""
+    if all(training[inner] for inner in module.modules()):
+        module.train()
+        return
+    module.training = training[module]
+    for child in module.children():
+        _set_modes(child, training)
 
 
 def state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -101,13 +110,23 @@ def state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def keeping_buffers(model: nn.Module) -> Iterator[None]:
     """Put back what a forward pass writes into buffers, such as counters."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+        for name, buffer in model.named_buffers():
+            if name in before:
+                put(buffer, before[name])
+
+
+@torch.no_grad()
+def put(tensor: Tensor, value: Tensor) -> None:
+    """Write a value into a parameter or a buffer where it is another: not every buffer can be written to.
+
+    One whose shape has changed stays as it is; it cannot be what a run changes.
+    """
+    if tensor.shape == value.shape and not torch.equal(tensor, value):
+        tensor.copy_(value)
 
 
 @contextmanager

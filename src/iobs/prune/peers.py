@@ -19,7 +19,7 @@ from iobs.prune.faithful import multiplied_as_they_are
 from iobs.prune.fisher import METHODS, BlockFisher, gradient_rows
 from iobs.prune.layers import Layer, select
 from iobs.prune.memory import MemoryWatch
-from iobs.prune.network import evaluating
+from iobs.prune.network import evaluating, keeping_buffers
 from iobs.prune.record import Report, RoundRecord
 
 _FIRST_STAGE = 0.1  # sparsity that several stages set out from
@@ -71,7 +71,7 @@ def prune_by_fisher(
     started, memory = time.perf_counter(), MemoryWatch()
     selection = select(model, include, skip, depthwise=depthwise)
     collected = data_batches.collect(batches)
-    with evaluating(model):
+    with evaluating(model), keeping_buffers(model):
         data_batches.require_all_accepted(model, collected)
         selection = multiplied_as_they_are(model, selection, collected[0])
     part = Part.of(collected)

@@ -34,7 +34,7 @@ PASSES = 6000  # samples that the divergences of all layers together may take
 PROBE_TOKENS = 16384  # and positions of text, every one of which is a distribution of its own
 _ANSWERS = 2**26  # numbers that the dense network's answers to the probe may take
 CURVE_TOKENS = 65536  # positions of text that curves are measured on
-_LEAST_DAMAGE = 1e-9  # a divergence below it is rounding: the judged output does not depend on the layer
+_LEAST_DAMAGE = 1e-9  # a divergence below it is rounding
 _SEARCHED = 2**24  # entries of all layers' Grams up to which they can be kept for a search, whose solves are then cheap
 ENOUGH = 150  # answers of the network that can judge a search: the least of a hundred noisier figures is mostly noise
 
@@ -158,13 +158,12 @@ class Planner:
             return {layer: 1 / max(energy, 1e-30) for layer, energy in energies.items()}
         if allocation.criterion == "fisher":
             return output_fisher(self.model, self.layers, self.calibration, self.seed)
-        # Samples in batches of another size, or a coarse dtype, answer a little otherwise of themselves.
-        noise = max(_LEAST_DAMAGE, 2 * abs(self._damage({})))
+        untouched = self._damage({})
         weights = {}
         for done, layer in enumerate(self.layers, 1):
             damage = self._damage({layer: self.measured[layer].probe})
-            if damage > noise:
-                weights[layer] = damage / max(self.measured[layer].probe_error, 1e-30)
+            if damage != untouched:  # to the last bit: a layer of little effect has some, and is cheap to prune
+                weights[layer] = max(damage, _LEAST_DAMAGE) / max(self.measured[layer].probe_error, 1e-30)
             self.told("damage of layers", done, len(self.layers))
         return weights
 

@@ -17,10 +17,10 @@ class SparseTraining:
     """What `keep_sparse` set up; `remove()` lets the weights become dense again.
 
     Attributes:
-        zeros: by parameter, True where an entry stays zero.
+        masks: by parameter, False where an entry stays zero.
     """
 
-    zeros: dict[nn.Parameter, Tensor]
+    masks: dict[nn.Parameter, Tensor]
     handles: list[Any]
 
     def remove(self) -> None:
@@ -49,35 +49,40 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
         LayerSelectionError: no matrix of the model that the optimiser steps on holds a zero.
     """
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    removed = {
-        name: (parameter, parameter == 0)
+    found = {
+        name: (parameter, parameter != 0)
         for name, parameter in model.named_parameters()
         if id(parameter) in stepped and parameter.ndim >= 2 and bool((parameter == 0).any())
     }
-    empty = [name for name, (_, zeros) in removed.items() if bool(zeros.all())]
+    empty = [name for name, (_, mask) in found.items() if not bool(mask.any())]
     if empty:
         warnings.warn(f"{', '.join(empty)}: all zeros, so taken for not yet trained, and not kept.", stacklevel=2)
-    zeros = {parameter: mask for name, (parameter, mask) in removed.items() if name not in empty}
-    if not zeros:
+    masks = {parameter: mask for name, (parameter, mask) in found.items() if name not in empty}
+    if not masks:
         raise LayerSelectionError(
             "There are no zeros to keep: prune the model first, and give the optimizer that steps on its weights."
         )
 
     @torch.no_grad()
     def drop(parameter: nn.Parameter) -> None:
-        if parameter.grad is not None:
-            parameter.grad.masked_fill_(zeros[parameter], 0)
+        if parameter.grad is None:
+            return
+        if parameter.grad.layout is torch.strided:
+            parameter.grad.masked_fill_(~masks[parameter], 0)  # of NaN, too
+        else:
+            parameter.grad.mul_(masks[parameter])
 
     @torch.no_grad()
     def before(*_: Any) -> None:  # gradients that were averaged over ranks, or put there by hand
-        for parameter in zeros:
+        for parameter in masks:
             drop(parameter)
 
     @torch.no_grad()
     def after(*_: Any) -> None:
-        for parameter, mask in zeros.items():
-            parameter.masked_fill_(mask, 0)
+        for parameter, mask in masks.items():
+            parameter.masked_fill_(~mask, 0)
 
     steps = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-    gradients = [parameter.register_post_accumulate_grad_hook(drop) for parameter in zeros]  # type: ignore[no-untyped-call]
-    return SparseTraining(zeros, steps + gradients)
+    trained = [parameter for parameter in masks if parameter.requires_grad]
+    gradients = [parameter.register_post_accumulate_grad_hook(drop) for parameter in trained]  # type: ignore[no-untyped-call]
+    return SparseTraining(masks, steps + gradients)

@@ -25,7 +25,8 @@ from iobs.prune.trace import Block, find_chains, hidden_of, inside, with_hidden
 BEFORE = -1
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Mark = tuple[torch.Size, int]  # of a tensor: its shape and the sum of its bits
+Mark = tuple[torch.Size, int]  # of a tensor: its shape and a weighted sum of its bits
+_PIECE = 2**20  # numbers whose bits are summed at a time
 
 
 class StopForward(Exception):
@@ -49,6 +50,7 @@ class Stream:
     strict: bool = False  # a batch that does not go from block to block along the chain raises WayError
     arguments: list[list[Arguments]] = field(default_factory=list)  # by batch and block; hidden states left out
     hidden: list[Tensor] = field(default_factory=list)  # by batch: what the current block is fed
+    _blocks: dict[str, int | None] = field(default_factory=dict)  # by layer name: the number of its block
 
     @property
     def stages(self) -> range:
@@ -57,9 +59,15 @@ class Stream:
 
     def layers_of(self, stage: int, left: Sequence[Layer]) -> list[Layer]:
         """Those of the layers not yet visited that are to be seen in a stage, if it calls them."""
-        if 0 <= stage < len(self.chain):
-            return [layer for layer in left if inside(layer, self.chain[stage].path)]
-        return [layer for layer in left if not any(inside(layer, block.path) for block in self.chain)]
+        own = stage if 0 <= stage < len(self.chain) else None
+        return [layer for layer in left if self._block_of(layer) == own]
+
+    def _block_of(self, layer: Layer) -> int | None:
+        """The number of the block that a layer lies in; None where it is none."""
+        if layer.name not in self._blocks:
+            number = next((number for number, block in enumerate(self.chain) if inside(layer, block.path)), None)
+            self._blocks[layer.name] = number
+        return self._blocks[layer.name]
 
     def run(self, stage: int, index: int) -> Any:
         """Run one stage on one batch; hooks see the modules in it being called."""
@@ -150,19 +158,18 @@ def running_along_is_exact(
     """Whether every layer is fed along the chain, in its own stage, just what it is fed when the network runs whole.
 
     So nothing but the hidden state is handed on, no layer is called from two stages, and nothing that is pruned
-    branches off in the middle; the output stands for what is not pruned. One batch of each shape shows it; the others,
-    that they take the same way.
+    branches off in the middle; the output stands for what is not pruned. The first batch shows it, and those of the
+    smallest and the largest samples; the others, that they take the same way.
     """
-    shapes: set[tuple[torch.Size, ...]] = set()
+    sizes = [sum(tensor[:1].numel() for tensor in batches.tensors(batch) if tensor.ndim) for batch in data]
+    shown = {0, sizes.index(min(sizes)), sizes.index(max(sizes))} if len(set(sizes)) > 1 else {0}
     try:
-        for batch in data:
-            shape = tuple(tensor.shape[1:] for tensor in batches.tensors(batch))
+        for index, batch in enumerate(data):
             stream = Stream(model, [batch], chain, strict=True)
-            if shape in shapes:
+            if index not in shown:
                 stream.advance(BEFORE)
             elif _fed(stream, layers) != _fed(Stream(model, [batch], []), layers):
                 return False
-            shapes.add(shape)
     except Exception:  # a network that cannot be run in parts is run whole: any failure here says just that
         return False
     return True
@@ -186,7 +193,11 @@ def _fed(stream: Stream, layers: Sequence[Layer]) -> tuple[dict[str, list[Mark]]
 def _mark(value: Tensor) -> Mark:
     """Tells tensors apart, which are not kept: a network's activations together need not fit into memory."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
-    return value.shape, int(value.contiguous().view(integers).sum(dtype=torch.int64))  # exact in every order
+    total = 0
+    for part in torch.split(value.contiguous().view(integers).flatten(), _PIECE):
+        places = torch.arange(1, 2 * len(part), 2, device=part.device)
+        total = (31 * total + int((part.long() * places).sum())) % 2**64  # whole numbers: exact in every order
+    return value.shape, total
 
 
 def _cast(value: Any, dtype: torch.dtype, seen: dict[int, Tensor]) -> Any:

@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
@@ -24,7 +23,7 @@ from iobs.prune.distributed import current
 from iobs.prune.layers import Selection
 from iobs.prune.losses import Loss, LossFunction, block_distance_to, kl_to, mean_loss, task_loss
 from iobs.prune.memory import MemoryWatch
-from iobs.prune.network import changing, state
+from iobs.prune.network import changing, put, state
 from iobs.prune.progress import Progress
 from iobs.prune.settings import Settings
 from iobs.prune.steps import GradientStep, Trainer
@@ -98,18 +97,16 @@ class Workbench:
 
     def restore(self, values: dict[str, Tensor]) -> None:
         """Put parameters and buffers back."""
-        with torch.no_grad():
-            for name, tensor in state(self.model):
-                if name in values:
-                    tensor.copy_(values[name])
+        for name, tensor in state(self.model):
+            if name in values:
+                put(tensor, values[name])
 
     def twin(self) -> nn.Module:
         """A copy of the network as it is, made from the reference: steps leave things in it that cannot be copied."""
         twin = copy.deepcopy(self.reference)
         assert twin is not None
-        with torch.no_grad():
-            for (_, value), (_, now) in zip(state(twin), state(self.model), strict=True):
-                value.copy_(now)
+        for (_, value), (_, now) in zip(state(twin), state(self.model), strict=True):
+            put(value, now)
         return twin
 
     def masks(self, support: Literal["dense", "fixed"] = "fixed") -> dict[str, Tensor]:
