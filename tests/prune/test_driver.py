@@ -356,14 +356,15 @@ def test_inference_mode_outside_does_not_matter():
     assert_same(model, pruned_alone(rounds=2, step=STEP))
 
 
+class Merging(nn.Linear):
+    merged = False
+
+    def train(self, mode=True):
+        self.merged = not mode
+        return super().train(mode)
+
+
 def test_a_module_that_acts_on_its_mode_is_told_of_it():
-    class Merging(nn.Linear):
-        merged = False
-
-        def train(self, mode=True):
-            self.merged = not mode
-            return super().train(mode)
-
     model = nn.Sequential(Merging(8, 8), nn.Dropout(), nn.Linear(8, 4))
     model[1].eval()
     iobs.prune(model, torch.randn(30, 8), iobs.Unstructured(0.5))
@@ -373,13 +374,6 @@ def test_a_module_that_acts_on_its_mode_is_told_of_it():
 
 
 def test_only_modules_that_were_training_are_told_to_train():
-    class Merging(nn.Linear):
-        merged = True
-
-        def train(self, mode=True):
-            self.merged = not mode
-            return super().train(mode)
-
     model = nn.Sequential(Merging(8, 8), nn.Sequential(Merging(8, 8), nn.Linear(8, 4)))
     model[0].eval()
     iobs.prune(model, torch.randn(30, 8), iobs.Unstructured(0.5))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -69,6 +68,7 @@ def compare(
     from iobs.core.patterns import parse
     from iobs.data import open_source
     from iobs.errors import IOBSError
+    from iobs.models import make_folder
     from iobs.prune.layers import select
     from iobs.prune.spread import require_fit
     from iobs.report.curves import Trial
@@ -120,26 +120,6 @@ def compare(
     _show(trials, dense[metric], output, as_json)
     if len(trials) < len(pairs):  # a script must not take a table with gaps for a whole one
         raise typer.Exit(1)
-
-
-def make_folder(output: Path) -> None:
-    """Make the folder of the results before any work.
-
-    Raises:
-        OutputError: it cannot be made, or nothing can be written there.
-    """
-    from iobs.errors import OutputError
-
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        # Permissions do not tell of every place that takes no files, and nothing binds the superuser: try it.
-        with tempfile.NamedTemporaryFile(dir=output, prefix=".iobs-"):
-            pass
-    except OSError as error:
-        raise OutputError(
-            f"{output} cannot be the folder of the results: no file can be written there ({error.strerror}); "
-            "choose another output directory."
-        ) from error
 
 
 def _require_targets(loaded: LoadedModel, batches: list[Any], chosen: list[str]) -> None:

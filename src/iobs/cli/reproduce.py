@@ -10,7 +10,6 @@ import typer
 from rich.table import Table
 
 from iobs.cli import console
-from iobs.cli.compare import make_folder
 from iobs.paper import Experiment, Request, Results, experiments, find
 
 
@@ -42,6 +41,8 @@ def reproduce(
     as_json: console.AsJson = False,
 ) -> None:
     """Run one table or figure of the paper and show published and measured numbers side by side."""
+    from iobs.models import make_folder
+
     out = console.output_console()
     if name is None:
         entries = experiments()

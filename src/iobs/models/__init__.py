@@ -9,7 +9,7 @@ import torch
 from iobs.errors import ModelError
 from iobs.models import factory
 from iobs.models.loaded import LoadedModel, Tokenizer, parameter_count, size_in_bytes
-from iobs.models.output import beside, check_output, output_directory
+from iobs.models.output import beside, check_output, make_folder, output_directory
 from iobs.models.vision_shim import ensure_torchvision
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "check_output",
     "ensure_torchvision",
     "load",
+    "make_folder",
     "output_directory",
     "parameter_count",
     "size_in_bytes",

@@ -83,6 +83,24 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
             os.close(lock)
 
 
+def make_folder(output: Path) -> None:
+    """Make the folder of the results before any work.
+
+    Raises:
+        OutputError: it cannot be made, or nothing can be written there.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        # Permissions do not tell of every place that takes no files, and nothing binds the superuser: try it.
+        with tempfile.NamedTemporaryFile(dir=output, prefix=".iobs-"):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"{output} cannot be the folder of the results: no file can be written there ({error.strerror}); "
+            "choose another output directory."
+        ) from error
+
+
 def beside(directory: Path, suffix: str) -> Path:
     """A directory's neighbour: its own name, a dot and the suffix; "." has a name too, if not of its own."""
     here = Path(os.path.abspath(directory))

@@ -262,34 +262,26 @@ def forward(model: nn.Module, batch: Batch) -> Any:
 
 
 @torch.no_grad()
-def require_accepted(model: nn.Module, batch: Batch, number: int = 0) -> None:
-    """Call the model with the first sample of a batch.
-
-    Raises:
-        CalibrationError: the model cannot take it; gives the batch's number, the shapes and the model's own complaint.
-    """
-    try:
-        forward(model, first_sample(batch))
-    except REFUSALS as error:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors(batch))
-        raise CalibrationError(
-            f"The model cannot take calibration batch {number}, tensors of shape {shapes}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
 def require_all_accepted(model: nn.Module, batches: Sequence[Batch]) -> None:
     """Call the model with the first sample of the first batch of each kind: those of other shapes or dtypes differ.
 
     Raises:
-        CalibrationError: as `require_accepted`.
+        CalibrationError: the model cannot take it; gives the batch's number, the shapes and the model's own complaint.
     """
     checked = set()
     for number, batch in enumerate(batches):
         kind = _kind(batch), tuple(tensor.dtype for tensor in tensors(batch))
-        if kind not in checked:
-            require_accepted(model, batch, number)
-            checked.add(kind)
+        if kind in checked:
+            continue
+        checked.add(kind)
+        try:
+            forward(model, first_sample(batch))
+        except REFUSALS as error:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors(batch))
+            raise CalibrationError(
+                f"The model cannot take calibration batch {number}, tensors of shape {shapes}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def class_axis(scores: Tensor, batch: Batch) -> int | None:

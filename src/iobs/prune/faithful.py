@@ -23,6 +23,8 @@ _PRODUCTS = {
     functional.linear,
     *(getattr(functional, f"conv{kind}{size}d") for kind in ("", "_transpose") for size in (1, 2, 3)),
 }
+# Of their arguments the first three; those behind differ between them.
+_NAMES = ("input", "weight", "bias", "3", "4", "5", "6", "7")
 
 
 @torch.no_grad()
@@ -69,15 +71,12 @@ def _comparison(path: str, below: type[nn.Module], changing: set[str]) -> Callab
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            first = args[0] if args else next(iter(kwargs.values()))  # what else it takes, that below does not know
+            first = (*args, *kwargs.values())[:1]  # what else it takes the class below does not know
             with _Products() as plain:
-                expected = batches.logits(below.forward(module, _copied(first))).float()
+                expected = batches.logits(below.forward(module, *_copied(first))).float()
             with _Products() as own:
                 given = batches.logits(type(module).forward(module, *_copied(args), **_copied(kwargs))).float()
-        except (
-            *batches.REFUSALS,
-            StopIteration,
-        ):  # it takes something else; what is truly wrong the network says itself
+        except batches.REFUSALS:  # it takes or gives something else; what is truly wrong the network says itself
             changing.add(path)
             return
         if any(_same_product(one, other) for one in plain.seen for other in own.seen):
@@ -104,10 +103,6 @@ class _Products(TorchFunctionMode):
             given = dict(zip(_NAMES, args, strict=False)) | (kwargs or {})
             self.seen.append((func, {name: value for name, value in given.items() if name != "bias"}))
         return func(*args, **(kwargs or {}))
-
-
-# Of the products' arguments, as far as all of them have these; a transposed convolution has others behind.
-_NAMES = ("input", "weight", "bias", "3", "4", "5", "6", "7")
 
 
 def _same_product(one: tuple[Any, dict[str, Any]], other: tuple[Any, dict[str, Any]]) -> bool:

@@ -117,11 +117,11 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
     Linear, Conv1d-3d, GPT-2's Conv1D and their subclasses, fused experts, the projections of nn.MultiheadAttention.
     """
-    transposed = library_class("transformers.pytorch_utils", "Conv1D")
+    transposed, maps = library_class("transformers.pytorch_utils", "Conv1D"), linear_maps()
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # one for each, though shared
     layers = []
     for path, module in model.named_modules():
-        if not isinstance(module, linear_maps()):
+        if not isinstance(module, maps):
             layers.extend(_projections_of(path, module) if isinstance(module, nn.MultiheadAttention) else [])
             layers.extend(_fused_experts(path, module))
             continue

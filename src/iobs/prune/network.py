@@ -73,9 +73,7 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
             stack.enter_context(torch.autocast(device.type, enabled=False))
             if "torch._dynamo" in sys.modules:  # a compiled graph would take no notice of what looks inside
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if any(
-                isinstance(module, nn.RNNBase) for module in model.modules()
-            ):  # cuDNN's have no gradient in eval mode
+            if any(isinstance(module, nn.RNNBase) for module, _ in training):  # cuDNN's have no gradient in eval mode
                 cudnn = torch.backends.cudnn
                 others = cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, cudnn.allow_tf32
                 stack.enter_context(cudnn.flags(False, *others))
@@ -93,10 +91,10 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
 
 def _set_modes(module: nn.Module, training: dict[nn.Module, bool]) -> None:
     """Back to training mode, by `train` where that is all that is asked, as a module may do more than note its mode."""
-    if all(training[inner] for inner in module.modules()):
+    if all(training.get(inner, inner.training) for inner in module.modules()):
         module.train()
         return
-    module.training = training[module]
+    module.training = training.get(module, module.training)
     for child in module.children():
         _set_modes(child, training)
 
