@@ -13,6 +13,7 @@ from iobs.errors import CalibrationError
 from iobs.prune import batches
 from iobs.prune.batches import Batch, Part
 from iobs.prune.distributed import current
+from iobs.prune.memory import reusing_memory
 
 _IMPOSSIBLE = -1e30  # stands for a score of minus infinity, as of masked classes: those have no part in a divergence
 
@@ -152,7 +153,8 @@ def mean_loss(model: nn.Module, part: Part, loss: LossFunction) -> float:
     device = next(model.parameters()).device
     ranks = current()
     total = torch.zeros(1, dtype=torch.float64, device=device)
-    for batch in ranks.share(part).batches:
-        total += float(loss(model, batches.to_device(batch, device))) * batches.size(batch)
+    with reusing_memory():
+        for batch in ranks.share(part).batches:
+            total += float(loss(model, batches.to_device(batch, device))) * batches.size(batch)
     ranks.sum(total)
     return float(total) / part.samples

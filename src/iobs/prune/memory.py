@@ -7,14 +7,18 @@ import resource
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
 
 _STATUS = Path("/proc/self/status")
 _INTERVAL = 0.02  # seconds between two looks
-_MMAP_THRESHOLD = -3  # mallopt's number for: blocks from this size on are mapped one by one
+# glibc's mallopt, its numbers and where its own adaptation ends: blocks from the first size on are mapped one by one,
+# and free memory at the heap's end is returned from the second size on.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_USUAL, _SMALL, _LARGE = 32 << 20, 1 << 20, 1 << 30  # bytes
 
 
 class MemoryWatch:
@@ -57,9 +61,39 @@ def give_back_what_is_freed() -> None:
     By itself glibc keeps blocks of up to 32 MB, which is what the middling tensors of a block take: hundreds of
     megabytes that nothing uses.
     """
-    if sys.platform == "linux":
-        with suppress(AttributeError, OSError):  # other C libraries have no such switch
-            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
+    _set_thresholds(_SMALL, 2 * _SMALL)
+
+
+@contextmanager
+def reusing_memory() -> Iterator[None]:
+    """Keep what is freed for the next tensor, where the C library can be told to; all of it is returned at the end.
+
+    For loops over a network that is in memory whole. By itself glibc gives the activations of a convolutional network
+    back to the system after each use, and the system clears them page by page for the next: on MobileNet at 224
+    pixels and 32 pictures that is half of the time of a gradient.
+    """
+    _set_thresholds(_LARGE, -1)
+    try:
+        yield
+    finally:
+        _set_thresholds(_USUAL, 2 * _USUAL)
+        if (library := _glibc()) is not None:
+            library.malloc_trim(0)
+
+
+def _set_thresholds(mapped: int, trimmed: int) -> None:
+    if (library := _glibc()) is not None:
+        library.mallopt(_MMAP_THRESHOLD, mapped)
+        library.mallopt(_TRIM_THRESHOLD, trimmed)
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    """The C library, where it has the switches."""
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
 def resident() -> int:

@@ -15,6 +15,7 @@ from iobs.prune.augment import Augmentation
 from iobs.prune.batches import Batch, Part
 from iobs.prune.distributed import current
 from iobs.prune.losses import Loss, LossFunction
+from iobs.prune.memory import reusing_memory
 
 Optimizer = Literal["sgd", "momentum", "adam", "auto"]
 
@@ -154,15 +155,16 @@ class Trainer:
         whole = self.step.steps == 1 and self.step.batch_size is None
         stream = _endless(part, None if self.step.batch_size is None else samples_a_step(self.step, part), generator)
         losses = [*before]
-        for index in range(self.step.steps):
-            used = part.batches if whole else [next(stream)]
-            if index < len(before):
-                for batch in used:
-                    self._augmented(batch, generator)  # draws what it drew then
-                continue
-            losses.append(self._step([batches.to_device(batch, device) for batch in used], generator))
-            progress(index + 1, self.step.steps, losses[-1])
-            keep(losses)
+        with reusing_memory():
+            for index in range(self.step.steps):
+                used = part.batches if whole else [next(stream)]
+                if index < len(before):
+                    for batch in used:
+                        self._augmented(batch, generator)  # draws what it drew then
+                    continue
+                losses.append(self._step([batches.to_device(batch, device) for batch in used], generator))
+                progress(index + 1, self.step.steps, losses[-1])
+                keep(losses)
         return losses
 
     def _augmented(self, batch: Batch, generator: torch.Generator) -> Batch:
