@@ -12,7 +12,7 @@ from iobs.errors import LayerSelectionError, PatternError, ProblemError
 from iobs.prune.allocation import Allocation, Curve, optimal_counts
 from iobs.prune.batches import Part
 from iobs.prune.layers import Layer, select
-from iobs.prune.sensitivity import complete, output_fisher
+from iobs.prune.sensitivity import common_response, complete, output_fisher
 
 LAYERS = (Layer("a", (2, 5)), Layer("b", (1, 6)), Layer("c", (2, 4)))
 
@@ -54,7 +54,9 @@ def test_curves_pass_through_their_points_and_fall_in_between():
     curve = Curve([2, 4, 8], [9.0, 1.0, 0.0], 10.0)
     assert [curve.at(keep) for keep in (2, 4, 8)] == pytest.approx([9.0, 1.0, 0.0])
     assert curve.at(3) == pytest.approx(3.0)
-    assert curve.at(6) == pytest.approx(0.5)
+    assert curve.at(6) == pytest.approx(1 / 9)  # the fall goes on; the straight way to zero would be 0.5
+    assert Curve([4, 8], [1.0, 0.0], 10.0).at(6) == pytest.approx(0.5)
+    assert Curve([2, 4, 8], [1.0, 1.0, 0.0], 10.0).at(6) == pytest.approx(0.5)
     assert curve.at(1) > curve.at(2)
 
 
@@ -140,6 +142,24 @@ def test_output_fisher_of_a_linear_classifier(network):
 def test_layers_without_a_measurement_are_typical():
     weights = complete({LAYERS[0]: 2.0, LAYERS[1]: 8.0}, {LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[2]: 0.5})
     assert weights[LAYERS[2]] == pytest.approx(8.0)
+
+
+def test_a_common_response_is_undone():
+    """Damages that are a power of what errors cost give the costs back, up to a factor; lost networks do not count."""
+    costs, power = {LAYERS[0]: 2.0, LAYERS[1]: 0.1}, 2.5
+    damages = {
+        layer: [(100.0 / cost, 4.0), *((error, (cost * error) ** power) for error in (0.5 / cost, 0.05 / cost))]
+        for layer, cost in costs.items()
+    }
+    found = common_response(damages)
+    assert found[LAYERS[0]] / found[LAYERS[1]] == pytest.approx(20.0)
+    # One layer alone breaks the network at its asked density: what it costs is read off where the network lives.
+    damages[LAYERS[0]][1] = (5.0, 3.9)
+    found = common_response(damages)
+    assert found[LAYERS[0]] / found[LAYERS[1]] == pytest.approx(20.0)
+    # Nothing but broken networks, and no damage at all, have an answer too.
+    assert all(cost > 0 for cost in common_response({layer: [(1.0, 2.0)] for layer in LAYERS}).values())
+    assert all(cost > 0 for cost in common_response({layer: [(1.0, 0.0)] * 3 for layer in LAYERS}).values())
 
 
 class WithUnusedHead(nn.Module):

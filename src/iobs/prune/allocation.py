@@ -56,6 +56,11 @@ class Allocation:
         if not all(0 <= end < 1 for ends in ranges for end in ends):
             raise ProblemError(f"Bounds of an allocation are sparsities in [0, 1), got {ranges}.")
 
+    @property
+    def by_damage(self) -> bool:
+        """Whether layers are weighed by what the network loses when each alone is pruned."""
+        return self.criterion in ("kl", "evolve")
+
     def under(self, pattern: Pattern) -> Allocation:
         """What it is under a pattern: "auto" is "uniform" where that fixes the count of every layer.
 
@@ -116,7 +121,7 @@ class Curve:
     energy: float
 
     def at(self, keep: float) -> float:
-        """The error in between: the logarithm is interpolated, in the last piece the error itself."""
+        """The error in between: its logarithm is interpolated; in the last piece it falls on, or straight to zero."""
         keeps, errors = self.keeps, self.errors
         if len(keeps) == 1:
             return errors[0]
@@ -124,7 +129,12 @@ class Curve:
         share = (keep - keeps[index - 1]) / (keeps[index] - keeps[index - 1])
         low, high = errors[index - 1], errors[index]
         if min(low, high) <= 0:
-            return max(0.0, low + share * (high - low))
+            straight = max(0.0, low + share * (high - low))
+            if index < 2 or not 0 < low < errors[index - 2]:
+                return straight
+            # The fall of the piece before goes on: a layer that is small is cheap to keep, and should be seen to be.
+            fall = (math.log(low) - math.log(errors[index - 2])) / (keeps[index - 1] - keeps[index - 2])
+            return min(straight, low * math.exp(fall * (keep - keeps[index - 1])))
         return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
 
 

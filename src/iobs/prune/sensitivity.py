@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from iobs.prune.walk import Walk
 # What a curve is measured at: multiples of the density that the whole network is to have.
 _LEVELS = (1 / 6, 1 / 3, 2 / 3, 1.0, 1.5, 2.5)
 _DENSEST = 0.9  # measured levels end here; at density 1 the error is zero
+_TRIED = (1 / 6, 1.0, 2.5)  # those at which the damage is measured, too; at the first a layer is as good as lost
 _POSITIONS = 16  # of a convolution, for each sample; curves need less than the weights themselves
 _JUDGES = 0.2  # of the calibration samples: damage is measured on them and on the held-out ones
 PROBE = 300  # samples that gradients and divergences are measured on
@@ -34,7 +36,7 @@ PASSES = 6000  # samples that the divergences of all layers together may take
 PROBE_TOKENS = 16384  # and positions of text, every one of which is a distribution of its own
 _ANSWERS = 2**26  # numbers that the dense network's answers to the probe may take
 CURVE_TOKENS = 65536  # positions of text that curves are measured on
-_LEAST_DAMAGE = 1e-9  # a divergence below it is rounding
+_TELLING = (1e-6, 0.1)  # of the greatest damage: below it is rounding, above it a network that is lost anyhow
 _SEARCHED = 2**24  # entries of all layers' Grams up to which they can be kept for a search, whose solves are then cheap
 ENOUGH = 150  # answers of the network that can judge a search: the least of a hundred noisier figures is mostly noise
 
@@ -43,11 +45,10 @@ SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
 
 @dataclass
 class Measured:
-    """One layer's curve, what its weights are at the network's own density, and its Gram if it is needed later."""
+    """One layer's curve, (output error, damage) where the damage was measured, and its Gram if it is needed later."""
 
     curve: Curve
-    probe: Tensor
-    probe_error: float
+    damages: list[tuple[float, float]]
     statistics: Statistics | None = None
 
 
@@ -77,6 +78,7 @@ class Planner:
     seed: int
     told: Callable[[str, int, int], None] = lambda what, done, total: None
     measured: dict[Layer, Measured] = field(default_factory=dict)
+    untouched: float = 0.0
 
     def __post_init__(self) -> None:
         self.fit, judges = batches.split(self.calibration, _JUDGES, self.seed)
@@ -96,7 +98,7 @@ class Planner:
         sparsity = global_sparsity(pattern)
         assert sparsity is not None, "Allocation.under lets no other pattern through"
         ranges = allocation.ranges(self.layers, sparsity)
-        unseen = self._measure(1 - sparsity, keep_statistics=allocation.criterion == "evolve")
+        unseen = self._measure(1 - sparsity, allocation)
         self.layers = tuple(layer for layer in self.layers if layer not in unseen)
         ranges = {layer: ranges[layer] for layer in self.layers}
         energies = {layer: self.measured[layer].curve.energy for layer in self.layers}
@@ -110,28 +112,31 @@ class Planner:
         return counts, records
 
     # ---- curves
-    def _measure(self, density: float, keep_statistics: bool) -> list[Layer]:
+    def _measure(self, density: float, allocation: Allocation) -> list[Layer]:
         """Measure every layer's curve; returns the layers that the network feeds nothing."""
-        levels = sorted({min(level * density, _DENSEST) for level in _LEVELS})
+        levels = {min(level * density, _DENSEST) for level in _LEVELS}
+        tried = {min(level * density, _DENSEST) for level in _TRIED} if allocation.by_damage else set()
+        if tried:
+            self.untouched = self._damage({})
 
         def visit(group: list[Layer], statistics: Statistics) -> None:
             for layer in group:
-                self.measured[layer] = self._measure_layer(layer, statistics, levels, density)
+                self.measured[layer] = self._measure_layer(layer, statistics, sorted(levels), tried)
                 self.told("error curves of layers", len(self.measured), len(self.layers))
-                if keep_statistics:
+                if allocation.criterion == "evolve":
                     self.measured[layer].statistics = statistics
 
         calibration, heldout = (_at_most(part, part.samples, CURVE_TOKENS) for part in (self.fit, self.judges))
         walk = Walk(self.model, calibration, heldout, self.layers, self.chain, seed=self.seed, positions=_POSITIONS)
         return walk.sweep(visit)
 
-    def _measure_layer(self, layer: Layer, statistics: Statistics, levels: list[float], density: float) -> Measured:
+    def _measure_layer(self, layer: Layer, statistics: Statistics, levels: list[float], tried: set[float]) -> Measured:
         dense = layer.read(self.model)
         judged = statistics.heldout or statistics.calibration
         energy = judged.energy(dense)
         keeps: list[int] = []
         errors: list[float] = []
-        probe, probe_error = dense, 0.0
+        damages: list[tuple[float, float]] = []
         for level in levels:
             keep = max(1, round(level * layer.weights))
             if keep >= layer.weights or (keeps and keep <= keeps[-1]):
@@ -140,9 +145,9 @@ class Planner:
             error = energy * relative_output_error(judged, weight, dense)
             keeps.append(keep)
             errors.append(min([error, *errors]))  # more entries never cost more; noise of the solver aside
-            if level <= density:
-                probe, probe_error = weight, error
-        return Measured(Curve([*keeps, layer.weights], [*errors, 0.0], energy), probe, probe_error)
+            if level in tried:
+                damages.append((error, self._damage({layer: weight})))
+        return Measured(Curve([*keeps, layer.weights], [*errors, 0.0], energy), damages)
 
     def _solved(self, layer: Layer, statistics: Statistics, dense: Tensor, keep: int) -> Tensor:
         solutions = self.solve(layer, statistics, dense, Unstructured(keep=keep))
@@ -158,14 +163,13 @@ class Planner:
             return {layer: 1 / max(energy, 1e-30) for layer, energy in energies.items()}
         if allocation.criterion == "fisher":
             return output_fisher(self.model, self.layers, self.calibration, self.seed)
-        untouched = self._damage({})
-        weights = {}
-        for done, layer in enumerate(self.layers, 1):
-            damage = self._damage({layer: self.measured[layer].probe})
-            if damage != untouched:  # to the last bit: a layer of little effect has some, and is cheap to prune
-                weights[layer] = max(damage, _LEAST_DAMAGE) / max(self.measured[layer].probe_error, 1e-30)
-            self.told("damage of layers", done, len(self.layers))
-        return weights
+        # To the last bit: a layer of little effect has some, and is cheap to prune.
+        felt = {
+            layer: self.measured[layer].damages
+            for layer in self.layers
+            if any(damage != self.untouched for _, damage in self.measured[layer].damages)
+        }
+        return common_response(felt)
 
     def _damage(self, weights: dict[Layer, Tensor]) -> float:
         """Divergence of the network with other weights in some layers from the dense one."""
@@ -182,7 +186,7 @@ class Planner:
     @cached_property
     def _probe(self) -> Part:
         """What every layer's own damage is measured on: all layers together are not to take too long."""
-        return self._jury.first(max(32, PASSES // len(self.layers)))
+        return self._jury.first(max(32, PASSES // (len(_TRIED) * len(self.layers))))
 
     # ---- search
     def _evolve(
@@ -313,6 +317,41 @@ def _output_squares(
             channels = output.shape[1] if isinstance(model.get_submodule(path), CONVOLUTIONS) else output.shape[-1]
             squares.append((path, float(gradient.double().square().sum()) / channels))
     return squares
+
+
+def common_response(damages: dict[Layer, list[tuple[float, float]]]) -> dict[Layer, float]:
+    """What a unit of each layer's output error costs, from what the network loses when the layer alone is pruned.
+
+    A network does not answer in proportion to an error: one that is sure of its answers bears small errors, and breaks
+    under large ones. But it answers alike to errors of all layers, which add up on their way to the output: the damage
+    is taken for a power of the weighed error, ``D = (c_l E_l)^p``, with one p for the network. Its estimate is the
+    slope of log D over log E within layers, by least squares, and at least 1; c_l is read off at the sparsest weights
+    that the network survives. Whatever p is, the damage of all layers together is least where the sum of the
+    ``c_l E_l`` is.
+
+    Args:
+        damages: (output error, damage) by layer at some densities, the lowest first; there a layer is as good as lost,
+            which shows only what the greatest damage is.
+
+    Returns:
+        Every layer's ``c_l``.
+    """
+    greatest = max((damage for pairs in damages.values() for _, damage in pairs), default=0.0)
+    least, most = (share * max(greatest, 1e-30) for share in _TELLING)
+    logs = {}
+    for layer, pairs in damages.items():
+        telling = [(error, damage) for error, damage in pairs[1:] if least <= damage <= most]
+        if not telling:
+            error, damage = min(pairs)
+            telling = [(error, max(damage, least))]
+        logs[layer] = [(math.log(max(error, 1e-30)), math.log(damage)) for error, damage in telling]
+    products = squares = 0.0
+    for points in logs.values():
+        error, damage = (fmean(each) for each in zip(*points, strict=True))
+        products += sum((point[0] - error) * (point[1] - damage) for point in points)
+        squares += sum((point[0] - error) ** 2 for point in points)
+    power = max(1.0, products / squares) if squares > 0 else 1.0
+    return {layer: math.exp(points[0][1] / power - points[0][0]) for layer, points in logs.items()}
 
 
 def complete(found: dict[Layer, float], energies: dict[Layer, float]) -> dict[Layer, float]:

@@ -1,9 +1,9 @@
-"""Small networks that had no part in the making of the recipes, trained here on scikit-learn's digits, by every method.
+"""Small networks of seven kinds, trained here on scikit-learn's digits, by every method.
 
-    python benchmarks/unseen.py [--networks perceptron ...] [--methods best ...] [--sparsity 0.9] [--seeds 0 1 2]
+    python benchmarks/small_networks.py [--networks mixer ...] [--methods best ...] [--sparsity 0.9] [--seeds 0 1 2]
 
 Needs nothing but an installed iobs. A thousand digits train the networks; half of those, drawn by seed, calibrate; the
-other 797 score. One row a run is appended to results/unseen.jsonl, and runs that have a row are not repeated.
+other 797 score. One row a run is appended to results/small_networks.jsonl, and runs that have a row are not repeated.
 """
 
 from __future__ import annotations
@@ -197,12 +197,15 @@ def run(name: str, method: str, sparsity: float, seed: int) -> dict[str, object]
 def tables(rows: list[dict[str, object]]) -> str:
     """A table a sparsity: methods by networks."""
     lines = [
-        "# Networks that had no part in the choices",
+        "# Small networks of seven kinds",
         "",
-        f"`python benchmarks/unseen.py`: seven small networks, trained by the script on {TRAINING} of scikit-learn's "
-        f"digits, {CALIBRATION} of them, drawn by seed, to calibrate on; per cent of the other 797 that are right, "
-        "mean over seeds (lowest to highest), and the seconds of all runs of a method. Recipes are as they were before "
-        "these networks were first pruned. CHITA, CBS and WoodFisher are this library's own forms.",
+        f"`python benchmarks/small_networks.py`: seven small networks, trained by the script on {TRAINING} of "
+        f"scikit-learn's digits, {CALIBRATION} of them, drawn by seed, to calibrate on; per cent of the other 797 that "
+        "are right, mean over seeds (lowest to highest), and the seconds of all runs of a method. They chose how "
+        "divergences become weights of layers (LOG.md), by held-out samples, and nothing else "
+        "of the recipes. Having learnt their samples "
+        "by heart, they leave methods that live on gradients little to go by. CHITA, CBS and WoodFisher are this "
+        "library's own forms.",
     ]
     for sparsity in sorted({row["sparsity"] for row in rows}):
         own = [row for row in rows if row["sparsity"] == sparsity]
@@ -231,7 +234,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=METHODS, choices=METHODS)
     parser.add_argument("--sparsity", nargs="*", type=float, default=[0.9])
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--rows", type=Path, default=RESULTS / "unseen.jsonl")
+    parser.add_argument("--rows", type=Path, default=RESULTS / "small_networks.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows.exists() else []
