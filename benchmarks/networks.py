@@ -234,8 +234,8 @@ def tables(rows: list[dict[str, Any]]) -> str:
         "shared with other work, so only their order says something. Columns are sparsities. Where one seed stands "
         "alone, a difference under a point says nothing. ResNet-20's two downsampling convolutions and MobileNet's "
         "depthwise ones stay dense and uncounted, for every method. SparseGPT, CHITA, CBS and WoodFisher are this "
-        "library's own forms of those methods (`docs/accuracy.md`). Rows are of several commits; `networks.jsonl` "
-        "names each one's.",
+        "library's own forms of those methods (`docs/accuracy.md`). Rows are of several commits, which "
+        "`networks.jsonl` names: those of recipes with an allocation are older than its common response (LOG.md).",
     ]
     for name, network in NETWORKS.items():
         own = [row for row in rows if row["network"] == name]
