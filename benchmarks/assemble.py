@@ -7,7 +7,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # In the order of the results page: what a reader asks first comes first.
-SECTIONS = ("resnet20_oneshot", "paper_rounds", "networks", "layer_race", "layer_shapes_cpu", "recovery", "scale")
+SECTIONS = (
+    "resnet20_oneshot",
+    "paper_rounds",
+    "networks",
+    "small_networks",
+    "layer_race",
+    "layer_shapes_cpu",
+    "recovery",
+    "scale",
+)
 INTRODUCTION = """# Results
 
 Every figure here was made by a script in this folder, beside its peer, with the same threads and the same count of
