@@ -131,14 +131,13 @@ def test_outputs_that_are_numbers_are_compared_as_numbers(shape):
         expected = (moved(inputs) - network(inputs)).square().sum() / network(inputs).square().sum()
         assert float(kl_to(network)(moved, (inputs, targets))) == pytest.approx(float(expected), rel=1e-4)
     data = [*zip(inputs.split(40), targets.split(40), strict=True)]
+    # Evenly spread, so that the projection leaves the polish something to do.
     for name, choices in {"fast": {}, "polished": {"polish": POLISH}}.items():
         pruned = copy.deepcopy(network)
-        report = iobs.prune(pruned, data, iobs.Unstructured(0.8), recipe="fast", **choices)
+        iobs.prune(pruned, data, iobs.Unstructured(0.6), recipe="fast", allocation="uniform", **choices)
         with torch.no_grad():
             errors[name] = float((pruned(inputs) - targets).square().mean())
-    projection, polish = report.rounds
-    assert polish.loss_calibration < 0.9 * projection.loss_calibration
-    assert errors["polished"] <= errors["fast"]  # no better where the few held-out samples do not like the polish
+    assert errors["polished"] < 0.9 * errors["fast"]
 
 
 class Squeezed(nn.Module):

@@ -78,7 +78,6 @@ class Planner:
     seed: int
     told: Callable[[str, int, int], None] = lambda what, done, total: None
     measured: dict[Layer, Measured] = field(default_factory=dict)
-    untouched: float = 0.0
 
     def __post_init__(self) -> None:
         self.fit, judges = batches.split(self.calibration, _JUDGES, self.seed)
@@ -116,8 +115,6 @@ class Planner:
         """Measure every layer's curve; returns the layers that the network feeds nothing."""
         levels = {min(level * density, _DENSEST) for level in _LEVELS}
         tried = {min(level * density, _DENSEST) for level in _TRIED} if allocation.by_damage else set()
-        if tried:
-            self.untouched = self._damage({})
 
         def visit(group: list[Layer], statistics: Statistics) -> None:
             for layer in group:
@@ -163,11 +160,12 @@ class Planner:
             return {layer: 1 / max(energy, 1e-30) for layer, energy in energies.items()}
         if allocation.criterion == "fisher":
             return output_fisher(self.model, self.layers, self.calibration, self.seed)
+        untouched = self._damage({})
         # To the last bit: a layer of little effect has some, and is cheap to prune.
         felt = {
             layer: self.measured[layer].damages
             for layer in self.layers
-            if any(damage != self.untouched for _, damage in self.measured[layer].damages)
+            if any(damage != untouched for _, damage in self.measured[layer].damages)
         }
         return common_response(felt)
 
