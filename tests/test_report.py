@@ -149,7 +149,9 @@ def words(picture):
 def test_dollars_in_names_are_no_tex(tmp_path):
     made = make_report(scores={f"{name}{TEX}": {TEX: 0.5} for name in "abc"})
     made.loss_name = TEX
-    made.allocation = [AllocationRecord(f"{TEX}{i}", (8, 6), [0.5, 0.0], [0.1, 0.0], 2.0**i, 0.5) for i in range(3)]
+    made.allocation = [
+        AllocationRecord(f"{TEX}{i}", (8, 6), [0.5, 0.0], [0.1, 0.0], [2.0**i / 10, 0.0], 0.5) for i in range(3)
+    ]
     for record in made.rounds:
         for number, layer in enumerate(record.layers):
             layer.name = f"{TEX}{number}"
@@ -277,16 +279,17 @@ def test_a_difference_between_asked_and_got_is_shown():
 def test_the_page_shows_where_the_zeros_went(layers, weight):
     made = make_report(layers)
     made.allocation = [
-        AllocationRecord(f"layer{i}", (8, 6), [0.75, 0.5, 0.0], [0.4, 0.1, 0.0], weight, 0.5) for i in range(layers)
+        AllocationRecord(f"layer{i}", (8, 6), [0.75, 0.5, 0.0], [0.4, 0.1, 0.0], [0.4 * weight, 0.1 * weight, 0.0], 0.5)
+        for i in range(layers)
     ]
     page = report.render_page(made)
     assert "Where the zeros went" in page
     assert "Where the zeros went" not in report.render_page(make_report(layers))
 
 
-def test_damage_is_read_off_the_curve():
-    record = AllocationRecord("a", (8, 6), [0.75, 0.5, 0.0], [0.4, 0.1, 0.0], 2.0, 0.5)
-    assert [record.damage(share) for share in (0.0, 0.25, 0.5, 0.6, 0.75, 0.9)] == pytest.approx(
+def test_effects_are_read_off_the_curve():
+    record = AllocationRecord("a", (8, 6), [0.75, 0.5, 0.0], [0.4, 0.1, 0.0], [0.8, 0.2, 0.0], 0.5)
+    assert [record.effect(share) for share in (0.0, 0.25, 0.5, 0.6, 0.75, 0.9)] == pytest.approx(
         [0.0, 0.1, 0.2, 0.44, 0.8, 0.8]
     )
 

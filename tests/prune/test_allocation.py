@@ -12,7 +12,7 @@ from iobs.errors import LayerSelectionError, PatternError, ProblemError
 from iobs.prune.allocation import Allocation, Curve, optimal_counts
 from iobs.prune.batches import Part
 from iobs.prune.layers import Layer, select
-from iobs.prune.sensitivity import common_response, complete, output_fisher
+from iobs.prune.sensitivity import complete, output_fisher, within_support
 
 LAYERS = (Layer("a", (2, 5)), Layer("b", (1, 6)), Layer("c", (2, 4)))
 
@@ -25,13 +25,13 @@ def convex(layer, scale):
 
 @pytest.mark.parametrize("total", [0, 1, 7, 12, 23, 24])
 def test_counts_are_the_best_of_all(total):
-    curves = {layer: convex(layer, scale) for layer, scale in zip(LAYERS, (1.0, 3.0, 0.2), strict=True)}
-    weights = dict(zip(LAYERS, (1.0, 0.5, 4.0), strict=True))
+    scales = zip(LAYERS, (1.0, 3.0, 0.2), (1.0, 0.5, 4.0), strict=True)
+    effects = {layer: convex(layer, scale).times(weight) for layer, scale, weight in scales}
     ranges = {layer: (0, layer.weights) for layer in LAYERS}
-    counts = optimal_counts(curves, weights, total, ranges)
+    counts = optimal_counts(effects, total, ranges)
 
     def cost(keeps):
-        return sum(weights[layer] * curves[layer].errors[keep] for layer, keep in zip(LAYERS, keeps, strict=True))
+        return sum(effects[layer].errors[keep] for layer, keep in zip(LAYERS, keeps, strict=True))
 
     choices = itertools.product(*(range(layer.weights + 1) for layer in LAYERS))
     best = min(cost(keeps) for keeps in choices if sum(keeps) == total)
@@ -41,13 +41,12 @@ def test_counts_are_the_best_of_all(total):
 
 def test_bounds_hold_and_impossible_ones_are_refused():
     curves = {layer: convex(layer, 1.0) for layer in LAYERS}
-    weights = dict.fromkeys(LAYERS, 1.0)
     ranges = dict.fromkeys(LAYERS, (2, 5))
-    counts = optimal_counts(curves, weights, 9, ranges)
+    counts = optimal_counts(curves, 9, ranges)
     assert sum(counts.values()) == 9
     assert all(2 <= count <= 5 for count in counts.values())
     with pytest.raises(PatternError, match="widen"):
-        optimal_counts(curves, weights, 16, ranges)
+        optimal_counts(curves, 16, ranges)
 
 
 def test_curves_pass_through_their_points_and_fall_in_between():
@@ -58,6 +57,8 @@ def test_curves_pass_through_their_points_and_fall_in_between():
     assert Curve([4, 8], [1.0, 0.0], 10.0).at(6) == pytest.approx(0.5)
     assert Curve([2, 4, 8], [1.0, 1.0, 0.0], 10.0).at(6) == pytest.approx(0.5)
     assert curve.at(1) > curve.at(2)
+    assert curve.at(9) == 0.0  # entries beyond those that are not zero change nothing
+    assert Curve([4], [0.0], 10.0).at(1) == pytest.approx(7.5)
 
 
 def test_ranges_by_name():
@@ -140,26 +141,13 @@ def test_output_fisher_of_a_linear_classifier(network):
 
 
 def test_layers_without_a_measurement_are_typical():
-    weights = complete({LAYERS[0]: 2.0, LAYERS[1]: 8.0}, {LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[2]: 0.5})
-    assert weights[LAYERS[2]] == pytest.approx(8.0)
-
-
-def test_a_common_response_is_undone():
-    """Damages that are a power of what errors cost give the costs back, up to a factor; lost networks do not count."""
-    costs, power = {LAYERS[0]: 2.0, LAYERS[1]: 0.1}, 2.5
-    damages = {
-        layer: [(100.0 / cost, 4.0), *((error, (cost * error) ** power) for error in (0.5 / cost, 0.05 / cost))]
-        for layer, cost in costs.items()
+    curves = {
+        layer: Curve([2, 8], [energy / 2, 0.0], energy) for layer, energy in zip(LAYERS, (1, 1, 0.5), strict=True)
     }
-    found = common_response(damages)
-    assert found[LAYERS[0]] / found[LAYERS[1]] == pytest.approx(20.0)
-    # One layer alone breaks the network at its asked density: what it costs is read off where the network lives.
-    damages[LAYERS[0]][1] = (5.0, 3.9)
-    found = common_response(damages)
-    assert found[LAYERS[0]] / found[LAYERS[1]] == pytest.approx(20.0)
-    # Nothing but broken networks, and no damage at all, have an answer too.
-    assert all(cost > 0 for cost in common_response({layer: [(1.0, 2.0)] for layer in LAYERS}).values())
-    assert all(cost > 0 for cost in common_response({layer: [(1.0, 0.0)] * 3 for layer in LAYERS}).values())
+    known = {layer: curves[layer].times(weight) for layer, weight in zip(LAYERS, (2.0, 8.0), strict=False)}
+    effects = complete(known, curves)
+    assert effects[LAYERS[0]] == known[LAYERS[0]]
+    assert effects[LAYERS[2]] == Curve([2, 8], [2.0, 0.0], 4.0)
 
 
 class WithUnusedHead(nn.Module):
@@ -233,3 +221,21 @@ def test_a_layer_of_little_effect_is_pruned_first(criterion):
     report = iobs.prune(Gated(), torch.randn(400, 16), iobs.Unstructured(0.5), recipe="fast", allocation=criterion)
     sparsity = {row.name: row.sparsity for row in report.audit}
     assert sparsity["idle"] > 0.85 > 0.4 > sparsity["first"]
+
+
+def test_entries_that_are_zero_are_not_allotted():
+    curves = {layer: Curve([1, full], [1.0, 0.0], 2.0) for layer, full in zip(LAYERS, (4, 6, 3), strict=True)}
+    ranges = {LAYERS[0]: (1, 10), LAYERS[1]: (1, 5), LAYERS[2]: (4, 8)}
+    assert [*within_support(curves, ranges, 9).values()] == [(1, 4), (1, 5), (4, 4)]
+    assert within_support(curves, ranges, 14) == ranges  # more is asked than is there
+
+
+@pytest.mark.parametrize("keep_zeros", [True, False])
+@pytest.mark.parametrize("criterion", ["kl", "evolve"])
+def test_a_sparse_network_is_pruned_further_to_the_exact_count(network, criterion, keep_zeros):
+    model, data = network
+    for allocation, sparsity in (("uniform", 0.8), (criterion, 0.85)):
+        choices = {"allocation": allocation, "keep_zeros": keep_zeros and allocation != "uniform"}
+        report = iobs.prune(model, data, iobs.Unstructured(sparsity), **choices)
+        assert report.zeros == report.weights - round(report.weights * (1 - sparsity))
+    assert all(0 <= effect < 1e6 for row in report.allocation for effect in row.effects)

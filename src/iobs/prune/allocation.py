@@ -1,7 +1,7 @@
 """How a network's sparsity is spread over its layers: error curves, weighed by their effect, solved to a global count.
 
-Every layer l has a curve E_l(k), its output error when k weights are kept, and a weight c_l, what a unit of that error
-costs the network. The allocation minimises sum_l c_l E_l(k_l) subject to sum_l k_l = K, exactly K, within bounds.
+Every layer l has a curve E_l(k), its output error when k weights are kept, and from it an effect u_l(k), what that does
+to the network. The allocation minimises sum_l u_l(k_l) subject to sum_l k_l = K, exactly K, within bounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Allocation:
     Args:
         criterion: "uniform": every layer the same. Others weigh every layer's error curve: "error" by the inverse of
             its output's energy; "fisher" by the mean squared gradient of the log-likelihood with respect to its output;
-            "kl" by the divergence measured when the layer alone is pruned; "evolve" starts from that and moves weights
+            "kl" by the divergences measured when the layer alone is pruned; "evolve" starts from that and moves weights
             between layers as long as the divergence of the whole network falls. "auto": "evolve" where the Grams of
             all layers are small enough to keep and there are samples enough to judge by, else "kl"; "uniform" where
             the pattern leaves nothing to allocate.
@@ -108,12 +108,12 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Curve:
-    """Output error of one layer at a few counts of kept entries.
+    """Output error of one layer, or its effect on the network, at a few counts of kept entries.
 
     Args:
-        keeps: ascending counts; the last is all entries, where the error is 0.
-        errors: squared output error per input row, float, falling.
-        energy: squared output per input row of the dense layer.
+        keeps: ascending counts; the last is all entries that are not zero, where the error is 0.
+        errors: squared output error per input row, or effect; float, falling.
+        energy: the same where the whole output is lost: squared output per input row of the dense layer.
     """
 
     keeps: list[int]
@@ -123,8 +123,10 @@ class Curve:
     def at(self, keep: float) -> float:
         """The error in between: its logarithm is interpolated; in the last piece it falls on, or straight to zero."""
         keeps, errors = self.keeps, self.errors
+        if keep >= keeps[-1]:
+            return errors[-1]
         if len(keeps) == 1:
-            return errors[0]
+            return self.energy + keep / keeps[0] * (errors[0] - self.energy)
         index = next((i for i in range(1, len(keeps)) if keep <= keeps[i]), len(keeps) - 1)
         share = (keep - keeps[index - 1]) / (keeps[index] - keeps[index - 1])
         low, high = errors[index - 1], errors[index]
@@ -136,6 +138,10 @@ class Curve:
             fall = (math.log(low) - math.log(errors[index - 2])) / (keeps[index - 1] - keeps[index - 2])
             return min(straight, low * math.exp(fall * (keep - keeps[index - 1])))
         return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+
+    def times(self, weight: float) -> Curve:
+        """Effects in proportion to the errors."""
+        return Curve(self.keeps, [weight * error for error in self.errors], weight * self.energy)
 
 
 def as_allocation(choice: str | Allocation) -> Allocation:
@@ -153,17 +159,14 @@ def uniform(pattern: Pattern, layers: tuple[Layer, ...]) -> dict[Layer, Pattern]
     return dict.fromkeys(layers, pattern)
 
 
-def optimal_counts(
-    curves: dict[Layer, Curve], weights: dict[Layer, float], total: int, ranges: dict[Layer, tuple[int, int]]
-) -> dict[Layer, int]:
-    """Counts that minimise sum_l c_l E_l(k_l) with sum_l k_l = total: exact for the curves' lower convex envelopes.
+def optimal_counts(effects: dict[Layer, Curve], total: int, ranges: dict[Layer, tuple[int, int]]) -> dict[Layer, int]:
+    """Counts that minimise sum_l u_l(k_l) with sum_l k_l = total: exact for the curves' lower convex envelopes.
 
     On convex curves the steepest piece always comes first, so taking pieces in the order of their slopes is optimal;
     the last piece is taken in part, which gives the exact total.
 
     Args:
-        curves: every layer's error curve.
-        weights: every layer's c_l.
+        effects: every layer's u_l.
         total: how many entries are kept in all.
         ranges: fewest and most for every layer.
 
@@ -174,15 +177,14 @@ def optimal_counts(
     counts = {layer: ends[0] for layer, ends in ranges.items()}
     left = total - sum(counts.values())
     pieces: list[tuple[float, int, int, Layer, list[tuple[int, float]]]] = []
-    for order, layer in enumerate(curves):
-        hull = _lower_envelope(curves[layer], ranges[layer])
-        _push(pieces, weights[layer], order, 0, layer, hull)
+    for order, layer in enumerate(effects):
+        _push(pieces, order, 0, layer, _lower_envelope(effects[layer], ranges[layer]))
     while left > 0:
         _, order, position, layer, hull = heapq.heappop(pieces)
         taken = min(left, hull[position + 1][0] - hull[position][0])
         counts[layer] += taken
         left -= taken
-        _push(pieces, weights[layer], order, position + 1, layer, hull)
+        _push(pieces, order, position + 1, layer, hull)
     assert sum(counts.values()) == total
     return counts
 
@@ -212,7 +214,6 @@ def _require_within(ranges: dict[Layer, tuple[int, int]], total: int) -> None:
 
 def _push(
     pieces: list[tuple[float, int, int, Layer, list[tuple[int, float]]]],
-    weight: float,
     order: int,
     position: int,
     layer: Layer,
@@ -220,7 +221,7 @@ def _push(
 ) -> None:
     if position + 1 < len(hull):
         (low, above), (high, below) = hull[position], hull[position + 1]
-        heapq.heappush(pieces, (-weight * (above - below) / (high - low), order, position, layer, hull))
+        heapq.heappush(pieces, (-(above - below) / (high - low), order, position, layer, hull))
 
 
 def _lower_envelope(curve: Curve, ends: tuple[int, int]) -> list[tuple[int, float]]:

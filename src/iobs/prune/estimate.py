@@ -20,10 +20,10 @@ from iobs.prune.plan import speed
 from iobs.prune.sensitivity import (
     CURVE_TOKENS,
     ENOUGH,
-    PASSES,
     PROBE,
     PROBE_TOKENS,
     can_keep_grams,
+    damage_passes,
     judged_share,
 )
 from iobs.prune.settings import Settings
@@ -84,7 +84,9 @@ def _allocation_share(settings: Settings, layers: tuple[Layer, ...], fit: Part, 
     searched = allocation.criterion == "evolve" or (
         allocation.criterion == "auto" and can_keep_grams(layers) and judges * positions >= ENOUGH
     )
-    looked = min(PASSES, probe * len(layers)) + (allocation.generations * probe if searched else 0)
+    by_damage = searched or allocation.criterion in ("auto", "kl")
+    looked = damage_passes(len(layers), probe) if by_damage else PROBE
+    looked += allocation.generations * probe if searched else 0
     return min(1.0, CURVE_TOKENS / (positions * fit.samples)), looked
 
 

@@ -96,24 +96,25 @@ class AuditRow:
 class AllocationRecord:
     """What one layer was allotted and why.
 
-    `errors` are relative output errors of the layer pruned alone to each of `sparsities` (the last is 0, dense),
-    `weight` is what losing its whole output would cost the network by the criterion, `chosen` the sparsity it got.
+    `errors` are relative output errors of the layer pruned alone to each of `sparsities` (the last is that of the dense
+    layer), `effects` what they do to the network by the criterion, on a scale on which layers add up, `chosen` the
+    sparsity it got.
     """
 
     name: str
     shape: tuple[int, int]
     sparsities: list[float]
     errors: list[float]
-    weight: float
+    effects: list[float]
     chosen: float
 
-    def damage(self, sparsity: float) -> float:
-        """What this layer alone would cost the network at a sparsity, read off the measured curve."""
-        points = sorted(zip(self.sparsities, self.errors, strict=True))
+    def effect(self, sparsity: float) -> float:
+        """What this layer alone does to the network at a sparsity, read off the measured curve."""
+        points = sorted(zip(self.sparsities, self.effects, strict=True))
         for (low, below), (high, above) in itertools.pairwise(points):
             if sparsity <= high:
-                return self.weight * (below + (above - below) * (sparsity - low) / (high - low))
-        return self.weight * points[-1][1]
+                return below + (above - below) * max(0.0, sparsity - low) / (high - low)
+        return points[-1][1]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What pruning each layer costs the network: error curves, and the weights that make them comparable."""
+"""What pruning each layer costs the network: error curves, and the effects that make them comparable."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from iobs.prune.gram import Statistics, relative_output_error
 from iobs.prune.layers import CONVOLUTIONS, Layer
 from iobs.prune.losses import answered, kl_to_answers, mean_loss
 from iobs.prune.record import AllocationRecord
+from iobs.prune.response import Trial, common_response
 from iobs.prune.trace import Block
 from iobs.prune.walk import Walk
 
 # What a curve is measured at: multiples of the density that the whole network is to have.
 _LEVELS = (1 / 6, 1 / 3, 2 / 3, 1.0, 1.5, 2.5)
 _DENSEST = 0.9  # measured levels end here; at density 1 the error is zero
-_TRIED = (1 / 6, 1.0, 2.5)  # those at which the damage is measured, too; at the first a layer is as good as lost
+_TRIED = (1 / 6, 1.0, 2.5)  # those at which the damage is measured, too
+_NO_ERROR = 1e-9  # of a layer's energy: a trial with less changed nothing, as where most entries were zero before
 _POSITIONS = 16  # of a convolution, for each sample; curves need less than the weights themselves
 _JUDGES = 0.2  # of the calibration samples: damage is measured on them and on the held-out ones
 PROBE = 300  # samples that gradients and divergences are measured on
-PASSES = 6000  # samples that the divergences of all layers together may take
+_PASSES = 6000  # samples that the divergences of all layers together may take,
+_FEWEST = 16  # as long as each has so many
 PROBE_TOKENS = 16384  # and positions of text, every one of which is a distribution of its own
 _ANSWERS = 2**26  # numbers that the dense network's answers to the probe may take
 CURVE_TOKENS = 65536  # positions of text that curves are measured on
-_TELLING = (1e-6, 0.1)  # of the greatest damage: below it is rounding, above it a network that is lost anyhow
 _SEARCHED = 2**24  # entries of all layers' Grams up to which they can be kept for a search, whose solves are then cheap
 ENOUGH = 150  # answers of the network that can judge a search: the least of a hundred noisier figures is mostly noise
 
@@ -45,10 +47,10 @@ SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
 
 @dataclass
 class Measured:
-    """One layer's curve, (output error, damage) where the damage was measured, and its Gram if it is needed later."""
+    """One layer's curve, the trials in which it alone was pruned, and its Gram if it is needed later."""
 
     curve: Curve
-    damages: list[tuple[float, float]]
+    trials: list[Trial]
     statistics: Statistics | None = None
 
 
@@ -99,15 +101,15 @@ class Planner:
         ranges = allocation.ranges(self.layers, sparsity)
         unseen = self._measure(1 - sparsity, allocation)
         self.layers = tuple(layer for layer in self.layers if layer not in unseen)
-        ranges = {layer: ranges[layer] for layer in self.layers}
-        energies = {layer: self.measured[layer].curve.energy for layer in self.layers}
-        felt = self._weights(allocation, energies)
-        weights = complete(felt, energies)
         curves = {layer: self.measured[layer].curve for layer in self.layers}
-        counts = optimal_counts(curves, weights, total_kept(self.layers, sparsity), ranges)
+        total = total_kept(self.layers, sparsity)
+        ranges = within_support(curves, {layer: ranges[layer] for layer in self.layers}, total)
+        felt = self._effects(allocation, curves)
+        effects = complete(felt, curves)
+        counts = optimal_counts(effects, total, ranges)
         if allocation.criterion == "evolve":
             counts = self._evolve(counts, {layer: ranges[layer] for layer in felt}, allocation.generations)
-        records = [_record(layer, curves[layer], weights[layer], counts[layer]) for layer in self.layers]
+        records = [_record(layer, curves[layer], effects[layer], counts[layer]) for layer in self.layers]
         return counts, records
 
     # ---- curves
@@ -131,43 +133,46 @@ class Planner:
         dense = layer.read(self.model)
         judged = statistics.heldout or statistics.calibration
         energy = judged.energy(dense)
+        full = int(torch.count_nonzero(dense)) or layer.weights
         keeps: list[int] = []
         errors: list[float] = []
-        damages: list[tuple[float, float]] = []
+        trials: list[Trial] = []
         for level in levels:
             keep = max(1, round(level * layer.weights))
-            if keep >= layer.weights or (keeps and keep <= keeps[-1]):
+            if keep >= full or (keeps and keep <= keeps[-1]):
                 continue
             weight = self._solved(layer, statistics, dense, keep)
             error = energy * relative_output_error(judged, weight, dense)
             keeps.append(keep)
             errors.append(min([error, *errors]))  # more entries never cost more; noise of the solver aside
-            if level in tried:
-                damages.append((error, self._damage({layer: weight})))
-        return Measured(Curve([*keeps, layer.weights], [*errors, 0.0], energy), damages)
+            if level in tried and error > _NO_ERROR * energy:
+                trials.append(Trial(error, self._damage({layer: weight})))
+        return Measured(Curve([*keeps, full], [*errors, 0.0], energy), trials)
 
     def _solved(self, layer: Layer, statistics: Statistics, dense: Tensor, keep: int) -> Tensor:
         solutions = self.solve(layer, statistics, dense, Unstructured(keep=keep))
         return torch.cat([solution.weight for solution in solutions])
 
-    # ---- weights
-    def _weights(self, allocation: Allocation, energies: dict[Layer, float]) -> dict[Layer, float]:
-        """What a unit of output error costs, for layers that the judged output shows it of.
+    # ---- effects
+    def _effects(self, allocation: Allocation, curves: dict[Layer, Curve]) -> dict[Layer, Curve]:
+        """What output errors cost the network, for layers that the judged output shows it of.
 
         It does not of heads behind the network's other outputs, which are not free to prune for that.
         """
         if allocation.criterion == "error":
-            return {layer: 1 / max(energy, 1e-30) for layer, energy in energies.items()}
+            return {layer: curve.times(1 / max(curve.energy, 1e-30)) for layer, curve in curves.items()}
         if allocation.criterion == "fisher":
-            return output_fisher(self.model, self.layers, self.calibration, self.seed)
+            weights = output_fisher(self.model, self.layers, self.calibration, self.seed)
+            return {layer: curves[layer].times(weight) for layer, weight in weights.items()}
         untouched = self._damage({})
         # To the last bit: a layer of little effect has some, and is cheap to prune.
         felt = {
-            layer: self.measured[layer].damages
+            layer: self.measured[layer].trials
             for layer in self.layers
-            if any(damage != untouched for _, damage in self.measured[layer].damages)
+            if any(trial.damage != untouched for trial in self.measured[layer].trials)
         }
-        return common_response(felt)
+        response = common_response([*felt.values()])
+        return {layer: response.effects(curves[layer], trials) for layer, trials in felt.items()}
 
     def _damage(self, weights: dict[Layer, Tensor]) -> float:
         """Divergence of the network with other weights in some layers from the dense one."""
@@ -183,8 +188,8 @@ class Planner:
 
     @cached_property
     def _probe(self) -> Part:
-        """What every layer's own damage is measured on: all layers together are not to take too long."""
-        return self._jury.first(max(32, PASSES // (len(_TRIED) * len(self.layers))))
+        """What every layer's own damage is measured on."""
+        return self._jury.first(probed(len(self.layers)))
 
     # ---- search
     def _evolve(
@@ -240,6 +245,16 @@ class Planner:
 def judged_share(holdout: float) -> float:
     """Judging samples for each one calibrated on, where so large a share of all is held out."""
     return _JUDGES + holdout / (1 - holdout)
+
+
+def probed(layers: int) -> int:
+    """Samples that every trial of so many layers is run on."""
+    return max(_FEWEST, _PASSES // (len(_TRIED) * layers))
+
+
+def damage_passes(layers: int, judges: int) -> int:
+    """Samples that the trials of so many layers are run on altogether, of so many that judge."""
+    return len(_TRIED) * layers * min(judges, probed(layers))
 
 
 def can_keep_grams(layers: tuple[Layer, ...]) -> bool:
@@ -317,54 +332,32 @@ def _output_squares(
     return squares
 
 
-def common_response(damages: dict[Layer, list[tuple[float, float]]]) -> dict[Layer, float]:
-    """What a unit of each layer's output error costs, from what the network loses when the layer alone is pruned.
-
-    A network does not answer in proportion to an error: one that is sure of its answers bears small errors, and breaks
-    under large ones. But it answers alike to errors of all layers, which add up on their way to the output: the damage
-    is taken for a power of the weighed error, ``D = (c_l E_l)^p``, with one p for the network. Its estimate is the
-    slope of log D over log E within layers, by least squares, and at least 1; c_l is read off at the sparsest weights
-    that the network survives. Whatever p is, the damage of all layers together is least where the sum of the
-    ``c_l E_l`` is.
-
-    Args:
-        damages: (output error, damage) by layer at some densities, the lowest first; there a layer is as good as lost,
-            which shows only what the greatest damage is.
-
-    Returns:
-        Every layer's ``c_l``.
-    """
-    greatest = max((damage for pairs in damages.values() for _, damage in pairs), default=0.0)
-    least, most = (share * max(greatest, 1e-30) for share in _TELLING)
-    logs = {}
-    for layer, pairs in damages.items():
-        telling = [(error, damage) for error, damage in pairs[1:] if least <= damage <= most]
-        if not telling:
-            error, damage = min(pairs)
-            telling = [(error, max(damage, least))]
-        logs[layer] = [(math.log(max(error, 1e-30)), math.log(damage)) for error, damage in telling]
-    products = squares = 0.0
-    for points in logs.values():
-        error, damage = (fmean(each) for each in zip(*points, strict=True))
-        products += sum((point[0] - error) * (point[1] - damage) for point in points)
-        squares += sum((point[0] - error) ** 2 for point in points)
-    power = max(1.0, products / squares) if squares > 0 else 1.0
-    return {layer: math.exp(points[0][1] / power - points[0][0]) for layer, points in logs.items()}
+def within_support(
+    curves: dict[Layer, Curve], ranges: dict[Layer, tuple[int, int]], total: int
+) -> dict[Layer, tuple[int, int]]:
+    """The ranges without counts beyond the entries that are not zero, as long as these are enough in all."""
+    narrowed = {
+        layer: (fewest, max(fewest, min(most, curves[layer].keeps[-1]))) for layer, (fewest, most) in ranges.items()
+    }
+    return narrowed if sum(most for _, most in narrowed.values()) >= total else ranges
 
 
-def complete(found: dict[Layer, float], energies: dict[Layer, float]) -> dict[Layer, float]:
-    """Weights for all layers: where none was measured, the others' typical cost of losing the whole output."""
-    known = [weight * energies[layer] for layer, weight in found.items() if energies[layer] > 0]
-    typical = math.exp(sum(map(math.log, known)) / len(known)) if known else 1.0
-    return {layer: found.get(layer, typical / max(energy, 1e-30)) for layer, energy in energies.items()}
+def complete(found: dict[Layer, Curve], curves: dict[Layer, Curve]) -> dict[Layer, Curve]:
+    """Effects of all layers, from their errors: to lose the whole output of one that none is known of is typical."""
+    known = [curve.energy for curve in found.values() if curve.energy > 0]
+    typical = math.exp(fmean(map(math.log, known))) if known else 1.0
+    return {
+        layer: found[layer] if layer in found else curve.times(typical / max(curve.energy, 1e-30))
+        for layer, curve in curves.items()
+    }
 
 
-def _record(layer: Layer, curve: Curve, weight: float, keep: int) -> AllocationRecord:
+def _record(layer: Layer, curve: Curve, effect: Curve, keep: int) -> AllocationRecord:
     return AllocationRecord(
         name=layer.name,
         shape=layer.shape,
         sparsities=[1 - count / layer.weights for count in curve.keeps],
         errors=[error / max(curve.energy, 1e-30) for error in curve.errors],
-        weight=weight * curve.energy,
+        effects=effect.errors,
         chosen=1 - keep / layer.weights,
     )

@@ -76,9 +76,9 @@ def allocation(report: Report) -> Any:
     records = report.allocation
     sizes = [record.shape[0] * record.shape[1] for record in records]
     share = sum(record.chosen * size for record, size in zip(records, sizes, strict=True)) / sum(sizes)
-    damages = [record.damage(share) for record in records]
-    mean = sum(damages) / sum(sizes)
-    costs = [damage / size / mean for damage, size in zip(damages, sizes, strict=True)] if mean else damages
+    effects = [record.effect(share) for record in records]
+    mean = sum(effects) / sum(sizes)
+    costs = [effect / size / mean for effect, size in zip(effects, sizes, strict=True)] if mean else effects
     named = len(records) <= _NAMED_LAYERS
     figure, (left, right) = figure_of(1.1 + 0.23 * len(records) if named else 5.0, columns=2)
     positions = range(len(records))

@@ -1,0 +1,93 @@
+"""The response that all layers of a network share, and the effects that follow from it."""
+
+import math
+
+import pytest
+
+from iobs.prune.allocation import Curve
+from iobs.prune.response import Response, Trial, common_response
+
+PRICES = (2.0, 0.1, 30.0)
+ERRORS = (0.3, 0.1, 0.03, 0.01)  # effects of trials
+
+
+def effect(response, trials, error):
+    return response.effects(Curve([1, 8], [error, 0.0], 2 * error), trials).errors[0]
+
+
+@pytest.mark.parametrize("power", [1.0, 1.7, 2.5])
+def test_a_power_is_undone(power):
+    """Where damages are a power of what errors cost, effects are in proportion to the costs."""
+    trials = [[Trial(felt / price, felt**power) for felt in ERRORS] for price in PRICES]
+    response = common_response(trials)
+    assert (response.early, response.late) == pytest.approx((1 / power, 1 / power), rel=1e-4)
+    found = [effect(response, own, 0.02) for own in trials]
+    assert found == pytest.approx([found[0] * price / PRICES[0] for price in PRICES], rel=1e-4)
+    if power == 1:
+        assert found == pytest.approx([0.02 * price for price in PRICES], rel=1e-4)  # then effects are damages
+
+
+def test_a_response_that_bends_is_undone():
+    true = Response(1e-6, 1.0, 0.9, 0.4)
+
+    def damage(felt):  # the inverse of log_effect, by bisection
+        low, high = math.log(1e-6), 0.0
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if true.log_effect(math.exp(middle)) < math.log(felt) else (low, middle)
+        return math.exp(low)
+
+    most = math.exp(true.log_effect(1.0))
+    trials = [[Trial(most * share / price, damage(most * share)) for share in (1, 0.1, 0.01)] for price in PRICES]
+    response = common_response(trials)
+    assert (response.early, response.late) == pytest.approx((0.9, 0.4), abs=1e-3)
+    found = [effect(response, own, most / 20) for own in trials]
+    assert found == pytest.approx([found[0] * price / PRICES[0] for price in PRICES], rel=1e-3)
+
+
+def test_a_layer_that_breaks_the_network_is_dear_where_it_breaks():
+    """Its measured damages count, not what would follow from the densest trial alone."""
+    tame = [Trial(1.0, 1e-2), Trial(0.1, 1e-3), Trial(0.01, 1e-4)]
+    brittle = [Trial(1.0, 1.0), Trial(0.1, 1e-3), Trial(0.01, 1e-4)]
+    response = common_response([tame, tame, brittle])
+    assert effect(response, brittle, 0.05) == pytest.approx(effect(response, tame, 0.05))
+    assert effect(response, brittle, 1.0) > 2 * effect(response, tame, 1.0)
+    assert effect(response, brittle, 2.0) > 2 * effect(response, brittle, 1.0)
+
+
+def test_a_lost_layer_costs_more_the_more_it_errs():
+    lost = [Trial(2.0, 1.0), Trial(1.0, 1.0), Trial(0.5, 1.0)]
+    response = common_response([lost, [Trial(1.0, 0.1), Trial(0.1, 0.01)]])
+    assert effect(response, lost, 4.0) >= 2 * effect(response, lost, 2.0) > effect(response, lost, 1.0)
+
+
+def test_a_layer_that_does_no_harm_is_priced_by_its_sparsest_trial():
+    """A bound on what it costs is the tighter, the larger the error that did no harm."""
+    works = [Trial(1.0, 1.0), Trial(0.1, 0.1)]
+    idle = [Trial(1.0, 1e-9), Trial(0.1, 0.0), Trial(0.01, -1e-12)]
+    response = common_response([idle, works])
+    assert response.told(idle) == [Trial(1.0, response.least)]
+    assert effect(response, idle, 0.5) < 1e-4 * effect(response, works, 0.5)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, 1e30])
+def test_damages_without_bound_do_not_hide_the_others(broken):
+    trials = [[Trial(felt / price, felt) for felt in ERRORS] for price in PRICES]
+    calm = common_response(trials)
+    for index in range(3):
+        shaken = [list(own) for own in trials]
+        shaken[index][0] = Trial(shaken[index][0].error, broken)
+        response = common_response(shaken)
+        assert response.greatest <= 100
+        found = [effect(response, own, 1e-3) for own in shaken]
+        expected = [effect(calm, own, 1e-3) for own in trials]
+        ratios = [one / other for one, other in zip(found, expected, strict=True)]
+        assert max(ratios) < 3 * min(ratios)
+        assert effect(response, shaken[index], 10.0) > effect(calm, trials[index], 0.01)
+
+
+def test_nothing_told_is_no_error():
+    nothing = common_response([])
+    assert effect(nothing, [], 1.0) == 0.0
+    harmless = [[Trial(1.0, 0.0)] * 3 for _ in range(2)]
+    assert 0 < effect(common_response(harmless), harmless[0], 1.0) < 1e-30
