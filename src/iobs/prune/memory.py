@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import sys
 import threading
@@ -15,10 +16,11 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _INTERVAL = 0.02  # seconds between two looks
-# glibc's mallopt, its numbers and where its own adaptation ends: blocks from the first size on are mapped one by one,
-# and free memory at the heap's end is returned from the second size on.
+# glibc's mallopt: its numbers, and sizes of blocks that are mapped one by one and of free memory at the heap's end that
+# is returned: where glibc's own adaptation ends, and what is wanted here.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_USUAL, _SMALL, _LARGE = 32 << 20, 1 << 20, 1 << 30  # bytes
+_USUAL, _GIVING, _KEEPING = (32 << 20, 64 << 20), (1 << 20, 2 << 20), (1 << 30, -1)  # bytes; -1: never
+_thresholds = _USUAL  # now; glibc cannot be asked
 
 
 class MemoryWatch:
@@ -61,36 +63,40 @@ def give_back_what_is_freed() -> None:
     By itself glibc keeps blocks of up to 32 MB, which is what the middling tensors of a block take: hundreds of
     megabytes that nothing uses.
     """
-    _set_thresholds(_SMALL, 2 * _SMALL)
+    _set_thresholds(_GIVING)
 
 
 @contextmanager
 def reusing_memory() -> Iterator[None]:
-    """Keep what is freed for the next tensor, where the C library can be told to; all of it is returned at the end.
+    """Keep what is freed for the next tensor, where the C library can be told to; at the end it is as it was.
 
     For loops over a network that is in memory whole. By itself glibc gives the activations of a convolutional network
     back to the system after each use, and the system clears them page by page for the next: on MobileNet at 224
     pixels and 32 pictures that is half of the time of a gradient.
     """
-    _set_thresholds(_LARGE, -1)
+    before = _thresholds
+    _set_thresholds(_KEEPING)
     try:
         yield
     finally:
-        _set_thresholds(_USUAL, 2 * _USUAL)
-        if (library := _glibc()) is not None:
+        _set_thresholds(before)
+        if (library := _glibc()) is not None and before != _KEEPING:
             library.malloc_trim(0)
 
 
-def _set_thresholds(mapped: int, trimmed: int) -> None:
+def _set_thresholds(sizes: tuple[int, int]) -> None:
+    global _thresholds
     if (library := _glibc()) is not None:
-        library.mallopt(_MMAP_THRESHOLD, mapped)
-        library.mallopt(_TRIM_THRESHOLD, trimmed)
+        if not library.mallopt(_MMAP_THRESHOLD, sizes[0]):
+            library.mallopt(_MMAP_THRESHOLD, _USUAL[0])  # the most that older releases take
+        library.mallopt(_TRIM_THRESHOLD, sizes[1])
+        _thresholds = sizes
 
 
 @cache
 def _glibc() -> ctypes.CDLL | None:
-    """The C library, where it has the switches."""
-    if sys.platform != "linux":
+    """The C library, where it has the switches and the user has not set them."""
+    if sys.platform != "linux" or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return None
     library = ctypes.CDLL(None)
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
