@@ -12,7 +12,7 @@ from iobs.errors import LayerSelectionError, PatternError, ProblemError
 from iobs.prune.allocation import Allocation, Curve, optimal_counts
 from iobs.prune.batches import Part
 from iobs.prune.layers import Layer, select
-from iobs.prune.sensitivity import complete, output_fisher, within_support
+from iobs.prune.sensitivity import complete, damage_passes, output_fisher, within_support
 
 LAYERS = (Layer("a", (2, 5)), Layer("b", (1, 6)), Layer("c", (2, 4)))
 
@@ -239,3 +239,25 @@ def test_a_sparse_network_is_pruned_further_to_the_exact_count(network, criterio
         report = iobs.prune(model, data, iobs.Unstructured(sparsity), **choices)
         assert report.zeros == report.weights - round(report.weights * (1 - sparsity))
     assert all(0 <= effect < 1e6 for row in report.allocation for effect in row.effects)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_samples_that_trials_take_are_foreseen(network, layers):
+    model, data = network
+    seen = 0
+
+    def count(module, args):
+        nonlocal seen
+        seen += len(args[0])
+
+    taken = {}
+    for criterion in ("error", "kl"):
+        fresh, seen = copy.deepcopy(model), 0
+        fresh.register_forward_pre_hook(count)
+        iobs.prune(
+            fresh, data, iobs.Unstructured(0.8), allocation=criterion, include=[str(2 * i) for i in range(layers)]
+        )
+        taken[criterion] = seen
+    judges = 18 + 10  # a fifth of those calibrated on, and those held out
+    looked = damage_passes(layers, judges) + 2 * judges  # and the untouched network's, and the dense one's answers
+    assert taken["kl"] - taken["error"] == looked
