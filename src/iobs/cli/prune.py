@@ -100,7 +100,7 @@ def prune(
     polish: Annotated[
         int | None,
         _option(
-            "N", "Steps on the final support, after the last round; best takes 600, or up to 2,400.", _STEPS, least=0
+            "N", "Steps on the final support, after the last round; best takes 600, or up to 4,800.", _STEPS, least=0
         ),
     ] = None,
     include: Annotated[

@@ -105,7 +105,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "target": "network",
         "allocation": "auto",
         "step": replace(_TEACHER, support="fixed", decay=True),
-        "polish": replace(_TEACHER, steps=600, most_steps=2400, parameters="all", decay=True),
+        "polish": replace(_TEACHER, steps=600, most_steps=4800, parameters="all", decay=True),
     },
 }
 
