@@ -67,6 +67,7 @@ def test_a_layer_that_does_no_harm_is_priced_by_its_sparsest_trial():
     idle = [Trial(1.0, 1e-9), Trial(0.1, 0.0), Trial(0.01, -1e-12)]
     response = common_response([idle, works])
     assert response.told(idle) == [Trial(1.0, response.least)]
+    assert response.told([Trial(1.0, 0.3), *idle[1:]]) == [Trial(1.0, 0.3)]
     assert effect(response, idle, 0.5) < 1e-4 * effect(response, works, 0.5)
 
 

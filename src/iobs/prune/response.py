@@ -52,8 +52,8 @@ class Response:
     def told(self, trials: Sequence[Trial]) -> list[Trial]:
         """What a layer's trials tell, from the densest to the sparsest: errors and damages rise.
 
-        Of trials that did no harm that could be told only the sparsest counts: not even it did. A damage that is not
-        finite is the greatest.
+        A trial whose damage cannot be told from none tells something only where no sparser one does harm either. A
+        damage that is not finite is the greatest.
         """
         found: list[Trial] = []
         for trial in sorted(trials, key=lambda trial: trial.error):
@@ -61,7 +61,7 @@ class Response:
             damage = min(max(damage, self.least), self.greatest)
             if found:
                 damage = max(damage, found[-1].damage)  # noise aside, more error never does less damage
-                if damage <= self.least or trial.error <= found[-1].error:
+                if found[-1].damage <= self.least or trial.error <= found[-1].error:
                     found.pop()
             found.append(Trial(trial.error, damage))
         return found
@@ -114,7 +114,7 @@ def common_response(trials: Sequence[Sequence[Trial]]) -> Response:
     for own in trials:
         for dense, sparse in pairwise(straight.told(own)):
             low, high = (math.log(trial.damage / straight.least) for trial in (dense, sparse))
-            if low > 0 and high > low:
+            if high > low:
                 middle = (low + high) / (2 * span)
                 rows.append([(high - low) * (1 - middle), (high - low) * middle])
                 rises.append(math.log(sparse.error / dense.error))
