@@ -2,7 +2,7 @@
 
     python benchmarks/small_networks.py [--networks mixer ...] [--methods best ...] [--sparsity 0.9] [--seeds 0 1 2]
 
-Needs nothing but an installed iobs. A thousand digits train the networks; half of those, drawn by seed, calibrate; the
+Needs no files beside this folder. A thousand digits train the networks; half of those, drawn by seed, calibrate; the
 other 797 score. One row a run is appended to results/small_networks.jsonl, and runs that have a row are not repeated.
 """
 

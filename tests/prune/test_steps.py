@@ -70,6 +70,10 @@ class Brightness(nn.Module):
 def test_the_dense_network_decides_what_is_suited():
     part = Part([torch.randn(100, 1, 16, 16)], [0])
     assert label_preserving(Brightness(left=False), part, 0).flip
+    # Four in five pictures are as bright on either side: enough to be moved, too few to be mirrored.
+    odd = torch.cat([torch.ones(20, 1, 16, 8), -torch.ones(20, 1, 16, 8)], -1)
+    mostly = Part([torch.cat([torch.ones(40, 1, 16, 16), -torch.ones(40, 1, 16, 16), odd])], [0])
+    assert label_preserving(Brightness(left=True), mostly, 0) == FlipShift(False, 2)
     found = label_preserving(Brightness(left=True), part, 0)
     assert found is None or not found.flip
     assert label_preserving(nn.Linear(4, 2), Part([torch.randn(10, 4)], [0]), 0) is None
