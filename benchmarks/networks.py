@@ -235,7 +235,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
         "alone, a difference under a point says nothing. ResNet-20's two downsampling convolutions and MobileNet's "
         "depthwise ones stay dense and uncounted, for every method. SparseGPT, CHITA, CBS and WoodFisher are this "
         "library's own forms of those methods (`docs/accuracy.md`). Rows are of several commits, which "
-        "`networks.jsonl` names: those of recipes with an allocation are older than its common response (LOG.md).",
+        "`networks.jsonl` names: those of recipes with an allocation from before 2e48af6 are of an older one (LOG.md).",
     ]
     for name, network in NETWORKS.items():
         own = [row for row in rows if row["network"] == name]
@@ -349,7 +349,8 @@ def compare(rows: list[dict[str, Any]], name: str, variants: list[str]) -> dict[
     tried = defaultdict(set)
     for row in own:
         tried[row["level"]].add(row["method"])
-    level = max(tried, key=lambda level: len(tried[level]), default="")
+    # The last of those with most variants, which is the hardest.
+    level = max(tried, key=lambda level: (len(tried[level]), NETWORKS[name].sparsities.index(level)), default="")
     by_seed = defaultdict(dict)
     for row in own:
         if row["level"] == level:
