@@ -84,7 +84,7 @@ def _allocation_share(settings: Settings, layers: tuple[Layer, ...], fit: Part, 
     searched = allocation.criterion == "evolve" or (
         allocation.criterion == "auto" and can_keep_grams(layers) and judges * positions >= ENOUGH
     )
-    by_damage = searched or allocation.criterion in ("auto", "kl")
+    by_damage = allocation.by_damage or allocation.criterion == "auto"
     looked = damage_passes(len(layers), probe) if by_damage else PROBE
     looked += allocation.generations * probe if searched else 0
     return min(1.0, CURVE_TOKENS / (positions * fit.samples)), looked

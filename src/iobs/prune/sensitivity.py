@@ -115,12 +115,12 @@ class Planner:
     # ---- curves
     def _measure(self, density: float, allocation: Allocation) -> list[Layer]:
         """Measure every layer's curve; returns the layers that the network feeds nothing."""
-        levels = {min(level * density, _DENSEST) for level in _LEVELS}
+        levels = sorted({min(level * density, _DENSEST) for level in _LEVELS})
         tried = {min(level * density, _DENSEST) for level in _TRIED} if allocation.by_damage else set()
 
         def visit(group: list[Layer], statistics: Statistics) -> None:
             for layer in group:
-                self.measured[layer] = self._measure_layer(layer, statistics, sorted(levels), tried)
+                self.measured[layer] = self._measure_layer(layer, statistics, levels, tried)
                 self.told("error curves of layers", len(self.measured), len(self.layers))
                 if allocation.criterion == "evolve":
                     self.measured[layer].statistics = statistics
