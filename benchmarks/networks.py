@@ -219,8 +219,8 @@ def log_probabilities(case: Case) -> Tensor:
 
 def commit() -> str:
     """The commit that was measured."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
@@ -241,7 +241,8 @@ def tables(rows: list[dict[str, Any]]) -> str:
         own = [row for row in rows if row["network"] == name]
         if not own:
             continue
-        levels = [level for level in network.sparsities if any(row["level"] == level for row in own)]
+        run_at = {row["level"] for row in own}
+        levels = [*(level for level in network.sparsities if level in run_at), *sorted(run_at - {*network.sparsities})]
         seeds = sorted({row["seed"] for row in own})
         dense = next((row["dense"] for row in own if "dense" in row), None)
         stated = "" if dense is None else f", dense {dense:.2f}"
@@ -350,7 +351,8 @@ def compare(rows: list[dict[str, Any]], name: str, variants: list[str]) -> dict[
     for row in own:
         tried[row["level"]].add(row["method"])
     # The last of those with most variants, which is the hardest.
-    level = max(tried, key=lambda level: (len(tried[level]), NETWORKS[name].sparsities.index(level)), default="")
+    known = [level for level in NETWORKS[name].sparsities if level in tried]
+    level = max(known, key=lambda level: (len(tried[level]), known.index(level)), default="")
     by_seed = defaultdict(dict)
     for row in own:
         if row["level"] == level:
