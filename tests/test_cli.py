@@ -1,6 +1,8 @@
 """The command line as a user meets it: commands, errors as one line, nothing half-written."""
 
+import io
 import json
+import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -18,7 +20,9 @@ from iobs.cli import demo as demo_command
 from iobs.cli.progress import Steps
 from iobs.cli.watch import Watch
 from iobs.data import sources
+from iobs.errors import ModelError
 from iobs.paper import Experiment, Results, Row
+from iobs.prune import distributed
 from iobs.prune.record import LayerRecord, RoundRecord
 from iobs.report import read_report
 
@@ -286,6 +290,19 @@ def test_missing_questions_and_libraries_are_found_before_any_scoring(run, tmp_p
     assert "pip install" in one_error(run(*text, "--tasks", "mmlu", code=1))
 
 
+def test_letters_that_cannot_be_told_apart_are_found_before_any_scoring(run, tmp_path, monkeypatch):
+    def confused(_):
+        raise ModelError("no letters")
+
+    monkeypatch.setattr("iobs.evaluate.evaluate", lambda *_, **__: pytest.fail("the model was scored"))
+    monkeypatch.setattr("iobs.evaluate.answers.letter_tokens", confused)
+    question = {"split": "test", "subject": "s", "question": "q", "choices": [*"abcd"], "answer": 0}
+    (tmp_path / "a.jsonl").write_text(json.dumps(question))
+    (tmp_path / "a.txt").write_text("some text")
+    options = ("--data", tmp_path / "a.txt", "--questions", tmp_path / "a.jsonl")
+    assert "no letters" in one_error(run("evaluate", *options, code=1))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -349,8 +366,6 @@ def test_names_come_through_whole_and_as_they_are(run, tmp_path, capsys):
     ],
 )
 def test_each_mistake_gives_one_clear_line(run, classifier, tmp_path, network, data, options, message):
-    import re
-
     folder = tmp_path / "folder"
     arguments = (f"{classifier}:{network}", "--data", f"{classifier}:{data}", "-o", folder / "out", *options)
     assert re.search(message, one_error(run("prune", *arguments, code=1)))
@@ -486,3 +501,76 @@ def test_plain_progress_is_a_line_now_and_then(capsys, monkeypatch):
         for done in (1, 5, 6):
             steps.update(done, 10)
     assert capsys.readouterr().err == "work: 50 %, about 20 s left\n"
+
+
+def test_steps_that_were_taken_before_are_not_counted():
+    told = []
+    watch = Watch(SimpleNamespace(update=lambda done, total, text: told.append((done, total))))
+    watch.begin(3, ["l"])
+    for done in (9, 10):  # resumed after eight steps of the first round
+        watch.step(0, done, 10, 0.5)
+    assert told[-1] == (2, 3 + 12)
+    watch.step(1, 1, 10, 0.5)
+    assert told[-1] == (3, 15)
+    watch.begin(1, ["l"])
+    watch.layer(0, LayerRecord("l", (2, 2), 0.5, 2, 0.1, None, 0.1, 0.01, 0, 5, 0.1))
+    for done in range(301, 601):
+        watch.step(3, done, 600, 0.5)
+    assert told[-1] == (301, 301)
+
+
+def test_a_polish_says_what_it_and_the_projection_came_to(capsys):
+    steps = SimpleNamespace(update=lambda *_: None)
+    projection = RoundRecord(0, 0.5, 1.0, 0.75, [], seconds=2.0)
+    polish = RoundRecord(1, 0.5, 1.0, 0.25, [], [0.1, 0.1], seconds=3.0, kind="polish", polished_round=0)
+    watch = Watch(steps, "x, ")
+    watch.begin(5, ["l"])
+    watch.expect_rounds(1)
+    watch.round(projection)
+    assert capsys.readouterr().err == ""  # alone it is the result, which is shown at the end
+    watch.step(1, 1, 2, 0.1)
+    assert capsys.readouterr().err == "x, projection: 50.0 % zeros, loss 0.7500, 2.0 s\n"
+    watch.round(polish)
+    assert capsys.readouterr().err == "x, polish of 2 steps: 50.0 % zeros, loss 0.2500, 3.0 s\n"
+    quiet = Watch(steps, quiet=True)
+    quiet.begin(1, ["l"])
+    quiet.round(projection)
+    quiet.step(1, 1, 2, 0.1)
+    quiet.round(polish)
+    assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    """Keeps what a terminal is sent."""
+
+    def isatty(self):
+        return True
+
+
+def test_what_is_said_stands_above_the_bar(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Steps("work") as steps:
+        steps.update(1, 2)
+        Watch(steps).note("a note")
+        console._show_warning("a warning", UserWarning)
+    # Each begins where the bar was erased, and ends its own line.
+    sent = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
+    assert "\x1b[2Ka note\n" in sent
+    assert "\x1b[2KWarning: a warning\n" in sent
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_shows_progress(monkeypatch, rank):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(distributed, "current", lambda: distributed.Ranks(rank, 2))
+    monkeypatch.setattr("iobs.cli.progress._PLAIN_INTERVAL", 0.0)
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Steps("work") as steps:
+            steps.update(1, 2)
+            console.say("a note")
+        shown = stream.getvalue()
+        assert ("work" in shown, "a note" in shown) == (rank == 0, rank == 0)
+        assert bool(shown) == (rank == 0)

@@ -1,6 +1,7 @@
 """`iobs compare` on a small classifier: a table, a file, a picture, and the model as it was."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from iobs.cli import app
 from iobs.cli.compare import OURS, PEERS
+from iobs.prune.fisher import METHODS
 
 CLASSIFIER = """
 import torch
@@ -107,6 +109,24 @@ def test_one_method_that_fails_does_not_take_the_others_with_it(call, tmp_path, 
     assert "wanda at 0.5 failed: damping must not be negative" in " ".join(result.output.split())
     values = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [trial["method"] for trial in values["trials"]] == ["fast", "magnitude"]
+
+
+def test_a_pruned_network_that_gives_nan_does_not_take_the_others_with_it(call, tmp_path, monkeypatch):
+    monkeypatch.setitem(METHODS, "cbs", lambda weights, *_: weights * math.nan)
+    result = call("--methods", "cbs,magnitude", "--patterns", "0.5", "-o", tmp_path / "out")
+    assert result.exit_code == 1, result.output
+    assert "cbs at 0.5 failed: The model gives NaN on batch 1" in " ".join(result.output.split())
+    values = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [trial["method"] for trial in values["trials"]] == ["magnitude"]
+
+
+def test_magnitude_needs_no_targets(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(CLASSIFIER + "\ndef bare():\n    return [batch[0] for batch in batches()]\n")
+    arguments = ["--data", f"{file}:bare", "--eval-data", f"{file}:others", "--methods", "magnitude-global,magnitude"]
+    result = CliRunner().invoke(app, ["compare", f"{file}:net", *arguments, "--patterns", "0.5", "--json"])
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)["trials"]) == 2
 
 
 def test_missing_targets_are_known_before_any_work(tmp_path):

@@ -103,6 +103,14 @@ def test_nan_is_named(embedded):
         evaluate.perplexity(Broken(), torch.ones(2, 4, dtype=torch.long))
 
 
+def test_a_perplexity_beyond_all_numbers_is_infinite():
+    class Mistaken(nn.Linear):
+        def forward(self, input_ids):
+            return torch.tensor([2000.0, 0.0]).expand(*input_ids.shape, 2)
+
+    assert evaluate.perplexity(Mistaken(1, 1), torch.ones(2, 4, dtype=torch.long)) == math.inf
+
+
 @pytest.mark.parametrize(("batches", "message"), [([torch.ones(1, 2)], "Batch 1 has no targets"), ([], "no batch")])
 def test_accuracy_needs_targets(batches, message):
     with pytest.raises(DataError, match=message):
@@ -207,7 +215,7 @@ def test_real_targets_are_scored_by_their_squared_error(tmp_path):
     data = [(inputs[:15], network(inputs[:15]).detach() + 1), (inputs[15:], network(inputs[15:]).detach())]
     loaded = models.LoadedModel(network, None, "mine", "other", None, lambda *_: None)
     scores = evaluate.evaluate(loaded, BatchSource("mine", data))
-    assert scores == {"mean squared error": pytest.approx(0.75)}
+    assert scores == {"mean squared error": pytest.approx(0.75), "samples": 20.0}
     with pytest.raises(DataError, match="one number is needed"):
         evaluate.squared_error(network, [(inputs, torch.randn(20, 3))])
 
@@ -244,7 +252,49 @@ def test_a_limit_cuts_ready_batches(embedded):
     right = network(inputs).detach()
     batches = [(inputs[:5], right[:5]), (inputs[5:], torch.cat([right[5:7], right[7:] + 1]))]
     source = BatchSource("mine", batches)
-    assert evaluate.evaluate(loaded, source, limit=7) == {"mean squared error": pytest.approx(0.0)}
-    assert evaluate.evaluate(loaded, source, limit=99) == {"mean squared error": pytest.approx(5 / 12)}
+    assert evaluate.evaluate(loaded, source, limit=7) == {"mean squared error": pytest.approx(0.0), "samples": 7.0}
+    whole = {"mean squared error": pytest.approx(5 / 12), "samples": 12.0}
+    assert evaluate.evaluate(loaded, source, limit=99) == whole
     windows = data.token_windows(embedded.tokenizer, data.embedded_text("heldout"), 16, limit=6)
     assert evaluate.evaluate(embedded, BatchSource("mine", [{"input_ids": windows}]), limit=2)["tokens"] == 32
+
+
+def test_ready_batches_are_made_anew_where_a_size_is_given():
+    seen = []
+
+    class Network(nn.Linear):
+        def forward(self, values):
+            seen.append(len(values))
+            return super().forward(values)
+
+    network, inputs = Network(4, 3), torch.randn(12, 4)
+    targets = network(inputs).argmax(1)
+    loaded = models.LoadedModel(network, None, "mine", "other", None, lambda *_: None)
+    source = BatchSource("mine", [(inputs[:5], targets[:5]), (inputs[5:], targets[5:])])
+    for batch, sizes in ((None, [5, 7]), (4, [4, 4, 4]), (20, [12])):
+        seen.clear()
+        assert evaluate.evaluate(loaded, source, batch=batch) == {"accuracy": 100.0, "samples": 12.0}
+        assert seen == sizes
+    with pytest.raises(DataError, match="no batch"):
+        evaluate.evaluate(loaded, BatchSource("mine", []), batch=4)
+    pixels = [(torch.randn(2, 3, side, side), torch.zeros(2, dtype=torch.long)) for side in (4, 6)]
+    with pytest.raises(DataError, match="leave the batch size out"):
+        evaluate.evaluate(loaded, BatchSource("mine", pixels), batch=2)
+
+
+# ---- multiple choice
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        lambda text: [*map(ord, text), 0],  # an end after every text
+        lambda text: [ord(letter) if letter in "Answer: " else 0 for letter in text],  # letters that are unknown
+        lambda text: [len(text), *map(ord, text)],
+    ],
+)
+def test_letters_must_follow_a_prompt_and_be_told_apart(tokens):
+    def tokenizer(texts, verbose):
+        return {"input_ids": [tokens(text) for text in texts]}
+
+    loaded = models.LoadedModel(nn.Linear(1, 1), tokenizer, "mine", "causal-lm", None, lambda *_: None)
+    with pytest.raises(ModelError, match="add_eos_token"):
+        evaluate.answer(loaded, data.Questions([], {}))

@@ -92,6 +92,7 @@ SCORES = {
         (numbers.score, 37.6623, "37.66"),
         (numbers.score, 122880.0, "122,880"),
         (numbers.score, 91.7, "91.70"),
+        (numbers.score, float("inf"), "inf"),
         (numbers.score, 1.5e7 + 0.5, "1.50e+07"),
         (numbers.duration, 9.94, "9.9 s"),
         (numbers.duration, 245.2, "4 min 05 s"),
@@ -292,6 +293,20 @@ def test_effects_are_read_off_the_curve():
     assert [record.effect(share) for share in (0.0, 0.25, 0.5, 0.6, 0.75, 0.9)] == pytest.approx(
         [0.0, 0.1, 0.2, 0.44, 0.8, 0.8]
     )
+
+
+@pytest.mark.parametrize("steps", [{"step": {"augment": None}}, {"step": {"augment": "auto"}, "polish": None}])
+def test_samples_that_networks_are_judged_by_may_be_altered(steps):
+    made = make_report()
+    made.settings |= steps
+    altered = "held-out samples (altered like those of the gradient steps)"
+    expected = steps["step"]["augment"] is not None
+    assert ("held-out samples (altered" in report.render_page(made)) == expected
+    assert any(altered in line for line in report.summary_lines(made)) == expected
+    if expected:
+        page = report.render_page(made)
+        assert f"on {altered}; dense" in page
+        assert f"lowest loss on {altered} among" in page
 
 
 def test_summary_names_the_round_that_won():

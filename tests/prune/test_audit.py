@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import iobs
 from iobs.errors import AuditError, ModelError, PatternError
-from iobs.prune.audit import audit_layers, compare
+from iobs.prune.audit import audit_layers, require_promised
 from iobs.prune.layers import find_layers
 
 
@@ -67,14 +67,14 @@ def test_zeros_in_another_row_or_layer_make_nothing_good():
         model.fc1.weight[1:4].zero_()
     with pytest.raises(AuditError, match="'fc1' keeps 12 of 12"):
         audit_layers(model, dict.fromkeys(find_layers(model), pattern))
-    compare(iobs.audit(model), before, Path("here"))
+    require_promised(iobs.audit(model), before, Path("here"))
     with torch.no_grad():
         model.fc2.weight.fill_(1.0)
     with pytest.raises(AuditError, match="here has 0 zeros in layer 'fc2'"):
-        compare(iobs.audit(model), before, Path("here"))
+        require_promised(iobs.audit(model), before, Path("here"))
     renamed = [replace(row, name=f"model.{row.name}") for row in before]
     with pytest.raises(AuditError, match="files call otherwise"):
-        compare(iobs.audit(model), renamed, Path("here"))
+        require_promised(iobs.audit(model), renamed, Path("here"))
 
 
 def test_unreadable_files(tmp_path):

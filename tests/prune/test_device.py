@@ -17,7 +17,8 @@ from iobs.prune.steps import GradientStep
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 0)
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: 0)
     with PretendedGpu():
         yield
 

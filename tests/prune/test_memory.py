@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from iobs.prune.memory import _MMAP_THRESHOLD, resident, reusing_memory
+from iobs.prune.memory import _MMAP_THRESHOLD, MemoryWatch, resident, reusing_memory
 
 MEGABYTE = 1 << 20
 PROBE = """
@@ -62,3 +62,21 @@ def test_what_the_user_has_set_stays() -> None:
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MEGABYTE)}
     done = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) > 60
+
+
+def test_cuda_is_asked_nothing_about_a_network_on_the_cpu(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("a context on the GPU would be made")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    assert MemoryWatch(torch.device("cpu")).look() > 0
+
+
+def test_a_gpu_is_asked_about_itself(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: asked.append(device) or 2**50)
+    assert MemoryWatch(torch.device("cuda:1")).look() == 2**50
+    assert {str(device) for device in asked} == {"cuda:1"}

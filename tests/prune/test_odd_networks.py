@@ -11,7 +11,7 @@ from torch import nn
 import iobs
 from iobs.errors import CalibrationError, LayerSelectionError, NonFiniteError, PatternError, ProblemError
 from iobs.models import ensure_torchvision
-from iobs.prune import GradientStep, batches
+from iobs.prune import GradientStep, batches, projection
 from iobs.prune.batches import Part
 from iobs.prune.faithful import multiplied_as_they_are
 from iobs.prune.layers import select
@@ -731,3 +731,86 @@ def test_a_layer_without_weights_is_left_out():
 def test_a_number_is_no_pattern():
     with pytest.raises(PatternError, match=r"0\.5 is no pattern.*Unstructured\(0\.5\)"):
         iobs.prune(nn.Sequential(nn.Linear(8, 4)), [torch.randn(20, 8)], 0.5)
+
+
+class Rare(nn.Module):
+    """A layer that only samples of one kind are sent to."""
+
+    def __init__(self):
+        super().__init__()
+        self.common, self.rare = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.common(x)
+        rare = x.new_zeros(len(x), dtype=torch.bool) if not (found := x[:, 0] > 50).any() else found
+        return torch.where(rare[:, None], self.rare(x[rare].mean(0)), x) if rare.any() else x
+
+
+def one_rare_sample(place):
+    """Twelve samples for `Rare`, and the network; the one at a place is sent to the rare layer."""
+    torch.manual_seed(0)
+    model, data = Rare(), torch.randn(12, 8)
+    data[place] = 1000 * torch.linalg.pinv(model.common.weight.detach())[:, 0]
+    return model, list(data.split(3))
+
+
+def test_a_layer_that_a_later_round_feeds_nothing_keeps_its_zeros():
+    seed = 0
+    portions = batches.divide(Part.of([torch.arange(12.0)[:, None]]), 3, seed)
+    model, data = one_rare_sample(int(portions[0].batches[0][0, 0]))
+    step = GradientStep(lr=1e-3, steps=2, loss="kl", support="dense")
+    pattern = iobs.Unstructured(0.5)
+    report = iobs.prune(model, data, pattern, rounds=3, step=step, data="fresh", holdout=0.0, seed=seed)
+    assert not report.skipped
+    assert all(len(record.layers) == 2 for record in report.rounds)
+    assert [row.zeros for row in report.audit] == [32, 32]
+    assert int((model.rare.weight == 0).sum()) == 32
+    assert sum("rare: pruned by magnitude" in note for note in report.notes) == 2
+
+
+@pytest.mark.parametrize("reached", ["calibrated on", "held out"])
+def test_a_layer_is_judged_by_what_reaches_it(reached):
+    _, heldout = batches.split(Part.of([torch.arange(12.0)[:, None]]), 0.25, 0)
+    held = {int(value) for batch in heldout.batches for value in batch[:, 0]}
+    model, data = one_rare_sample(next(place for place in range(12) if (place in held) == (reached == "held out")))
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), holdout=0.25)
+    common, rare = report.best.layers
+    assert common.error_heldout is not None
+    assert (rare.error_heldout is None) == (reached == "calibrated on")
+    assert ("no sample that is calibrated on reaches it" in rare.stats.get("rule", "")) == (reached == "held out")
+
+
+def test_a_solution_that_is_not_finite_names_its_layer(monkeypatch):
+    model, data = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), [torch.randn(20, 8)]
+    before = copy.deepcopy(model.state_dict())
+    solve = projection.solve_layer
+
+    def broken(layer, *arguments):
+        solutions = solve(layer, *arguments)
+        for solution in solutions if layer.name == "2" else ():
+            solution.weight[0, 0] = torch.nan
+        return solutions
+
+    monkeypatch.setattr(projection, "solve_layer", broken)
+    with pytest.raises(NonFiniteError, match=r"pruned weight of layer '2' holds NaN or infinity in torch.float32"):
+        iobs.prune(model, data, iobs.Unstructured(0.5))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Counts(Quiet):
+    def __init__(self):
+        self.layers = 0
+
+    def layer(self, index, record):
+        self.layers += 1
+
+
+def test_what_a_polish_cannot_do_is_known_before_any_work():
+    model, data = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), [torch.randn(20, 8)]
+    told = Counts()
+    with pytest.raises(CalibrationError, match="target"):
+        iobs.prune(model, data, iobs.Unstructured(0.5), polish=GradientStep(steps=3), progress=told)
+    detached = GradientStep(steps=3, loss=lambda module, batch: module(batch).detach().square().mean())
+    with pytest.raises(ProblemError, match="no gradient"):
+        iobs.prune(model, data, iobs.Unstructured(0.5), polish=detached, progress=told)
+    assert told.layers == 0

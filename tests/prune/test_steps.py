@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -248,3 +249,15 @@ def test_the_first_samples_of_a_part():
     part = Part.of([torch.arange(3.0), torch.arange(3.0, 7.0)])
     assert [batch.tolist() for batch in part.first(5).batches] == [[0, 1, 2], [3, 4]]
     assert part.first(99).samples == 7
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": "x"}, {"lr": -1.0}, {"steps": 0}, {"steps": 2.5}, {"batch_size": "32"}, {"batch_size": 0}]
+)
+def test_impossible_steps_are_refused_at_once(wrong):
+    with pytest.raises(ProblemError, match=next(iter(wrong))):
+        GradientStep(**wrong)
+
+
+def test_numbers_may_be_numpys():
+    GradientStep(lr=np.float32(0.1), steps=np.int64(3), batch_size=np.int32(8))

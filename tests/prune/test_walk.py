@@ -9,7 +9,8 @@ from torch import nn
 
 from iobs.prune import batches, layers
 from iobs.prune.gram import Gram, input_rows
-from iobs.prune.stream import exact_chain
+from iobs.prune.stream import BEFORE, Stream, exact_chain
+from iobs.prune.trace import Block
 from iobs.prune.walk import Walk
 
 
@@ -173,3 +174,21 @@ def test_grams_are_exact_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found.add(rows)
     torch.testing.assert_close(found.own, (rows.mT @ rows).double())
+
+
+def test_what_blocks_are_fed_is_put_away_batch_by_batch():
+    events: list[object] = []
+    model, data = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [torch.randn(5, 4) for _ in range(3)]
+    model[0].register_forward_hook(lambda *called: events.append("computed"))
+
+    def keep(index, hidden):
+        events.append(index)
+        return 2 * hidden
+
+    stream = Stream(model, data, [Block("0", 0), Block("1", 0)], keep=keep)
+    stream.advance(BEFORE)
+    assert [*filter(lambda event: event != "computed", events)] == [0, 1, 2]
+    events.clear()
+    stream.advance(0)
+    assert events == ["computed", 0, "computed", 1, "computed", 2]
+    assert torch.equal(stream.hidden[2], 2 * model[0](2 * data[2]))

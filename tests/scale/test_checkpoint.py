@@ -140,12 +140,36 @@ def test_changed_weights_and_data_are_refused_by_name(tmp_path):
 def test_what_was_half_written_is_ignored_and_removed(tmp_path):
     journal = Journal(tmp_path, {"seed": 0})
     journal.put("a", {"x": torch.ones(2)}, {"n": 1})
-    (tmp_path / ".123.safetensors.partial").write_bytes(b"half")
+    (tmp_path / f".{'0' * 24}.safetensors.partial").write_bytes(b"half")
+    (tmp_path / ".run.json.partial").write_bytes(b"half")
     again = Journal(tmp_path, {"seed": 0})
     assert "a" in again
     assert "b" not in again
     assert again.get("a")[1] == {"n": 1}
     assert not list(tmp_path.glob(".*"))
+
+
+def test_what_is_not_the_journals_stays_whatever_it_is_called(tmp_path):
+    Journal(tmp_path, {})
+    half = tmp_path / f".{'0' * 24}.safetensors.partial"
+    half.write_bytes(b"half")
+    (tmp_path / ".pruned.x1.partial").mkdir()  # an output that another process is writing
+    with pytest.raises(CheckpointError, match=r"\.pruned\.x1\.partial, which is no checkpoint"):
+        Journal(tmp_path, {})
+    assert half.exists()
+    assert (tmp_path / ".pruned.x1.partial").is_dir()
+
+
+def test_the_generators_of_gpus_are_kept_too(tmp_path, monkeypatch):
+    put_back = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.ByteTensor([1]), torch.ByteTensor([2])])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: put_back.append((device, state.tolist())))
+    journal = Journal(tmp_path, {})
+    journal.put("a", {"x": torch.ones(2)}, {})
+    tensors, _ = Journal(tmp_path, {}).get("a")
+    assert [*tensors] == ["x"]
+    assert sorted(put_back) == [(0, [1]), (1, [2])]
 
 
 def test_damaged_entries_and_strange_directories_are_clear_errors(tmp_path):

@@ -13,14 +13,21 @@ from typer.testing import CliRunner
 import iobs
 from iobs import models
 from iobs.cli import app
-from iobs.errors import CalibrationError, DistributedError, LayerSelectionError, ModelError, OutputError
+from iobs.errors import (
+    DistributedError,
+    LayerSelectionError,
+    ModelError,
+    NonFiniteError,
+    OutputError,
+    ProblemError,
+)
 from iobs.models import load
 from iobs.models.streaming import prune_directory
-from iobs.prune import distributed
+from iobs.prune import distributed, memory
 from iobs.prune.progress import Quiet
 from iobs.report import read_report
 
-OPTIONS = {"solver": "sparsegpt", "target": "current", "holdout": 0.0}
+OPTIONS = {"solver": "sparsegpt", "holdout": 0.0}
 NAMES = ("opt", "llama", "qwen3", "gemma3", "phi3", "gpt2", "bloom", "falcon", "mamba")
 
 
@@ -118,8 +125,28 @@ def test_the_plan_comes_before_the_work(tmp_path):
 
 def test_what_needs_the_whole_network_is_refused(tmp_path):
     directory("llama", tmp_path / "model")
-    with pytest.raises(CalibrationError, match="whole network"):
-        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4), rounds=3)
+    arguments = tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4)
+    for setting in ({"rounds": 3}, {"allocation": "kl"}, {"batch_norm": "update"}, {"data": "fresh"}):
+        with pytest.raises(ProblemError, match=f"{next(iter(setting))}: not with one block in memory"):
+            prune_directory(*arguments, **setting)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_whose_weight_is_not_finite_is_named(tmp_path):
+    model = directory("llama", tmp_path / "model")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(NonFiniteError, match=r"weight of layer 'model\.layers\.1\.mlp\.up_proj'"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_c_library_is_as_it_was_afterwards(tmp_path):
+    directory("llama", tmp_path / "model")
+    before = memory._thresholds
+    prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
+    assert memory._thresholds == before
 
 
 def test_one_process_alone(tmp_path, monkeypatch):
@@ -262,6 +289,7 @@ def test_low_memory_from_the_command_line(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
     done = run("--dtype", "float32")
     assert done.exit_code == 0, done.output
+    assert "Predicted peak memory" in done.stderr  # it appears beside the bar
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"model.safetensors", "tokenizer.json", "report.json", "README.md"} <= names
     assert read_report(tmp_path / "out" / "report.json").settings["arithmetic"] == "torch.float32"

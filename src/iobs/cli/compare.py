@@ -28,7 +28,7 @@ OURS: dict[str, dict[str, Any]] = {
     "wanda": {"solver": "wanda"},
     "magnitude": {"solver": "magnitude"},
 }
-# Methods that need labels, under one global count.
+# Methods of the literature, under one global count.
 PEERS: dict[str, dict[str, Any]] = {
     "magnitude-global": {"method": "magnitude"},
     "woodfisher": {"method": "woodfisher"},
@@ -108,10 +108,10 @@ def compare(
         loaded.module.load_state_dict(original)
         try:
             seconds, sparsity = _prune(loaded, batches, name, wanted[text], skip, seed)
+            found = score(loaded, scoring, seq_len, f"scoring {name} at {text}")
         except IOBSError as error:  # the others go on; what took hours is not lost
             console.say(f"{name} at {text} failed: {error}")
             continue
-        found = score(loaded, scoring, seq_len, f"scoring {name} at {text}")
         trials.append(Trial(name, text, sparsity, metric, found[metric], seconds))
         _keep(trials, dense[metric], output)
     loaded.module.load_state_dict(original)
@@ -128,7 +128,8 @@ def _require_targets(loaded: LoadedModel, batches: list[Any], chosen: list[str])
     from iobs.prune.losses import mean_loss, task_loss
     from iobs.prune.network import evaluating
 
-    if {*chosen} & {*PEERS, "paper"}:
+    labelled = {name for name, options in PEERS.items() if options["method"] != "magnitude"} | {"paper"}
+    if labelled.intersection(chosen):
         with evaluating(loaded.module):
             mean_loss(loaded.module, Part.of(batches).first(1), task_loss)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -20,14 +21,20 @@ _WIDE = 1000
 
 def output_console() -> Console:
     """Where results go."""
-    return _console(False, sys.stdout.isatty())
+    return _console(False, _is_terminal(sys.stdout))
 
 
 def error_console() -> Console:
     """Where progress, warnings and errors go, so that results can be piped."""
-    return _console(True, sys.stderr.isatty())
+    return _console(True, _is_terminal(sys.stderr))
 
 
+def _is_terminal(stream: Any) -> bool:
+    # While a bar is shown rich stands in for the stream, and before version 14 does not pass this question on.
+    return bool(getattr(stream, "rich_proxied_file", stream).isatty())
+
+
+@cache  # what is said while a bar is shown must go through the console that shows it, or it lands in the bar
 def _console(stderr: bool, terminal: bool) -> Console:
     # Names of files, layers and columns are printed as they are: brackets and colons in them are no commands.
     return Console(
@@ -40,9 +47,17 @@ def _console(stderr: bool, terminal: bool) -> Console:
     )
 
 
+def talks_for_all() -> bool:
+    """Whether this process shows progress: of several ranks only the first."""
+    from iobs.prune.distributed import current
+
+    return current().first
+
+
 def say(text: str) -> None:
     """One line about what is being done."""
-    error_console().print(text)
+    if talks_for_all():
+        error_console().print(text)
 
 
 def print_json(value: Any) -> None:

@@ -43,6 +43,7 @@ def demo(
     Keeps the model of the last, I-OBS: writes it with report.html and report.json, reads it back and counts its zeros.
     """
     from iobs import models
+    from iobs.cli.results import write_results
     from iobs.core.patterns import Unstructured
     from iobs.data import calibration_batches, open_source
     from iobs.models import check_output, output_directory
@@ -62,8 +63,6 @@ def demo(
     )
     report = compare(loaded, batches, pattern, methods(rounds), seed)
     with output_directory(output, replaceable=replaceable) as temporary:
-        from iobs.cli.results import write_results
-
         write_results(loaded, report, temporary, MODEL_FOLDER)
     _show(report)
     _prove(output, loaded, report)

@@ -48,6 +48,7 @@ def evaluate(
     from iobs.data import open_source, read_questions
     from iobs.evaluate import answer, check_tasks, evaluate_tasks
     from iobs.evaluate import evaluate as score
+    from iobs.evaluate.answers import letter_tokens
     from iobs.report import scores_table
 
     # What may fail comes before what takes long: a later mistake would cost the scores.
@@ -61,7 +62,9 @@ def evaluate(
         check_tasks(named)
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
     if named or asked:
-        loaded.require_tokenizer()
+        tokenizer = loaded.require_tokenizer()
+        if asked:
+            letter_tokens(tokenizer)
     scores: dict[str, float] = {}
     answers: dict[str, float] = {}
     name = model or "embedded"

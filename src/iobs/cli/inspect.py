@@ -83,7 +83,7 @@ def _audited(directory: Path, pattern: str | None, trust_remote_code: bool) -> _
     """
     from iobs import models
     from iobs.core import patterns
-    from iobs.prune.audit import audit, compare
+    from iobs.prune.audit import audit, require_promised
     from iobs.prune.layers import find_layers
 
     file, report = _report(directory)
@@ -104,7 +104,7 @@ def _audited(directory: Path, pattern: str | None, trust_remote_code: bool) -> _
     else:
         sparse = [row for row in rows if (row.zeros if pattern is None else row.asked)]
     if report is not None:
-        compare(rows, report.audit, directory)
+        require_promised(rows, report.audit, directory)
         checked.append(f"at least the {report.zeros:,} zeros that {file} promises, layer by layer")
     return _Findings(rows, sparse, checked)
 

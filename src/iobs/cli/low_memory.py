@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,7 @@ if TYPE_CHECKING:
     from iobs.prune.plan import Plan
     from iobs.prune.record import Report
 
-_SETTINGS = ("solver", "refine", "budget", "holdout", "damping", "keep_zeros", "seed")
 _OPENING = ("include", "skip", "device", "arithmetic")
-_ALLOWED = (*_SETTINGS, *_OPENING, "checkpoint")
 # What a setting is called on the command line, where it is called otherwise.
 _OPTIONS = {"step": "steps", "data": "fresh-data", "remote_code": "trust-remote-code"}
 
@@ -43,14 +42,15 @@ def prune_low_memory(
     from iobs.cli.results import write_card
     from iobs.cli.watch import Watch
     from iobs.models.streamed import StreamedModel
-    from iobs.models.streaming import check_room, plan_of, prune_directory, without_weights
+    from iobs.models.streaming import SETTINGS, check_room, one_round, plan_of, prune_directory, without_weights
     from iobs.prune.distributed import require_alone
-    from iobs.prune.settings import resolve
     from iobs.report import write_report
 
     require_alone()
     given = {name: value for name, value in options.items() if value is not None}
-    whole = sorted(_OPTIONS.get(name, name).replace("_", "-") for name in given.keys() - set(_ALLOWED))
+    whole = sorted(
+        _OPTIONS.get(name, name).replace("_", "-") for name in given.keys() - {*SETTINGS, *_OPENING, "checkpoint"}
+    )
     if whole:
         raise typer.BadParameter(
             f"--{', --'.join(whole)}: not with one block in memory at a time", param_hint="--low-memory"
@@ -61,9 +61,8 @@ def prune_low_memory(
     name, batches = calibration.batches(loaded)
     if dry_run or output is None:
         streamed = StreamedModel.open(Path(directory), **{name: given[name] for name in _OPENING if name in given})
-        settings = {name: given[name] for name in _SETTINGS if name in given}
-        needed = plan_of(streamed, batches, resolve(None, {"holdout": 0.0, **settings}))
-        _show(needed)
+        needed = plan_of(streamed, batches, one_round({name: given[name] for name in SETTINGS if name in given}))
+        _show(needed, console.output_console().print)
         if output is not None:
             try:
                 check_room(output, needed)
@@ -71,25 +70,26 @@ def prune_low_memory(
                 console.say(f"Warning: {error}")
         return
 
+    def announce(plan: Plan) -> None:
+        _show(plan, console.say)
+
     def complete(report: Report, folder: Path) -> None:
         report.settings = {"calibration": name, "seq_len": calibration.window, **report.settings}
         write_card(report, "transformers", folder, Path(directory) / "README.md")
         write_report(report, folder)
 
     with Steps("pruning") as steps:
-        settings = {"holdout": 0.0, **given}
         watch = Watch(steps)
         report = prune_directory(
-            directory, output, batches, pattern, progress=watch, announce=_show, complete=complete, **settings
+            directory, output, batches, pattern, progress=watch, announce=announce, complete=complete, **given
         )
     if given.get("checkpoint") is not None:
         shutil.rmtree(given["checkpoint"])
     console.output_console().print(f"Written: {output} ({report.sparsity:.2%} zeros)")
 
 
-def _show(plan: Plan) -> None:
-    out = console.output_console()
-    out.print(f"{plan.layers} matrices; the whole model takes {plan.model_bytes / 1e9:.2f} GB")
-    out.print(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB")
-    out.print(f"Predicted time: {plan.seconds / 60:.0f} min")
-    out.print(f"Activations kept in files: {plan.spilled_bytes / 1e9:.2f} GB")
+def _show(plan: Plan, tell: Callable[[str], None]) -> None:
+    tell(f"{plan.layers} matrices; the whole model takes {plan.model_bytes / 1e9:.2f} GB")
+    tell(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB")
+    tell(f"Predicted time: {plan.seconds / 60:.0f} min")
+    tell(f"Activations kept in files: {plan.spilled_bytes / 1e9:.2f} GB")

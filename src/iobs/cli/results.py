@@ -9,7 +9,7 @@ from iobs.data import open_source
 from iobs.evaluate import evaluate
 from iobs.models import LoadedModel
 from iobs.models.companions import with_licence
-from iobs.prune.audit import audit, compare
+from iobs.prune.audit import audit, require_promised
 from iobs.prune.record import Report
 from iobs.report import render_card, write_report
 
@@ -37,7 +37,7 @@ def write_results(loaded: LoadedModel, report: Report, directory: Path, model_fo
     folder = directory if model_folder is None else directory / model_folder
     folder.mkdir(exist_ok=True)
     loaded.write(folder)
-    compare(audit(folder), report.audit, folder)  # a conversion on the way to the disk could have lost a zero
+    require_promised(audit(folder), report.audit, folder)  # a conversion on the way to the disk could have lost a zero
     library = "transformers" if (folder / "config.json").is_file() else None
     write_card(report, library, folder, folder / "README.md")
     write_report(report, directory)

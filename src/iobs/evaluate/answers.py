@@ -11,7 +11,7 @@ from torch import Tensor
 
 from iobs.data import Questions, prompt
 from iobs.data.questions import LETTERS
-from iobs.errors import NonFiniteError
+from iobs.errors import ModelError, NonFiniteError
 from iobs.evaluate.scores import Progress, no_progress, output_logits
 from iobs.models import LoadedModel, Tokenizer
 
@@ -35,11 +35,11 @@ def answer(
         context and lost their beginning.
 
     Raises:
-        ModelError: the model has no tokenizer.
+        ModelError: the model has no tokenizer, or one whose letters do not follow a prompt as tokens of their own.
         NonFiniteError: a logit is NaN; the message names the question.
     """
     tokenizer = model.require_tokenizer()
-    letters = _letters(tokenizer)
+    letters = letter_tokens(tokenizer)
     longest = math.inf if model.context is None else model.context - max(map(len, letters)) + 1
     hits: dict[str, list[bool]] = defaultdict(list)
     cut = 0
@@ -56,10 +56,21 @@ def answer(
     return {**table, "average": sum(map(sum, hits.values())) / len(questions.test)}, cut
 
 
-def _letters(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The tokens of each letter, as they follow a prompt's last word."""
+def letter_tokens(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """The tokens of each letter, as they follow a prompt's last word.
+
+    Raises:
+        ModelError: they do not follow it, or do not tell the letters apart.
+    """
     start, *whole = tokenizer(["Answer:", *(f"Answer: {letter}" for letter in LETTERS)], verbose=False)["input_ids"]
-    return [tuple(tokens[len(start) :]) for tokens in whole]
+    letters = [tuple(tokens[len(start) :]) for tokens in whole]
+    if any(tokens[: len(start)] != start for tokens in whole) or len({*letters}) < len(LETTERS):
+        raise ModelError(
+            'After "Answer:" the tokenizer does not go on with tokens that tell the letters A to D apart, so it cannot '
+            "be used for multiple choice. If it ends every text with a token, as it does where tokenizer_config.json "
+            'has "add_eos_token": true, set that to false.'
+        )
+    return letters
 
 
 def _likelihoods(model: LoadedModel, tokens: Sequence[int], letters: Sequence[tuple[int, ...]]) -> list[float]:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from iobs.data import ArraySource, Batch, Source, TextSource, array_batches, token_windows
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
-from iobs.prune.batches import Part, class_axis, forward
+from iobs.prune.batches import Part, class_axis, forward, rebatched
 from iobs.prune.batches import targets as targets_of
 
 Progress = Callable[[int, int], None]
@@ -26,7 +26,7 @@ def no_progress(done: int, total: int) -> None:
 
 @torch.no_grad()
 def perplexity(module: nn.Module, windows: Tensor, batch: int = 8, progress: Progress = no_progress) -> float:
-    """exp of the mean negative log-likelihood of every token but the first of each window.
+    """exp of the mean negative log-likelihood of every token but the first of each window; infinite beyond floats.
 
     Args:
         module: a causal language model, called with `input_ids`, whose output has `logits` (batch, length, vocabulary).
@@ -49,7 +49,10 @@ def perplexity(module: nn.Module, windows: Tensor, batch: int = 8, progress: Pro
         total += loss
         done += len(part)
         progress(done, len(windows))
-    return math.exp(total / (len(windows) * (windows.shape[1] - 1)))
+    try:
+        return math.exp(total / (len(windows) * (windows.shape[1] - 1)))
+    except OverflowError:
+        return math.inf
 
 
 @torch.no_grad()
@@ -142,11 +145,13 @@ def evaluate(
         source: what `iobs.data.open_source` gave.
         length: tokens in a window, shortened to the model's context.
         limit: windows or samples at most; of arrays and pictures a draw that is always the same.
-        batch: samples in one forward pass; by default so many that it holds about 4,096 tokens, or 64 pictures.
+        batch: samples in one forward pass; by default so many that it holds about 4,096 tokens, or 64 pictures;
+            ready batches that are no windows of text stay as they are by default.
         progress: told (done, in all).
 
     Raises:
-        DataError: the text is shorter than one window, or the inputs have no targets.
+        DataError: the text is shorter than one window, the inputs have no targets, or `batch` was given for ready
+            batches whose samples differ in shape.
         ModelError: text was given and the model has no tokenizer or no language head.
     """
     if isinstance(source, TextSource):
@@ -163,14 +168,19 @@ def evaluate(
         arrays = array_batches(source.inputs, source.targets, order, size)
         told = partial(_told_of, progress, math.ceil(len(order) / size))
         return {**_of_targets(model.module, arrays, source.targets, told), "samples": float(len(order))}
-    batches = source.batches if limit is None else Part.of(source.batches).first(limit).batches
+    part = Part.of(source.batches) if limit is None else Part.of(source.batches).first(limit)
     if model.task == "causal-lm":
-        windows = _stacked_windows(batches)
+        windows = _stacked_windows(part.batches)
         return {
             "perplexity": perplexity(model.module, windows, batch or 8, progress),
             "tokens": float(windows.numel()),
         }
-    return _of_targets(model.module, batches, targets_of(batches[0]) if batches else None, progress)
+    if batch is not None and part.batches:
+        if not part.alike:
+            raise DataError("Samples of different shapes cannot share new batches: leave the batch size out.")
+        part = rebatched(part, batch)
+    targets = targets_of(part.batches[0]) if part.batches else None
+    return {**_of_targets(model.module, part.batches, targets, progress), "samples": float(part.samples)}
 
 
 def _spread(count: int, limit: int | None) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
-from iobs.errors import CalibrationError, LayerSelectionError, ModelError, first_line
+from iobs.errors import LayerSelectionError, ModelError, ProblemError, first_line
 from iobs.models.companions import REPORTS, copy_companions
 from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel
@@ -27,12 +27,13 @@ from iobs.models.streamed import StreamedModel
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.prune import batches as data_batches
 from iobs.prune.allocation import uniform
-from iobs.prune.audit import audit, audit_layers, compare
+from iobs.prune.audit import audit, audit_layers, require_promised
 from iobs.prune.batches import Batch, Part
 from iobs.prune.block_walk import BlockWalk, spilled_to
 from iobs.prune.checkpoint import Journal, fingerprint, identity_of
 from iobs.prune.distributed import require_alone
-from iobs.prune.memory import MemoryWatch, give_back_what_is_freed
+from iobs.prune.layers import require_finite
+from iobs.prune.memory import MemoryWatch, giving_memory_back
 from iobs.prune.network import evaluating, seeded
 from iobs.prune.plan import Plan, plan
 from iobs.prune.progress import Progress, Quiet
@@ -42,7 +43,11 @@ from iobs.prune.settings import Settings, resolve
 from iobs.prune.spread import require_fit
 from iobs.prune.trace import Block, inside
 
+# What can be chosen about a run with one block in memory at a time.
+SETTINGS = ("solver", "refine", "budget", "holdout", "damping", "keep_zeros", "seed")
 
+
+@giving_memory_back()
 def prune_directory(
     source: str | Path,
     output: str | Path,
@@ -74,23 +79,26 @@ def prune_directory(
         complete: writes what else belongs into the directory, before it appears.
         device: where blocks are computed. Activations lie in mapped files on a CPU, in the memory of any other device.
         arithmetic: what blocks are computed in; see `StreamedModel.open`.
-        settings: solver, budget, refine, damping, seed and holdout, as `iobs.prune`.
+        settings: those of `SETTINGS`, as `iobs.prune`; nothing is held out by default.
 
     Raises:
-        CalibrationError: settings that need the whole network: rounds, gradient steps, dense targets.
+        ProblemError: another setting: rounds, gradient steps and the like need the whole network; or one out of range.
+        CalibrationError: no data, or data that does not fit.
+        PatternError: the pattern does not fit a layer.
+        LayerSelectionError: a name pattern matches nothing, or nothing that was chosen is fed anything.
+        NonFiniteError: NaN or infinity in weights or inputs.
         AuditError: fewer zeros than asked, in memory or in the files written.
         DistributedError: several processes were started, which would all write the same files.
         ModelError, OutputError, CheckpointError: as `iobs.models.load`, `iobs.models.check_output`, `iobs.prune`.
     """
-    chosen = _one_round(settings)
+    chosen = one_round(settings)
     require_alone()
     check_output(Path(output))
-    give_back_what_is_freed()
     started = time.perf_counter()
     collected = data_batches.collect(batches)
     streamed = StreamedModel.open(Path(source), include, skip, device=device, arithmetic=arithmetic)
     require_fit(streamed.selection, pattern)
-    memory = MemoryWatch()
+    memory = MemoryWatch(streamed.device)
     needed = plan_of(streamed, collected, chosen)
     announce(needed)
     check_room(Path(output), needed)
@@ -108,7 +116,7 @@ def prune_directory(
     projection.progress.begin(1, [layer.name for layer in patterns])
     with memory.watching(), output_directory(Path(output)) as temporary:
         rows, unseen = _sweep(streamed, projection, fit, heldout, temporary)
-        compare(audit(temporary), rows, Path(output))
+        require_promised(audit(temporary), rows, Path(output))
         projection.record.seconds = time.perf_counter() - started
         report = Report(
             settings={
@@ -131,15 +139,15 @@ def prune_directory(
     return report
 
 
-def _one_round(given: Mapping[str, Any]) -> Settings:
+def one_round(given: Mapping[str, Any]) -> Settings:
     """The settings of a run, which may ask for nothing that needs the whole network."""
-    chosen = resolve(None, {"target": "current", "allocation": "uniform", **given})
-    if chosen.rounds > 1 or chosen.step or chosen.polish or chosen.target != "current" or chosen.inputs != "pruned":
-        raise CalibrationError(
-            "Pruning block by block is one round with targets of the current weights; gradient steps and dense targets "
-            "need the whole network in memory: use iobs.prune for those."
+    others = sorted(given.keys() - set(SETTINGS))
+    if others:
+        raise ProblemError(
+            f"{', '.join(others)}: not with one block in memory at a time, which is one round with targets of the "
+            f"current weights and the same sparsity everywhere. Choose among {', '.join(SETTINGS)}, or use iobs.prune."
         )
-    return chosen
+    return resolve(None, {"holdout": 0.0, **given})
 
 
 def _journal(
@@ -174,6 +182,7 @@ def _sweep(
         def residence(block: Block, present: bool) -> None:
             if present:
                 streamed.load(block)
+                require_finite(streamed.module, [layer for layer in projection.patterns if inside(layer, block.path)])
                 return
             solved = {entry.name for entry in projection.record.layers}
             written = {

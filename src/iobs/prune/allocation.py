@@ -10,14 +10,14 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from iobs.core.patterns import Pattern, Unstructured, keep_count
 from iobs.errors import PatternError, ProblemError
 from iobs.prune.layers import Layer, matching
 
 Criterion = Literal["auto", "uniform", "error", "fisher", "kl", "evolve"]
-CRITERIA = ("auto", "uniform", "error", "fisher", "kl", "evolve")
+CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 
 _STEPS = 400  # points that a curve is read off at; between them the layers trade single weights
 

@@ -177,7 +177,7 @@ def audit_layers(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> list[Au
     return rows
 
 
-def compare(found: Sequence[AuditRow], promised: Sequence[AuditRow], where: Path) -> None:
+def require_promised(found: Sequence[AuditRow], promised: Sequence[AuditRow], where: Path) -> None:
     """Raise where there are fewer zeros than were counted before.
 
     Layers are compared by name; those of another name in the files (experts stored in one, tied heads) by their sum.

@@ -155,8 +155,10 @@ class Part:
             self.batches.append(batch if bool(flags.all()) else take(batch, flags.nonzero()[:, 0]))
             self.numbers.append(number)
 
-    def first(self, count: int) -> Part:
-        """The leading samples, so many or all where there are fewer."""
+    def first(self, count: int, tokens: int | None = None) -> Part:
+        """The leading samples, so many or all that there are; of text no more than have so many tokens, or one."""
+        if tokens is not None:
+            count = min(count, max(1, tokens // max(map(positions, self.batches), default=1)))
         chosen = Part()
         for batch, number in zip(self.batches, self.numbers, strict=True):
             left = count - chosen.samples

@@ -25,7 +25,7 @@ class BlockWalk(Walk):
     Args:
         residence: told which block comes and which goes.
         begun: told when what lies before the blocks has been run, once and for all.
-        spill: where the activations of a batch are kept between blocks; by default in memory.
+        spill: puts the activations of a batch where they are kept between blocks; by default in memory.
         arithmetic: what blocks are computed in; None is as the network has it.
     """
 
@@ -39,11 +39,10 @@ class BlockWalk(Walk):
         self, visit: Callable[[list[Layer], Statistics], None], replay: Callable[[list[Layer]], bool]
     ) -> list[Layer]:
         """As `sweep`, with blocks that come and go."""
-        stream = Stream(self.model, self._own[0].batches + self._own[1].batches, self.chain)
+        stream = Stream(self.model, self._own[0].batches + self._own[1].batches, self.chain, keep=self._kept)
         stream.advance(BEFORE)
         if self.arithmetic is not None:
-            stream.cast(self.arithmetic)
-        self._spill(stream)
+            stream.cast_arguments(self.arithmetic)
         self.begun()
         left = list(self.layers)
         for stage, block in enumerate(self.chain):
@@ -51,12 +50,11 @@ class BlockWalk(Walk):
             left = self.visit_stage([stream], stage, left, visit, replay)
             if stage + 1 < len(self.chain):
                 stream.advance(stage)
-                self._spill(stream)
             self.residence(block, False)
         return left
 
-    def _spill(self, stream: Stream) -> None:
-        stream.hidden = [self.spill(index, hidden) for index, hidden in enumerate(stream.hidden)]
+    def _kept(self, index: int, hidden: Tensor) -> Tensor:
+        return self.spill(index, hidden if self.arithmetic is None else hidden.to(self.arithmetic))
 
 
 def spilled_to(folder: Path) -> Callable[[int, Tensor], Tensor]:

@@ -31,7 +31,9 @@ from iobs.prune.batches import Batch
 
 RUN = "run.json"
 _SUFFIX = ".safetensors"
+_PARTIAL = ".partial"
 _GENERATOR = "generator"
+_GPU_GENERATOR = "generator of GPU "
 
 
 class Journal:
@@ -49,13 +51,16 @@ class Journal:
         self.directory = Path(directory)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            for leftover in self.directory.glob(".*.partial"):
+            found = [*self.directory.iterdir()]
+            strangers = [entry for entry in found if not (_is_ours(entry) or _is_leftover(entry))]
+            if strangers:
+                raise CheckpointError(
+                    f"{self.directory} holds {strangers[0].name}, which is no checkpoint; give another."
+                )
+            for leftover in filter(_is_leftover, found):
                 leftover.unlink(missing_ok=True)
-            strangers = [entry for entry in self.directory.iterdir() if not _is_ours(entry)]
         except OSError as error:
             raise _unwritable(self.directory, error) from error
-        if strangers:
-            raise CheckpointError(f"{self.directory} holds {strangers[0].name}, which is no checkpoint; give another.")
         plain = json.loads(json.dumps(identity))
         if (self.directory / RUN).is_file():
             self._require_same(plain)
@@ -87,17 +92,17 @@ class Journal:
         return self._file(key).name in self.known
 
     def put(self, key: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Write an entry and make sure that it is on the disk; the random generator's state goes with it.
+        """Write an entry and make sure that it is on the disk; the random generators' states go with it.
 
         Raises:
             CheckpointError: it cannot be written; entries written before stay good.
         """
         everything = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-        everything[_GENERATOR] = torch.get_rng_state()
+        everything |= _generators()
         self._write(self._file(key), save(everything, {"values": json.dumps(values)}))
 
     def get(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Read an entry, and set the random generator to where it stood.
+        """Read an entry, and set the random generators to where they stood.
 
         Raises:
             CheckpointError: the entry is damaged.
@@ -110,13 +115,15 @@ class Journal:
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{file} is damaged ({error}); remove this file and resume again.") from error
         torch.set_rng_state(tensors.pop(_GENERATOR))
+        for name in [name for name in tensors if name.startswith(_GPU_GENERATOR)]:
+            torch.cuda.set_rng_state(tensors.pop(name), int(name.removeprefix(_GPU_GENERATOR)))
         return tensors, values
 
     def _file(self, key: str) -> Path:
         return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{_SUFFIX}"
 
     def _write(self, file: Path, content: bytes) -> None:
-        partial = file.with_name(f".{file.name}.partial")
+        partial = file.with_name(f".{file.name}{_PARTIAL}")
         try:
             with partial.open("wb") as opened:
                 opened.write(content)
@@ -126,6 +133,12 @@ class Journal:
             _sync_directory(self.directory)
         except OSError as error:
             raise _unwritable(self.directory, error) from error
+
+
+def _generators() -> dict[str, Tensor]:
+    """The states of torch's own random generators, by name."""
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return {_GENERATOR: torch.get_rng_state()} | {f"{_GPU_GENERATOR}{index}": one for index, one in enumerate(gpus)}
 
 
 def identity_of(
@@ -199,6 +212,12 @@ def _content(cell: CellType) -> Any:
 
 def _is_ours(entry: Path) -> bool:
     return entry.name == RUN or (len(entry.stem) == 24 and entry.suffix == _SUFFIX)
+
+
+def _is_leftover(entry: Path) -> bool:
+    """Whether it is an entry that a crash kept from being written whole."""
+    name = entry.name
+    return name.startswith(".") and name.endswith(_PARTIAL) and _is_ours(Path(name[1 : -len(_PARTIAL)]))
 
 
 def _sync_directory(directory: Path) -> None:

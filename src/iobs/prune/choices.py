@@ -87,7 +87,11 @@ def settle(bench: Workbench) -> None:
             + ("sparsity grows over the rounds." if grow else "no further rounds.")
             + (" They would pay, from three on." if damage > _DAMAGE and settings.rounds == 2 else "")
         )
-        settings = replace(settings, schedule="cubic", rounds=settings.rounds if grow else 1)
+        settings = (
+            replace(settings, schedule="cubic", rounds=settings.rounds)
+            if grow
+            else replace(settings, schedule="constant", rounds=1)
+        )
         bench.progress.expect_rounds(settings.rounds)
     found: dict[Any, tuple[Optimizer, float] | None] = {}  # steps of the same optimizers and loss share their trials
 

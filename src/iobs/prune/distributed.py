@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from iobs.errors import DistributedError, first_line
 from iobs.prune.batches import Batch, Part, size, take
-from iobs.prune.gram import Gram, Statistics
+from iobs.prune.gram import Gram
 
 # Longer than any layer's solve. A rank that dies is noticed at once: by its connection, or by torchrun.
 PATIENCE = timedelta(minutes=30)
@@ -59,13 +59,8 @@ class Ranks:
             with explained():
                 dist.all_reduce(tensor)
 
-    def sum_statistics(self, statistics: Statistics) -> None:
-        """Give every rank the Grams of all samples."""
-        for gram in (statistics.calibration, statistics.heldout):
-            if gram is not None:
-                self._sum_gram(gram)
-
-    def _sum_gram(self, gram: Gram) -> None:
+    def sum_gram(self, gram: Gram) -> None:
+        """Give every rank the Gram of all samples."""
         for tensor in (gram.own, gram.cross, gram.dense):
             if tensor is not None:
                 self.sum(tensor)
@@ -86,8 +81,14 @@ class Ranks:
             )
 
     def wait(self) -> None:
-        """Go on when every rank has come here."""
-        self.sum(torch.zeros(1))
+        """Go on when every rank has come here.
+
+        Raises:
+            DistributedError: another rank is gone.
+        """
+        if self.size > 1:
+            with explained():
+                dist.barrier()  # of whatever backend the group has; a tensor would have to lie where that wants it
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give every rank the source's tensor, in place.

@@ -99,6 +99,7 @@ def prune(
         The report: settings, every round with every layer, the final audit.
 
     Raises:
+        ProblemError: a setting outside its range, or a loss without a gradient.
         CalibrationError: no data, or data that does not fit.
         LayerSelectionError: a name pattern matches nothing.
         ModelError: the network cannot be copied.
@@ -107,6 +108,7 @@ def prune(
         NotPositiveDefiniteError: a layer's Hessian cannot be factorised.
         AuditError: fewer zeros than asked.
         CheckpointError: the checkpoint is of another run (the message names the difference), or cannot be written.
+        DistributedError: fewer batches than ranks, or a rank is gone.
     """
     names = set(Settings.__dataclass_fields__)
     settings = resolve(recipe, {name: value for name, value in locals().items() if name in names})

@@ -139,19 +139,37 @@ class Statistics:
     rule: str = ""  # what was done instead, where they were too few
 
 
+def of_called(calibration: Gram, heldout: Gram | None) -> Statistics:
+    """The statistics of a layer that the network feeds something on some samples, if not on both kinds."""
+    held = heldout if heldout is not None and heldout.count else None
+    if calibration.count:
+        return Statistics(calibration, held)
+    groups, columns = calibration.own.shape[:2]
+    return by_magnitude(groups, columns, calibration.own.device, "no sample that is calibrated on reaches it", held)
+
+
 def of_routed(calibration: Gram, heldout: Gram) -> Statistics:
     """The statistics of an expert; one that saw fewer than `EXPERT_TOKENS` tokens is pruned by magnitude."""
-    seen = calibration.count
-    held = heldout if heldout.count else None
+    seen, held = calibration.count, heldout if heldout.count else None
     if seen >= EXPERT_TOKENS:
         return Statistics(calibration, held, seen)
-    columns = calibration.own.shape[1]
-    identity = torch.eye(columns, dtype=torch.float64, device=calibration.own.device)[None]
-    return Statistics(Gram(identity, count=1), held, seen, f"pruned by magnitude: {seen} tokens were routed to it")
+    groups, columns = calibration.own.shape[:2]
+    return by_magnitude(groups, columns, calibration.own.device, f"{seen} tokens were routed to it", held, seen)
+
+
+def by_magnitude(
+    groups: int, columns: int, device: torch.device, why: str, heldout: Gram | None = None, seen: int = 0
+) -> Statistics:
+    """Statistics under which the least entries go, with the identity as Gram."""
+    identity = torch.eye(columns, dtype=torch.float64, device=device).repeat(groups, 1, 1)
+    return Statistics(Gram(identity, count=1), heldout, seen, f"pruned by magnitude: {why}")
 
 
 def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:
-    """||V X - T D||^2 / ||T D||^2 over all groups, from the Grams alone; 0 where the target's output is zero."""
+    """||V X - T D||^2 / ||T D||^2 over all groups, from the Grams alone; 0 where the target's output is zero.
+
+    NaN where a weight or a Gram holds NaN.
+    """
     parts, dtype = gram.own.shape[0], gram.own.dtype
     weight, target = (matrix.to(dtype).reshape(parts, -1, matrix.shape[1]) for matrix in (weight, target))
     energy = _product(target, gram.target_energy(), target)
@@ -160,7 +178,7 @@ def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:
         error = _product(difference, gram.own, difference)
     else:
         error = _product(weight, gram.own, weight) - 2 * _product(target, gram.cross, weight) + energy
-    return max(0.0, error / energy) if energy > 0 else 0.0
+    return 0.0 if energy <= 0 else max(error / energy, 0.0)  # in this order NaN stays NaN
 
 
 def _product(left: Tensor, gram: Tensor, right: Tensor) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -219,9 +219,10 @@ def select(
     included, skipped_by_user = matching(found, include, "include"), matching(found, skip, "skip")
     defaults = _dense_by_default(model, found, depthwise)
     layers: list[Layer] = []
+    taken: set[str | None] = set()
     skipped = other_weights(model, found)
     for layer in found:
-        if layer.stored_as in {one.key for one in layers}:
+        if layer.stored_as in taken:
             skipped[layer.name] = defaults[layer.name]  # whatever was included: a matrix is pruned once
         elif layer.name in skipped_by_user:
             skipped[layer.name] = "skipped by name"
@@ -231,15 +232,26 @@ def select(
             skipped[layer.name] = defaults[layer.name]
         else:
             layers.append(layer)
+            taken.add(layer.key)
     if not layers:
         raise LayerSelectionError(
             f"Nothing is left to prune: the model has {len(found)} weight matrices and all are skipped. "
             "Change include= or skip=."
         )
-    for layer in layers if check_finite else ():
+    if check_finite:
+        require_finite(model, layers)
+    return Selection(tuple(layers), skipped)
+
+
+def require_finite(model: nn.Module, layers: Iterable[Layer]) -> None:
+    """Look at every entry of layers' weights.
+
+    Raises:
+        NonFiniteError: one is NaN or infinite; names the layer.
+    """
+    for layer in layers:
         if not bool(torch.isfinite(layer.tensor(model)).all()):
             raise NonFiniteError(f"The weight of layer {layer.name!r} holds NaN or infinity; repair the model first.")
-    return Selection(tuple(layers), skipped)
 
 
 def matching(layers: Sequence[Layer], patterns: str | Sequence[str] | None, option: str) -> set[str]:

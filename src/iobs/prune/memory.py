@@ -1,4 +1,4 @@
-"""Peak memory of this process: anonymous resident pages (mapped files do not count), or the device's own peak."""
+"""Peak memory of this process: anonymous resident pages (mapped files do not count), or its GPU's if that is more."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ _thresholds = _USUAL  # now; glibc cannot be asked
 
 
 class MemoryWatch:
-    """Remembers the largest resident memory that was seen at the moments it was asked to look."""
+    """Remembers the largest memory that was seen: resident, at the moments it was asked to look, or allocated on a GPU.
 
-    def __init__(self) -> None:
-        self.peak = 0
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+    Args:
+        device: where the network lies. Only of a CUDA device is CUDA asked anything.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.peak, self.device = 0, device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         self.look()
 
     def look(self) -> int:
         """Measure now; returns the peak so far in bytes."""
         self.peak = max(self.peak, resident())
-        if torch.cuda.is_available():
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+        if self.device.type == "cuda":
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
         return self.peak
 
     @contextmanager
@@ -57,13 +61,15 @@ class MemoryWatch:
             thread.join()
 
 
-def give_back_what_is_freed() -> None:
-    """Have the C library return freed tensors to the system at once, where it is one that can be told to.
+@contextmanager
+def giving_memory_back() -> Iterator[None]:
+    """Return freed tensors to the system at once, where the C library can be told to; at the end it is as it was.
 
     By itself glibc keeps blocks of up to 32 MB, which is what the middling tensors of a block take: hundreds of
     megabytes that nothing uses.
     """
-    _set_thresholds(_GIVING)
+    with _thresholds_of(_GIVING):
+        yield
 
 
 @contextmanager
@@ -75,13 +81,22 @@ def reusing_memory() -> Iterator[None]:
     pixels and 32 pictures that is half of the time of a gradient.
     """
     before = _thresholds
-    _set_thresholds(_KEEPING)
+    try:
+        with _thresholds_of(_KEEPING):
+            yield
+    finally:
+        if (library := _glibc()) is not None and before != _KEEPING:
+            library.malloc_trim(0)
+
+
+@contextmanager
+def _thresholds_of(sizes: tuple[int, int]) -> Iterator[None]:
+    before = _thresholds
+    _set_thresholds(sizes)
     try:
         yield
     finally:
         _set_thresholds(before)
-        if (library := _glibc()) is not None and before != _KEEPING:
-            library.malloc_trim(0)
 
 
 def _set_thresholds(sizes: tuple[int, int]) -> None:

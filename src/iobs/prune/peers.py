@@ -58,7 +58,7 @@ def prune_by_fisher(
 
     Raises:
         ProblemError: an unknown method or a setting out of range.
-        CalibrationError: no data, data that the network cannot take, or data without targets.
+        CalibrationError: no data, data that the network cannot take, or, but for "magnitude", data without targets.
         LayerSelectionError: a name pattern matches no layer, or none is left.
         NonFiniteError: NaN or infinity in a weight or a gradient.
         NotPositiveDefiniteError: a block of the Fisher cannot be factorised.
@@ -68,8 +68,9 @@ def prune_by_fisher(
     if stages < 1 or damping <= 0 or block < 1:
         raise ProblemError(f"stages, damping and block must be positive, got {stages}, {damping:g} and {block}.")
     Unstructured(sparsity)
-    started, memory = time.perf_counter(), MemoryWatch()
+    started = time.perf_counter()
     selection = select(model, include, skip, depthwise=depthwise)
+    memory = MemoryWatch(selection.layers[0].tensor(model).device)
     collected = data_batches.collect(batches)
     with evaluating(model), keeping_buffers(model):
         data_batches.require_all_accepted(model, collected)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
+from iobs.errors import NonFiniteError
 from iobs.prune.checkpoint import Journal
 from iobs.prune.distributed import ALONE, Ranks
 from iobs.prune.gram import Statistics, relative_output_error
@@ -66,7 +67,7 @@ class Projection:
     current: Weights | None = None
     dense: Weights | None = None
     rounded: Callable[[Layer, Tensor], Tensor] = lambda layer, weight: weight
-    memory: MemoryWatch = field(default_factory=MemoryWatch)
+    memory: MemoryWatch = field(default_factory=lambda: MemoryWatch(torch.device("cpu")))
 
     def __post_init__(self) -> None:
         self.record = RoundRecord(self.index, asked(self.patterns), None, None, [])
@@ -118,6 +119,11 @@ class Projection:
         began = time.perf_counter()
         damping, dead_columns, drift_damping, seconds = work.numbers.tolist()
         written, gram, heldout = layer.read(self.model), statistics.calibration, statistics.heldout
+        if not bool(torch.isfinite(written).all()):
+            raise NonFiniteError(
+                f"The pruned weight of layer {layer.name!r} holds NaN or infinity in {tensor.dtype}; load the model in "
+                "a wider dtype, or raise the damping."
+            )
         error = relative_output_error(gram, written, work.imitated)
         entry = LayerRecord(
             name=layer.name,

@@ -16,7 +16,7 @@ class LayerRecord:
     Errors are relative output errors ``||V X - Y||^2 / ||Y||^2`` of the sparse weight V: `error_calibration` and
     `error_heldout` against the layer's target Y on the inputs that it was solved for and on held-out ones
     (which also damp the correction of drift, so that they flatter it a little),
-    `error_dense` against the dense network's own weight on the same calibration inputs.
+    `error_dense` against the output of the dense network's weight, on the inputs that the target's output is of.
     """
 
     name: str
@@ -122,7 +122,8 @@ class Report:
     """The whole story of a run: settings, rounds, the round that won, what was left dense and why, the final audit.
 
     `loss_name` says what `loss_calibration` and `loss_heldout` of the rounds measure; `dense_loss` is the dense
-    network's own value on the held-out samples. `scores` holds whatever the caller measured, by name.
+    network's own value on the held-out samples. Where gradient steps see altered samples these are losses on altered
+    copies too, several of each sample. `scores` holds whatever the caller measured, by name.
     """
 
     settings: dict[str, Any]

@@ -13,6 +13,7 @@ from iobs.prune import choices
 from iobs.prune.audit import audit_layers
 from iobs.prune.batches import Part
 from iobs.prune.estimate import affordable, estimate_seconds
+from iobs.prune.gram import by_magnitude
 from iobs.prune.layers import Layer, Selection
 from iobs.prune.network import update_batch_norm
 from iobs.prune.projection import Projection
@@ -75,6 +76,9 @@ class Run:
         loss = bench.loss_on(bench.judges)  # where it is NaN, the walk names the layer that makes it so
         if loss is None:
             bench.loss_on(bench.fit.first(1))  # data without targets is to be known now, not after a projection
+        for one in (step, polish):
+            if one is not None:
+                bench.require_gradient(one)
         if step is not None or polish is not None:
             expected = estimate_seconds(bench.model, layers, bench.chain, bench.fit, bench.settings)
             bench.note(f"Estimated time: {expected:.0f} s.")
@@ -148,10 +152,14 @@ class Run:
             memory=bench.memory,
         )
         unseen = walk.sweep(projection.visit, projection.replay)
+        if index == 0:
+            self._leave_dense(unseen)
+        for layer in unseen if index else ():  # pruned before: its zeros were promised
+            device, why = layer.tensor(bench.model).device, "this round's data feed it nothing"
+            projection.visit([layer], by_magnitude(layer.groups, layer.shape[1], device, why))
         record = projection.record
         rules = {entry.name: entry.stats["rule"] for entry in record.layers if "rule" in entry.stats}
         bench.notes += [f"Round {index}, {name}: {rule}." for name, rule in rules.items()]
-        self._leave_dense(unseen)
         if settings.batch_norm == "update":
             update_batch_norm(bench.model, portion)
         self._finish_round(record, portion, began)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +16,11 @@ from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.prune import batches
 from iobs.prune.allocation import Allocation, Curve, global_sparsity, optimal_counts, total_kept
-from iobs.prune.batches import Batch, Part
+from iobs.prune.batches import Part
 from iobs.prune.gram import Statistics, relative_output_error
-from iobs.prune.layers import CONVOLUTIONS, Layer
+from iobs.prune.layers import Layer
 from iobs.prune.losses import answered, kl_to_answers, mean_loss
+from iobs.prune.output_fisher import output_fisher
 from iobs.prune.record import AllocationRecord
 from iobs.prune.response import Trial, common_response
 from iobs.prune.trace import Block
@@ -125,7 +125,7 @@ class Planner:
                 if allocation.criterion == "evolve":
                     self.measured[layer].statistics = statistics
 
-        calibration, heldout = (_at_most(part, part.samples, CURVE_TOKENS) for part in (self.fit, self.judges))
+        calibration, heldout = (part.first(part.samples, CURVE_TOKENS) for part in (self.fit, self.judges))
         walk = Walk(self.model, calibration, heldout, self.layers, self.chain, seed=self.seed, positions=_POSITIONS)
         return walk.sweep(visit)
 
@@ -162,7 +162,7 @@ class Planner:
         if allocation.criterion == "error":
             return {layer: curve.times(1 / max(curve.energy, 1e-30)) for layer, curve in curves.items()}
         if allocation.criterion == "fisher":
-            weights = output_fisher(self.model, self.layers, self.calibration, self.seed)
+            weights = output_fisher(self.model, self.layers, self.calibration.first(PROBE, PROBE_TOKENS), self.seed)
             return {layer: curves[layer].times(weight) for layer, weight in weights.items()}
         untouched = self._damage({})
         # To the last bit: a layer of little effect has some, and is cheap to prune.
@@ -184,7 +184,7 @@ class Planner:
     def _jury(self) -> Part:
         """Samples with the dense network's answers beside them; first asked for while the model is dense."""
         part = self.judges if self.judges.batches else self.calibration
-        return answered(self.model, _at_most(part, PROBE, PROBE_TOKENS), _ANSWERS)
+        return answered(self.model, part.first(PROBE, PROBE_TOKENS), _ANSWERS)
 
     @cached_property
     def _probe(self) -> Part:
@@ -260,76 +260,6 @@ def damage_passes(layers: int, judges: int) -> int:
 def can_keep_grams(layers: tuple[Layer, ...]) -> bool:
     """Whether the Grams of all layers can be kept for a search."""
     return sum(layer.groups * layer.shape[1] ** 2 for layer in layers) <= _SEARCHED
-
-
-def _at_most(part: Part, samples: int, tokens: int) -> Part:
-    """The first samples of a part, no more than so many, and no more tokens where they are text."""
-    longest = max((batches.positions(batch) for batch in part.batches), default=1)
-    return part.first(min(samples, max(1, tokens // longest)))
-
-
-def output_fisher(model: nn.Module, layers: tuple[Layer, ...], part: Part, seed: int) -> dict[Layer, float]:
-    """Half the mean squared gradient of the log-likelihood with respect to a layer's output, summed over positions.
-
-    Targets are drawn from the model's own distribution, so that this is the diagonal of the true Fisher information,
-    averaged over a layer's outputs: a unit of squared output error then costs that much divergence, to second order.
-    Layers whose module is not called itself (experts, projections of nn.MultiheadAttention), or returns no tensor, are
-    left out.
-
-    Args:
-        model: the network, in eval mode.
-        layers: whose outputs.
-        part: samples; at most 300, and 16,384 tokens, are used.
-        seed: of the drawn targets.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    sums = {layer.path: 0.0 for layer in layers if layer.is_called}
-    used = _at_most(part, PROBE, PROBE_TOKENS)
-    for batch in used.batches:
-        for path, square in _output_squares(model, set(sums), batch, generator):
-            sums[path] += square
-    return {layer: 0.5 * sums[layer.path] / used.samples for layer in layers if sums.get(layer.path, 0.0) > 0}
-
-
-def _output_squares(
-    model: nn.Module, paths: set[str], batch: Batch, generator: torch.Generator
-) -> list[tuple[str, float]]:
-    """Squared gradients at the outputs of some modules: summed over samples and positions, averaged over channels."""
-    outputs: list[tuple[str, Tensor]] = []
-
-    def keep(path: str) -> Callable[[nn.Module, Any, Any], Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if isinstance(output, Tensor) and output.requires_grad:
-                outputs.append((path, output))
-                return output.clone()  # what follows may work in place
-            return output
-
-        return hook
-
-    handles = [model.get_submodule(path).register_forward_hook(keep(path)) for path in paths]
-    try:
-        with torch.enable_grad():
-            scores = batches.logits(batches.forward(model, batch)).float()
-            axis = batches.class_axis(scores, batch)
-            if axis is None:  # numbers with normal errors of unit variance
-                errors = torch.randn(scores.shape, generator=generator).to(scores.device)
-                likelihood = (scores * errors).sum()
-            else:
-                scores = scores.movedim(axis, -1)
-                logs = scores.reshape(-1, scores.shape[-1]).log_softmax(-1)
-                drawn = torch.multinomial(logs.detach().exp().cpu(), 1, generator=generator).to(logs.device)
-                drawn_logs = logs.gather(1, drawn).reshape(*scores.shape[:-1], 1)
-                likelihood = batches.unpadded(drawn_logs, batches.attended(model, batch)).sum()
-            gradients = torch.autograd.grad(likelihood, [output for _, output in outputs], allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-    squares = []
-    for (path, output), gradient in zip(outputs, gradients, strict=True):
-        if gradient is not None:
-            channels = output.shape[1] if isinstance(model.get_submodule(path), CONVOLUTIONS) else output.shape[-1]
-            squares.append((path, float(gradient.double().square().sum()) / channels))
-    return squares
 
 
 def within_support(

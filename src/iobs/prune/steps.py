@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 import torch
@@ -62,12 +63,15 @@ class GradientStep:
     augment: Augmentation | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
-        if (self.lr != "auto" and not self.lr > 0) or self.steps < 1:
-            raise ProblemError(f"A gradient step needs lr > 0 and steps >= 1, got lr={self.lr}, steps={self.steps}.")
+        if self.lr != "auto" and not (_is(Real, self.lr) and self.lr > 0):
+            raise ProblemError(f'lr must be "auto" or a number above zero, got {self.lr!r}.')
+        if not _is(Integral, self.steps) or self.steps < 1:
+            raise ProblemError(f"steps must be a whole number of at least 1, got {self.steps!r}.")
         if self.most_steps is not None and self.most_steps < self.steps:
             raise ProblemError(f"most_steps={self.most_steps} is less than steps={self.steps}.")
-        if isinstance(self.batch_size, int) and self.batch_size < 1:
-            raise ProblemError(f"batch_size must be at least 1, got {self.batch_size}.")
+        size = None if self.batch_size == "auto" else self.batch_size
+        if size is not None and not (_is(Integral, size) and size >= 1):
+            raise ProblemError(f'batch_size must be a whole number of at least 1, "auto" or None, got {size!r}.')
         if isinstance(self.augment, str) and self.augment != "auto":
             raise ProblemError(f'augment must be "auto", None or a function, got {self.augment!r}.')
         if self.optimizer not in get_args(Optimizer):
@@ -80,6 +84,10 @@ class GradientStep:
             raise ProblemError(f'support must be "dense" or "fixed", got {self.support!r}.')
         if isinstance(self.loss, str) and self.loss not in ("task", "kl", "block"):
             raise ProblemError(f'loss must be "task", "kl", "block" or a function, got {self.loss!r}.')
+
+
+def _is(kind: type, value: object) -> bool:
+    return isinstance(value, kind)  # behind a function, since typing knows no numpy number as Real or Integral
 
 
 @dataclass
@@ -149,7 +157,10 @@ class Trainer:
 
         Raises:
             NonFiniteError: the loss became NaN or infinite.
+            ProblemError: the loss has no gradient.
         """
+        if len(before) == self.step.steps:
+            return [*before]
         device = next(self.model.parameters()).device
         generator = torch.Generator().manual_seed(self.seed + self.taken - len(before))
         whole = self.step.steps == 1 and self.step.batch_size is None
@@ -207,12 +218,7 @@ class Trainer:
             if share == 0:
                 continue
             with torch.enable_grad():
-                loss = self.loss(self.model, given) * share
-                if not loss.requires_grad:
-                    raise ProblemError(
-                        "The loss has no gradient: the network or the loss computes under torch.no_grad or detaches "
-                        "its outputs. Prune without gradient steps, or let them through."
-                    )
+                loss = differentiable(self.loss(self.model, given)) * share
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
             value += float(loss.detach())
             for name, gradient in zip(names, found, strict=True):
@@ -254,6 +260,20 @@ class Trainer:
                 self.masters[name] *= self.masks[name]
             parameter.copy_(self.masters[name])
         self.taken += 1
+
+
+def differentiable(loss: Tensor) -> Tensor:
+    """The loss itself.
+
+    Raises:
+        ProblemError: it has no gradient.
+    """
+    if not loss.requires_grad:
+        raise ProblemError(
+            "The loss has no gradient: the network or the loss computes under torch.no_grad or detaches its outputs. "
+            "Prune without gradient steps, or let them through."
+        )
+    return loss
 
 
 def samples_a_step(step: GradientStep, part: Part) -> int:

@@ -48,6 +48,7 @@ class Stream:
     data: list[Batch]
     chain: list[Block]
     strict: bool = False  # a batch that does not go from block to block along the chain raises WayError
+    keep: Callable[[int, Tensor], Tensor] = lambda index, hidden: hidden  # where a batch's hidden state lies meanwhile
     arguments: list[list[Arguments]] = field(default_factory=list)  # by batch and block; hidden states left out
     hidden: list[Tensor] = field(default_factory=list)  # by batch: what the current block is fed
     _blocks: dict[str, int | None] = field(default_factory=dict)  # by layer name: the number of its block
@@ -99,11 +100,10 @@ class Stream:
             for index in range(len(self.data)):
                 hidden = hidden_of(self.run(stage, index))
                 assert hidden is not None
-                self.hidden[index] = hidden
+                self.hidden[index] = self.keep(index, hidden)
 
-    def cast(self, dtype: torch.dtype) -> None:
-        """Go on in another dtype: hidden states and the blocks' other floating arguments."""
-        self.hidden = [hidden.to(dtype) for hidden in self.hidden]
+    def cast_arguments(self, dtype: torch.dtype) -> None:
+        """Go on in another dtype: that of the blocks' floating arguments besides their hidden states."""
         for index, blocks in enumerate(self.arguments):
             seen: dict[int, Tensor] = {}  # blocks share their masks and positions
             self.arguments[index] = [_cast(arguments, dtype, seen) for arguments in blocks]
@@ -120,7 +120,7 @@ class Stream:
             if self.strict and (position != len(recorded) or (position and hidden is not handed_on)):
                 raise WayError
             if position == 0:
-                self.hidden.append(hidden)
+                self.hidden.append(self.keep(index, hidden))
             handed_on = hidden
             recorded.append(_insert((args, kwargs), block.hidden, None))
             if position == len(self.chain) - 1:

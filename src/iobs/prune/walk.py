@@ -103,7 +103,8 @@ class Walk:
         """Visit the layers of one stage; returns those that are left."""
         wanted = streams[0].layers_of(stage, left)
         for shared in self._agreed(_execution_order(streams[0], stage, wanted), wanted):
-            left = [layer for layer in left if layer not in shared.layers]
+            visited = set(shared.layers)
+            left = [layer for layer in left if layer not in visited]
             if replay is not None and replay(shared.layers):
                 continue
             if shared.layers[0].expert is not None:
@@ -159,16 +160,14 @@ class Walk:
             # An expert to which the dense network sends other tokens: it imitates its weights on its own inputs.
             for one in grams:
                 one.unpair()
-        statistics = Statistics(grams[0], grams[1] if self.heldout.batches else None)
-        self._complete(statistics)
-        return statistics
+        self._complete(grams)
+        return gram.of_called(grams[0], grams[1] if self.heldout.batches else None)
 
-    def _complete(self, statistics: Statistics) -> None:
-        """The statistics of all ranks' samples, ready for use."""
-        self.ranks.sum_statistics(statistics)
-        for one in (statistics.calibration, statistics.heldout):
-            if one is not None:
-                one.finish()
+    def _complete(self, grams: Sequence[Gram]) -> None:
+        """Make Grams ready for use, over all ranks' samples."""
+        for one in grams:
+            self.ranks.sum_gram(one)
+            one.finish()
 
     def _of_experts(
         self, streams: list[Stream], stage: int, experts: list[Layer]
@@ -197,7 +196,7 @@ class Walk:
             with captured_inputs(stream.model, experts, note):
                 stream.run(stage, index)
         for pair in grams.values():
-            self._complete(Statistics(pair[0], pair[1]))
+            self._complete(pair)
         return [gram.of_routed(*grams[layer]) for layer in experts]
 
 

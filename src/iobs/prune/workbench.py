@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
@@ -26,7 +27,7 @@ from iobs.prune.memory import MemoryWatch
 from iobs.prune.network import changing, put, state
 from iobs.prune.progress import Progress
 from iobs.prune.settings import Settings
-from iobs.prune.steps import GradientStep, Trainer
+from iobs.prune.steps import GradientStep, Trainer, differentiable, samples_a_step
 from iobs.prune.stream import exact_chain
 from iobs.prune.trace import Block
 
@@ -60,7 +61,7 @@ class Workbench:
     ) -> None:
         self.model, self.selection, self.pattern, self.settings = model, selection, pattern, settings
         self.progress, self.frozen = progress, frozen
-        self.memory = MemoryWatch()
+        self.memory = MemoryWatch(next(model.parameters()).device)
         self.fit, self.heldout = data_batches.split(Part.of(collected), settings.holdout, settings.seed)
         self.portions = [self.fit] * settings.rounds
         if settings.data == "fresh":
@@ -110,12 +111,12 @@ class Workbench:
         return twin
 
     def masks(self, support: Literal["dense", "fixed"] = "fixed") -> dict[str, Tensor]:
-        """Ones where entries may change, by parameter: not where a fixed support or old zeros that stay forbid it."""
+        """True where entries may change, by parameter: not where a fixed support or old zeros that stay forbid it."""
         masks = {}
         if self.settings.keep_zeros:
-            masks = {name: (value != 0).float() for name, value in self.original.items() if value.ndim > 1}
+            masks = {name: value != 0 for name, value in self.original.items() if value.ndim > 1}
         if support == "fixed":
-            masks |= {layer.key: (self.model.get_parameter(layer.key) != 0).float() for layer in self.selection.layers}
+            masks |= {layer.key: self.model.get_parameter(layer.key) != 0 for layer in self.selection.layers}
         return masks
 
     def _needs_reference(self) -> bool:
@@ -206,6 +207,18 @@ class Workbench:
             self.suited[taught] = suited(self.reference, self.fit, self.settings.seed, mix=taught)
             self.note(f"Augmentation of the gradient steps: {self.suited[taught] or 'none'}.")
         return self.suited[taught]
+
+    def require_gradient(self, step: GradientStep) -> None:
+        """Try what a step will need on the samples of one, before any work.
+
+        Raises:
+            CalibrationError: its loss asks for targets that the data do not have.
+            ProblemError: its loss has no gradient.
+        """
+        _, loss = self._loss(step)
+        sample = self.fit.first(samples_a_step(step, self.fit)).batches[0]
+        with torch.enable_grad():
+            differentiable(loss(self.model, data_batches.to_device(sample, next(self.model.parameters()).device)))
 
     def descend(self, trainer: Trainer, part: Part, index: int, key: str) -> list[float]:
         """Take a trainer's gradient steps after a round, those that the journal has not; all their losses."""

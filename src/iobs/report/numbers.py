@@ -20,7 +20,7 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 def score(value: float) -> str:
     """A perplexity, an accuracy, a count: two or three decimals, none where they say nothing."""
-    if value == int(value) and abs(value) >= 100:
+    if float(value).is_integer() and abs(value) >= 100:  # infinity is none
         return f"{value:,.0f}"
     if abs(value) >= 1e5:
         return significant(value)

@@ -9,7 +9,16 @@ from html import escape
 from iobs.prune.record import WORTH, Report
 from iobs.report import plots
 from iobs.report.numbers import duration, percent, score, significant, size
-from iobs.report.tables import COUNTS, best_of, mean_error, measured_in, of_round, round_name, score_names
+from iobs.report.tables import (
+    COUNTS,
+    best_of,
+    heldout_samples,
+    mean_error,
+    measured_in,
+    of_round,
+    round_name,
+    score_names,
+)
 
 
 def render_page(report: Report) -> str:
@@ -48,18 +57,15 @@ def _facts(report: Report) -> str:
         if metric in dense and metric not in COUNTS and pruned is not dense
     ]
     if report.best.loss_heldout is not None:
-        text = f"{report.loss_name} on held-out samples"
+        text = f"{report.loss_name} on {heldout_samples(report)}"
         text += f"; dense {significant(report.dense_loss, 4)}" if report.dense_loss is not None else ""
         facts.append((significant(report.best.loss_heldout, 4), text))
     if len(report.rounds) > 1:
-        facts.append((round_name(report.best).capitalize(), f"the best by {_judges(report)} samples"))
+        kind = "calibration" if report.best.loss_heldout is None else "held-out"
+        facts.append((round_name(report.best).capitalize(), f"the best by {kind} samples"))
     facts.append((duration(report.seconds), f"and {size(report.peak_memory_bytes)} of memory at the peak"))
     cards = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in facts)
     return f'<div class="facts">{cards}</div>'
-
-
-def _judges(report: Report) -> str:
-    return "calibration" if report.best.loss_heldout is None else "held-out"
 
 
 def _scores(report: Report) -> str:
@@ -100,7 +106,8 @@ def _rounds(report: Report) -> str:
         for record in report.rounds
     ]
     headings = ["round", "zeros", f"{report.loss_name}, calibration", "held-out", "mean layer error", "time"]
-    caption = f"The starred round has the lowest loss on {_judges(report)} samples among those at the asked sparsity; "
+    judges = "calibration samples" if report.best.loss_heldout is None else heldout_samples(report)
+    caption = f"The starred round has the lowest loss on {judges} among those at the asked sparsity; "
     caption += "its weights are the answer."
     if any(record.kind == "polish" for record in report.rounds):
         caption += f" A polish must gain {100 * WORTH:.0f} % to win, and measures no layer errors."

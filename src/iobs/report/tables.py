@@ -18,7 +18,7 @@ def summary_lines(report: Report) -> list[str]:
     counted = f"{report.zeros:,} of {report.weights:,} weights in {len(report.audit)} layers"
     lines = [f"{percent(report.sparsity, 2)} zeros: {counted}"]
     if report.best.loss_heldout is not None:
-        text = f"{report.loss_name} on held-out samples: {significant(report.best.loss_heldout, 4)}"
+        text = f"{report.loss_name} on {heldout_samples(report)}: {significant(report.best.loss_heldout, 4)}"
         lines.append(text + (f" (dense {significant(report.dense_loss, 4)})" if report.dense_loss is not None else ""))
     if len(report.rounds) > 1:
         rounds = sum(record.kind == "projection" for record in report.rounds)
@@ -140,6 +140,13 @@ def measured_in(record: RoundRecord) -> str:
 def of_round(title: str, report: Report) -> str:
     """A title of what was measured layer by layer, with the round where there are several."""
     return f"{title} of {measured_in(report.best)}" if len(report.rounds) > 1 else title
+
+
+def heldout_samples(report: Report) -> str:
+    """What the held-out losses are taken on, the dense network's too."""
+    step = report.settings.get("polish") or report.settings.get("step")
+    altered = isinstance(step, dict) and step.get("augment") is not None
+    return "held-out samples" + (" (altered like those of the gradient steps)" if altered else "")
 
 
 def mean_error(record: RoundRecord) -> float | None:
