@@ -10,9 +10,9 @@ from torch import nn
 import iobs
 from iobs.errors import LayerSelectionError, PatternError, ProblemError
 from iobs.prune.allocation import Allocation, Curve, optimal_counts
-from iobs.prune.batches import Part
 from iobs.prune.layers import Layer, select
 from iobs.prune.output_fisher import output_fisher
+from iobs.prune.parts import Part
 from iobs.prune.sensitivity import complete, damage_passes, within_support
 
 LAYERS = (Layer("a", (2, 5)), Layer("b", (1, 6)), Layer("c", (2, 4)))

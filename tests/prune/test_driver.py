@@ -20,6 +20,7 @@ from iobs.errors import (
 )
 from iobs.prune import batches as data_batches
 from iobs.prune.layers import find_layers
+from iobs.prune.parts import Part, split
 from iobs.prune.record import Report
 
 STEP = iobs.GradientStep(lr=1e-3, optimizer="adam", steps=2, loss="kl")
@@ -308,7 +309,7 @@ def test_interruption_gives_the_weights_back():
 
 
 def test_held_out_samples_are_not_fitted_on():
-    fit, heldout = data_batches.split(data_batches.Part.of(data_batches.collect(perceptron_batches())), 0.25, 3)
+    fit, heldout = split(Part.of(data_batches.collect(perceptron_batches())), 0.25, 3)
     assert (fit.samples, heldout.samples) == (48, 16)
     rows = torch.cat([batch[0] for batch in fit.batches + heldout.batches])
     assert len(rows.unique(dim=0)) == 64

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from iobs.errors import CalibrationError, NonFiniteError, NotPositiveDefiniteError, ProblemError
-from iobs.prune.batches import Part
 from iobs.prune.fisher import METHODS, BlockFisher, gradient_rows, keep_largest
 from iobs.prune.layers import select
+from iobs.prune.parts import Part
 from iobs.prune.peers import prune_by_fisher
 
 SIZES = (6, 5)

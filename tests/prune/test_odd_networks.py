@@ -12,11 +12,11 @@ import iobs
 from iobs.errors import CalibrationError, LayerSelectionError, NonFiniteError, PatternError, ProblemError
 from iobs.models import ensure_torchvision
 from iobs.prune import GradientStep, batches, projection
-from iobs.prune.batches import Part
 from iobs.prune.faithful import multiplied_as_they_are
 from iobs.prune.layers import select
 from iobs.prune.losses import answered, kl_to, kl_to_answers, task_loss
 from iobs.prune.network import update_batch_norm
+from iobs.prune.parts import Part, divide, split
 from iobs.prune.peers import prune_by_fisher
 from iobs.prune.progress import Quiet
 from iobs.prune.steps import Trainer
@@ -756,7 +756,7 @@ def one_rare_sample(place):
 
 def test_a_layer_that_a_later_round_feeds_nothing_keeps_its_zeros():
     seed = 0
-    portions = batches.divide(Part.of([torch.arange(12.0)[:, None]]), 3, seed)
+    portions = divide(Part.of([torch.arange(12.0)[:, None]]), 3, seed)
     model, data = one_rare_sample(int(portions[0].batches[0][0, 0]))
     step = GradientStep(lr=1e-3, steps=2, loss="kl", support="dense")
     pattern = iobs.Unstructured(0.5)
@@ -770,7 +770,7 @@ def test_a_layer_that_a_later_round_feeds_nothing_keeps_its_zeros():
 
 @pytest.mark.parametrize("reached", ["calibrated on", "held out"])
 def test_a_layer_is_judged_by_what_reaches_it(reached):
-    _, heldout = batches.split(Part.of([torch.arange(12.0)[:, None]]), 0.25, 0)
+    _, heldout = split(Part.of([torch.arange(12.0)[:, None]]), 0.25, 0)
     held = {int(value) for batch in heldout.batches for value in batch[:, 0]}
     model, data = one_rare_sample(next(place for place in range(12) if (place in held) == (reached == "held out")))
     report = iobs.prune(model, data, iobs.Unstructured(0.5), holdout=0.25)

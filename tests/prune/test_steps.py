@@ -10,11 +10,12 @@ from torch import nn
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.prune import GradientStep
 from iobs.prune.augment import FlipShift, Pairs, copies, label_preserving, suited
-from iobs.prune.batches import Part, rebatched, size
+from iobs.prune.batches import size
 from iobs.prune.choices import boldest, try_rates
 from iobs.prune.estimate import affordable
 from iobs.prune.layers import find_layers
 from iobs.prune.losses import kl_to
+from iobs.prune.parts import Part, rebatched
 from iobs.prune.steps import Trainer
 
 

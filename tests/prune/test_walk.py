@@ -9,13 +9,14 @@ from torch import nn
 
 from iobs.prune import batches, layers
 from iobs.prune.gram import Gram, input_rows
+from iobs.prune.parts import Part, split
 from iobs.prune.stream import BEFORE, Stream, exact_chain
 from iobs.prune.trace import Block
 from iobs.prune.walk import Walk
 
 
 def walk_of(model, data, **options):
-    fit, heldout = batches.split(batches.Part.of(batches.collect(data)), 0.25, 0)
+    fit, heldout = split(Part.of(batches.collect(data)), 0.25, 0)
     selected = layers.select(model).layers
     return Walk(model, fit, heldout, selected, exact_chain(model, fit.batches, selected), **options)
 
@@ -118,7 +119,7 @@ def test_convolution_rows_reproduce_the_convolution(settings, padding_mode):
 def only_gram(model, data, name):
     """The Gram of one layer on all the data, the network run whole."""
     found = {}
-    walk = Walk(model, batches.Part.of(data), batches.Part(), layers.select(model).layers, [])
+    walk = Walk(model, Part.of(data), Part(), layers.select(model).layers, [])
     walk.sweep(lambda group, statistics: found.update({layer.name: statistics.calibration for layer in group}))
     return found[name]
 

@@ -9,6 +9,7 @@ import iobs
 from iobs.prune import batches
 from iobs.prune.gram import EXPERT_TOKENS
 from iobs.prune.layers import find_layers, select
+from iobs.prune.parts import Part, split
 from iobs.prune.stream import exact_chain
 from iobs.prune.walk import Walk
 
@@ -57,7 +58,7 @@ def test_blocks_are_found_and_running_along_them_is_exact(name):
     model, data = build(name)
     if name in families.LANGUAGE_MODELS:
         model.config.use_cache = False
-    fit, _ = batches.split(batches.Part.of(data), 0.0, 0)
+    fit, _ = split(Part.of(data), 0.0, 0)
     layers = select(model).layers
     chain = exact_chain(model, fit.batches, layers)
     assert len(chain) >= 2
@@ -88,7 +89,7 @@ def test_weights_tied_to_an_embedding_stay_tied_and_dense():
 def test_grams_of_experts_hold_the_tokens_that_were_routed_to_them(name):
     model, data = build(name)
     model.config.use_cache = False
-    fit, _ = batches.split(batches.Part.of(data), 0.0, 0)
+    fit, _ = split(Part.of(data), 0.0, 0)
     layers = tuple(layer for layer in select(model).layers if layer.expert is not None)
     experts = model.model.layers[0].mlp.experts
     routed = []
@@ -100,7 +101,7 @@ def test_grams_of_experts_hold_the_tokens_that_were_routed_to_them(name):
         for batch in data:
             model(**batch)
     found = {}
-    walk = Walk(model, fit, batches.Part(), layers, exact_chain(model, fit.batches, layers))
+    walk = Walk(model, fit, Part(), layers, exact_chain(model, fit.batches, layers))
     walk.sweep(lambda group, statistics: found.update({group[0].name: statistics}))
     for expert in range(4):
         rows = torch.cat([hidden[(index == expert).any(1)] for hidden, index in routed])
@@ -162,6 +163,6 @@ def test_an_encoders_padding_says_nothing_of_its_decoder():
     data = [{"input_ids": tokens, "attention_mask": mask, "decoder_input_ids": tokens}]
     layers = tuple(layer for layer in select(model).layers if "decoder" in layer.name)
     found = {}
-    walk = Walk(model, batches.Part.of(data), batches.Part(), layers, [])
+    walk = Walk(model, Part.of(data), Part(), layers, [])
     walk.sweep(lambda group, statistics: found.update({group[0].name: statistics.calibration.count}))
     assert found["decoder.block.0.layer.0.SelfAttention.q"] == 48

@@ -124,9 +124,9 @@ def compare(
 
 def _require_targets(loaded: LoadedModel, batches: list[Any], chosen: list[str]) -> None:
     """Before any work: methods that follow the task loss need data that has one."""
-    from iobs.prune.batches import Part
     from iobs.prune.losses import mean_loss, task_loss
     from iobs.prune.network import evaluating
+    from iobs.prune.parts import Part
 
     labelled = {name for name, options in PEERS.items() if options["method"] != "magnitude"} | {"paper"}
     if labelled.intersection(chosen):

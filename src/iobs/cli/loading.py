@@ -11,7 +11,7 @@ from iobs import models
 from iobs.cli import console
 from iobs.data import BatchSource, Source, TextSource, calibration_batches
 from iobs.models import LoadedModel
-from iobs.prune.batches import Part
+from iobs.prune.parts import Part
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

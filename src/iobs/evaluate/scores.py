@@ -14,8 +14,9 @@ from torch.nn import functional
 from iobs.data import ArraySource, Batch, Source, TextSource, array_batches, token_windows
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
-from iobs.prune.batches import Part, class_axis, forward, rebatched
+from iobs.prune.batches import class_axis, forward
 from iobs.prune.batches import targets as targets_of
+from iobs.prune.parts import Part, rebatched
 
 Progress = Callable[[int, int], None]
 

@@ -28,13 +28,14 @@ from iobs.models.vision_shim import ensure_torchvision
 from iobs.prune import batches as data_batches
 from iobs.prune.allocation import uniform
 from iobs.prune.audit import audit, audit_layers, require_promised
-from iobs.prune.batches import Batch, Part
+from iobs.prune.batches import Batch
 from iobs.prune.block_walk import BlockWalk, spilled_to
 from iobs.prune.checkpoint import Journal, fingerprint, identity_of
 from iobs.prune.distributed import require_alone
 from iobs.prune.layers import require_finite
 from iobs.prune.memory import MemoryWatch, giving_memory_back
 from iobs.prune.network import evaluating, seeded
+from iobs.prune.parts import Part, split
 from iobs.prune.plan import Plan, plan
 from iobs.prune.progress import Progress, Quiet
 from iobs.prune.projection import Projection
@@ -102,7 +103,7 @@ def prune_directory(
     needed = plan_of(streamed, collected, chosen)
     announce(needed)
     check_room(Path(output), needed)
-    fit, heldout = data_batches.split(Part.of(collected), chosen.holdout, chosen.seed)
+    fit, heldout = split(Part.of(collected), chosen.holdout, chosen.seed)
     patterns = uniform(pattern, streamed.selection.layers)
     projection = Projection(
         streamed.module,

@@ -72,9 +72,10 @@ def iterate(
     random choice: the order of the samples in the steps, and what the projections draw.
     """
     from iobs import GradientStep, Unstructured, prune
-    from iobs.prune.batches import Part, size
+    from iobs.prune.batches import size
     from iobs.prune.layers import select
     from iobs.prune.losses import task_loss
+    from iobs.prune.parts import Part
     from iobs.prune.steps import Trainer
 
     count = sum(size(batch) for batch in batches)

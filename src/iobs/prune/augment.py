@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from iobs.prune import batches
-from iobs.prune.batches import Batch, Part
+from iobs.prune.batches import Batch
+from iobs.prune.parts import Part, rebatched
 
 _MIRRORED = 0.9  # share of samples whose dense prediction must survive mirroring: a symmetry of the samples, or none
 _MOVED = 0.75  # the same of moving as well, which does the more harm the farther it goes
@@ -133,7 +134,7 @@ def copies(change: Augmentation, part: Part, seed: int) -> Part:
     that were trained on mixtures.
     """
     generator = torch.Generator().manual_seed(seed)
-    plain = batches.rebatched(part, _COPIED)
+    plain = rebatched(part, _COPIED)
     gentle = change.before if isinstance(change, Pairs) else change
     changes: list[Augmentation] = [] if gentle is None else [gentle] * (_COPIES - 1)
     if isinstance(change, Pairs):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -142,113 +141,12 @@ def join(batches: Sequence[Batch]) -> Batch:
     return first
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some of the caller's samples, and for each batch the number of the caller's batch that it comes from."""
-
-    batches: list[Batch] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-
-    def add(self, batch: Batch, flags: Tensor, number: int) -> None:
-        """Add the flagged samples of a batch, if there are any."""
-        if bool(flags.any()):
-            self.batches.append(batch if bool(flags.all()) else take(batch, flags.nonzero()[:, 0]))
-            self.numbers.append(number)
-
-    def first(self, count: int, tokens: int | None = None) -> Part:
-        """The leading samples, so many or all that there are; of text no more than have so many tokens, or one."""
-        if tokens is not None:
-            count = min(count, max(1, tokens // max(map(positions, self.batches), default=1)))
-        chosen = Part()
-        for batch, number in zip(self.batches, self.numbers, strict=True):
-            left = count - chosen.samples
-            if left <= 0:
-                break
-            chosen.add(batch, torch.arange(size(batch)) < left, number)
-        return chosen
-
-    def pick(self, rows: Tensor) -> Batch:
-        """Samples by their places in the whole part, int64, as one batch; where `alike`."""
-        sizes = torch.tensor([size(batch) for batch in self.batches])
-        ends = sizes.cumsum(0)
-        owners = torch.searchsorted(ends, rows, right=True)
-        places = rows - (ends - sizes)[owners]
-        return join([take(self.batches[owner], places[owners == owner]) for owner in torch.unique(owners).tolist()])
-
-    @property
-    def alike(self) -> bool:
-        """Whether samples of different batches have tensors of the same names and shapes."""
-        return len({_kind(batch) for batch in self.batches}) == 1
-
-    @classmethod
-    def of(cls, batches: Sequence[Batch]) -> Part:
-        """All of the caller's samples."""
-        return cls(list(batches), list(range(len(batches))))
-
-    @property
-    def samples(self) -> int:
-        """Number of samples."""
-        return sum(size(batch) for batch in self.batches)
-
-
-def _kind(batch: Batch) -> tuple[Any, ...]:
+def layout(batch: Batch) -> tuple[Any, ...]:
+    """The names and shapes of a sample's tensors."""
     if isinstance(batch, Tensor):
         return tuple(batch.shape[1:])
     entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    return tuple((name, _kind(value)) for name, value in entries if isinstance(value, (Tensor, Mapping)))
-
-
-def rebatched(part: Part, count: int) -> Part:
-    """The samples of a part in batches of so many; as they are where their shapes differ."""
-    return _regrouped(part, torch.split(torch.arange(part.samples), count))
-
-
-def even(part: Part) -> Part:
-    """The samples of a part in as few batches, none larger than its largest, of sizes that differ by one at most.
-
-    As they are where their shapes differ.
-    """
-    count = -(-part.samples // max(map(size, part.batches)))
-    return _regrouped(part, torch.tensor_split(torch.arange(part.samples), count))
-
-
-def _regrouped(part: Part, groups: Sequence[Tensor]) -> Part:
-    return Part.of([part.pick(rows) for rows in groups]) if part.alike else part
-
-
-def split(part: Part, share: float, seed: int) -> tuple[Part, Part]:
-    """Hold some samples out, a share in [0, 1) drawn by seed over all batches.
-
-    Returns:
-        What to fit on, of which there is some, and what is held out; that is empty where the share rounds to no sample.
-    """
-    sizes = [size(batch, index) for index, batch in enumerate(part.batches)]
-    total = sum(sizes)
-    count = min(round(total * share), total - 1)
-    held = torch.zeros(total, dtype=torch.bool)
-    held[torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]] = True
-    fit, kept = Part(), Part()
-    for batch, flags, number in zip(part.batches, torch.split(held, sizes), part.numbers, strict=True):
-        fit.add(batch, ~flags, number)
-        kept.add(batch, flags, number)
-    return fit, kept
-
-
-def divide(part: Part, parts: int, seed: int) -> list[Part]:
-    """Disjoint portions of the samples, one for each round.
-
-    Raises:
-        CalibrationError: fewer samples than portions.
-    """
-    if part.samples < parts:
-        raise CalibrationError(f'data="fresh" needs a sample for each of {parts} rounds, got {part.samples} samples.')
-    sizes = [size(batch) for batch in part.batches]
-    owner = torch.randperm(part.samples, generator=torch.Generator().manual_seed(seed)) % parts
-    portions = [Part() for _ in range(parts)]
-    for batch, owners, number in zip(part.batches, torch.split(owner, sizes), part.numbers, strict=True):
-        for index, portion in enumerate(portions):
-            portion.add(batch, owners == index, number)
-    return portions
+    return tuple((name, layout(value)) for name, value in entries if isinstance(value, (Tensor, Mapping)))
 
 
 def inputs(batch: Batch) -> Batch:
@@ -272,7 +170,7 @@ def require_all_accepted(model: nn.Module, batches: Sequence[Batch]) -> None:
     """
     checked = set()
     for number, batch in enumerate(batches):
-        kind = _kind(batch), tuple(tensor.dtype for tensor in tensors(batch))
+        kind = layout(batch), tuple(tensor.dtype for tensor in tensors(batch))
         if kind in checked:
             continue
         checked.add(kind)

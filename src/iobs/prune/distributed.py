@@ -18,8 +18,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from iobs.errors import DistributedError, first_line
-from iobs.prune.batches import Batch, Part, size, take
+from iobs.prune.batches import Batch, size, take
 from iobs.prune.gram import Gram
+from iobs.prune.parts import Part
 
 # Longer than any layer's solve. A rank that dies is noticed at once: by its connection, or by torchrun.
 PATIENCE = timedelta(minutes=30)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from iobs.prune import batches
 from iobs.prune.allocation import as_allocation
-from iobs.prune.batches import Batch, Part
+from iobs.prune.batches import Batch
 from iobs.prune.choices import trial_steps
 from iobs.prune.gram import POSITIONS
 from iobs.prune.layers import CONVOLUTIONS, Layer
+from iobs.prune.parts import Part
 from iobs.prune.plan import speed
 from iobs.prune.sensitivity import (
     CURVE_TOKENS,

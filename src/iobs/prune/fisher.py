@@ -24,9 +24,9 @@ from iobs.core import linalg
 from iobs.core.patterns import Unstructured, top_mask
 from iobs.errors import NonFiniteError, NotPositiveDefiniteError
 from iobs.prune import batches
-from iobs.prune.batches import Part
 from iobs.prune.layers import Layer
 from iobs.prune.losses import task_loss
+from iobs.prune.parts import Part
 
 _PROJECTIONS = 20  # gradient steps of CHITA; each is a pass over the gradients
 _SWAP_PASSES = 60  # batches of swaps of CBS

@@ -11,9 +11,10 @@ from torch.nn import functional
 
 from iobs.errors import CalibrationError
 from iobs.prune import batches
-from iobs.prune.batches import Batch, Part
+from iobs.prune.batches import Batch
 from iobs.prune.distributed import current
 from iobs.prune.memory import reusing_memory
+from iobs.prune.parts import Part
 
 _IMPOSSIBLE = -1e30  # stands for a score of minus infinity, as of masked classes: those have no part in a divergence
 

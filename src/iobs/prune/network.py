@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from iobs.errors import CalibrationError
 from iobs.prune import batches
-from iobs.prune.batches import Part
+from iobs.prune.parts import Part, even
 from iobs.prune.settings import Settings
 
 
@@ -30,7 +30,7 @@ def update_batch_norm(model: nn.Module, part: Part) -> None:
             module.momentum = None
             module.train()
         with torch.no_grad():
-            for batch in batches.even(part).batches:  # each counts the same in the average
+            for batch in even(part).batches:  # each counts the same in the average
                 batches.forward(model, batch)
     except ValueError as error:  # of a batch with one value a channel
         raise CalibrationError(f'batch_norm="update" cannot use this batch: {error}; join it with another.') from error

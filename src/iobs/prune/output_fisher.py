@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from iobs.prune import batches
-from iobs.prune.batches import Batch, Part
+from iobs.prune.batches import Batch
 from iobs.prune.layers import CONVOLUTIONS, Layer
+from iobs.prune.parts import Part
 
 
 def output_fisher(model: nn.Module, layers: tuple[Layer, ...], part: Part, seed: int) -> dict[Layer, float]:

@@ -14,12 +14,13 @@ from iobs.errors import ProblemError
 from iobs.prune import batches as data_batches
 from iobs.prune.allocation import total_kept
 from iobs.prune.audit import counted
-from iobs.prune.batches import Batch, Part
+from iobs.prune.batches import Batch
 from iobs.prune.faithful import multiplied_as_they_are
 from iobs.prune.fisher import METHODS, BlockFisher, gradient_rows
 from iobs.prune.layers import Layer, select
 from iobs.prune.memory import MemoryWatch
 from iobs.prune.network import evaluating, keeping_buffers
+from iobs.prune.parts import Part
 from iobs.prune.record import Report, RoundRecord
 
 _FIRST_STAGE = 0.1  # sparsity that several stages set out from

@@ -11,11 +11,11 @@ from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.prune import choices
 from iobs.prune.audit import audit_layers
-from iobs.prune.batches import Part
 from iobs.prune.estimate import affordable, estimate_seconds
 from iobs.prune.gram import by_magnitude
 from iobs.prune.layers import Layer, Selection
 from iobs.prune.network import update_batch_norm
+from iobs.prune.parts import Part
 from iobs.prune.projection import Projection
 from iobs.prune.record import Report, RoundRecord, best_index
 from iobs.prune.spread import asked, thinner

@@ -16,11 +16,11 @@ from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.prune import batches
 from iobs.prune.allocation import Allocation, Curve, global_sparsity, optimal_counts, total_kept
-from iobs.prune.batches import Part
 from iobs.prune.gram import Statistics, relative_output_error
 from iobs.prune.layers import Layer
 from iobs.prune.losses import answered, kl_to_answers, mean_loss
 from iobs.prune.output_fisher import output_fisher
+from iobs.prune.parts import Part, split
 from iobs.prune.record import AllocationRecord
 from iobs.prune.response import Trial, common_response
 from iobs.prune.trace import Block
@@ -82,7 +82,7 @@ class Planner:
     measured: dict[Layer, Measured] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.fit, judges = batches.split(self.calibration, _JUDGES, self.seed)
+        self.fit, judges = split(self.calibration, _JUDGES, self.seed)
         self.judges = Part(judges.batches + self.heldout.batches, judges.numbers + self.heldout.numbers)
 
     @property

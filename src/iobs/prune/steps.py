@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.prune import batches
 from iobs.prune.augment import Augmentation
-from iobs.prune.batches import Batch, Part
+from iobs.prune.batches import Batch
 from iobs.prune.distributed import current
 from iobs.prune.losses import Loss, LossFunction
 from iobs.prune.memory import reusing_memory
+from iobs.prune.parts import Part
 
 Optimizer = Literal["sgd", "momentum", "adam", "auto"]
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from iobs.errors import NonFiniteError
 from iobs.prune import batches, gram
-from iobs.prune.batches import Batch, Part
+from iobs.prune.batches import Batch
 from iobs.prune.capture import captured_inputs
 from iobs.prune.distributed import ALONE, Ranks
 from iobs.prune.gram import Gram, Statistics
 from iobs.prune.layers import CONVOLUTIONS, Layer
+from iobs.prune.parts import Part
 from iobs.prune.stream import StopForward, Stream
 from iobs.prune.trace import Block
 

@@ -18,13 +18,14 @@ from iobs.core.patterns import Pattern
 from iobs.errors import ModelError, NonFiniteError, first_line
 from iobs.prune import batches as data_batches
 from iobs.prune.augment import Augmentation, copies, suited
-from iobs.prune.batches import Batch, Part
+from iobs.prune.batches import Batch
 from iobs.prune.checkpoint import Journal, fingerprint, identity_of
 from iobs.prune.distributed import current
 from iobs.prune.layers import Selection
 from iobs.prune.losses import Loss, LossFunction, block_distance_to, kl_to, mean_loss, task_loss
 from iobs.prune.memory import MemoryWatch
 from iobs.prune.network import changing, put, state
+from iobs.prune.parts import Part, divide, split
 from iobs.prune.progress import Progress
 from iobs.prune.settings import Settings
 from iobs.prune.steps import GradientStep, Trainer, differentiable, samples_a_step
@@ -62,13 +63,13 @@ class Workbench:
         self.model, self.selection, self.pattern, self.settings = model, selection, pattern, settings
         self.progress, self.frozen = progress, frozen
         self.memory = MemoryWatch(next(model.parameters()).device)
-        self.fit, self.heldout = data_batches.split(Part.of(collected), settings.holdout, settings.seed)
+        self.fit, self.heldout = split(Part.of(collected), settings.holdout, settings.seed)
         self.portions = [self.fit] * settings.rounds
         if settings.data == "fresh":
             # Where the first projection may remain the only one it sees all samples.
             whole = [self.fit] if settings.schedule == "auto" else []
             left = settings.rounds - len(whole)
-            self.portions = whole + (data_batches.divide(self.fit, left, settings.seed) if left else [])
+            self.portions = whole + (divide(self.fit, left, settings.seed) if left else [])
         own = changing(model, {layer.key for layer in selection.layers}, settings)
         self.original = {name: value.detach().clone() for name, value in own}
         self.reference = self._frozen_copy() if self._needs_reference() else None
