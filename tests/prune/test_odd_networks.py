@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import iobs
-from iobs.errors import CalibrationError, LayerSelectionError, NonFiniteError, PatternError, ProblemError
+from iobs.errors import CalibrationError, LayerSelectionError, ModelError, NonFiniteError, PatternError, ProblemError
 from iobs.models import ensure_torchvision
 from iobs.prune import GradientStep, batches, projection
 from iobs.prune.faithful import multiplied_as_they_are
@@ -814,3 +814,21 @@ def test_what_a_polish_cannot_do_is_known_before_any_work():
     with pytest.raises(ProblemError, match="no gradient"):
         iobs.prune(model, data, iobs.Unstructured(0.5), polish=detached, progress=told)
     assert told.layers == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": nn.Linear}, ModelError, "got the class Linear"),
+        ({"model": {"weight": torch.ones(2)}}, ModelError, "got an object of dict"),
+        ({"batches": None}, CalibrationError, "got NoneType"),
+        ({"seed": "a"}, ProblemError, "seed must be a whole number, got 'a'"),
+        ({"damping": "big"}, ProblemError, "damping must be a number, got 'big'"),
+        ({"holdout": "big"}, ProblemError, "holdout must be a number, got 'big'"),
+        ({"rounds": 2.0}, ProblemError, "rounds must be a whole number, got 2.0"),
+    ],
+)
+def test_arguments_of_another_type_are_one_clear_error(change, error, message):
+    given = {"model": nn.Linear(8, 8), "batches": [torch.randn(8, 8)], "pattern": iobs.Unstructured(0.5), **change}
+    with pytest.raises(error, match=message):
+        iobs.prune(**given)

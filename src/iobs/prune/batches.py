@@ -28,7 +28,12 @@ def collect(batches: Iterable[Batch] | Tensor | Mapping[str, Any]) -> list[Batch
         batches = [batches]
     if isinstance(batches, tuple) and _is_pair(batches):
         raise CalibrationError("A single batch (inputs, targets) goes into a list: [(inputs, targets)].")
-    result = list(batches)
+    try:
+        result = list(batches)
+    except TypeError:
+        raise CalibrationError(
+            f"Calibration data are batches of inputs, a list of tensors say; got {type(batches).__name__}."
+        ) from None
     if not result:
         raise CalibrationError("There is no calibration data: give at least one batch of inputs.")
     for index, batch in enumerate(result):

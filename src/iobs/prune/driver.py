@@ -102,7 +102,7 @@ def prune(
         ProblemError: a setting outside its range, or a loss without a gradient.
         CalibrationError: no data, or data that does not fit.
         LayerSelectionError: a name pattern matches nothing.
-        ModelError: the network cannot be copied.
+        ModelError: the model is no module, or cannot be copied.
         PatternError: the pattern does not fit a layer, or an allocation does not fit the pattern.
         NonFiniteError: NaN or infinity in weights, inputs or gradients.
         NotPositiveDefiniteError: a layer's Hessian cannot be factorised.

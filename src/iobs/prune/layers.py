@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import LayerSelectionError, NonFiniteError
+from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -209,9 +209,11 @@ def select(
         check_finite: look at every entry; not where the weights are not in memory.
 
     Raises:
+        ModelError: the model is no module.
         LayerSelectionError: a pattern matches no layer, no layer is left, or a lazy layer was never called.
         NonFiniteError: a weight holds NaN or infinity.
     """
+    _require_module(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise LayerSelectionError(f"{name!r} has no shape yet; call the model on a batch first.")
@@ -241,6 +243,12 @@ def select(
     if check_finite:
         require_finite(model, layers)
     return Selection(tuple(layers), skipped)
+
+
+def _require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
+        raise ModelError(f"What is pruned is a torch.nn.Module with its weights; got {got}.")
 
 
 def require_finite(model: nn.Module, layers: Iterable[Layer]) -> None:

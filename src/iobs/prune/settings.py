@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from types import NoneType
 from typing import Any, Literal
 
@@ -37,7 +38,10 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rounds, int) or self.rounds < 1:
+        for name, kind, what in _NUMBERS:
+            if not isinstance(getattr(self, name), kind):
+                raise ProblemError(f"{name} must be a {what}, got {getattr(self, name)!r}.")
+        if self.rounds < 1:
             raise ProblemError(f"rounds must be a whole number of at least 1, got {self.rounds}.")
         if self.schedule == "cubic" and self.rounds == 2:
             raise ProblemError('schedule="cubic" needs three rounds or more: the first is a look ahead.')
@@ -79,6 +83,12 @@ class Settings:
         return values
 
 
+_NUMBERS = (
+    ("rounds", Integral, "whole number"),
+    ("seed", Integral, "whole number"),
+    ("damping", Real, "number"),
+    ("holdout", Real, "number"),
+)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("constant", "cubic", "auto"),
     "target": ("current", "dense", "network"),
