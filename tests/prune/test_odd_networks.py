@@ -77,6 +77,12 @@ def test_layers_that_nothing_is_fed_to():
         iobs.prune(Unfed(), [torch.randn(20, 8)], iobs.Unstructured(0.5), include="unused")
 
 
+def test_name_patterns_of_another_type():
+    for given in (5, [5]):
+        with pytest.raises(LayerSelectionError, match="include takes a name pattern or a list of them"):
+            iobs.prune(Unfed(), [torch.randn(20, 8)], iobs.Unstructured(0.5), include=given)
+
+
 def test_padded_text_with_the_dense_network_as_target():
     """The dense network's blocks run several times: a key-value cache in them would grow."""
     ensure_torchvision()

@@ -173,7 +173,8 @@ def prune(
     if dry_run:
         if data:
             open_source(data, "calibration", loaded)
-        _show_plan(selection, wanted)
+        if current().first:
+            _show_plan(selection, wanted)
         if allocates:
             console.say("The zeros of a layer are those of an even spread; an allocation moves them between layers.")
         return

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
-from typing import Literal, Protocol
+from numbers import Integral, Real
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ class Unstructured:
         per: where entries compete.
 
     Raises:
-        PatternError: a sparsity outside [0, 1), a negative count, or not exactly one of the two given.
+        PatternError: a sparsity that is no number in [0, 1), a count that is no whole number or negative, or not
+            exactly one of the two given.
     """
 
     sparsity: float | None = None
@@ -58,6 +60,10 @@ class Unstructured:
     def __post_init__(self) -> None:
         if (self.sparsity is None) == (self.keep is None):
             raise PatternError("Give exactly one of sparsity= and keep= to Unstructured.")
+        if self.sparsity is not None and not _is_a(Real, self.sparsity):
+            raise PatternError(f"Sparsity must be a number, got {self.sparsity!r}.")
+        if self.keep is not None and not _is_a(Integral, self.keep):
+            raise PatternError(f"keep must be a whole number, got {self.keep!r}.")
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
             raise PatternError(f"Sparsity must lie in [0, 1), got {self.sparsity}: 0.5 makes half of the weights zero.")
         if self.keep is not None and self.keep < 0:
@@ -92,8 +98,9 @@ class NM:
     of: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= self.of:
-            raise PatternError(f"N:M needs 0 < keep <= of, got keep={self.keep} of={self.of}; 2:4 is NM(keep=2, of=4).")
+        if not _is_a(Integral, self.keep, self.of) or not 0 < self.keep <= self.of:
+            given = f"keep={self.keep!r} of={self.of!r}"
+            raise PatternError(f"N:M needs whole 0 < keep <= of, got {given}; 2:4 is NM(keep=2, of=4).")
 
     def groups(self, shape: tuple[int, int]) -> Groups:
         """One group for every `of` neighbouring columns of a row."""
@@ -112,6 +119,11 @@ class NM:
 
     def __str__(self) -> str:
         return f"{self.keep}:{self.of}"
+
+
+def _is_a(kind: type, *values: Any) -> bool:
+    """Whether each value is a number of that kind: types are promised, callers may break the promise."""
+    return all(isinstance(value, kind) for value in values)
 
 
 def keep_count(size: int, sparsity: float) -> int:

@@ -274,7 +274,10 @@ def matching(layers: Sequence[Layer], patterns: str | Sequence[str] | None, opti
         LayerSelectionError: a pattern is no regular expression, or matches no layer.
     """
     chosen: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns or []:
+    asked = [patterns] if isinstance(patterns, str) else [] if patterns is None else patterns
+    if not isinstance(asked, Iterable) or not all(isinstance(pattern, str) for pattern in asked):
+        raise LayerSelectionError(f"{option} takes a name pattern or a list of them, got {patterns!r}.")
+    for pattern in asked:
         expression = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
         try:
             matched = {layer.name for layer in layers if re.fullmatch(expression, layer.name)}
