@@ -60,3 +60,8 @@ class DampingWarning(UserWarning):
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
     """What an error of another library says, without the tables and lists that follow; its kind if it says nothing."""
     return (str(error).strip().splitlines() or [otherwise or type(error).__name__])[0]
+
+
+def is_a(kind: type, *values: object) -> bool:
+    """Whether all are such numbers: behind a function, since typing knows no numpy number as Real or Integral."""
+    return all(isinstance(value, kind) for value in values)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from numbers import Integral, Real
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from iobs.errors import PatternError
+from iobs.errors import PatternError, is_a
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Unstructured:
     def __post_init__(self) -> None:
         if (self.sparsity is None) == (self.keep is None):
             raise PatternError("Give exactly one of sparsity= and keep= to Unstructured.")
-        if self.sparsity is not None and not _is_a(Real, self.sparsity):
+        if self.sparsity is not None and not is_a(Real, self.sparsity):
             raise PatternError(f"Sparsity must be a number, got {self.sparsity!r}.")
-        if self.keep is not None and not _is_a(Integral, self.keep):
+        if self.keep is not None and not is_a(Integral, self.keep):
             raise PatternError(f"keep must be a whole number, got {self.keep!r}.")
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
             raise PatternError(f"Sparsity must lie in [0, 1), got {self.sparsity}: 0.5 makes half of the weights zero.")
@@ -98,7 +98,7 @@ class NM:
     of: int
 
     def __post_init__(self) -> None:
-        if not _is_a(Integral, self.keep, self.of) or not 0 < self.keep <= self.of:
+        if not is_a(Integral, self.keep, self.of) or not 0 < self.keep <= self.of:
             given = f"keep={self.keep!r} of={self.of!r}"
             raise PatternError(f"N:M needs whole 0 < keep <= of, got {given}; 2:4 is NM(keep=2, of=4).")
 
@@ -119,11 +119,6 @@ class NM:
 
     def __str__(self) -> str:
         return f"{self.keep}:{self.of}"
-
-
-def _is_a(kind: type, *values: Any) -> bool:
-    """Whether each value is a number of that kind: types are promised, callers may break the promise."""
-    return all(isinstance(value, kind) for value in values)
 
 
 def keep_count(size: int, sparsity: float) -> int:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import NonFiniteError, ProblemError
+from iobs.errors import NonFiniteError, ProblemError, is_a
 from iobs.prune import batches
 from iobs.prune.augment import Augmentation
 from iobs.prune.batches import Batch
@@ -64,14 +64,14 @@ class GradientStep:
     augment: Augmentation | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
-        if self.lr != "auto" and not (_is(Real, self.lr) and self.lr > 0):
+        if self.lr != "auto" and not (is_a(Real, self.lr) and self.lr > 0):
             raise ProblemError(f'lr must be "auto" or a number above zero, got {self.lr!r}.')
-        if not _is(Integral, self.steps) or self.steps < 1:
+        if not is_a(Integral, self.steps) or self.steps < 1:
             raise ProblemError(f"steps must be a whole number of at least 1, got {self.steps!r}.")
         if self.most_steps is not None and self.most_steps < self.steps:
             raise ProblemError(f"most_steps={self.most_steps} is less than steps={self.steps}.")
         size = None if self.batch_size == "auto" else self.batch_size
-        if size is not None and not (_is(Integral, size) and size >= 1):
+        if size is not None and not (is_a(Integral, size) and size >= 1):
             raise ProblemError(f'batch_size must be a whole number of at least 1, "auto" or None, got {size!r}.')
         if isinstance(self.augment, str) and self.augment != "auto":
             raise ProblemError(f'augment must be "auto", None or a function, got {self.augment!r}.')
@@ -85,10 +85,6 @@ class GradientStep:
             raise ProblemError(f'support must be "dense" or "fixed", got {self.support!r}.')
         if isinstance(self.loss, str) and self.loss not in ("task", "kl", "block"):
             raise ProblemError(f'loss must be "task", "kl", "block" or a function, got {self.loss!r}.')
-
-
-def _is(kind: type, value: object) -> bool:
-    return isinstance(value, kind)  # behind a function, since typing knows no numpy number as Real or Integral
 
 
 @dataclass
