@@ -65,3 +65,11 @@ def first_line(error: BaseException, otherwise: str | None = None) -> str:
 def is_a(kind: type, *values: object) -> bool:
     """Whether all are such numbers: behind a function, since typing knows no numpy number as Real or Integral."""
     return all(isinstance(value, kind) for value in values)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether numpy, or torch on any device, asked for more memory than there is."""
+    # The CPU's allocator raises a plain RuntimeError, which only its words tell apart.
+    return (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+    )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from iobs.models import LoadedModel
     from iobs.report.curves import Trial
 
+RESULTS = "comparison.json"
 OURS: dict[str, dict[str, Any]] = {
     "best": {"recipe": "best"},
     "fast": {"recipe": "fast"},
@@ -68,7 +69,6 @@ def compare(
     from iobs.core.patterns import parse
     from iobs.data import open_source
     from iobs.errors import IOBSError
-    from iobs.models import make_folder
     from iobs.prune.layers import select
     from iobs.prune.spread import require_fit
     from iobs.report.curves import Trial
@@ -91,7 +91,7 @@ def compare(
     if not pairs:
         raise typer.BadParameter("none of these methods takes N:M; give sparsities", param_hint="--patterns")
     if output is not None:
-        make_folder(output)
+        _claim(output)
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
     selection = select(loaded.module, None, skip)
     for pattern in wanted.values():
@@ -156,10 +156,30 @@ def _prune(
     return time.perf_counter() - started, report.sparsity
 
 
+def _claim(output: Path) -> None:
+    """Make the folder of the results.
+
+    Raises:
+        OutputError: it cannot be made, or holds the results of another comparison.
+    """
+    from iobs.errors import OutputError
+    from iobs.models import make_folder
+
+    make_folder(output)
+    if (output / RESULTS).exists():
+        raise OutputError(f"{output / RESULTS} exists; remove it or choose another output directory.")
+
+
 def _keep(trials: list[Trial], dense: float, output: Path | None) -> None:
-    """Write what is known so far."""
-    if output is not None:
-        (output / "comparison.json").write_text(json.dumps(_values(trials, dense), indent=1) + "\n", encoding="utf8")
+    """Write what is known so far; where that fails, the work goes on, and the table is still shown."""
+    if output is None:
+        return
+    partial = output / f".{RESULTS}.partial"
+    try:
+        partial.write_text(json.dumps(_values(trials, dense), indent=1) + "\n", encoding="utf8")
+        partial.replace(output / RESULTS)
+    except OSError as error:
+        console.say(f"Warning: {output / RESULTS} cannot be written: {error.strerror}.")
 
 
 def _values(trials: list[Trial], dense: float) -> dict[str, Any]:
@@ -169,9 +189,9 @@ def _values(trials: list[Trial], dense: float) -> dict[str, Any]:
 def _show(trials: list[Trial], dense: float, output: Path | None, as_json: bool) -> None:
     from iobs.report.curves import trials_figure, trials_table
 
-    if output is not None:
-        (output / "comparison.svg").write_text(trials_figure(trials, dense), encoding="utf8")
     if as_json:
         console.print_json(_values(trials, dense))
     else:
         console.output_console().print(trials_table(trials, dense))
+    if output is not None:
+        (output / "comparison.svg").write_text(trials_figure(trials, dense), encoding="utf8")

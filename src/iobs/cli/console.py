@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from iobs.errors import IOBSError, first_line
+from iobs.errors import IOBSError, first_line, is_out_of_memory
 
 # Columns of a file or a pipe: names stay whole, so that they can be searched for.
 _WIDE = 1000
@@ -82,6 +82,11 @@ class ErrorsAsLines(TyperGroup):
                     raise
                 _show_error(_OUT_OF_MEMORY.format(first_line(error)))
                 raise typer.Exit(1) from error
+            except BrokenPipeError:  # whoever read the output has enough
+                raise
+            except OSError as error:  # a full disk or a lost mount where no one knows what it means for the work
+                _show_error(f"{error.filename or 'The output'}: {error.strerror or error}.")
+                raise typer.Exit(1) from error
             except KeyboardInterrupt:
                 error_console().print("Stopped. Nothing half-written was left behind.")
                 raise typer.Exit(130) from None
@@ -91,14 +96,6 @@ _OUT_OF_MEMORY = (
     "The memory is not enough ({}). Lower --batch-size, --samples or --seq-len, take --budget fast, or prune a "
     "directory with --low-memory; nothing was left behind."
 )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether numpy, or torch on any device, asked for more memory than there is."""
-    # The CPU's allocator raises a plain RuntimeError, which only its words tell apart.
-    return (
-        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
-    )
 
 
 def _show_error(text: str) -> None:

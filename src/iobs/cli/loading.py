@@ -38,7 +38,9 @@ def draw_batches(source: Source, loaded: LoadedModel, *, samples: int, length: i
     """`calibration_batches`, saying so where the source has fewer samples than were asked for."""
     batches = calibration_batches(source, loaded, samples=samples, length=length, seed=seed, batch=batch)
     found = Part.of(batches).samples
-    if found < samples and not isinstance(source, BatchSource):
+    if isinstance(source, BatchSource):
+        console.say(f"{found} samples to calibrate on: all of {source.name}, as it gives them.")
+    elif found < samples:
         kind, what = ("windows", "text") if isinstance(source, TextSource) else ("samples", "data")
         console.say(f"{found} of {samples} {kind} to calibrate on: the {what} has no more.")
     return batches

@@ -48,6 +48,8 @@ def prune_low_memory(
 
     require_alone()
     given = {name: value for name, value in options.items() if value is not None}
+    if given.get("rounds") == 1:  # which it is
+        del given["rounds"]
     whole = sorted(
         _OPTIONS.get(name, name).replace("_", "-") for name in given.keys() - {*SETTINGS, *_OPENING, "checkpoint"}
     )

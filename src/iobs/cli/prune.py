@@ -33,7 +33,7 @@ def prune(
     model: console.Model = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Directory to write; must not exist.", show_default=False),
+        typer.Option("--output", "-o", metavar="DIR", help="Directory to write; new, or empty.", show_default=False),
     ] = None,
     sparsity: Annotated[float | None, _option("SHARE", "Share of zeros; 0.5 if nothing is given.")] = None,
     pattern: Annotated[str | None, _option("N:M", "Instead: keep N of every M neighbours, as 2:4 or 4:8.")] = None,
@@ -122,7 +122,7 @@ def prune(
     """Prune MODEL and write it to a directory that loads as before, with report.json and report.html beside it."""
     from iobs.cli.loading import checked_device, checked_dtype, load_model
     from iobs.cli.low_memory import prune_low_memory
-    from iobs.cli.results import write_results
+    from iobs.cli.results import try_scoring, write_results
     from iobs.data import open_source
     from iobs.models import check_output, output_directory, size_in_bytes
     from iobs.prune.distributed import current
@@ -169,7 +169,7 @@ def prune(
     selection = select(loaded.module, include, skip, depthwise=depthwise)
     require_fit(selection, wanted)
     if eval_data:  # a mistake there is to be known before calibration data are drawn
-        open_source(eval_data, "evaluation", loaded)
+        try_scoring(loaded, eval_data)
     if dry_run:
         if data:
             open_source(data, "calibration", loaded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from iobs.cli.progress import Steps
-from iobs.data import open_source
+from iobs.data import TextSource, open_source
 from iobs.evaluate import evaluate
 from iobs.models import LoadedModel
 from iobs.models.companions import with_licence
@@ -20,6 +20,17 @@ def score(loaded: LoadedModel, specs: list[str] | None, length: int, description
         return {}
     with Steps(description) as steps:
         return evaluate(loaded, open_source(specs, "evaluation", loaded), length=length, progress=steps.update)
+
+
+def try_scoring(loaded: LoadedModel, specs: list[str]) -> None:
+    """Open evaluation data, and score one sample of those that may not fit the network.
+
+    Raises:
+        DataError: they do not fit, or cannot be read.
+    """
+    source = open_source(specs, "evaluation", loaded)
+    if not isinstance(source, TextSource):
+        evaluate(loaded, source, limit=1)
 
 
 def write_results(loaded: LoadedModel, report: Report, directory: Path, model_folder: str | None) -> None:

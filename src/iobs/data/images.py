@@ -48,6 +48,10 @@ def read_arrays(file: Path) -> tuple[Tensor, Tensor | None]:
         raise DataError(f"{file} has {len(images)} images and {len(labels)} labels.")
     if not len(images):
         raise DataError(f"{file} has no images.")
+    if images.ndim == 3:
+        images = images[:, None]
+    elif images.ndim == 4 and not _channels_first(*images.shape[1:]):
+        images = images.transpose(0, 3, 1, 2)
     return _as_tensor(images), labels
 
 
@@ -103,30 +107,51 @@ def read_pictures(source: Path, transform: Transform | None = None) -> tuple[Ten
             Without it they are all of one size, and normalised as most networks want it.
 
     Raises:
-        DataError: Pillow is missing, there are no pictures, or they differ in size.
+        DataError: Pillow is missing, there are no pictures, they differ in size, or some lie beside class folders.
     """
     try:
         from PIL import Image
     except ImportError as error:
         raise DataError("Reading pictures needs Pillow: pip install 'iobs[vision]'.") from error
     if source.is_dir():
-        files = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
-        names = [path.relative_to(source).as_posix() for path in files]
-        if transform is not None and names:
+        names = _named_pictures(source, (path.relative_to(source).as_posix() for path in source.rglob("*")))
+        if transform is not None:
             return Pictures(source, names, transform), _labels(names)
-        contents: Iterable[bytes] = (path.read_bytes() for path in files)
-        return _pictures(Image, source, names, contents)
+        return _pictures(Image, source, names, ((source / name).read_bytes() for name in names))
     try:
         with zipfile.ZipFile(source) as archive:
-            names = sorted(name for name in archive.namelist() if Path(name).suffix.lower() in IMAGE_SUFFIXES)
+            names = _named_pictures(source, archive.namelist())
             return _pictures(Image, source, names, (archive.read(name) for name in names))
     except zipfile.BadZipFile as error:
         raise DataError(f"{source} is not a zip file, or is damaged.") from error
 
 
+def _named_pictures(source: Path, names: Iterable[str]) -> list[str]:
+    """The names of pictures, in order, without those that programs hide for themselves.
+
+    Raises:
+        DataError: there are none, or some lie beside the folders of the others, which would make a class of them.
+    """
+    found = sorted(name for name in names if Path(name).suffix.lower() in IMAGE_SUFFIXES and not _hidden(name))
+    if not found:
+        raise DataError(
+            f"{source} has no pictures ({', '.join(IMAGE_SUFFIXES)}). Text files are named one by one: repeat --data."
+        )
+    folders = {Path(name).parent for name in found}
+    outer = {parent for folder in folders for parent in folder.parents} & folders
+    if outer:
+        stray = next(name for name in found if Path(name).parent in outer)
+        raise DataError(
+            f"{source}: {stray} lies beside folders of pictures, whose names are classes; move it into one, or away."
+        )
+    return found
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") or part == "__MACOSX" for part in Path(name).parts)
+
+
 def _pictures(image: Any, source: Path, names: list[str], contents: Iterable[bytes]) -> tuple[Tensor, Tensor | None]:
-    if not names:
-        raise DataError(f"{source} has no pictures ({', '.join(IMAGE_SUFFIXES)}).")
     arrays = []
     for name, content in zip(names, contents, strict=True):
         try:
@@ -136,7 +161,7 @@ def _pictures(image: Any, source: Path, names: list[str], contents: Iterable[byt
             raise _damaged(source, name) from error
         if arrays[-1].shape != arrays[0].shape:
             raise DataError(f"{source}: {names[0]} and {name} differ in size; resize all pictures to one size.")
-    return _as_tensor(np.stack(arrays)), _labels(names)
+    return _as_tensor(np.stack(arrays).transpose(0, 3, 1, 2)), _labels(names)
 
 
 def _damaged(source: Path, name: str) -> DataError:
@@ -168,11 +193,8 @@ def _as_labels(file: Path, labels: np.ndarray) -> Tensor:
 
 
 def _as_tensor(images: np.ndarray) -> Tensor:
+    """Pictures (N, C, H, W) as float32; bytes scaled to [0, 1], and normalised where there are three channels."""
     tensor = torch.from_numpy(images)
-    if tensor.ndim == 3:
-        tensor = tensor.unsqueeze(1)
-    elif tensor.ndim == 4 and tensor.shape[1] not in (1, 3):
-        tensor = tensor.permute(0, 3, 1, 2)
     if images.dtype != np.uint8:
         return tensor.float().contiguous()
     tensor = tensor.float().div(255)
@@ -180,6 +202,11 @@ def _as_tensor(images: np.ndarray) -> Tensor:
         mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
         tensor = (tensor - mean) / std
     return tensor.contiguous()
+
+
+def _channels_first(second: int, third: int, last: int) -> bool:
+    """Whether pictures of these dimensions are (C, H, W): one or three channels, square pictures, or fewer than W."""
+    return second in (1, 3) or third == last or (second != third and second <= last)
 
 
 def _labels(names: list[str]) -> Tensor | None:

@@ -48,9 +48,13 @@ def read_questions(file: Path, subjects: int | None = None, each: int | None = N
     """
     examples: dict[str, list[Question]] = defaultdict(list)
     test: dict[str, list[Question]] = defaultdict(list)
+    number = 0
     try:
         with open_text(file) as opened:
             for line in opened:
+                number += 1
+                if not line.strip():
+                    continue
                 entry = json.loads(line)
                 question = Question(entry["subject"], entry["question"], tuple(entry["choices"]), int(entry["answer"]))
                 if len(question.choices) != len(LETTERS) or not 0 <= question.answer < len(LETTERS):
@@ -58,8 +62,8 @@ def read_questions(file: Path, subjects: int | None = None, each: int | None = N
                 (examples if entry["split"] == "dev" else test)[question.subject].append(question)
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{file} holds no questions ({type(error).__name__}: {error}); it takes one JSON object a line with split "
-            '("dev" or "test"), subject, question, choices (four) and answer (an index).'
+            f"{file} holds no questions (line {number}: {type(error).__name__}: {error}); it takes a JSON object a line "
+            'with split ("dev" or "test"), subject, question, choices (four) and answer (an index).'
         ) from error
     if not test:
         raise DataError(f"{file} holds no question to answer: every line is an example.")

@@ -120,13 +120,15 @@ def calibration_batches(
             )
         ]
     drawn = torch.randperm(len(source.inputs), generator=torch.Generator().manual_seed(seed))[:samples]
-    return [*array_batches(source.inputs, source.targets, drawn, batch)]
+    return [*array_batches(source, model, drawn, batch)]
 
 
-def array_batches(inputs: Tensor | Pictures, targets: Tensor | None, order: Tensor, batch: int) -> Iterator[Batch]:
-    """Inputs, with their targets where there are any, in the given order, `batch` at a time."""
+def array_batches(source: ArraySource, model: LoadedModel, order: Tensor, batch: int) -> Iterator[Batch]:
+    """Inputs in the model's dtype, with targets where there are any, in the given order, `batch` at a time."""
+    dtype = next((one.dtype for one in model.module.parameters() if one.is_floating_point()), torch.float32)
     for chosen in torch.split(order, batch):
-        yield inputs[chosen] if targets is None else (inputs[chosen], targets[chosen])
+        inputs = source.inputs[chosen].to(dtype)
+        yield inputs if source.targets is None else (inputs, source.targets[chosen])
 
 
 def _default(part: Part, model: LoadedModel) -> Source:

@@ -14,11 +14,12 @@ from torch.nn import functional
 from iobs.data import ArraySource, Batch, Source, TextSource, array_batches, token_windows
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
-from iobs.prune.batches import class_axis, forward
+from iobs.prune.batches import called, class_axis, shapes
 from iobs.prune.batches import targets as targets_of
 from iobs.prune.parts import Part, rebatched
 
 Progress = Callable[[int, int], None]
+IGNORED = -100  # the target of what is not to be scored, as cross-entropy takes it too
 
 
 def no_progress(done: int, total: int) -> None:
@@ -43,10 +44,11 @@ def perplexity(module: nn.Module, windows: Tensor, batch: int = 8, progress: Pro
     device = next(module.parameters()).device
     for part in torch.split(windows, batch):
         tokens = part.to(device)
-        logits = output_logits(module(input_ids=tokens))[:, :-1].float()
+        name = f"windows {done} to {done + len(part) - 1}"
+        logits = output_logits(called(module, {"input_ids": tokens}, name, DataError))[:, :-1].float()
         loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").item()
         if not math.isfinite(loss):
-            raise NonFiniteError(f"The model gives NaN or infinity on windows {done} to {done + len(part) - 1}.")
+            raise NonFiniteError(f"The model gives NaN or infinity on {name}.")
         total += loss
         done += len(part)
         progress(done, len(windows))
@@ -62,11 +64,11 @@ def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = n
 
     Args:
         module: its output, or the `logits` of its output, are (batch, classes), or (batch, classes, ...) as of pixels.
-        batches: (inputs, targets), or mappings with `labels`; targets are integers.
+        batches: (inputs, targets), or mappings with `labels`; targets are integers, `IGNORED` for none.
         progress: told (batches done, batches in all, 0 where that is unknown).
 
     Raises:
-        DataError: a batch has no targets, or there is none.
+        DataError: a batch has no targets or does not fit the module, or there is none.
         NonFiniteError: an output is NaN; the message names the batch.
     """
     hits = count = 0
@@ -79,8 +81,11 @@ def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = n
                 f"Batch {number} has no classes to be right about: outputs are of shape {tuple(logits.shape)}, targets "
                 f"of shape {tuple(targets.shape)} and type {targets.dtype}; accuracy takes one integer a sample."
             )
-        hits += int((best == targets.reshape(best.shape)).sum())
-        count += targets.numel()
+        targets = targets.reshape(best.shape)
+        hits += int(((best == targets) & (targets != IGNORED)).sum())
+        count += int((targets != IGNORED).sum())
+    if not count:
+        raise DataError(f"Every target is {IGNORED}, which stands for none.")
     return 100 * hits / count
 
 
@@ -109,7 +114,7 @@ def _answers(module: nn.Module, batches: Iterable[Batch], progress: Progress) ->
             raise DataError(f"Batch {number} has no targets to compare with.")
         if isinstance(batch, Mapping):  # its own loss is not asked for
             batch = {name: value for name, value in batch.items() if name != "labels"}
-        logits = output_logits(forward(module, batch))
+        logits = output_logits(called(module, batch, f"batch {number}, {shapes(batch)}", DataError))
         if torch.isnan(logits).any():
             raise NonFiniteError(f"The model gives NaN on batch {number}.")
         yield number, logits, targets.to(logits.device)
@@ -166,7 +171,7 @@ def evaluate(
     if isinstance(source, ArraySource):
         order = _spread(len(source.inputs), limit)
         size = batch or 64
-        arrays = array_batches(source.inputs, source.targets, order, size)
+        arrays = array_batches(source, model, order, size)
         told = partial(_told_of, progress, math.ceil(len(order) / size))
         return {**_of_targets(model.module, arrays, source.targets, told), "samples": float(len(order))}
     part = Part.of(source.batches) if limit is None else Part.of(source.batches).first(limit)

@@ -6,18 +6,19 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
 from torch import nn
 
 from iobs.errors import ModelError
 from iobs.models.loaded import LoadedModel, Task
 from iobs.models.vision_shim import ensure_torchvision
+from iobs.models.weights import read_weights, write_weights
 
 CONFIG_NAME = "iobs.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -38,7 +39,7 @@ def load_function(spec: str) -> Callable[[], Any]:
     match = _FUNCTION.match(spec)
     if match is None:
         raise ModelError(f"{spec!r} does not read FILE.py:function.")
-    file, name = Path(match["file"]).expanduser().resolve(), match["function"]
+    file, name = _file_of(spec), match["function"]
     if not file.is_file():
         raise ModelError(f"{file} does not exist; {spec!r} should name a Python file and a function in it.")
     definition = importlib.util.spec_from_file_location(f"iobs_user_{file.stem}", file)
@@ -46,13 +47,11 @@ def load_function(spec: str) -> Callable[[], Any]:
     assert definition.loader is not None
     module = importlib.util.module_from_spec(definition)
     sys.modules[definition.name] = module  # dataclasses look their module up here
-    sys.path.insert(0, str(file.parent))  # the file may import its neighbours
     try:
-        _with_torchvision(partial(definition.loader.exec_module, module))
+        with _neighbours(file):
+            _with_torchvision(partial(definition.loader.exec_module, module))
     except (Exception, SystemExit) as error:  # a script may end itself
         raise ModelError(f"{file} fails when it is run: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(file.parent))
     function = vars(module).get(name)
     if not callable(function):
         raise ModelError(f"{file} has no function {name!r}.")
@@ -67,9 +66,24 @@ def call_function(spec: str) -> Any:
     """
     function = load_function(spec)
     try:
-        return _with_torchvision(function)
+        with _neighbours(_file_of(spec)):
+            return _with_torchvision(function)
     except (Exception, SystemExit) as error:
         raise ModelError(f"{spec} fails when it is called: {type(error).__name__}: {error}") from error
+
+
+def _file_of(spec: str) -> Path:
+    return Path(spec.rpartition(":")[0]).expanduser().resolve()
+
+
+@contextmanager
+def _neighbours(file: Path) -> Iterator[None]:
+    """While a file's code runs it may import what lies beside it."""
+    sys.path.insert(0, str(file.parent))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(file.parent))
 
 
 def _with_torchvision(call: Callable[[], Any]) -> Any:
@@ -92,8 +106,7 @@ def load_from_function(spec: str) -> LoadedModel:
     module = call_function(spec)
     if not isinstance(module, nn.Module):
         raise ModelError(f"{spec} returned {type(module).__name__}; it must return a torch.nn.Module.")
-    file, _, function = spec.rpartition(":")
-    factory = f"{Path(file).expanduser().resolve()}:{function}"
+    factory = f"{_file_of(spec)}:{spec.rpartition(':')[2]}"
     return _loaded(module, spec, {"factory": factory}, "other")
 
 
@@ -137,7 +150,7 @@ def load_directory(directory: Path) -> LoadedModel:
     if not weights.is_file():
         raise ModelError(f"{directory} has no weights: {WEIGHTS_NAME} is missing.")
     try:
-        load_model(loaded.module, weights, strict=True)
+        read_weights(loaded.module, weights)
     except SafetensorError as error:
         raise ModelError(f"{weights} is damaged ({error}); copy or write it again.") from error
     except RuntimeError as error:
@@ -147,7 +160,7 @@ def load_directory(directory: Path) -> LoadedModel:
 
 def _loaded(module: nn.Module, source: str, config: dict[str, Any], task: Task) -> LoadedModel:
     def write(model: LoadedModel, directory: Path) -> None:
-        save_model(model.module, str(directory / WEIGHTS_NAME), metadata={"format": "pt"})
+        write_weights(model.module, directory / WEIGHTS_NAME)
         (directory / CONFIG_NAME).write_text(json.dumps({"format": "iobs-module", **config}, indent=2) + "\n")
 
     return LoadedModel(module.eval(), None, source, task, None, write)

@@ -50,9 +50,8 @@ def load_pretrained(
             transformers, or a hub that cannot be reached.
     """
     is_directory = Path(source).is_dir()
-    stored = None
-    if is_directory:
-        stored = _stored_dtype(check_directory(Path(source), allow_pickle))
+    files = check_directory(Path(source), allow_pickle) if is_directory else []
+    stored = _stored_dtype(files)
     ensure_torchvision()
     import transformers
 
@@ -98,6 +97,8 @@ def load_pretrained(
             "the first; they are not loaded, and what is written will lack them.",
             stacklevel=2,
         )
+    if dtype is None and stored is not None:
+        _tell_narrowed(source, module, files)
     halves: set[str] = set()
     if dtype is None and module.dtype == torch.float16 and torch.device(device).type == "cpu":
         halves = {name for name, parameter in module.named_parameters() if parameter.dtype == torch.float16}
@@ -134,6 +135,21 @@ def _stored_dtype(files: Sequence[Path]) -> torch.dtype | None:
                 counts[entry.dtype] += entry.bytes // entry.dtype.itemsize
     most = counts.most_common(1)
     return most[0][0] if most and most[0][0] in _DTYPES else None
+
+
+def _tell_narrowed(source: str | Path, module: nn.Module, files: Sequence[Path]) -> None:
+    """Warn of weights that the files hold in a wider dtype than most others, since a network is loaded in one."""
+    state = module.state_dict()
+    entries = {name: entry for file in files for name, entry in read_entries(file)[0].items() if name in state}
+    narrowed = [name for name, entry in entries.items() if entry.dtype.itemsize > state[name].dtype.itemsize]
+    if narrowed:
+        first = narrowed[0]
+        warnings.warn(
+            f"{source} holds {len(narrowed)} tensors in a wider type than the others, {first} the first "
+            f"({entries[first].dtype}): they are rounded to {state[first].dtype} and written so. --dtype float32 "
+            "keeps them, and --low-memory copies what it does not prune as it is.",
+            stacklevel=2,
+        )
 
 
 @contextmanager
@@ -231,7 +247,9 @@ def _model_class(transformers: Any, config: Any, trust_remote_code: bool) -> Any
         chosen = getattr(transformers, name, None)
         if isinstance(chosen, type) and issubclass(chosen, transformers.PreTrainedModel):
             return chosen
-        raise ModelError(f"transformers {transformers.__version__} has no model class {name!r}; update it.")
+        with_code = "it comes with code of its own, which --trust-remote-code runs"
+        cure = with_code if getattr(config, "auto_map", None) else "update it"
+        raise ModelError(f"transformers {transformers.__version__} has no model class {name!r}; {cure}.")
     automatic = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageClassification)
     return next((auto for auto in automatic if type(config) in auto._model_mapping), transformers.AutoModel)
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -163,9 +163,10 @@ def _remove_abandoned(place: Path, name: str) -> None:
 def _make_readable(temporary: Path) -> None:
     """The temporary directory, and the weights that safetensors writes, start out readable by their owner alone."""
     mask = _umask()
-    temporary.chmod(0o777 & ~mask)
-    for file in temporary.rglob("*"):
-        file.chmod((0o777 if file.is_dir() else 0o666) & ~mask)
+    with suppress(PermissionError):  # a file system that knows no such modes
+        temporary.chmod(0o777 & ~mask)
+        for file in temporary.rglob("*"):
+            file.chmod((0o777 if file.is_dir() else 0o666) & ~mask)
 
 
 def _move_up(temporary: Path, directory: Path) -> None:

@@ -14,14 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
 from iobs.models.companions import copy_companions
+from iobs.models.factory import WEIGHTS_NAME
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import output_directory
 from iobs.models.shards import Entry, ShardWriter, read_entries
+from iobs.models.weights import same_tensors, write_weights
 from iobs.prune.audit import weight_files
 from iobs.prune.layers import library_class
 
@@ -35,7 +36,7 @@ def save_packed(model: nn.Module | LoadedModel | str | Path, path: str | Path) -
 
     Args:
         model: a module, what `iobs.models.load` gave, or a directory with safetensors in it.
-        path: the directory to write; it must not exist.
+        path: the directory to write; it must not exist, or be empty.
 
     Raises:
         ModelError: the directory holds no safetensors file, or one is damaged.
@@ -169,21 +170,22 @@ def _written(model: nn.Module | LoadedModel, directory: Path) -> Path:
     elif isinstance(model, library_class("transformers.modeling_utils", "PreTrainedModel")):
         model.save_pretrained(directory)  # type: ignore[operator]
     else:
-        save_model(model, str(directory / "model.safetensors"))
+        write_weights(model, directory / WEIGHTS_NAME)
     return directory
 
 
 def _filled(module: nn.Module, directory: Path) -> nn.Module:
     state = module.state_dict()
-    missing = set(state)
+    same = {name: names for names in same_tensors(state) for name in names}
+    missing = set(same)
     for file in weight_files(directory):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 tensor = opened.get_tensor(name)
-                if name not in state or state[name].shape != tensor.shape:
+                if name not in same or state[name].shape != tensor.shape:
                     raise ModelError(f"The packed weight {name!r}, {tuple(tensor.shape)}, does not fit the module.")
                 state[name].copy_(tensor)
-                missing -= {other for other, value in state.items() if value.data_ptr() == state[name].data_ptr()}
+                missing.difference_update(same[name])
     if missing:
         raise ModelError(f"The packed files lack {len(missing)} weights of the module, {min(missing)} the first.")
     return module

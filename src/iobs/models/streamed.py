@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class StreamedModel:
     selection: Selection
     device: torch.device
     arithmetic: torch.dtype
+    surplus: frozenset[str] = frozenset()  # tensors of the files that the module has no place for
 
     @classmethod
     def open(
@@ -93,12 +95,15 @@ class StreamedModel:
         """
         directory = Directory(path)
         module = _skeleton(path)
-        _require_same_names(module, directory)
+        surplus = _surplus(module, directory)
         blocks = _blocks(module)
-        outside = [name for name in directory.entries if not any(name.startswith(f"{b.path}.") for b in blocks)]
+        prefixes = tuple(f"{block.path}." for block in blocks)
+        outside = [name for name in directory.entries if not name.startswith(prefixes) and name not in surplus]
         _move_buffers(module, device)
         _fill(module, directory.read(outside, device))
         _tie(module)
+        parameters = module.named_parameters(remove_duplicate=False)
+        _require_all(directory, [name for name, one in parameters if one.is_meta and not name.startswith(prefixes)])
         chosen = select(module, include, skip, check_finite=False)
         layers = tuple(one for one in chosen.layers if any(inside(one, block.path) for block in blocks))
         dropped = {one.name: "outside the blocks" for one in chosen.layers if one not in layers}
@@ -109,11 +114,12 @@ class StreamedModel:
             )
         selection = Selection(layers, {**chosen.skipped, **dropped})
         place, stored = torch.device(device), next(module.parameters()).dtype
-        return cls(directory, module, blocks, selection, place, arithmetic or _native(stored, place))
+        return cls(directory, module, blocks, selection, place, arithmetic or _native(stored, place), surplus)
 
     def names(self, block: Block) -> list[str]:
         """The names of a block's tensors."""
-        return [name for name in self.directory.entries if name.startswith(f"{block.path}.")]
+        names = self.directory.entries.keys() - self.surplus
+        return sorted(name for name in names if name.startswith(f"{block.path}."))
 
     def load(self, block: Block) -> None:
         """Bring a block's weights into memory."""
@@ -174,22 +180,34 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _require_same_names(module: nn.Module, directory: Directory) -> None:
+def _surplus(module: nn.Module, directory: Directory) -> frozenset[str]:
+    """The tensors that the module has no place for, once all that it needs is there."""
     state, entries = module.state_dict(), directory.entries
     strange = [name for name in entries if name not in state]
-    if strange:
+    tied = getattr(module, "_tied_weights_keys", None) or ()
+    missing = [name for name in state if name not in entries and name not in tied]
+    if strange and missing:
         raise ModelError(
             f"{directory.path} names its tensors otherwise than {type(module).__name__} does ({strange[0]}), so it "
             "cannot be pruned block by block; prune it in memory instead."
         )
-    wrong = [name for name, entry in entries.items() if tuple(state[name].shape) != entry.shape]
+    _require_all(directory, missing)
+    if strange:
+        warnings.warn(
+            f"{directory.path} holds {len(strange)} tensors that {type(module).__name__} has no place for, "
+            f"{strange[0]} the first; they are not used, and are written as they are.",
+            stacklevel=2,
+        )
+    wrong = [name for name, entry in entries.items() if name in state and tuple(state[name].shape) != entry.shape]
     if wrong:
         raise ModelError(
             f"{wrong[0]} has the shape {entries[wrong[0]].shape} in the files of {directory.path} and "
             f"{tuple(state[wrong[0]].shape)} by its configuration; one of them is wrong."
         )
-    tied = getattr(module, "_tied_weights_keys", None) or ()
-    missing = [name for name in state if name not in entries and name not in tied]
+    return frozenset(strange)
+
+
+def _require_all(directory: Directory, missing: Sequence[str]) -> None:
     if missing:
         raise ModelError(f"{directory.path} lacks {len(missing)} weights, {missing[0]} the first; complete the files.")
 

@@ -69,7 +69,7 @@ def prune_directory(
 
     Args:
         source: a directory with safetensors, whose tensors are named as the module names them.
-        output: the directory to write; it must not exist.
+        output: the directory to write; it must not exist, or be empty.
         batches: calibration data.
         pattern: for every pruned layer.
         checkpoint: as `iobs.prune`.

@@ -17,7 +17,6 @@ from iobs.errors import ProblemError
 from iobs.optimize.conjugate import conjugate_gradients
 from iobs.optimize.designs import Array, Indices
 from iobs.optimize.objective import Objective
-from iobs.optimize.refit import newton_direction
 
 NO_INDICES = np.zeros(0, np.int64)
 
@@ -185,11 +184,3 @@ class ProductModel:
             goal=tolerance**2 * float(self.linear @ self.linear),
             steps=min(self.dimension, steps),
         )
-
-
-def exact_centre(model: QuadraticObjective, support: Indices) -> Array:
-    """The minimiser on a support, (d,): Option 2's update for a given mask."""
-    theta = np.zeros(model.dimension)
-    block, linear = model.hessian_block(theta, support), model.linear[support]
-    theta[support] = newton_direction(block, -linear)
-    return theta

@@ -249,7 +249,9 @@ def _read_npz(file: Path, target: str) -> dict[str, Any]:
             raise DataError(
                 f"{file} holds X and y, and y is the target; {target!r} names a column of X: leave --target out."
             )
-        arrays = {**columns, target: arrays["y"]}
+        if target not in arrays or target == "X":
+            raise DataError(f"{file} holds no array {target!r} to be explained: leave --target out, and it is y.")
+        arrays = {**columns, target: arrays[target]}
     if len({array.shape for array in arrays.values()}) != 1 or next(iter(arrays.values())).ndim != 1:
         raise DataError(f"{file} must hold X (n, d) and y (n,), or one array of equal length a column.")
     return {name: _plain(values) for name, values in arrays.items()}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import CalibrationError, NonFiniteError
+from iobs.errors import CalibrationError, IOBSError, NonFiniteError, is_out_of_memory
 
 Batch = Any  # Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 
@@ -166,6 +166,22 @@ def forward(model: nn.Module, batch: Batch) -> Any:
     return model(**given) if isinstance(given, Mapping) else model(given)
 
 
+def shapes(batch: Batch) -> str:
+    """The shapes and dtypes of a batch's tensors, for a message."""
+    found = ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors(batch))
+    return f"tensors of shape {found}"
+
+
+def called(model: nn.Module, batch: Batch, name: str, kind: type[IOBSError]) -> Any:
+    """As `forward`; what the model refuses is an error of the given kind, with the batch's name and its complaint."""
+    try:
+        return forward(model, batch)
+    except REFUSALS as error:
+        if is_out_of_memory(error):
+            raise
+        raise kind(f"The model cannot take {name}: {type(error).__name__}: {error}") from error
+
+
 @torch.no_grad()
 def require_all_accepted(model: nn.Module, batches: Sequence[Batch]) -> None:
     """Call the model with the first sample of the first batch of each kind: those of other shapes or dtypes differ.
@@ -179,14 +195,7 @@ def require_all_accepted(model: nn.Module, batches: Sequence[Batch]) -> None:
         if kind in checked:
             continue
         checked.add(kind)
-        try:
-            forward(model, first_sample(batch))
-        except REFUSALS as error:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors(batch))
-            raise CalibrationError(
-                f"The model cannot take calibration batch {number}, tensors of shape {shapes}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        called(model, first_sample(batch), f"calibration batch {number}, {shapes(batch)}", CalibrationError)
 
 
 def class_axis(scores: Tensor, batch: Batch) -> int | None:

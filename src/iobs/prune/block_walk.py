@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +60,29 @@ class BlockWalk(Walk):
         return self.spill(index, hidden if self.arithmetic is None else hidden.to(self.arithmetic))
 
 
+def reserve(file: Path, size: int) -> None:
+    """Make a file of so many bytes that has its place on the disk: to write into a mapped hole of a full one kills.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    with file.open("wb") as opened:
+        if sys.platform != "linux" or not size:
+            return
+        try:
+            os.posix_fallocate(opened.fileno(), 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that reserves nothing
+                raise
+
+
 def spilled_to(folder: Path) -> Callable[[int, Tensor], Tensor]:
     """Activations in files that are mapped into memory, one for each batch; they take no anonymous memory."""
 
     def spill(index: int, hidden: Tensor) -> Tensor:
-        kept = torch.from_file(str(folder / f"{index}.hidden"), shared=True, size=hidden.numel(), dtype=hidden.dtype)
+        file = folder / f"{index}.hidden"
+        reserve(file, hidden.numel() * hidden.element_size())
+        kept = torch.from_file(str(file), shared=True, size=hidden.numel(), dtype=hidden.dtype)
         return kept.reshape(hidden.shape).copy_(hidden)
 
     return spill
