@@ -1,5 +1,6 @@
 """`iobs compare` on a small classifier: a table, a file, a picture, and the model as it was."""
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -87,6 +88,24 @@ def test_an_output_that_takes_no_files_is_found_before_any_work(call, monkeypatc
     result = call("--methods", "fast", "--patterns", "0.5", "-o", "/proc/self")
     assert result.exit_code == 1
     assert "/proc/self cannot be the folder of the results" in result.output
+
+
+def test_results_of_another_comparison_stay(call, tmp_path):
+    assert call("--methods", "magnitude", "--patterns", "0.5", "-o", tmp_path).exit_code == 0
+    result = call("--methods", "wanda", "--patterns", "0.5", "-o", tmp_path)
+    assert result.exit_code == 1
+    assert "comparison.json exists" in result.output
+    assert "magnitude" in (tmp_path / "comparison.json").read_text()
+
+
+def test_results_that_cannot_be_written_are_shown_all_the_same(call, tmp_path, monkeypatch):
+    def full(path, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    result = call("--methods", "magnitude,wanda", "--patterns", "0.5", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("No space left on device") == 2
 
 
 def test_a_method_named_twice_is_run_once(call):

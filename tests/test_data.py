@@ -401,3 +401,43 @@ def test_class_folders_of_numbered_pictures(tmp_path, embedded):
             image.new("RGB", (6, 5)).save(tmp_path / "pictures" / label / f"000{index}.png")
     source = data.open_source([str(tmp_path / "pictures")], "calibration", embedded)
     assert source.targets.tolist() == [0, 0, 1, 1]
+
+
+def test_hidden_pictures_are_no_class_and_stray_ones_are_named(tmp_path, embedded):
+    image = pytest.importorskip("PIL.Image")
+    names = ("a/1.png", "b/2.png", "b/.ipynb_checkpoints/2-checkpoint.png", "__MACOSX/b/._2.png")
+    for name in names:
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (4, 4)).save(tmp_path / "set" / name)
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
+        for name in names:
+            archive.write(tmp_path / "set" / name, name)
+    for source in ("set", "set.zip"):
+        assert data.open_source([str(tmp_path / source)], "calibration", embedded).targets.tolist() == [0, 1]
+    image.new("RGB", (4, 4)).save(tmp_path / "set" / "logo.png")
+    with pytest.raises(DataError, match=r"logo\.png lies beside folders of pictures"):
+        data.open_source([str(tmp_path / "set")], "calibration", embedded)
+
+
+@pytest.mark.parametrize(
+    ("shape", "seen"),
+    [
+        ((5, 4, 8, 8), (5, 4, 8, 8)),
+        ((5, 64, 7, 7), (5, 64, 7, 7)),
+        ((5, 4, 6, 8), (5, 4, 6, 8)),
+        ((5, 8, 8, 4), (5, 4, 8, 8)),
+        ((5, 6, 8, 3), (5, 3, 6, 8)),
+        ((5, 6, 8), (5, 1, 6, 8)),
+    ],
+)
+def test_which_dimension_of_arrays_is_the_channels(tmp_path, embedded, shape, seen):
+    np.savez(tmp_path / "a.npz", images=np.zeros(shape, np.float32))
+    assert data.open_source([str(tmp_path / "a.npz")], "calibration", embedded).inputs.shape == seen
+
+
+def test_inputs_take_the_dtype_of_the_network(tmp_path):
+    np.savez(tmp_path / "a.npz", images=np.zeros((5, 2, 4, 4), np.float32), labels=np.arange(5))
+    model = models.LoadedModel(torch.nn.Linear(4, 2).bfloat16(), None, "own", "other", None, lambda *_: None)
+    source = data.open_source([str(tmp_path / "a.npz")], "calibration", model)
+    batches = data.calibration_batches(source, model, samples=4, length=1, seed=0)
+    assert {inputs.dtype for inputs, _ in batches} == {torch.bfloat16}

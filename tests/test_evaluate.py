@@ -298,3 +298,17 @@ def test_letters_must_follow_a_prompt_and_be_told_apart(tokens):
     loaded = models.LoadedModel(nn.Linear(1, 1), tokenizer, "mine", "causal-lm", None, lambda *_: None)
     with pytest.raises(ModelError, match="add_eos_token"):
         evaluate.answer(loaded, data.Questions([], {}))
+
+
+def test_targets_that_stand_for_none_are_not_scored():
+    inputs, same = torch.eye(4), nn.Linear(4, 4, bias=False)
+    same.weight.data = torch.eye(4)
+    targets = torch.tensor([0, 1, 3, evaluate.IGNORED])
+    assert evaluate.accuracy(same, [(inputs, targets)]) == pytest.approx(200 / 3)
+    with pytest.raises(DataError, match="Every target is -100"):
+        evaluate.accuracy(same, [(inputs, torch.full((4,), evaluate.IGNORED))])
+
+
+def test_data_that_does_not_fit_is_named():
+    with pytest.raises(DataError, match=r"cannot take batch 1, tensors of shape \(2, 5\) float32, \(2,\) int64"):
+        evaluate.accuracy(nn.Linear(4, 3), [(torch.randn(2, 5), torch.zeros(2, dtype=torch.int64))])

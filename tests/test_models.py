@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import iobs
 from iobs import load_packed, models, save_packed
 from iobs.errors import ModelError, OutputError
 from iobs.models.companions import REPORTS, copy_companions, with_licence
@@ -526,3 +527,63 @@ def test_what_lies_beside_the_weights_never_costs_the_result(tmp_path):
     assert {entry.name for entry in target.iterdir()} == {"notes", "LICENSE"}
     assert {entry.name for entry in (target / "notes").iterdir()} == {"plain.txt", "linked.txt"}
     assert (target / "notes" / "linked.txt").read_text() == "kept"
+
+
+ODD = """
+import torch
+from torch import nn
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6, bias=False) for _ in range(3))
+        self.q.weight.data, self.k.weight.data, self.v.weight.data = torch.randn(18, 6).chunk(3)
+        self.part, self.again = nn.Parameter(torch.randn(10, 6)[:4]), nn.Linear(6, 6, bias=False)
+        self.again.weight = self.q.weight
+        self.mode = {"version": 1}
+
+    def forward(self, x):
+        return self.again(self.q(x) * self.k(x) + self.v(x)) @ self.part.T
+
+    def get_extra_state(self):
+        return self.mode
+
+    def set_extra_state(self, state):
+        self.mode = state
+
+def build():
+    return Odd()
+"""
+
+
+def test_weights_that_share_memory_and_state_that_is_no_tensor(tmp_path):
+    (tmp_path / "odd.py").write_text(ODD)
+    loaded = models.load(f"{tmp_path / 'odd.py'}:build")
+    iobs.prune(loaded.module, [torch.randn(20, 6)], iobs.Unstructured(0.5))
+    with pytest.warns(UserWarning, match="_extra_state"):
+        loaded.save(tmp_path / "out")
+    assert "again.weight" not in load_file(tmp_path / "out" / "model.safetensors"), "written once"
+    again = models.load(tmp_path / "out").module
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), loaded.module.parameters(), strict=True))
+    assert again.mode == {"version": 1}
+    with pytest.warns(UserWarning, match="_extra_state"):
+        save_packed(loaded.module, tmp_path / "packed")
+    other = models.load(f"{tmp_path / 'odd.py'}:build").module
+    load_packed(tmp_path / "packed", into=other)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), loaded.module.parameters(), strict=True))
+
+
+def test_a_function_may_import_what_lies_beside_its_file_when_it_is_called(tmp_path):
+    (tmp_path / "beside.py").write_text("WIDTH = 7\n")
+    (tmp_path / "late.py").write_text(
+        "def build():\n    from beside import WIDTH\n    from torch import nn\n    return nn.Linear(WIDTH, 2)\n"
+    )
+    assert models.load(f"{tmp_path / 'late.py'}:build").module.in_features == 7
+
+
+def test_weights_in_a_wider_type_than_the_others_are_named(directory):
+    file = directory / "model.safetensors"
+    tensors = {name: value if "norm" in name else value.bfloat16() for name, value in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.warns(UserWarning, match=r"3 tensors in a wider type.*norm.*--dtype float32"):
+        models.load(directory)

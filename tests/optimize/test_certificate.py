@@ -7,9 +7,11 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from sklearn.linear_model import Lasso
 from sparse_problems import correlated_design, sparse_signal
 
+from iobs.core.quadratic import Quadratic
 from iobs.errors import NotPositiveDefiniteError, ProblemError
 from iobs.optimize.boxes import Boxes, lasso
 from iobs.optimize.certificate import certify
@@ -184,3 +186,44 @@ def test_the_projection_of_the_lemma_is_not_a_contraction(rng):
         norms.append(np.linalg.norm(inverse @ h_s, 2))
         assert np.linalg.norm(inverse @ h_s @ inverse, 2) <= np.linalg.norm(inverse, 2) * (1 + 1e-9)
     assert max(norms) > 1.1
+
+
+def test_a_wide_gap_that_was_asked_for_is_no_proof():
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((20, 30))
+    objective = LeastSquares(X, X[:, :2].sum(1) + rng.standard_normal(20))
+    found = certify(objective, 2, gap=0.9, seconds=2)
+    assert found.closed
+    assert found.message.startswith("within") or found.lower >= found.upper - found.margin
+
+
+def test_a_direction_of_hardly_any_curvature_has_no_bound(rng):
+    vectors = np.linalg.qr(rng.standard_normal((6, 6)))[0]
+    matrix = (vectors * [5e-14, 1, 1, 1, 1, 2]) @ vectors.T
+    linear = vectors @ [1e-6, 0.9, 0.5, 0.3, 0, 0]
+    objective = QuadraticObjective(0.5 * (matrix + matrix.T), linear)
+    best = min(refit(objective, np.array(chosen)).value for chosen in itertools.combinations(range(6), 5))
+    found = certify(objective, 5, seconds=2)
+    assert found.lower - found.margin <= best
+    assert "global" not in found.message
+
+
+def test_a_certificate_of_a_quadratic_of_one_row_and_of_columns_that_are_all_constant(rng):
+    X = rng.standard_normal((30, 5))
+    objective = LeastSquares(X, X @ [1, 0, 2, 0, 0] + 0.1 * rng.standard_normal(30))
+    hessian, linear = torch.from_numpy(X.T @ X), torch.from_numpy(X.T @ objective.target)[None]
+    found = certify(Quadratic(hessian, linear), 2)
+    assert found.fit.support.tolist() == certify(objective, 2).fit.support.tolist() == [0, 2]
+    constant = certify(LeastSquares(np.ones((9, 2)), rng.standard_normal(9), intercept=True), 1)
+    assert constant.closed
+    assert constant.lower == constant.upper
+
+
+def test_a_fit_of_too_many_coordinates_bounds_nothing(rng):
+    objective = LeastSquares(rng.standard_normal((20, 6)), rng.standard_normal(20))
+    with pytest.raises(ProblemError, match="6 coordinates, which is more than k = 2"):
+        certify(objective, 2, fit=refit(objective, np.arange(6)))
+    with pytest.raises(ProblemError, match="give refit"):
+        certify(objective, 2, fit=minimize(objective, 2))
+    with pytest.raises(ProblemError, match="integer"):
+        certify(objective, 2.0)

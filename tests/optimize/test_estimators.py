@@ -18,7 +18,7 @@ from iobs.optimize.estimators import SparseClassifier, SparseRegressor
 from iobs.optimize.minimize import minimize
 from iobs.optimize.multinomial import Multinomial
 from iobs.optimize.objectives import LeastSquares, Logistic, Poisson
-from iobs.optimize.path import information
+from iobs.optimize.path import information, standard_errors
 from iobs.optimize.refit import minimise_on_all, refit
 
 
@@ -280,3 +280,22 @@ def test_designs_in_half_precision(rng, dtype):
         objective = kind(torch.from_numpy(X).to(dtype), y, intercept=True)
         np.testing.assert_array_equal(objective.constant_coordinates(), [5])
         assert set(minimize(objective, 2).support) == {0, 1}
+
+
+def test_the_noise_is_that_of_the_data_whatever_the_ridge(rng):
+    X = rng.standard_normal((200, 3))
+    y = X @ [1.0, 2.0, 3.0] + 0.5 * rng.standard_normal(200)
+    objective = LeastSquares(X, y, ridge=100.0)
+    fit = refit(objective, np.arange(3))
+    rest = y - X @ fit.theta
+    assert standard_errors(objective, fit, 200, False).noise == pytest.approx(np.sqrt(rest @ rest / 197))
+
+
+def test_weights_and_targets_that_no_fit_can_take(rng):
+    X, y = rng.standard_normal((40, 4)), np.arange(40) % 3
+    with pytest.raises(ProblemError, match="must not be negative"):
+        SparseClassifier(2).fit(X, y, sample_weight=np.where(np.arange(40) < 9, -1.0, 1.0))
+    with pytest.raises(ProblemError, match="too large to square"):
+        SparseRegressor(2).fit(X, 1e200 * (1 + y))
+    with pytest.raises(ProblemError, match="zero in fold 1"):
+        SparseRegressor("cv").fit(X, y, sample_weight=(np.arange(40) > 32).astype(float))

@@ -11,7 +11,7 @@ import torch
 from sparse_problems import correlated_design, sparse_signal
 
 import iobs
-from iobs.errors import NonFiniteError, ProblemError
+from iobs.errors import NonFiniteError, NotPositiveDefiniteError, ProblemError
 from iobs.optimize import auto
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives import LeastSquares, Logistic, Poisson, from_torch
@@ -279,3 +279,34 @@ def test_the_newton_point_is_right_whatever_single_precision_makes_of_it(case):
 def test_a_small_effect_beside_a_large_one_is_no_rounding(rng):
     X = rng.standard_normal((200, 30))
     assert set(minimize(LeastSquares(X, 1e9 * X[:, 0] + X[:, 1]), 2).support) == {0, 1}
+
+
+def test_a_minimum_is_claimed_only_where_there_is_one(rng):
+    objective = LeastSquares(rng.standard_normal((30, 4)), rng.standard_normal(30))
+    assert minimize(objective, 0).message.startswith("nothing to choose")
+    without_end = from_torch(lambda theta: theta.sum() + 0 * (theta**2).sum(), 4)
+    assert "global" not in minimize(without_end, 2).message
+    for hessian, linear in (
+        (-torch.eye(3), torch.ones(1, 3)),
+        (torch.diag(torch.tensor([1.0, 0, 1])), torch.ones(1, 3)),
+    ):
+        with pytest.raises(NotPositiveDefiniteError, match="falls for ever along coordinate"):
+            minimize(iobs.Quadratic(hessian.double(), linear.double()), 2)
+
+
+@pytest.mark.parametrize("method", ["newton_iht", "woodfisher", "woodtaylor"])
+def test_damping_reaches_the_methods_that_factorise(method, rng):
+    X = correlated_design(rng, 60, 8, 0.6)
+    objective = LeastSquares(X, X[:, :3].sum(1) + 0.1 * rng.standard_normal(60))
+    answers = [minimize(objective, 3, method=method, damping=amount, max_steps=1).loss for amount in (None, 100.0)]
+    assert answers[0] != answers[1]
+
+
+def test_nothing_to_refit_and_too_much_to_store(rng):
+    objective = LeastSquares(rng.standard_normal((30, 4)), rng.standard_normal(30))
+    for method in ("nhtp", "fnhtp"):
+        assert not minimize(objective, 0, method=method).theta.any()
+    wide = LeastSquares(rng.standard_normal((5, 4097)), rng.standard_normal(5))
+    for method in ("obs", "obc", "obd", "woodfisher"):
+        with pytest.raises(ProblemError, match="at most 4096 coordinates"):
+            minimize(wide, 2, method=method)

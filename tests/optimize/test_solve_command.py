@@ -57,7 +57,7 @@ def test_every_format_gives_the_same_answer(kind, numbers, tmp_path, monkeypatch
         file = _csv(tmp_path / f"t.{kind[:3]}", X, y, separator="\t" if kind == "tsv" else ",")
     if "without" in kind:
         monkeypatch.setattr(tabular.importlib.util, "find_spec", lambda name: None)
-    model = json.loads(_run(file, "--target", "price", "-k", 2, "--json"))
+    model = json.loads(_run(file, "--target", "y" if kind == "npz" else "price", "-k", 2, "--json"))
     assert {row["name"][-1] for row in model["features"]} == {"1", "4"}
     assert model["intercept"] == pytest.approx(5, abs=0.1)
     assert 0.005 < model["features"][0]["standard_error"] < 0.02
@@ -182,6 +182,10 @@ def test_classes_and_files_that_cannot_be(numbers, tmp_path, monkeypatch):
     (tmp_path / "bad.npz").write_text("x")
     with pytest.raises(DataError, match="Cannot read"):
         read_table(tmp_path / "bad.npz", "y")
+    np.savez(tmp_path / "two.npz", X=np.eye(3), y=np.ones(3), price=np.arange(3.0))
+    assert read_table(tmp_path / "two.npz", "price").y.tolist() == [0, 1, 2]
+    with pytest.raises(DataError, match="no array 'cost'"):
+        read_table(tmp_path / "two.npz", "cost")
     np.savez(tmp_path / "odd.npz", a=np.ones(3), b=np.ones(4))
     with pytest.raises(DataError, match="equal length"):
         read_table(tmp_path / "odd.npz", "a")

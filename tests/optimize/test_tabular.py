@@ -152,7 +152,7 @@ def test_text_in_arrays_is_read_as_in_a_file(tmp_path):
 
 def test_a_target_does_not_take_the_place_of_a_column(tmp_path):
     np.savez(tmp_path / "t.npz", X=np.eye(3), y=np.arange(3.0))
-    assert read_table(tmp_path / "t.npz", "price").names == ["x0", "x1", "x2"]
+    assert read_table(tmp_path / "t.npz", "y").names == ["x0", "x1", "x2"]
     with pytest.raises(DataError, match="'x0' names a column of X"):
         read_table(tmp_path / "t.npz", "x0")
 
@@ -170,3 +170,9 @@ def test_a_damaged_archive_is_one_clear_line(damage, tmp_path):
     file.write_bytes({"cut off": content[: len(content) // 2], "empty": b""}.get(damage, content))
     with pytest.raises(DataError, match=r"Cannot read .*; save it again"):
         read_table(file, "y")
+
+
+def test_an_underscore_makes_a_text(tmp_path):
+    (tmp_path / "t.csv").write_text("term,y\n" + "".join(f"20{i:02d}_1,{i % 2}\n" for i in range(4)))
+    with pytest.raises(DataError, match="holds text such as '2000_1'"):
+        read_table(tmp_path / "t.csv", "y")

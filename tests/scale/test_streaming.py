@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from types import SimpleNamespace
 
 import families
@@ -24,6 +25,7 @@ from iobs.errors import (
 from iobs.models import load
 from iobs.models.streaming import prune_directory
 from iobs.prune import distributed, memory
+from iobs.prune.block_walk import reserve, spilled_to
 from iobs.prune.progress import Quiet
 from iobs.report import read_report
 
@@ -306,3 +308,33 @@ def test_layers_outside_the_blocks_are_named(tmp_path):
     chosen = ["lm_head", "*.mlp.up_proj"]
     report = prune_directory(tmp_path / "model", tmp_path / "out", batches, iobs.NM(2, 4), include=chosen)
     assert report.skipped["lm_head"] == "outside the blocks"
+
+
+def test_tensors_without_a_place_are_copied(tmp_path):
+    directory("llama", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(4)}
+    save_file({**load_file(file), **buffer}, file, {"format": "pt"})
+    arguments = families.language_batches(), iobs.Unstructured(0.5)
+    with pytest.warns(UserWarning, match="1 tensors that LlamaForCausalLM has no place for"):
+        prune_directory(tmp_path / "model", tmp_path / "out", *arguments, **OPTIONS)
+    name, value = buffer.popitem()
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[name], value)
+
+
+def test_a_head_that_is_tied_to_nothing_is_missed(tmp_path):
+    directory("llama", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if k != "lm_head.weight"}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights, lm_head\.weight"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reserves room for a file")
+def test_activations_have_their_room_on_the_disk(tmp_path):
+    kept = spilled_to(tmp_path)(0, torch.randn(1000, 64))
+    assert (tmp_path / "0.hidden").stat().st_blocks * 512 >= kept.numel() * 4
+    with pytest.raises(OSError, match=r"File too large|No space left"):
+        reserve(tmp_path / "1.hidden", 2**62)

@@ -31,3 +31,10 @@ def test_nothing_to_try():
         solve_by_held_out(
             iobs.Quadratic.at(torch.ones(1, 2), torch.eye(2)), iobs.Unstructured(0.5), torch.eye(2), dampings=()
         )
+
+
+def test_dampings_may_be_an_array_and_come_twice():
+    problem, other = iobs.Quadratic.at(torch.randn(3, 6), gram(torch.randn(9, 6))), gram(torch.randn(99, 6))
+    tried = torch.tensor([0.01, 0.01, 0.1]).numpy()
+    found = solve_by_held_out(problem, iobs.Unstructured(0.5), other, dampings=tried)
+    assert len(found.stats["held_out_errors"]) == 2

@@ -204,11 +204,20 @@ def _model(
         "k": len(fits) - 1,
         "value": best.value,
         "value_without_features": constant.value,
+        "explained": _explained(objective, best, constant),
         "intercept": intercept,
         "classes": table.classes,
         "features": features,
         "path": [{"k": k, "value": fit.value, "features": _names(table, objective, fit)} for k, fit in enumerate(fits)],
     }
+
+
+def _explained(objective: Objective, best: Fit, constant: Fit) -> float | None:
+    """The share of the loss without any column that the columns take away, whatever the ridge costs."""
+    from iobs.optimize.path import unpenalised
+
+    empty = unpenalised(objective, constant)
+    return 1 - unpenalised(objective, best) / empty if empty > 0 else None
 
 
 def _names(table: Table, objective: Objective, fit: Fit) -> list[str]:
@@ -289,7 +298,7 @@ def _show(model: dict[str, Any], table: Table, noise: float) -> None:
     shown.add_row("(intercept)", f"{model['intercept']:.5g}", "", "", "")
     out.print(shown)
     empty, value = model["value_without_features"], model["value"]
-    share = f"{1 - value / empty:.1%} of it explained" if empty > 0 else "nothing to explain"
+    share = "nothing to explain" if model["explained"] is None else f"{model['explained']:.1%} of it explained"
     out.print(f"loss {value:.6g}, {empty:.6g} without any column: {share}")
     if model["loss"] == "squared":
         out.print(

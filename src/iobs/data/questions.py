@@ -62,8 +62,8 @@ def read_questions(file: Path, subjects: int | None = None, each: int | None = N
                 (examples if entry["split"] == "dev" else test)[question.subject].append(question)
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{file} holds no questions (line {number}: {type(error).__name__}: {error}); it takes a JSON object a line "
-            'with split ("dev" or "test"), subject, question, choices (four) and answer (an index).'
+            f"{file} holds no questions (line {number}: {type(error).__name__}: {error}); it takes a JSON object a "
+            'line with split ("dev" or "test"), subject, question, choices (four) and answer (an index).'
         ) from error
     if not test:
         raise DataError(f"{file} holds no question to answer: every line is an example.")

@@ -1,10 +1,20 @@
 """Scores of a model: perplexity, accuracy, multiple choice, and the tasks of lm-eval."""
 
 from iobs.evaluate.answers import answer
-from iobs.evaluate.scores import Progress, accuracy, evaluate, no_progress, output_logits, perplexity, squared_error
+from iobs.evaluate.scores import (
+    IGNORED,
+    Progress,
+    accuracy,
+    evaluate,
+    no_progress,
+    output_logits,
+    perplexity,
+    squared_error,
+)
 from iobs.evaluate.tasks import check_tasks, evaluate_tasks
 
 __all__ = [
+    "IGNORED",
     "Progress",
     "accuracy",
     "answer",

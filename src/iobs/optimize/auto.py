@@ -71,7 +71,7 @@ def stages(
     empty = proposals.start(problem) if empty is None else empty
     best = empty if theta is None else proposals.start(problem, theta)
     if problem.size == 0:
-        yield Stage("forced coordinates only", best, True)
+        yield Stage("nothing to choose: only forced coordinates may be non-zero", best, True)
         return
     if theta is not None:
         best = swapper.improve(best)[0]

@@ -44,11 +44,11 @@ class NewtonIHT:
 
     Attributes:
         length: of the step.
-        damping: relative to mean diag(H).
+        damping: relative to mean diag(H); None is that of the problem, or 1e-2.
     """
 
     length: float = 1.0
-    damping: float = 1e-2
+    damping: float | None = None
 
     def begin(self, problem: Problem, theta: Array | None) -> State:
         """From zero."""
@@ -56,7 +56,8 @@ class NewtonIHT:
 
     def step(self, problem: Problem, state: State) -> State:
         """A damped Newton step and a truncation."""
-        centre = FullHessian(self.damping).model(problem, state.theta, state.gradient).centre()
+        damping = next((one for one in (self.damping, problem.damping) if one is not None), 1e-2)
+        centre = FullHessian(damping).model(problem, state.theta, state.gradient).centre()
         return state_at(problem, problem.truncate(state.theta + self.length * (centre - state.theta)))
 
 

@@ -23,10 +23,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from iobs.core.quadratic import Quadratic
 from iobs.errors import NotPositiveDefiniteError, ProblemError
 from iobs.optimize import auto
 from iobs.optimize.boxes import Boxes
 from iobs.optimize.designs import Array, Booleans, Indices
+from iobs.optimize.models import QuadraticObjective
 from iobs.optimize.objective import Objective
 from iobs.optimize.objectives import LeastSquares
 from iobs.optimize.problem import DENSE_LIMIT, Problem
@@ -79,7 +81,7 @@ class _Node:
 
 
 def certify(
-    objective: Objective,
+    objective: Objective | Quadratic,
     k: int,
     *,
     fit: Fit | None = None,
@@ -100,9 +102,11 @@ def certify(
         seed: of the search for a first support.
 
     Raises:
-        ProblemError: f is not quadratic, or too large to store H.
+        ProblemError: f is not quadratic, or too large to store H, or `fit` is none of at most k coordinates.
         NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
     """
+    if isinstance(objective, Quadratic):
+        objective = QuadraticObjective.of(objective)
     if not objective.quadratic:
         raise ProblemError("Branch and bound needs a quadratic objective; others are known to be 1-swap optimal only.")
     if objective.dimension > DENSE_LIMIT:
@@ -111,9 +115,13 @@ def certify(
     problem = Problem(objective, k, rng=np.random.default_rng(seed))
     if fit is None:
         fit = list(auto.stages(problem))[-1].fit
+    if not isinstance(fit, Fit):
+        raise ProblemError(f"fit must be an iobs.optimize.refit.Fit, got {type(fit).__name__}; give refit(f, support).")
+    if np.setdiff1d(fit.support, problem.forced).size > k:
+        raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
     search = _Search(problem, fit, gap, begun, seconds, max_nodes)
     found = search.run(_FIRST_SHARE)
-    if found.closed or problem.size == 0:
+    if found.closed or problem.size == 0 or not search.usable().size:
         return found
     lower, margin = _bound_in_boxes(search, found.lower, begun + 0.9 * seconds)
     if lower <= found.lower:
@@ -141,7 +149,7 @@ class _Search:
         self.hessian = objective.hessian_block(np.zeros(objective.dimension), np.arange(objective.dimension))
         self.start, gradient = objective.value_and_gradient(np.zeros(objective.dimension))
         self.linear = -gradient
-        self.nodes, self.stored, self.margin = 0, 0, 0.0
+        self.nodes, self.stored, self.margin, self.searched = 0, 0, 0.0, False
         self.open: list[tuple[float, int, _Node]] = []
         self.counter = itertools.count()
 
@@ -149,9 +157,12 @@ class _Search:
         """Branch and bound for a share of the time, going on where it stopped; f >= 0 where the Hessian is singular."""
         heap = self.open
         if not heap:
+            if not self.usable().size:
+                return self.certificate(self.start)
             root = self._root()
             if root is None:
                 return self.certificate(self._trivial())
+            self.searched = True
             self._branch(root, heap)
         while heap and self._gap(heap[0][0]) > self.goal:
             if time.perf_counter() - self.begun > share * self.limit or self.nodes >= self.max_nodes:
@@ -177,9 +188,12 @@ class _Search:
             return 0.0
         projected = vectors.T @ self.linear[self.usable()]
         good = values > 1e-10 * values[-1]
-        if float(np.abs(projected[~good]).max(initial=0.0)) > 1e-6 * float(np.abs(projected).max()):
+        # In a direction of hardly any curvature f may fall without end, unless it has no slope there but rounding.
+        if float(np.abs(projected[~good]).max(initial=0.0)) > 1e-12 * float(np.linalg.norm(projected)):
             return -np.inf
-        return self.start - 0.5 * float((projected[good] ** 2 / values[good]).sum())
+        gains = 0.5 * projected[good] ** 2 / values[good]
+        self.margin += float((gains * (8 * values.size * np.finfo(float).eps * values[-1] / values[good])).sum())
+        return self.start - float(gains.sum())
 
     def _root(self) -> _Node | None:
         problem = self.problem
@@ -293,8 +307,13 @@ class _Search:
         closed = gap <= self.goal
         explained = max(0.0, upper - lower) / max(abs(self.start - upper), 1e-300)
         seconds = time.perf_counter() - self.begun
-        what = "a global minimiser" if closed and not self.open else f"within {gap:.2g} of the best value possible"
+        if closed and ((self.searched and not self.open) or lower >= upper - margin):
+            what = "a global minimiser"
+        elif closed:
+            what = f"within {gap:.2g} of the best value possible"
+        elif np.isfinite(lower):
+            what = f"gap {gap:.3g} not closed: at least {lower:.6g}, at most {upper:.6g}"
+        else:
+            what = f"no bound: f may fall for ever where the Hessian is singular; at most {upper:.6g}"
         message = f"{what} ({self.nodes} nodes, {seconds:.2f} s, rounding margin {margin:.1e})"
-        if not closed:
-            message = f"gap {gap:.3g} not closed: at least {lower:.6g}, at most {upper:.6g}; " + message
         return Certificate(lower, upper, gap, explained, self.best, self.nodes, seconds, closed, margin, message)

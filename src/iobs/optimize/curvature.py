@@ -84,6 +84,7 @@ class DiagonalHessian:
 
     def model(self, problem: Problem, theta: Array, gradient: Array) -> QuadraticObjective:
         """The diagonal, stored as a matrix."""
+        _require_stored(problem)
         matrix = np.diag(problem.objective.hessian_diagonal(theta))
         return QuadraticObjective(matrix, matrix.diagonal() * theta - gradient, forced=problem.forced)
 
@@ -93,10 +94,11 @@ class EmpiricalFisher:
     """H = sum_i g_i g_i^T over the samples' own gradients: WoodFisher and WoodTaylor.
 
     Attributes:
-        damping: relative to mean diag(H), always present, since the matrix is singular for few samples.
+        damping: relative to mean diag(H); None is that of the problem, or 1e-3, since the matrix is singular for few
+            samples.
     """
 
-    damping: float = 1e-3
+    damping: float | None = None
 
     def model(self, problem: Problem, theta: Array, gradient: Array) -> QuadraticObjective:
         """J^T J + damping for the per-sample gradients J.
@@ -109,12 +111,19 @@ class EmpiricalFisher:
             raise ProblemError(
                 "The empirical Fisher needs a loss that sums over samples; use the curvature FullHessian."
             )
+        _require_stored(problem)
         slopes = objective.weights * objective.slopes(objective.margin(theta))
         jacobian = slopes[:, None] * objective.design.columns(np.arange(objective.dimension))
         matrix = jacobian.T @ jacobian
         mean = float(matrix.diagonal().mean())
-        matrix[np.diag_indices_from(matrix)] += self.damping * (mean if mean > 0 else 1.0)
+        damping = next((one for one in (self.damping, problem.damping) if one is not None), 1e-3)
+        matrix[np.diag_indices_from(matrix)] += damping * (mean if mean > 0 else 1.0)
         return QuadraticObjective(matrix, matrix @ theta - gradient, forced=problem.forced)
+
+
+def _require_stored(problem: Problem) -> None:
+    if problem.dimension > DENSE_LIMIT:
+        raise ProblemError(f"This curvature is stored: at most {DENSE_LIMIT} coordinates, got {problem.dimension}.")
 
 
 def largest_eigenvalue(objective: Objective, theta: Array, *, steps: int = 200, tolerance: float = 1e-10) -> float:

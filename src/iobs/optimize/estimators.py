@@ -137,7 +137,12 @@ class _SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
         """Mean held-out loss of every k over the folds."""
         folds = check_cv(self.cv, y, classifier=isinstance(self, ClassifierMixin))
         totals, mass = np.zeros(len(sizes)), 0.0
-        for train, test in folds.split(X, y):
+        for number, (train, test) in enumerate(folds.split(X, y), 1):
+            if not (weights[train].sum() > 0 and weights[test].sum() > 0):
+                raise ProblemError(
+                    f"All sample weights are zero in fold {number} of the cross-validation or in all others; shuffle "
+                    "the rows, or leave those of weight zero out."
+                )
             objective = self._objective(X[train], y[train], weights[train])
             groups = self._groups(objective, X.shape[1])
             fits = paths(objective, groups, sizes, False, self.random_state)

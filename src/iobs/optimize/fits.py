@@ -36,6 +36,8 @@ def newton_direction(hessian: npt.NDArray[Any], gradient: Array) -> Array:
 
     In the Hessian's own precision, single or double.
     """
+    if not gradient.size:
+        return np.zeros(0)
     solve = sposv if hessian.dtype == np.float32 else dposv
     diagonal = np.abs(hessian.diagonal())
     floor = diagonal.max(initial=0.0) * 1e-14

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from iobs.errors import ProblemError
 from iobs.optimize import auto, choices, proposals
 from iobs.optimize.choices import Choice
 from iobs.optimize.curvature import Curvature, ScaledIdentity, largest_eigenvalue
 from iobs.optimize.designs import Array
 from iobs.optimize.objectives import LinearModel
-from iobs.optimize.problem import Problem
+from iobs.optimize.problem import DENSE_LIMIT, Problem
 from iobs.optimize.refit import minimise_on_all
 
 
@@ -82,7 +83,11 @@ class SparseNewton:
     def begin(self, problem: Problem, theta: Array | None) -> State:
         """Pruning (nested or stationary) starts from the dense minimiser unless told otherwise, the rest from zero."""
         if theta is None and (self.nested or self.stationary):
-            theta = _dense_minimiser(problem)
+            if problem.dimension > DENSE_LIMIT:
+                raise ProblemError(
+                    f"Pruning a dense minimiser stores H: at most {DENSE_LIMIT} coordinates, got {problem.dimension}."
+                )
+            theta = minimise_on_all(problem.objective, np.zeros(problem.dimension))
         return state_at(problem, theta)
 
     def step(self, problem: Problem, state: State) -> State:
@@ -181,7 +186,7 @@ class BestKnown:
             text = auto.LOCAL if problem.objective.quadratic else auto.LOCAL_MODEL
             return State(state.theta, state.value, state.gradient, state.memory, True, False, text)
         fit = stage.fit
-        message = auto.GLOBAL if stage.optimal else stage.name
+        message = auto.GLOBAL if stage.optimal and problem.size else stage.name
         return State(fit.theta, fit.value, fit.gradient, state.memory, stage.optimal, True, message)
 
 
@@ -192,7 +197,3 @@ def sampled_gradient(problem: Problem, state: State, batch: int | None) -> Array
         return state.gradient
     rows = problem.rng.integers(0, objective.design.shape[0], batch)
     return objective.sampled_gradient(state.theta, rows)
-
-
-def _dense_minimiser(problem: Problem) -> Array:
-    return minimise_on_all(problem.objective, np.zeros(problem.dimension))

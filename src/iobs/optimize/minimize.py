@@ -93,14 +93,16 @@ def minimize(
         k: at most so many non-zeros; forced coordinates (an intercept) come on top.
         method: "auto" (best known) or a name of `iobs.optimize.presets.METHODS`, or an instance with its own settings.
         theta0: (d,) start; zero if not given. It may be dense.
-        damping: relative to mean diag(H), for methods that factorise H; None lets them choose.
+        damping: relative to mean diag(H), for methods that factorise H or its like; None lets them choose. The
+            Newton methods that adapt it or do without ("regularised_newton", "cubic_newton", "nhtp", "fnhtp") do not
+            ask for it.
         max_steps: at most so many steps.
         tol: stop once a step changes theta by less than this, relative to its norm.
         seed: of everything random.
         callback: called with the record and theta of every step; returning True stops the run.
 
     Returns:
-        The feasible iterate of least loss, with the trace of all.
+        The feasible iterate of least loss after the start, with the trace of all.
 
     Raises:
         ProblemError: k outside [0, d], an unknown method, a start of the wrong length, tol or max_steps out of range.
@@ -108,11 +110,9 @@ def minimize(
     """
     if isinstance(objective, Quadratic):
         objective = QuadraticObjective.of(objective)
-    if not isinstance(k, (int, np.integer)) or isinstance(k, bool):
-        raise ProblemError(f"k must be an integer, got {k!r}.")
     if max_steps < 1 or not tol >= 0:
         raise ProblemError(f"max_steps must be at least 1 and tol not negative, got {max_steps} and {tol}.")
-    problem = Problem(objective, int(k), damping, np.random.default_rng(seed))
+    problem = Problem(objective, k, damping, np.random.default_rng(seed))
     # Overflow far from a minimiser is met everywhere by looking at the value, never by a warning. Threads only wait for
     # each other on small systems: on a busy machine they cost a factor of a hundred.
     limit = 1 if objective.rank * objective.dimension <= _ONE_THREAD else None

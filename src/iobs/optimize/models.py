@@ -13,7 +13,7 @@ import torch
 from scipy.linalg.lapack import dposv
 
 from iobs.core.quadratic import Quadratic
-from iobs.errors import ProblemError
+from iobs.errors import NotPositiveDefiniteError, ProblemError
 from iobs.optimize.conjugate import conjugate_gradients
 from iobs.optimize.designs import Array, Indices
 from iobs.optimize.objective import Objective
@@ -47,6 +47,13 @@ class QuadraticObjective:
         if quadratic.shape[0] != 1:
             raise ProblemError(f"iobs.minimize takes one row, this quadratic has {quadratic.shape[0]}; use iobs.solve.")
         matrix, linear = quadratic.matrix.double().cpu().numpy(), quadratic.linear[0].double().cpu().numpy()
+        diagonal = matrix.diagonal()
+        falling = np.flatnonzero((diagonal < 0) | ((diagonal == 0) & (linear != 0)))
+        if falling.size:
+            raise NotPositiveDefiniteError(
+                f"f has no least value: it falls for ever along coordinate {falling[0]}, whose diagonal entry of the "
+                "Hessian is not positive."
+            )
         return cls(np.ascontiguousarray(matrix), np.ascontiguousarray(linear))
 
     @property

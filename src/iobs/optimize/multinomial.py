@@ -12,6 +12,7 @@ from iobs.errors import ProblemError
 from iobs.optimize import designs
 from iobs.optimize.designs import Array, Indices
 from iobs.optimize.objective import Objective
+from iobs.optimize.objectives import prepare
 
 
 class Multinomial:
@@ -35,15 +36,12 @@ class Multinomial:
     quadratic = False
 
     def __init__(self, X: Any, y: Any, classes: int, *, ridge: float | Array = 1e-3, sample_weight: Any = None) -> None:
-        design = designs.as_design(X)
-        n = design.shape[0]
-        labels = designs.as_vector(y, "target y", n)
+        design, labels, self.weights = prepare(X, y, sample_weight)
         if labels.min() < 0 or labels.max() >= classes or (labels != np.round(labels)).any():
             raise ProblemError(f"Multinomial needs class numbers 0 ... {classes - 1}.")
         penalty = np.broadcast_to(np.asarray(ridge, dtype=np.float64), design.shape[1:])
         if not (penalty > 0).all():
             raise ProblemError("Multinomial needs a positive ridge: without it rows of Theta can be shifted freely.")
-        self.weights = np.ones(n) if sample_weight is None else designs.as_vector(sample_weight, "sample weights", n)
         self.design, self.mean = designs.with_intercept(design, self.weights)
         self.classes = classes
         self.labels = labels.astype(np.int64)

@@ -206,7 +206,7 @@ class LeastSquares(LinearModel):
         sample_weight: Any = None,
         forced: Any = (),
     ) -> None:
-        design, target, weights = _prepare(X, y, sample_weight)
+        design, target, weights = prepare(X, y, sample_weight)
         if sample_weight is not None:
             design, target = designs.scale_rows(design, np.sqrt(weights)), np.sqrt(weights) * target
         self.level = 0.0
@@ -279,7 +279,7 @@ class Logistic(LinearModel):
         sample_weight: Any = None,
         forced: Any = (),
     ) -> None:
-        design, target, weights = _prepare(X, y, sample_weight)
+        design, target, weights = prepare(X, y, sample_weight)
         if np.isin(target, (-1.0, 1.0)).all() and (target == -1).any():
             target = 0.5 * (target + 1)
         if target.min() < 0 or target.max() > 1:
@@ -335,7 +335,7 @@ class Poisson(LinearModel):
         sample_weight: Any = None,
         forced: Any = (),
     ) -> None:
-        design, target, weights = _prepare(X, y, sample_weight)
+        design, target, weights = prepare(X, y, sample_weight)
         if target.min() < 0:
             raise ProblemError("Poisson needs non-negative targets; for real-valued targets use LeastSquares.")
         self._set_up(design, target, weights, ridge, intercept, forced)
@@ -354,13 +354,21 @@ class Poisson(LinearModel):
         return np.asarray(np.exp(margin))
 
 
-def _prepare(X: Any, y: Any, sample_weight: Any) -> tuple[Design, Array, Array]:
+def prepare(X: Any, y: Any, sample_weight: Any) -> tuple[Design, Array, Array]:
+    """Design, target and sample weights as arrays that belong together.
+
+    Raises:
+        ProblemError: lengths differ, negative weights, none above zero, or a target too large to square.
+    """
     design = designs.as_design(X)
     n = design.shape[0]
     target = designs.as_vector(y, "target y", n)
     weights = np.ones(n) if sample_weight is None else designs.as_vector(sample_weight, "sample weights", n)
     if weights.min() < 0 or weights.sum() == 0:
         raise ProblemError("Sample weights must not be negative, and not all zero.")
+    with np.errstate(over="ignore"):
+        if not np.isfinite(weights @ target**2):
+            raise ProblemError("The target y is too large to square; divide it by a constant.")
     return design, target, weights
 
 

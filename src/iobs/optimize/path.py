@@ -15,7 +15,7 @@ from iobs.optimize.designs import Array
 from iobs.optimize.grouped import Groups, group_path
 from iobs.optimize.multinomial import Multinomial
 from iobs.optimize.objective import Objective
-from iobs.optimize.objectives import LeastSquares
+from iobs.optimize.objectives import LeastSquares, LinearModel
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit import Fit, inverse_block, refit
 from iobs.optimize.swap import Swapper
@@ -91,9 +91,9 @@ def information(
         parameters = parameters // objective.classes * (objective.classes - 1)
     if isinstance(objective, LeastSquares):
         floor = max(np.finfo(float).eps ** 2 * float(objective.target @ objective.target), 1e-300)
-        deviance = samples * math.log(max(2 * fit.value, floor) / samples)
+        deviance = samples * math.log(max(2 * unpenalised(objective, fit), floor) / samples)
     else:
-        deviance = 2 * fit.value
+        deviance = 2 * unpenalised(objective, fit)
     if criterion == "aic":
         return deviance + 2 * parameters
     price = deviance + parameters * math.log(max(samples, 2.0))
@@ -101,6 +101,12 @@ def information(
         return price
     choices = math.lgamma(candidates + 1) - math.lgamma(chosen + 1) - math.lgamma(candidates - chosen + 1)
     return price + 2 * choices
+
+
+def unpenalised(objective: Objective, fit: Fit) -> float:
+    """The loss of a fit without the ridge's share of it: what is left of the data."""
+    ridge = objective.ridge if isinstance(objective, (LinearModel, Multinomial)) else np.zeros(1)
+    return max(0.0, fit.value - 0.5 * float((ridge * fit.theta**2).sum()))
 
 
 @dataclass(frozen=True)
@@ -129,5 +135,5 @@ def standard_errors(objective: Objective, fit: Fit, samples: float, intercept: b
     noise = 1.0
     if isinstance(objective, LeastSquares):
         freedom = samples - fit.support.size - intercept
-        noise = math.sqrt(2 * fit.value / freedom) if freedom > 0 else math.nan
+        noise = math.sqrt(2 * unpenalised(objective, fit) / freedom) if freedom > 0 else math.nan
     return Inference(noise * np.sqrt(np.maximum(inverse.diagonal(), 0.0)), noise)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 
 import numpy as np
 
-from iobs.errors import ProblemError
+from iobs.errors import ProblemError, is_a
 from iobs.optimize.autodiff import TorchObjective
 from iobs.optimize.designs import Array, Booleans, Indices
 from iobs.optimize.objective import Objective
@@ -29,7 +30,7 @@ class Problem:
         rng: the only source of randomness.
 
     Raises:
-        ProblemError: k negative or larger than the number of free coordinates.
+        ProblemError: k is no integer, negative, or larger than the number of free coordinates.
     """
 
     objective: Objective
@@ -38,6 +39,8 @@ class Problem:
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def __post_init__(self) -> None:
+        if not is_a(Integral, self.k) or isinstance(self.k, bool):
+            raise ProblemError(f"k must be an integer, got {self.k!r}.")
         free = self.objective.dimension - self.objective.forced.size
         if not 0 <= self.k <= free:
             raise ProblemError(f"k must lie between 0 and the {free} coordinates there are, got {self.k}.")
@@ -75,6 +78,12 @@ class Problem:
         mask[self.forced] = False
         mask[self.objective.constant_coordinates()] = False
         return mask
+
+    @cached_property
+    def first_slope(self) -> float:
+        """The largest entry of the gradient at zero, free of the units of the columns."""
+        gradient = self.objective.value_and_gradient(np.zeros(self.dimension))[1]
+        return float(np.abs(gradient / self.scale).max(initial=0.0))
 
     @property
     def size(self) -> int:

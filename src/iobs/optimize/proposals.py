@@ -14,6 +14,7 @@ from iobs.optimize.products import refit_exactly, refit_loosely
 from iobs.optimize.refit import Fit, refit
 
 _UNCHANGED = 12  # iterations with the same k largest scores that end message passing
+_SHRUNK = 1e-3  # of the gradient at zero, at most, is left where it is said to vanish
 _SETTLED = 1e-3  # change of an iterate, relative to its largest entry, that ends adaptive damping
 
 
@@ -111,12 +112,16 @@ def _merge_count(problem: Problem) -> int:
 
 
 def solved(problem: Problem, fit: Fit) -> bool:
-    """Whether the whole gradient vanishes, up to rounding: a stationary point without any constraint."""
+    """Whether the whole gradient vanishes, up to rounding: a stationary point without any constraint.
+
+    Beside a theta that has run away to where f falls for ever any gradient is small, so it must have shrunk, too.
+    """
     tolerance = 1e-12 if problem.objective.quadratic else 1e-9
     if fit.support.size == problem.forced.size:
         return False
     size = np.abs(fit.theta * problem.scale).max()
-    return bool(np.abs(fit.gradient / problem.scale).max() <= tolerance * size)
+    slope = float(np.abs(fit.gradient / problem.scale).max())
+    return bool(slope <= tolerance * size and slope <= _SHRUNK * problem.first_slope)
 
 
 def message_passing(columns: Array, target: Array, k: int, *, steps: int = 250, damping: float = 0.5) -> Array:

@@ -287,11 +287,17 @@ def _plain(values: Any) -> Any:
     return _parsed(values.tolist()) if values.dtype.kind in "OUS" else values
 
 
+def _number(value: Any) -> float:
+    if isinstance(value, str) and "_" in value:  # which Python reads as 20201 in 2020_1
+        raise ValueError(value)
+    return float(value)
+
+
 def _parsed(values: list[Any]) -> Any:
     """Entries as float64 with NaN where one is missing, as bool, or as text with None where one is missing."""
     values = [value.decode(errors="replace") if isinstance(value, bytes) else value for value in values]
     try:
-        return np.array([np.nan if _is_missing(value) else float(value) for value in values])
+        return np.array([np.nan if _is_missing(value) else _number(value) for value in values])
     except (TypeError, ValueError):
         texts = [None if _is_missing(value) else str(value) for value in values]
     words = [None if text is None else text.lower() for text in texts]
@@ -309,7 +315,7 @@ def _is_missing(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     try:
-        float(value)
+        _number(value)
     except (TypeError, ValueError):
         return False
     return True

@@ -59,7 +59,8 @@ class ADMM:
     that the support first moves freely and then settles. The search runs in float32.
 
     With budget "best", and on problems so small that it costs nothing, the answer is polished with exact 1-swaps and
-    has to win against the supports of plain magnitude and of exact greedy removal.
+    has to win against the supports of plain magnitude and of exact greedy removal; on large ones "best" takes swaps
+    that a screening proposes, and no competitors.
     """
 
     budget: Budget = "default"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,15 +39,17 @@ def solve_by_held_out(
     Raises:
         ProblemError: no damping to try.
     """
-    if not dampings:
+    tried = [*dict.fromkeys(map(float, dampings))]
+    if not tried:
         raise ProblemError("Give at least one damping to try.")
     other = Quadratic.at(quadratic.centre(), held_out)
     errors: dict[float, float] = {}
     best: Solution | None = None
-    for damping in dampings:
+    for damping in tried:
         solution = solve(quadratic, pattern, damping=damping, **options)
+        least = min(errors.values(), default=math.inf)
         errors[damping] = relative_error(other, solution.weight)
-        if best is None or errors[damping] < min(error for tried, error in errors.items() if tried != damping):
+        if best is None or errors[damping] < least:
             best = solution
     assert best is not None
     best.stats["held_out_errors"] = errors
