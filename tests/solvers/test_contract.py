@@ -169,7 +169,7 @@ def test_malformed_problems_are_refused():
         iobs.solve(problem, iobs.Unstructured(0.5), damping=-1.0)
     for pattern in ("2:4", 0.5):
         with pytest.raises(PatternError, match="is no pattern"):
-            iobs.solve(Quadratic.at(torch.ones(2, 4), torch.eye(4)), pattern)
+            iobs.solve(iobs.Quadratic.at(torch.ones(2, 4), torch.eye(4)), pattern)
     with pytest.raises(PatternError, match="divisible"):
         iobs.solve(random_problem(2, 7), iobs.NM(2, 4))
 
