@@ -106,7 +106,7 @@ def compare(objective: Objective, iterates: list[Array], target: Array, k: int) 
 
     Args:
         objective: f.
-        iterates: theta_0, theta_1, ... as a callback of `iobs.minimize` collects them.
+        iterates: consecutive thetas, as a callback of `iobs.minimize` collects them; the start comes before those.
         target: theta*, the global minimiser.
         k: sparsity of the run.
     """
