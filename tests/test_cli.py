@@ -7,6 +7,7 @@ import shutil
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from rich.table import Table
@@ -261,6 +262,15 @@ def test_dry_run_looks_for_the_data_too(run, tmp_path):
     for option in ("--data", "--eval-data"):
         message = one_error(run("prune", "--dry-run", *SMALL, option, tmp_path / "none.txt", code=1))
         assert "none.txt is not a file" in message
+
+
+def test_evaluation_data_that_does_not_fit_is_known_before_any_work(run, classifier, tmp_path, monkeypatch):
+    np.savez(tmp_path / "wide.npz", images=np.zeros((9, 1, 50, 50), np.float32), labels=np.arange(9))
+    monkeypatch.setattr("iobs.cli.prune._run", lambda *_: pytest.fail("the work began"))
+    options = ("--data", f"{classifier}:batches", "--eval-data", tmp_path / "wide.npz", "-o", tmp_path / "out")
+    assert "cannot take batch 1, tensors of shape (8, 1, 50, 50)" in one_error(
+        run("prune", f"{classifier}:net", *options, code=1)
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from iobs.prune.audit import audit, require_promised
 from iobs.prune.record import Report
 from iobs.report import render_card, write_report
 
+_TRIED = 8  # samples that tell whether evaluation data fit
+
 
 def score(loaded: LoadedModel, specs: list[str] | None, length: int, description: str) -> dict[str, float]:
     """Scores on evaluation data; none where there is no data to score on (None, not an empty list)."""
@@ -23,14 +25,14 @@ def score(loaded: LoadedModel, specs: list[str] | None, length: int, description
 
 
 def try_scoring(loaded: LoadedModel, specs: list[str]) -> None:
-    """Open evaluation data, and score one sample of those that may not fit the network.
+    """Open evaluation data, and score a few of those that may not fit the network.
 
     Raises:
         DataError: they do not fit, or cannot be read.
     """
     source = open_source(specs, "evaluation", loaded)
     if not isinstance(source, TextSource):
-        evaluate(loaded, source, limit=1)
+        evaluate(loaded, source, limit=_TRIED)
 
 
 def write_results(loaded: LoadedModel, report: Report, directory: Path, model_folder: str | None) -> None:
