@@ -121,6 +121,16 @@ class NM:
         return f"{self.keep}:{self.of}"
 
 
+def require_pattern(pattern: object) -> None:
+    """Refuse what is no pattern, as a number or a text.
+
+    Raises:
+        PatternError: it is none.
+    """
+    if not hasattr(pattern, "groups"):
+        raise PatternError(f"{pattern!r} is no pattern: give Unstructured(0.5) or NM(2, 4), say.")
+
+
 def keep_count(size: int, sparsity: float) -> int:
     """floor(size (1 - sparsity) + 1/2) with the sparsity read as the decimal that was typed: 0.3 is 3/10."""
     kept = Decimal(size) * (1 - Decimal(str(float(sparsity))))

@@ -56,8 +56,8 @@ class NewtonIHT:
 
     def step(self, problem: Problem, state: State) -> State:
         """A damped Newton step and a truncation."""
-        damping = next((one for one in (self.damping, problem.damping) if one is not None), 1e-2)
-        centre = FullHessian(damping).model(problem, state.theta, state.gradient).centre()
+        damping = problem.damping_or(self.damping)
+        centre = FullHessian(1e-2 if damping is None else damping).model(problem, state.theta, state.gradient).centre()
         return state_at(problem, problem.truncate(state.theta + self.length * (centre - state.theta)))
 
 

@@ -31,7 +31,7 @@ from iobs.optimize.designs import Array, Booleans, Indices
 from iobs.optimize.models import QuadraticObjective
 from iobs.optimize.objective import Objective
 from iobs.optimize.objectives import LeastSquares
-from iobs.optimize.problem import DENSE_LIMIT, Problem
+from iobs.optimize.problem import Problem, require_storable
 from iobs.optimize.refit import Fit, refit
 
 _STORED_BYTES = 1 << 30
@@ -109,8 +109,7 @@ def certify(
         objective = QuadraticObjective.of(objective)
     if not objective.quadratic:
         raise ProblemError("Branch and bound needs a quadratic objective; others are known to be 1-swap optimal only.")
-    if objective.dimension > DENSE_LIMIT:
-        raise ProblemError(f"Branch and bound stores H: at most {DENSE_LIMIT} coordinates, got {objective.dimension}.")
+    require_storable("Branch and bound stores H", objective.dimension)
     begun = time.perf_counter()
     problem = Problem(objective, k, rng=np.random.default_rng(seed))
     if fit is None:

@@ -12,10 +12,11 @@ from iobs.optimize.designs import Array
 from iobs.optimize.models import ProductModel, QuadraticObjective
 from iobs.optimize.objective import Objective
 from iobs.optimize.objectives import LinearModel
-from iobs.optimize.problem import DENSE_LIMIT, Problem
+from iobs.optimize.problem import DENSE_LIMIT, Problem, require_storable
 
 Model: TypeAlias = QuadraticObjective | ProductModel
 
+_FISHER_DAMPING = 1e-3  # relative to mean diag(H): what a Fisher, singular for few samples, gets unless told otherwise
 _SINGULAR_DAMPING = 1e-2  # relative to the largest eigenvalue: what a singular Hessian gets unless told otherwise
 
 
@@ -41,7 +42,7 @@ class FullHessian:
     def model(self, problem: Problem, theta: Array, gradient: Array) -> Model:
         """Stored up to `DENSE_LIMIT` coordinates, by products beyond."""
         objective = problem.objective
-        damping = problem.damping if self.damping is None else self.damping
+        damping = problem.damping_or(self.damping)
         if objective.dimension > DENSE_LIMIT:
             return self.products(problem, theta, gradient)
         amount = _amount(objective, theta, damping)
@@ -53,7 +54,7 @@ class FullHessian:
 
     def products(self, problem: Problem, theta: Array, gradient: Array) -> ProductModel:
         """The model that only multiplies with H, at any size."""
-        damping = problem.damping if self.damping is None else self.damping
+        damping = problem.damping_or(self.damping)
         return ProductModel(problem.objective, theta, gradient, _amount(problem.objective, theta, damping))
 
 
@@ -84,7 +85,7 @@ class DiagonalHessian:
 
     def model(self, problem: Problem, theta: Array, gradient: Array) -> QuadraticObjective:
         """The diagonal, stored as a matrix."""
-        _require_stored(problem)
+        require_storable("This curvature is stored", problem.dimension)
         matrix = np.diag(problem.objective.hessian_diagonal(theta))
         return QuadraticObjective(matrix, matrix.diagonal() * theta - gradient, forced=problem.forced)
 
@@ -111,19 +112,15 @@ class EmpiricalFisher:
             raise ProblemError(
                 "The empirical Fisher needs a loss that sums over samples; use the curvature FullHessian."
             )
-        _require_stored(problem)
+        require_storable("This curvature is stored", problem.dimension)
         slopes = objective.weights * objective.slopes(objective.margin(theta))
         jacobian = slopes[:, None] * objective.design.columns(np.arange(objective.dimension))
         matrix = jacobian.T @ jacobian
         mean = float(matrix.diagonal().mean())
-        damping = next((one for one in (self.damping, problem.damping) if one is not None), 1e-3)
+        damping = problem.damping_or(self.damping)
+        damping = _FISHER_DAMPING if damping is None else damping
         matrix[np.diag_indices_from(matrix)] += damping * (mean if mean > 0 else 1.0)
         return QuadraticObjective(matrix, matrix @ theta - gradient, forced=problem.forced)
-
-
-def _require_stored(problem: Problem) -> None:
-    if problem.dimension > DENSE_LIMIT:
-        raise ProblemError(f"This curvature is stored: at most {DENSE_LIMIT} coordinates, got {problem.dimension}.")
 
 
 def largest_eigenvalue(objective: Objective, theta: Array, *, steps: int = 200, tolerance: float = 1e-10) -> float:

@@ -13,13 +13,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from iobs.errors import ProblemError
 from iobs.optimize import auto, choices, proposals
 from iobs.optimize.choices import Choice
 from iobs.optimize.curvature import Curvature, ScaledIdentity, largest_eigenvalue
 from iobs.optimize.designs import Array
 from iobs.optimize.objectives import LinearModel
-from iobs.optimize.problem import DENSE_LIMIT, Problem
+from iobs.optimize.problem import Problem, require_storable
 from iobs.optimize.refit import minimise_on_all
 
 
@@ -83,10 +82,7 @@ class SparseNewton:
     def begin(self, problem: Problem, theta: Array | None) -> State:
         """Pruning (nested or stationary) starts from the dense minimiser unless told otherwise, the rest from zero."""
         if theta is None and (self.nested or self.stationary):
-            if problem.dimension > DENSE_LIMIT:
-                raise ProblemError(
-                    f"Pruning a dense minimiser stores H: at most {DENSE_LIMIT} coordinates, got {problem.dimension}."
-                )
+            require_storable("Pruning a dense minimiser stores H", problem.dimension)
             theta = minimise_on_all(problem.objective, np.zeros(problem.dimension))
         return state_at(problem, theta)
 

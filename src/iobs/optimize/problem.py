@@ -57,6 +57,10 @@ class Problem:
         """Coordinates that are always in the support."""
         return self.objective.forced
 
+    def damping_or(self, own: float | None) -> float | None:
+        """A method's own damping where it has one, else what was asked for."""
+        return self.damping if own is None else own
+
     @property
     def dear(self) -> bool:
         """Whether every column of the Hessian costs a differentiation of its own."""
@@ -114,6 +118,16 @@ class Problem:
     def feasible(self, theta: Array) -> bool:
         """Whether theta has at most k non-zero free entries."""
         return int(np.count_nonzero(theta)) - int(np.count_nonzero(theta[self.forced])) <= self.k
+
+
+def require_storable(what: str, dimension: int) -> None:
+    """Refuse to store H of too many coordinates.
+
+    Raises:
+        ProblemError: there are more than `DENSE_LIMIT`; says what would store it.
+    """
+    if dimension > DENSE_LIMIT:
+        raise ProblemError(f"{what}: at most {DENSE_LIMIT} coordinates, got {dimension}.")
 
 
 def _equilibrated(objective: TorchObjective) -> Array:

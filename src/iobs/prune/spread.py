@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from iobs.core.patterns import NM, Pattern, Unstructured
+from iobs.core.patterns import NM, Pattern, Unstructured, require_pattern
 from iobs.errors import PatternError
 from iobs.prune.layers import Layer, Selection
 
@@ -15,8 +15,7 @@ def require_fit(selection: Selection, pattern: Pattern) -> None:
     Raises:
         PatternError: some do not, or it is no pattern at all.
     """
-    if not hasattr(pattern, "groups"):
-        raise PatternError(f"{pattern!r} is no pattern: give Unstructured(0.5) or NM(2, 4), say.")
+    require_pattern(pattern)
     misfits, reason = [], ""
     for layer in selection.layers:
         try:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iobs.core.patterns import Pattern
+from iobs.core.patterns import Pattern, require_pattern
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.errors import DampingWarning, NotPositiveDefiniteError, PatternError, ProblemError
+from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError
 from iobs.solvers.admm import ADMM
 from iobs.solvers.base import Budget, Refinement, Solver
 from iobs.solvers.exact import Exact
@@ -133,8 +133,7 @@ def _solve_all(
     for quadratic, pattern in zip(quadratics, patterns, strict=True):
         if not quadratic.shape[0]:
             raise ProblemError(f"{name} has no rows, so there is nothing to solve.")
-        if not hasattr(pattern, "groups"):
-            raise PatternError(f"{pattern!r} is no pattern: give Unstructured(0.5) or NM(2, 4), say.")
+        require_pattern(pattern)
         pattern.groups(quadratic.shape)
     if not damping >= 0:
         raise ProblemError(f"damping must not be negative, got {damping}; 0.01 is usual for the layers of a network.")
