@@ -120,7 +120,7 @@ def certify(
         raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
     search = _Search(problem, fit, gap, begun, seconds, max_nodes)
     found = search.run(_FIRST_SHARE)
-    if found.closed or problem.size == 0 or not search.usable().size:
+    if found.closed or problem.size == 0:
         return found
     lower, margin = _bound_in_boxes(search, found.lower, begun + 0.9 * seconds)
     if lower <= found.lower:
