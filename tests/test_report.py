@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -236,6 +237,16 @@ def test_json_and_back(tmp_path):
     report.write_report(made, tmp_path)
     assert report.read_report(tmp_path / "report.json") == made
     assert (tmp_path / "report.html").read_text(encoding="utf8").startswith("<!doctype html>")
+
+
+def test_numbers_that_json_lacks_go_as_strings_and_come_back(tmp_path):
+    made = make_report(scores={"validation": {"perplexity": math.inf, "kl": -math.inf}})
+    report.write_report(made, tmp_path)
+    text = (tmp_path / "report.json").read_text(encoding="utf8")
+    assert "Infinity" in json.loads(text, parse_constant=pytest.fail)["scores"]["validation"]["perplexity"]
+    assert report.read_report(tmp_path / "report.json") == made
+    (back,) = numbers.from_json(numbers.to_json([math.nan]))
+    assert math.isnan(back)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"rounds": []}', None])

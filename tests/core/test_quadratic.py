@@ -118,6 +118,11 @@ def test_relative_error_is_zero_at_the_centre_and_one_at_zero(hessian, centre):
 def test_malformed_problems(hessian, centre):
     for error, make in (
         (ProblemError, lambda: Quadratic(hessian, None)),
+        (ProblemError, lambda: Quadratic(hessian.numpy(), centre)),
+        (ProblemError, lambda: Quadratic(hessian, centre.numpy())),
+        (ProblemError, lambda: Quadratic.at(centre.numpy(), hessian)),
+        (ProblemError, lambda: Quadratic.at(centre, hessian.tolist())),
+        (ProblemError, lambda: Quadratic.newton(centre, centre.tolist(), hessian)),
         (ProblemError, lambda: Quadratic(hessian, centre[0])),
         (ProblemError, lambda: Quadratic(hessian[:, :4], centre)),
         (ProblemError, lambda: Quadratic(hessian, centre, centre[:1])),

@@ -103,6 +103,24 @@ def test_torch_functions_take_the_same_road(rng):
     np.testing.assert_allclose(result.theta, truth, atol=1e-10)
 
 
+@pytest.mark.parametrize("method", ["auto", "topk_iobs", "iobs"])
+def test_torch_functions_that_depend_on_nothing_or_are_not_finite(method):
+    constant = from_torch(lambda t: torch.tensor(3.0, dtype=t.dtype), 5)
+    assert minimize(constant, 2, method=method).loss == 3
+    one = minimize(from_torch(lambda t: (t[0] - 1) ** 2, 5), 2, method=method)
+    np.testing.assert_allclose(one.theta, [1, 0, 0, 0, 0], atol=1e-8)
+    for function in (torch.log, torch.sqrt):
+        with pytest.raises(NonFiniteError, match="at zero"):
+            minimize(from_torch(lambda t, f=function: f(t).sum(), 5), 2, method=method)
+
+
+def test_a_likelihood_of_the_wrong_sign_is_no_optimum(rng):
+    X, y = torch.from_numpy(rng.standard_normal((40, 6))), torch.from_numpy(rng.poisson(2.0, 40))
+    likelihood = from_torch(lambda t: (y * (X @ t) - torch.exp(X @ t)).sum(), 6)
+    assert minimize(likelihood, 2).message == auto.RUNAWAY
+    assert minimize(from_torch(lambda t: -likelihood.function(t), 6), 2).message == auto.LOCAL_MODEL
+
+
 @pytest.mark.parametrize(("rho", "k"), [(0.0, 60), (0.0, 70), (0.9, 60)])
 def test_hard_under_determined_recovery(rho, k):
     rng = np.random.default_rng(77)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -172,11 +171,13 @@ def _claim(output: Path) -> None:
 
 def _keep(trials: list[Trial], dense: float, output: Path | None) -> None:
     """Write what is known so far; where that fails, the work goes on, and the table is still shown."""
+    from iobs.report.numbers import to_json
+
     if output is None:
         return
     partial = output / f".{RESULTS}.partial"
     try:
-        partial.write_text(json.dumps(_values(trials, dense), indent=1) + "\n", encoding="utf8")
+        partial.write_text(to_json(_values(trials, dense)) + "\n", encoding="utf8")
         partial.replace(output / RESULTS)
     except OSError as error:
         console.say(f"Warning: {output / RESULTS} cannot be written: {error.strerror}.")

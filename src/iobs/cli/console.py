@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from functools import cache
@@ -62,7 +61,9 @@ def say(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """A result for other programs."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+    from iobs.report.numbers import to_json
+
+    sys.stdout.write(to_json(value) + "\n")
 
 
 class ErrorsAsLines(TyperGroup):

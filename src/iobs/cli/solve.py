@@ -235,12 +235,11 @@ def _certificate(objective: Objective, size: int, best: Fit, seconds: float) -> 
 
 
 def _write(file: Path, model: dict[str, Any]) -> None:
-    import json
-
     from iobs.errors import OutputError
+    from iobs.report.numbers import to_json
 
     try:
-        file.write_text(json.dumps(model, indent=2) + "\n")
+        file.write_text(to_json(model) + "\n")
     except OSError as error:
         raise OutputError(f"Cannot write {file}: {error.strerror}.") from error
     console.say(f"Wrote {file}")

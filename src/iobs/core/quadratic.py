@@ -101,6 +101,7 @@ class Quadratic:
     ) -> None:
         # A layer's own weight is a parameter that asks for gradients; the factorisations here know of none. A Hessian
         # that asks for none stays the same object: that is how problems are known to share it.
+        _require_tensors(hessian, linear=linear, anchor=anchor)
         asks = isinstance(hessian, Tensor) and hessian.requires_grad
         self.hessian = hessian.detach() if asks else hessian  # type: ignore[union-attr]
         self.anchor = None if anchor is None else anchor.detach()
@@ -151,6 +152,7 @@ class Quadratic:
     @classmethod
     def at(cls, centre: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
         """1/2 (v - c) H (v - c)^T up to a constant: the layer problem min ||W X - V X||^2 with c = W, H = X X^T."""
+        _require_tensors(hessian, centre=centre)
         centre = centre.to(hessian.dtype) if isinstance(hessian, Tensor) else centre
         return cls(hessian, None, centre, centred=True)
 
@@ -190,6 +192,7 @@ class Quadratic:
     @classmethod
     def newton(cls, point: Tensor, gradient: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
         """The second-order model of a smooth f at `point` (paper, eq. WT-iter): its centre is the Newton point."""
+        _require_tensors(hessian, point=point, gradient=gradient)
         return cls(hessian, _operator(hessian).matmul(point) - gradient, point)
 
     @property
@@ -319,6 +322,13 @@ def relative_error(problem: Quadratic, weight: Tensor) -> float:
     error = (_double_product(difference, problem.hessian, problem.dtype) * difference).sum()
     size = (_double_product(centre, problem.hessian, problem.dtype) * centre).sum()
     return float(error / size) if float(size) > 0 else 0.0
+
+
+def _require_tensors(hessian: object, **rows: object) -> None:
+    found = {"Hessian": hessian} if not hasattr(hessian, "matmul") else {}
+    found |= {name: value for name, value in rows.items() if not (value is None or isinstance(value, Tensor))}
+    for name, value in found.items():
+        raise ProblemError(f"The {name} must be a torch tensor, got {type(value).__name__}; torch.as_tensor makes one.")
 
 
 def _is_finite(tensor: Tensor) -> bool:

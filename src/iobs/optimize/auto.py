@@ -38,6 +38,8 @@ LOCAL_MODEL = (
     "1-swap optimal by the second-order model: no exchange of two coordinates is predicted to lower f and does"
 )
 
+RUNAWAY = "the gradient does not vanish where the best fit ended: f may fall without bound there (check its sign)"
+
 _AGREEMENTS = 2  # stages in a row that must return to the same support, where a swap is not cheap
 _MANY_AGREEMENTS = 6  # and where it is: with noise they soon agree, without any they do not until they are right
 _WORK_LIMIT = 4e8  # multiplications of one iteration of adaptive damping

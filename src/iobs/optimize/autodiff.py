@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,10 +50,7 @@ class TorchObjective:
         """f and its gradient by reverse differentiation."""
         point = self._tensor(theta).requires_grad_()
         value = self._evaluate(point)
-        if not value.requires_grad:
-            return float(value), np.zeros(self.dimension)
-        (gradient,) = torch.autograd.grad(value, point, allow_unused=True)
-        return float(value.detach()), np.zeros(self.dimension) if gradient is None else _numpy(gradient)
+        return float(value.detach()), _numpy(_derivative(value, point))
 
     def hessian_product(self, theta: Array, vector: Array) -> Array:
         """H v, reverse over reverse."""
@@ -61,7 +59,7 @@ class TorchObjective:
     def hessian_products(self, theta: Array, vectors: Array) -> Array:
         """H v for every row v, (m, d); the same graph serves them all."""
         point = self._tensor(theta).requires_grad_()
-        (gradient,) = torch.autograd.grad(self._evaluate(point), point, create_graph=True)
+        gradient = _derivative(self._evaluate(point), point, create_graph=True)
         return _second_derivative(gradient, point, self._tensor(vectors))
 
     def hessian_block(self, theta: Array, support: Indices) -> Array:
@@ -69,7 +67,7 @@ class TorchObjective:
         index = torch.from_numpy(support)
         base = self._tensor(theta)
         part = base[index].clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(self._evaluate(base.index_put((index,), part)), part, create_graph=True)
+        gradient = _derivative(self._evaluate(base.index_put((index,), part)), part, create_graph=True)
         block = _second_derivative(gradient, part, torch.eye(support.size, dtype=self.dtype))
         return 0.5 * (block + block.T)
 
@@ -121,12 +119,18 @@ def from_torch(
     return TorchObjective(function, d, dtype)
 
 
+def _derivative(value: torch.Tensor, point: torch.Tensor, **keep: Any) -> torch.Tensor:
+    """The gradient of a number, zero where it does not depend on the point; `keep` is for `torch.autograd.grad`."""
+    if not value.requires_grad:
+        return torch.zeros_like(point)
+    (gradient,) = torch.autograd.grad(value, point, materialize_grads=True, **keep)
+    return gradient
+
+
 def _second_derivative(gradient: torch.Tensor, point: torch.Tensor, vectors: torch.Tensor) -> Array:
-    if not gradient.requires_grad:
-        return np.zeros((vectors.shape[0], point.numel()))
     # One product at a time: the batched form is no faster. As the derivative of a number, not of a vector with weights:
     # checking those weights loads half of torch's compiler, seconds of it, when it is first done.
-    products = [torch.autograd.grad(gradient @ row, point, retain_graph=True)[0] for row in vectors]
+    products = [_derivative(gradient @ row, point, retain_graph=True) for row in vectors]
     return _numpy(torch.stack(products)) if products else np.zeros((0, point.numel()))
 
 

@@ -180,6 +180,8 @@ class BestKnown:
         stage = next(state.memory, None)
         if stage is None:
             text = auto.LOCAL if problem.objective.quadratic else auto.LOCAL_MODEL
+            if not proposals.settled(problem, state.theta, state.gradient):
+                text = auto.RUNAWAY
             return State(state.theta, state.value, state.gradient, state.memory, True, False, text)
         fit = stage.fit
         message = auto.GLOBAL if stage.optimal and problem.size else stage.name

@@ -14,7 +14,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from iobs.core.quadratic import Quadratic
-from iobs.errors import ProblemError
+from iobs.errors import NonFiniteError, ProblemError
 from iobs.optimize.designs import Array, Indices, as_vector
 from iobs.optimize.methods import Method, State
 from iobs.optimize.models import QuadraticObjective
@@ -106,7 +106,7 @@ def minimize(
 
     Raises:
         ProblemError: k outside [0, d], an unknown method, a start of the wrong length, tol or max_steps out of range.
-        NonFiniteError: NaN or infinity in the start.
+        NonFiniteError: NaN or infinity in the start, or in f or its gradient at zero.
     """
     if isinstance(objective, Quadratic):
         objective = QuadraticObjective.of(objective)
@@ -117,6 +117,7 @@ def minimize(
     # each other on small systems: on a busy machine they cost a factor of a hundred.
     limit = 1 if objective.rank * objective.dimension <= _ONE_THREAD else None
     with _blas().limit(limits=limit, user_api="blas"), np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        _require_finite(objective)
         return run(problem, _method(method), _start(objective, theta0), max_steps, tol, callback)
 
 
@@ -174,6 +175,13 @@ def _method(method: str | Method) -> Method:
     if method not in METHODS:
         raise ProblemError(f"There is no method {method!r}; choose one of {', '.join(METHODS)}.")
     return METHODS[method]()
+
+
+def _require_finite(objective: Objective) -> None:
+    """Sparse vectors lie about zero, and methods measure from there, wherever they start."""
+    value, gradient = objective.value_and_gradient(np.zeros(objective.dimension))
+    if not (np.isfinite(value) and np.isfinite(gradient).all()):
+        raise NonFiniteError("f or its gradient is NaN or infinite at zero; give a function that is finite there.")
 
 
 def _start(objective: Objective, theta0: Array | None) -> Array | None:

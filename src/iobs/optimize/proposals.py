@@ -124,6 +124,12 @@ def solved(problem: Problem, fit: Fit) -> bool:
     return bool(slope <= tolerance * size and slope <= _SHRUNK * problem.first_slope)
 
 
+def settled(problem: Problem, theta: Array, gradient: Array) -> bool:
+    """Whether the gradient nearly vanishes on the support, as it does wherever f has a minimiser on it."""
+    slope = float(np.abs(gradient / problem.scale)[theta != 0].max(initial=0.0))
+    return slope <= _SHRUNK * problem.first_slope
+
+
 def message_passing(columns: Array, target: Array, k: int, *, steps: int = 250, damping: float = 0.5) -> Array:
     """Approximate message passing for y = A x, with a prior learned on the way; returns scores |x_j| (d,).
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from iobs.errors import DataError
 from iobs.prune.record import Report
 from iobs.report.card import render_card
+from iobs.report.numbers import from_json, to_json
 from iobs.report.page import render_page
 from iobs.report.tables import audit_table, layers_table, rounds_table, scores_table, summary_lines
 
@@ -26,7 +26,7 @@ __all__ = [
 
 def write_report(report: Report, directory: Path) -> None:
     """Write `report.json` and `report.html` into an existing directory."""
-    (directory / "report.json").write_text(json.dumps(report.as_dict(), indent=1, default=str) + "\n", encoding="utf8")
+    (directory / "report.json").write_text(to_json(report.as_dict()) + "\n", encoding="utf8")
     (directory / "report.html").write_text(render_page(report), encoding="utf8")
 
 
@@ -37,7 +37,7 @@ def read_report(file: Path) -> Report:
         DataError: the file is missing or is not such a report.
     """
     try:
-        return Report.from_dict(json.loads(file.read_text(encoding="utf8")))
+        return Report.from_dict(from_json(file.read_text(encoding="utf8")))
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,13 @@
-"""Numbers as people read them."""
+"""Numbers as people read them, and as other programs do."""
 
 from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+_INFINITE = {json.dumps(value): value for value in (math.inf, -math.inf, math.nan)}  # JSON has no numbers for them
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -45,3 +52,32 @@ def size(count: float) -> str:
 def higher_is_better(metric: str) -> bool:
     """Whether a larger value of a metric is the better one."""
     return not any(word in metric for word in ("perplexity", "loss", "kl", "error", "seconds"))
+
+
+def to_json(value: Any) -> str:
+    """Plain values as JSON that every parser reads; what is not finite becomes "Infinity", "-Infinity" or "NaN"."""
+    return json.dumps(
+        _mapped(value, lambda leaf: json.dumps(leaf) if _is_infinite(leaf) else leaf), indent=1, default=str
+    )
+
+
+def from_json(text: str) -> Any:
+    """Read what `to_json` wrote.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    return _mapped(json.loads(text), lambda leaf: _INFINITE.get(leaf, leaf) if isinstance(leaf, str) else leaf)
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A tree of dictionaries and lists with every leaf changed."""
+    if isinstance(value, dict):
+        return {key: _mapped(entry, change) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(entry, change) for entry in value]
+    return change(value)
