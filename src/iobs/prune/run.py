@@ -72,7 +72,6 @@ class Run:
             for step in (bench.settings.step, bench.settings.polish)
         )
         bench.settings = replace(bench.settings, step=step, polish=polish)
-        bench.judges = bench.judging(bench.heldout)
         loss = bench.loss_on(bench.judges)  # where it is NaN, the walk names the layer that makes it so
         if loss is None:
             bench.loss_on(bench.fit.first(1))  # data without targets is to be known now, not after a projection
@@ -192,7 +191,7 @@ class Run:
         bench = self.bench
         # As many calibration samples as are held out say as much, and a round's measurement stays cheap.
         # With none held out the rounds are compared by it, so on the same samples whatever they were solved for.
-        compared = bench.judging(portion.first(bench.heldout.samples)) if bench.heldout.batches else bench.fit
+        compared = bench.with_copies(portion.first(bench.heldout.samples)) if bench.heldout.batches else bench.fit
         record.loss_calibration = bench.measure(compared)
         record.loss_heldout = bench.measure(bench.judges)
         record.seconds = time.perf_counter() - began

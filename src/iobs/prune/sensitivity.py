@@ -82,13 +82,13 @@ class Planner:
     measured: dict[Layer, Measured] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.fit, judges = split(self.calibration, _JUDGES, self.seed)
-        self.judges = Part(judges.batches + self.heldout.batches, judges.numbers + self.heldout.numbers)
+        self.fit, rest = split(self.calibration, _JUDGES, self.seed)
+        self.unseen = Part(rest.batches + self.heldout.batches, rest.numbers + self.heldout.numbers)
 
     @property
     def answers(self) -> int:
         """How many answers of the network a search is judged by."""
-        return sum(batches.size(batch) * batches.positions(batch) for batch in self._jury.batches)
+        return sum(batches.size(batch) * batches.positions(batch) for batch in self._judges.batches)
 
     def allocate(self, pattern: Pattern, allocation: Allocation) -> tuple[dict[Layer, int], list[AllocationRecord]]:
         """How many entries every layer keeps, and why; layers that the network feeds nothing are left out.
@@ -125,7 +125,7 @@ class Planner:
                 if allocation.criterion == "evolve":
                     self.measured[layer].statistics = statistics
 
-        calibration, heldout = (part.first(part.samples, CURVE_TOKENS) for part in (self.fit, self.judges))
+        calibration, heldout = (part.first(part.samples, CURVE_TOKENS) for part in (self.fit, self.unseen))
         walk = Walk(self.model, calibration, heldout, self.layers, self.chain, seed=self.seed, positions=_POSITIONS)
         return walk.sweep(visit)
 
@@ -181,15 +181,15 @@ class Planner:
             return mean_loss(self.model, probe, kl_to_answers)
 
     @cached_property
-    def _jury(self) -> Part:
+    def _judges(self) -> Part:
         """Samples with the dense network's answers beside them; first asked for while the model is dense."""
-        part = self.judges if self.judges.batches else self.calibration
+        part = self.unseen if self.unseen.batches else self.calibration
         return answered(self.model, part.first(PROBE, PROBE_TOKENS), _ANSWERS)
 
     @cached_property
     def _probe(self) -> Part:
         """What every layer's own damage is measured on."""
-        return self._jury.first(probed(len(self.layers)))
+        return self._judges.first(probed(len(self.layers)))
 
     # ---- search
     def _evolve(
@@ -203,10 +203,10 @@ class Planner:
         if len(layers) < 2:
             return counts
         generator = torch.Generator().manual_seed(self.seed)
-        jury = self._jury
+        judges = self._judges
         weights = {layer: self._at(layer, counts[layer]) for layer in self.layers}
         with self._written(weights):
-            best = mean_loss(self.model, jury, kl_to_answers)
+            best = mean_loss(self.model, judges, kl_to_answers)
         for generation in range(1, generations + 1):
             self.told("moves of weights between layers", generation, generations)
             giver, taker = (layers[i] for i in torch.randperm(len(layers), generator=generator)[:2].tolist())
@@ -218,7 +218,7 @@ class Planner:
             trial = {giver: counts[giver] - moved, taker: counts[taker] + moved}
             changed = {layer: self._at(layer, keep) for layer, keep in trial.items()}
             with self._written({**weights, **changed}):
-                found = mean_loss(self.model, jury, kl_to_answers)
+                found = mean_loss(self.model, judges, kl_to_answers)
             if found < best:
                 best, counts, weights = found, {**counts, **trial}, {**weights, **changed}
         return counts

@@ -74,7 +74,6 @@ class Workbench:
         self.original = {name: value.detach().clone() for name, value in own}
         self.reference = self._frozen_copy() if self._needs_reference() else None
         self.loss_name, self.loss = self._loss(settings.step)
-        self.judges = self.heldout
         self.notes: list[str] = []
         self.ranks = current()
         for portion in self.portions:
@@ -166,8 +165,13 @@ class Workbench:
         part = self.heldout if self.heldout.batches else self.fit
         return mean_loss(self.model, part, kl_to(self.reference))
 
-    def judging(self, part: Part) -> Part:
-        """Samples that networks are compared on: with altered copies, where gradient steps see altered ones."""
+    @cached_property
+    def judges(self) -> Part:
+        """The samples that rounds are judged by: the held-out ones, as `with_copies` has them."""
+        return self.with_copies(self.heldout)
+
+    def with_copies(self, part: Part) -> Part:
+        """Samples to compare networks on: with altered copies, where gradient steps see altered ones."""
         step = self.settings.polish or self.settings.step
         if step is None or not part.batches:
             return part
