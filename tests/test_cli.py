@@ -177,6 +177,15 @@ def test_prune_to_a_pattern_and_check_it(run, tmp_path, pattern):
     assert "1:4 allows 1" in one_error(run("inspect", out, "--pattern", "1:4", code=1))
 
 
+def test_a_share_that_was_spread_over_layers_is_checked_of_all_together(run, tmp_path, classifier):
+    out = tmp_path / "out"
+    network = (f"{classifier}:net", "--data", f"{classifier}:batches")
+    run("prune", *network, "-o", out, "--sparsity", "0.5", "--allocation", "kl")
+    assert len({row.sparsity for row in read_report(out / "report.json").audit}) > 1
+    assert "among which zeros were spread, satisfy" in run("inspect", out, "--pattern", "0.5").output
+    assert "asks for" in one_error(run("inspect", out, "--pattern", "0.8", code=1))
+
+
 def test_dry_run_writes_nothing(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = run("prune", "--dry-run", *SMALL).output

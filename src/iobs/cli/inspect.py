@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 def inspect(
     directory: Annotated[Path, typer.Argument(help="A directory with safetensors files.")],
     pattern: Annotated[
-        str | None, typer.Option(help="Also check this pattern in every layer that was pruned: 2:4, 0.5.")
+        str | None,
+        typer.Option(
+            help="Also check this pattern in every layer that was pruned: 2:4, 0.5 (a share that was spread: of all)."
+        ),
     ] = None,
     all_layers: Annotated[bool, typer.Option("--all", help="List the dense matrices too.")] = False,
     trust_remote_code: console.TrustRemoteCode = False,
@@ -83,7 +86,7 @@ def _audited(directory: Path, pattern: str | None, trust_remote_code: bool) -> _
     """
     from iobs import models
     from iobs.core import patterns
-    from iobs.prune.audit import audit, require_promised
+    from iobs.prune.audit import audit, check_together, require_promised
     from iobs.prune.layers import find_layers
 
     file, report = _report(directory)
@@ -97,8 +100,13 @@ def _audited(directory: Path, pattern: str | None, trust_remote_code: bool) -> _
         # Through the model, since a file does not tell which way round a matrix is multiplied.
         module = models.load(directory, trust_remote_code=trust_remote_code).module
         known = promised <= {layer.name for layer in find_layers(module)}
-        rows = audit(module, wanted, promised if promised and known else None)
-        checked.append(f"every one of these layers satisfies {wanted}")
+        if report is not None and report.allocation and known and isinstance(wanted, patterns.Unstructured):
+            rows = audit(module)
+            check_together([row for row in rows if row.name in promised], wanted)
+            checked.append(f"these layers, among which zeros were spread, satisfy {wanted} together")
+        else:
+            rows = audit(module, wanted, promised if promised and known else None)
+            checked.append(f"every one of these layers satisfies {wanted}")
     if promised and known:
         sparse = [row for row in rows if row.name in promised]
     else:

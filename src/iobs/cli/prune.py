@@ -35,7 +35,9 @@ def prune(
         Path | None,
         typer.Option("--output", "-o", metavar="DIR", help="Directory to write; new, or empty.", show_default=False),
     ] = None,
-    sparsity: Annotated[float | None, _option("SHARE", "Share of zeros; 0.5 if nothing is given.")] = None,
+    sparsity: Annotated[
+        float | None, _option("SHARE", "Share of zeros in the pruned layers; 0.5 if nothing is given.")
+    ] = None,
     pattern: Annotated[str | None, _option("N:M", "Instead: keep N of every M neighbours, as 2:4 or 4:8.")] = None,
     rounds: Annotated[
         int | None, _option("N", "Rounds of I-OBS. More than one alone is --recipe best, which may find one enough.")
@@ -48,7 +50,10 @@ def prune(
     ] = False,
     low_memory: Annotated[
         bool,
-        typer.Option("--low-memory", help="One block in memory at a time; with --dry-run, only say what it takes."),
+        typer.Option(
+            "--low-memory",
+            help="One block in memory at a time, no recipes, no steps; with --dry-run, only say what it takes.",
+        ),
     ] = False,
     data: console.Data = None,
     samples: Annotated[int, _option("N", "Calibration samples.", console.DATA_PANEL, default=True, least=1)] = 128,
@@ -66,15 +71,25 @@ def prune(
         float | None, _option("SHARE", "Samples kept aside to judge by; 0.1, with --low-memory 0.", console.DATA_PANEL)
     ] = None,
     eval_data: Annotated[
-        list[str] | None, _option("SOURCE", "Score the model before and after on this.", console.DATA_PANEL)
+        list[str] | None,
+        _option(
+            "SOURCE",
+            "Score the model before and after on this; left out, only the embedded one is scored.",
+            console.DATA_PANEL,
+        ),
     ] = None,
     solver: Annotated[
         str | None, _option("NAME", "admm (default), sparsegpt, obc, wanda, magnitude or exact.", _METHOD)
     ] = None,
     refine: Annotated[str | None, _option("NAME", "refit or swap, after the solver.", _METHOD)] = None,
-    budget: Annotated[str | None, _option("NAME", "fast, default or best: time against error.", _METHOD)] = None,
+    budget: Annotated[
+        str | None, _option("NAME", "Of admm: fast, default or best, time against error; no recipe.", _METHOD)
+    ] = None,
     allocation: Annotated[
-        str | None, _option("NAME", "Of sparsity over layers: uniform, error, fisher, kl, evolve, auto.", _METHOD)
+        str | None,
+        _option(
+            "NAME", "Of sparsity over layers: uniform (without a recipe), error, fisher, kl, evolve, auto.", _METHOD
+        ),
     ] = None,
     target: Annotated[
         str | None,
@@ -92,10 +107,17 @@ def prune(
     batch_norm: Annotated[str | None, _option("NAME", "keep its statistics or update them.", _METHOD)] = None,
     seed: Annotated[int, _option("N", "Seed of every random choice.", _METHOD, default=True)] = 0,
     steps: Annotated[int | None, _option("N", "Steps after each round but the last.", _STEPS, least=1)] = None,
-    lr: Annotated[str | None, _option("RATE", "Step size, 0.01, or auto: by short trials.", _STEPS)] = None,
-    optimizer: Annotated[str | None, _option("NAME", "sgd (default), momentum, adam or auto.", _STEPS)] = None,
+    lr: Annotated[
+        str | None, _option("RATE", "Step size, or auto: by short trials; without a recipe 0.01.", _STEPS)
+    ] = None,
+    optimizer: Annotated[
+        str | None, _option("NAME", "sgd, momentum, adam or auto; without a recipe sgd.", _STEPS)
+    ] = None,
     loss: Annotated[
-        str | None, _option("NAME", "task (default), kl to the dense model, or block for its blocks' outputs.", _STEPS)
+        str | None,
+        _option(
+            "NAME", "task, kl to the dense model, or block for its blocks' outputs; without a recipe task.", _STEPS
+        ),
     ] = None,
     polish: Annotated[
         int | None,

@@ -20,23 +20,36 @@ if TYPE_CHECKING:
 
 
 def solve(
-    data: Annotated[Path, typer.Argument(help="A .csv with a header, a .parquet, or an .npz with X and y.")],
+    data: Annotated[
+        Path,
+        typer.Argument(
+            help="A .csv or .tsv with a header, a .parquet (by pyarrow), or an .npz with X and y, or columns."
+        ),
+    ],
     target: Annotated[str, typer.Option(help="The column to be explained.")] = "y",
     k: Annotated[
         str, typer.Option("-k", help="How many columns explain it; or cv, bic, ebic, aic to have it chosen.")
     ] = "ebic",
     loss: Annotated[
-        str, typer.Option(help="squared, logistic (two classes) or poisson; auto looks at the target.")
+        str,
+        typer.Option(
+            help="squared, logistic (two classes) or poisson; auto: logistic for text or 0 and 1, else squared."
+        ),
     ] = "auto",
     ridge: Annotated[
-        float, typer.Option(min=0.0, help="Weight of half the squared coefficients, per standard deviation.")
+        float,
+        typer.Option(
+            min=0.0,
+            help="Weight of half the squared coefficients, per standard deviation, against the loss summed over rows.",
+        ),
     ] = 0.0,
     drop: Annotated[list[str] | None, typer.Option(help="A column to leave out; repeat.", show_default=False)] = None,
     force: Annotated[
         list[str] | None, typer.Option(help="A column that is always in, not counted; repeat.", show_default=False)
     ] = None,
     certify: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0, help="Bound the distance from the best support.")
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, help="Bound the distance from the best support; squared loss only."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the model as JSON.", show_default=False)

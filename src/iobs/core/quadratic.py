@@ -305,7 +305,10 @@ class Solution:
 
     @cached_property
     def loss(self) -> Tensor:
-        """(rows,) float64, q of each row. Computed when first asked for: it costs a product in float64."""
+        """(rows,) float64, q of each row, without the constant that would make it a squared error.
+
+        Computed when first asked for: it costs a product in float64.
+        """
         return self.problem.loss(self.weight)
 
     @classmethod

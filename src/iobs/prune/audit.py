@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from iobs.core.patterns import NM, Pattern
+from iobs.core.patterns import NM, Pattern, Unstructured
 from iobs.errors import AuditError, ModelError, PatternError
 from iobs.prune.layers import Layer, find_layers, projections
 from iobs.prune.record import AuditRow
@@ -26,7 +26,8 @@ def audit(
 
     Args:
         source: a network, or a directory (or one file) of safetensors, whose matrices are read as (outputs, inputs).
-        pattern: if given, it is checked in the layers that were pruned, of which there must be one.
+        pattern: if given, it is checked in every layer that was pruned, of which there must be one. After an
+            allocation (recipes "fast" and "best") a share holds for all of them together, and not for each.
         layers: names of the layers that were pruned; by default those with at least a tenth of the zeros that the
             pattern asks for, as trained weights hold a zero here and there.
 
@@ -84,7 +85,21 @@ def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
         where = f"a group of {groups.size}" if isinstance(pattern, NM) else f"{groups.size} entries"
         raise AuditError(
             f"Layer {name!r} keeps {worst} of {where} where the pattern {pattern} allows {groups.keep}. "
-            "It was pruned to another pattern, or something wrote into the weights afterwards."
+            "It was pruned to another pattern, or zeros were spread over layers, or something wrote into the weights."
+        )
+
+
+def check_together(rows: Sequence[AuditRow], pattern: Unstructured) -> None:
+    """Raise where layers among which zeros were spread have fewer of them, in all, than a pattern asks for.
+
+    Raises:
+        AuditError: with both counts.
+    """
+    zeros, weights = sum(row.zeros for row in rows), sum(row.weights for row in rows)
+    asked = asked_zeros(pattern, (1, weights))
+    if zeros < asked:
+        raise AuditError(
+            f"The {len(rows)} pruned layers have {zeros:,} zeros, and {pattern} asks for {asked:,} of them."
         )
 
 

@@ -61,35 +61,36 @@ def prune(
     Args:
         model: any `nn.Module` on any device. If the run fails or is interrupted its weights are as before.
         batches: calibration data: tensors, tuples (inputs, targets), or mappings as Hugging Face models take.
-        pattern: `Unstructured` or `NM`, for every pruned layer.
+        pattern: `Unstructured` or `NM`, for every pruned layer; with an allocation (recipes "fast" and "best") a
+            sparsity is the share of all pruned layers together. Layers left dense are not counted.
         solver: of the layer problems: "admm" (default), "sparsegpt", "obc", "magnitude", "wanda", "exact", or any
             `iobs.solvers.Solver`.
-        budget: "fast", "default" or "best": time against error.
+        budget: of "admm" alone, and no recipe: "fast", "default" or "best", time against error.
         refine: "refit", "swap" or None: improves each layer's solution.
         damping: relative to the mean of the Hessian's diagonal; 0.01 by default.
-        rounds: projections. Between them `step` is taken; the best round by held-out loss wins.
-        schedule: sparsity of the rounds: "constant", or "cubic" growth towards the asked one. Cubic rounds begin with
-            a projection to the asked sparsity, which stays a candidate, and then start again from the dense weights.
-            "auto" grows only where that first projection does damage, and otherwise goes straight to the polish.
+        rounds: projections, 1 by default. Between them `step` is taken; the best round by held-out loss wins.
+        schedule: sparsity of the rounds: "constant" (default), or "cubic" growth towards the asked one. Cubic rounds
+            begin with a projection to the asked sparsity, which stays a candidate, and then start again from the dense
+            weights. "auto" grows only where that first projection does damage, or else goes straight to the polish.
         step: gradient steps between rounds; False takes a recipe's away.
         polish: gradient steps on the final support, after the last round; False takes a recipe's away.
         recipe: "best", "fast" or "paper" sets solver, rounds, step, target and so on together; what is given
             explicitly overrides it. More than one round with neither recipe nor step means "best".
-        allocation: how the sparsity is spread over layers: "uniform" gives every layer the same; "error", "fisher",
-            "kl" and "evolve" keep the global count and spend it where it matters, "auto" as well as the data allows;
-            or an `Allocation` with bounds.
-        target: a layer imitates its "current" weights on its own inputs (as the paper), or the "dense" network's
-            output on inputs that have not drifted, or that of the "network" as it is when the sweep begins: dense in
-            the first, with the gradient steps in it later.
-        inputs: a layer's inputs come through the "pruned" layers before it, or from the "dense" network.
-        data: "fixed": every round sees all data; "fresh": each round sees its own share.
+        allocation: how the sparsity is spread over layers: "uniform" (default) gives every layer the same; "error",
+            "fisher", "kl" and "evolve" keep the global count and spend it where it matters, "auto" as well as the data
+            allows; or an `Allocation` with bounds.
+        target: a layer imitates its "current" weights on its own inputs (default, as the paper), or the "dense"
+            network's output on inputs that have not drifted, or that of the "network" as it is when the sweep begins:
+            dense in the first, with the gradient steps in it later.
+        inputs: a layer's inputs come through the "pruned" layers before it (default), or from the "dense" network.
+        data: "fixed" (default): every round sees all data; "fresh": each round sees its own share.
         include: name patterns of layers to prune, shell style or "re:..."; all by default.
         skip: name patterns of layers that stay dense.
         depthwise: prune depthwise convolutions too.
         keep_zeros: entries that are zero in the given network stay zero; a network is pruned further.
-        holdout: share of the samples kept aside: they choose the best round, damp the correction of drift and judge the
-            allocation.
-        batch_norm: "keep" the statistics, or "update" them on the calibration data after every projection.
+        holdout: share of the samples kept aside, 0.1 by default: they choose the best round, damp the
+            correction of drift and judge the allocation.
+        batch_norm: "keep" the statistics (default), or "update" them on the calibration data after every projection.
         seed: of the split, the order of steps and all else that is drawn.
         progress: is told how the run is getting on.
         checkpoint: a directory where everything dear is kept as soon as it is computed. A run that was killed ends,

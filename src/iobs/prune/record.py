@@ -123,7 +123,8 @@ class Report:
 
     `loss_name` says what `loss_calibration` and `loss_heldout` of the rounds measure; `dense_loss` is the dense
     network's own value on the held-out samples. Where gradient steps see altered samples these are losses on altered
-    copies too, several of each sample. `scores` holds whatever the caller measured, by name.
+    copies too, several of each sample. `best_round` is an index of `rounds`, polishes among them. `scores` holds
+    whatever the caller measured, by name.
     """
 
     settings: dict[str, Any]

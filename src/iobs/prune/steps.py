@@ -44,9 +44,9 @@ class GradientStep:
             whole rate at once, which an exactly refitted layer resents) and falls linearly to zero.
         batch_size: samples a step, or None for the batches as they are; "auto" is 64, or a tenth of all where
             that is less (16 at least), or 2048 tokens of text.
-        augment: changes a batch before it is used; "auto" is mirroring and shifts of pictures, as far as the dense
-            network's predictions stay the same under them, and, where it gives the answers (losses "kl" and "block"),
-            mixtures of two samples of real numbers; None changes nothing.
+        augment: changes a batch before it is used, (batch, torch.Generator) -> batch; "auto" is mirroring and shifts of
+            pictures, as far as the dense network's predictions stay the same under them, and, where it gives the
+            answers (losses "kl" and "block"), mixtures of two samples of real numbers; None changes nothing.
 
     Raises:
         ProblemError: a setting outside its range.
