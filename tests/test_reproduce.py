@@ -27,6 +27,7 @@ GIVEN = {
     "questions": "q.jsonl",
     "rounds": 2,
     "limit": 1,
+    "resume": True,
 }
 
 
@@ -42,7 +43,7 @@ def test_options_that_are_not_read_are_refused_at_once_in_one_message():
 @pytest.mark.parametrize("stand_in", [False, True])
 @pytest.mark.parametrize("entry", experiments(), ids=lambda entry: entry.name)
 def test_an_experiment_takes_what_it_names_and_nothing_else(entry, stand_in):
-    request = replace(PLAIN, stand_in=stand_in)
+    request = replace(PLAIN, stand_in=stand_in, output=Path("folder"))
     entry.check(request)
     for option in OPTIONS:
         one = replace(request, **{option: GIVEN[option]})
@@ -55,7 +56,7 @@ def test_an_experiment_takes_what_it_names_and_nothing_else(entry, stand_in):
 
 def test_the_options_of_the_networks_tables_are_those_of_the_help():
     assert find("table-cbs").reads == ("model", "data", "eval_data", "limit")
-    assert find("table-vit").stand_in_reads == ("rounds",)
+    assert find("table-vit").stand_in_reads == ("rounds", "resume")
     assert set(find("table-llama2").reads) == set(OPTIONS)
     assert "model" not in find("table-llm").stand_in_reads
 
@@ -98,6 +99,65 @@ def test_the_seed_draws_the_order_of_the_samples():
 
     assert torch.equal(weights(), weights(seed=0))
     assert not torch.equal(weights(), weights(seed=7))
+
+
+class Killed(Exception):
+    """Stands in for whatever ends a process."""
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_rounds_go_on_where_they_stopped(tmp_path, optimizer):
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(32, 6, generator=generator), torch.arange(32) % 3
+    settings = Settings("m", "d", 32, 0, 0.5, 4, 0.05, optimizer, batch_size=8)
+
+    def rounds(checkpoint=None, die_at=None):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            network = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        scored, said = [], []
+
+        def score(module):
+            scored.append(torch.nn.functional.cross_entropy(module(inputs), labels).item())
+            if len(scored) == die_at:
+                raise Killed
+            return {"loss": scored[-1]}
+
+        return iterate(network, [(inputs, labels)], settings, score, said.append, checkpoint=checkpoint), scored, said
+
+    whole, _, _ = rounds()
+    assert len({scores["loss"] for scores in whole}) == 5
+    for die_at in (3, 2):  # in round 2, and, resumed with its first score, in round 3
+        with pytest.raises(Killed):
+            rounds(tmp_path / "run", die_at)
+    again, scored, said = rounds(tmp_path / "run")
+    assert again == whole
+    assert len(scored) == 2
+    assert "rounds up to 2: taken from" in said[0]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["round 4", "rounds"]
+
+
+def test_a_table_that_was_stopped_goes_on_and_leaves_no_checkpoint(tmp_path, monkeypatch):
+    import iobs.paper.vision as vision
+
+    request = replace(PLAIN, stand_in=True, output=tmp_path, rounds=3, resume=True)
+    monkeypatch.setattr(vision, "stand_in_folder", lambda: None)
+    find("table-vit").check(request)
+    told = []
+
+    def stop(text):
+        told.append(text)
+        if text.startswith("round 2"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        table_vit.run(replace(request, say=stop))
+    (kept,) = tmp_path.glob("table-vit.*.checkpoint")
+    table_vit.run(replace(request, say=told.append))
+    assert any(text.startswith(f"rounds up to 1: taken from {kept}") for text in told)
+    assert not kept.exists()
+    with pytest.raises(DataError, match="give one"):
+        find("table-vit").check(replace(request, output=None))
 
 
 TABLES = pytest.mark.parametrize("module", [table_llm, table_vit, llama, table_cbs], ids=lambda module: module.__name__)

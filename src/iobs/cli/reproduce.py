@@ -38,6 +38,9 @@ def reproduce(
         int | None, typer.Option(min=1, help="Pictures, windows, or questions of a subject at most.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep a checkpoint in the folder of -o, and go on from the one there.")
+    ] = False,
     as_json: console.AsJson = False,
 ) -> None:
     """Run one table or figure of the paper and show published and measured numbers side by side."""
@@ -53,7 +56,7 @@ def reproduce(
         return
     experiment = find(name)
     request = Request(stand_in, seed, output, console.say, model, tuple(data or ()), tuple(eval_data or ()))
-    request = replace(request, questions=questions, rounds=rounds, limit=limit)
+    request = replace(request, questions=questions, rounds=rounds, limit=limit, resume=resume)
     experiment.check(request)
     if output is not None:
         make_folder(output)

@@ -61,6 +61,8 @@ def scores_of(name: str, request: Request) -> tuple[list[Scores], list[str]]:
         notes.append(f"Questions: {asked}; the published shares are on all of MMLU.")
     notes += data_notes({name: SETTINGS[name]}, request, ", ".join(CORPORA), "windows (and questions of a subject)")
 
+    label = _label(name, request)
+
     def compute() -> list[Scores]:
         loaded = language_model(settings)
         batches = calibration(loaded, settings, request)
@@ -69,9 +71,17 @@ def scores_of(name: str, request: Request) -> tuple[list[Scores], list[str]]:
         def score(module: object) -> Scores:
             return {**perplexities(loaded, CORPORA, settings.length, request), **right()}
 
-        return iterate(loaded.module, batches, settings, score, request.say, seed=request.seed)
+        return iterate(
+            loaded.module,
+            batches,
+            settings,
+            score,
+            request.say,
+            seed=request.seed,
+            checkpoint=measured.checkpoint(label),
+        )
 
-    scores = measured.get(_label(name, request), settings, compute)
+    scores = measured.get(label, settings, compute)
     if "prompts" in scores[0]:
         cut, count = scores[0]["cut prompts"], scores[0]["prompts"]
         notes.append(f"{cut:.0f} of {count:.0f} prompts were longer than the model's context: beginnings were cut.")
@@ -126,8 +136,8 @@ def experiment(name: str, place: str, kind: str) -> Experiment:
         title,
         table(name) if kind == "table" else figure(name, short),
         "a small model",
-        reads=("model", "data", "eval_data", "questions", "rounds", "limit"),
-        stand_in_reads=("data", "questions", "rounds", "limit"),
+        reads=("model", "data", "eval_data", "questions", "rounds", "limit", "resume"),
+        stand_in_reads=("data", "questions", "rounds", "limit", "resume"),
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from iobs.errors import DataError
 
 # Of a request, what only some experiments read.
-OPTIONS = ("model", "data", "eval_data", "questions", "rounds", "limit")
+OPTIONS = ("model", "data", "eval_data", "questions", "rounds", "limit", "resume")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Request:
         questions: a file of MMLU's questions; without it lm-eval fetches them.
         rounds: rounds instead of the paper's.
         limit: pictures or windows scored at most, or questions of a subject.
+        resume: keep a checkpoint in `output` while a network is measured, and go on from one that is there.
 
     Those from `model` on are read by some experiments only (`Experiment.reads`).
     """
@@ -47,6 +48,7 @@ class Request:
     questions: Path | None = None
     rounds: int | None = None
     limit: int | None = None
+    resume: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Experiment:
         """Refuse what this experiment would ignore.
 
         Raises:
-            DataError: the request holds an option that is not read.
+            DataError: the request holds an option that is not read, or wants to resume without a folder.
         """
         reads = self.stand_in_reads if request.stand_in else self.reads
         unread = [name for name in OPTIONS if getattr(request, name) and name not in reads]
@@ -109,6 +111,8 @@ class Experiment:
                 f"{self.name}{' with --stand-in' if request.stand_in else ''} does not read {_as_options(unread)}; "
                 f"leave {'it' if len(unread) == 1 else 'them'} out. It reads: {_as_options(reads) or 'none of these'}."
             )
+        if request.resume and request.output is None:
+            raise DataError("--resume keeps its checkpoint in the folder of -o; give one.")
 
 
 def _as_options(names: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -65,16 +66,20 @@ def iterate(
     skip: Sequence[str] = (),
     scored: Collection[int] | None = None,
     seed: int = 0,
+    checkpoint: Path | None = None,
 ) -> list[Scores]:
     """Project, score, step without a mask, and again; scores of the dense network first, then of every projection.
 
     Only the rounds in `scored` are scored where it is given; the others' scores are empty. The seed is that of every
-    random choice: the order of the samples in the steps, and what the projections draw.
+    random choice: the order of the samples in the steps, and what the projections draw. A folder as `checkpoint` holds
+    the layers of the round that is under way, and what the steps before it left.
     """
     from iobs import GradientStep, Unstructured, prune
     from iobs.prune.batches import size
+    from iobs.prune.checkpoint import Journal, identity_of
     from iobs.prune.layers import select
     from iobs.prune.losses import task_loss
+    from iobs.prune.network import state
     from iobs.prune.parts import Part
     from iobs.prune.steps import Trainer
 
@@ -88,10 +93,24 @@ def iterate(
         batch_size=settings.batch_size,
     )
     chosen = {layer.key for layer in select(model, skip=[*skip] or None).layers}
+    named = dict(model.named_parameters())
+    stepped = {name: value for name, value in named.items() if settings.every_parameter or name in chosen}
+    trainer = Trainer(model, stepped, step, task_loss, settings.rounds * step.steps, seed)
     part = Part.of(batches)
-    scores = [score(model)]
-    trainer: Trainer | None = None
-    for index in range(settings.rounds):
+    journal, last = None, 0
+    if checkpoint is not None:
+        run = asdict(settings) | {"skip": [*skip], "seed": seed}
+        journal = Journal(checkpoint / "rounds", identity_of(run, state(model), part.batches, []))
+        last = max((index for index in range(settings.rounds) if _after(index) in journal), default=0)
+    if journal is not None and last:
+        tensors, values = journal.get(_after(last))
+        trainer.restore(tensors, values["taken"])
+        scores: list[Scores] = values["scores"]
+        say(f"rounds up to {last}: taken from {checkpoint}")
+    else:
+        scores = [score(model)]
+    for index in range(last + 1, settings.rounds + 1):
+        layers = None if checkpoint is None else checkpoint / f"round {index}"
         prune(
             model,
             batches,
@@ -103,18 +122,25 @@ def iterate(
             holdout=0.0,
             skip=[*skip] or None,
             seed=seed,
+            checkpoint=layers,
         )
-        scores.append(score(model) if scored is None or index + 1 in scored else {})
-        say(f"round {index + 1} of {settings.rounds}{': ' if scores[-1] else ''}{_shown(scores[-1])}")
-        if index + 1 < settings.rounds:
-            if trainer is None:
-                named = dict(model.named_parameters())
-                stepped = {name: value for name, value in named.items() if settings.every_parameter or name in chosen}
-                trainer = Trainer(model, stepped, step, task_loss, settings.rounds * step.steps, seed)
-            trainer.adopt()
-            model.requires_grad_(True)
-            trainer.run(part, lambda done, total, loss: None)
+        scores.append(score(model) if scored is None or index in scored else {})
+        say(f"round {index} of {settings.rounds}{': ' if scores[-1] else ''}{_shown(scores[-1])}")
+        if index == settings.rounds:
+            break
+        trainer.adopt()
+        model.requires_grad_(True)
+        trainer.run(part, lambda done, total, loss: None)
+        if journal is not None and layers is not None:
+            journal.put(_after(index), trainer.snapshot(), {"taken": trainer.taken, "scores": scores})
+            journal.discard(_after(index - 1))
+            shutil.rmtree(layers)
     return scores
+
+
+def _after(index: int) -> str:
+    """The journal's key of what the steps after a round left."""
+    return f"steps after round {index}"
 
 
 class Measured:
@@ -129,7 +155,7 @@ class Measured:
     def __init__(self, request: Request, name: str) -> None:
         self.file = None if request.output is None else request.output / f"{name}.json"
         self.known = {} if self.file is None or not self.file.is_file() else _read_scores(self.file)
-        self.say = request.say
+        self.say, self.resume = request.say, request.resume
         # Whatever else of the request changes a score.
         self.asked = [str(request.data), str(request.eval_data), str(request.questions), request.limit, request.seed]
         named = [request.model, *request.data, *request.eval_data, request.questions]
@@ -154,7 +180,15 @@ class Measured:
                 partial.replace(self.file)
             except OSError as error:
                 raise OutputError(f"{self.file} could not be written ({error.strerror}).") from error
+        if (done := self.checkpoint(key)) is not None:
+            shutil.rmtree(done, ignore_errors=True)
         return self.known[full]
+
+    def checkpoint(self, key: str) -> Path | None:
+        """Where the work under a key goes on from, if that was asked for; `get` removes it at the end."""
+        if self.file is None or not self.resume:
+            return None
+        return self.file.parent / f"{self.file.stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}.checkpoint"
 
 
 def _read_scores(file: Path) -> dict[str, list[Scores]]:

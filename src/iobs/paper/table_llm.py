@@ -39,7 +39,9 @@ def run(request: Request) -> Results:
     for name, stated in chosen(SETTINGS, request).items():
         settings = stood_in(stated, samples=32) if request.stand_in else stated
 
-        def compute(settings: Settings = settings) -> list[dict[str, float]]:
+        label = name + (STAND_IN if request.stand_in else "")
+
+        def compute(settings: Settings = settings, label: str = label) -> list[dict[str, float]]:
             loaded = language_model(settings)
             batches = calibration(loaded, settings, request)
             return iterate(
@@ -49,9 +51,9 @@ def run(request: Request) -> Results:
                 lambda module: perplexities(loaded, CORPORA, settings.length, request),
                 request.say,
                 seed=request.seed,
+                checkpoint=measured.checkpoint(label),
             )
 
-        label = name + (STAND_IN if request.stand_in else "")
         scores = measured.get(label, settings, compute)
         for corpus in CORPORA:
             dense, sparse, best = PUBLISHED.get((name, corpus), (None, None, None))
@@ -82,6 +84,6 @@ EXPERIMENT = Experiment(
     "OPT-125M and Phi-1.5 at 50 %, three rounds",
     run,
     "a small model and text",
-    reads=("model", "data", "eval_data", "rounds", "limit"),
-    stand_in_reads=("data", "rounds", "limit"),
+    reads=("model", "data", "eval_data", "rounds", "limit", "resume"),
+    stand_in_reads=("data", "rounds", "limit", "resume"),
 )

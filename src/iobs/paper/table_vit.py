@@ -63,6 +63,7 @@ def _rows(
             dense,
             at,
             seed=request.seed,
+            checkpoint=measured.checkpoint(origin),
         ),
     )
     published = dict(zip((0, *ITERATIONS), PUBLISHED.get(name, ()), strict=False))
@@ -81,6 +82,6 @@ EXPERIMENT = Experiment(
     "DeiT at 50 %, 100 rounds",
     run,
     "a small vision transformer",
-    reads=("model", "data", "eval_data", "rounds", "limit"),
-    stand_in_reads=("rounds",),
+    reads=("model", "data", "eval_data", "rounds", "limit", "resume"),
+    stand_in_reads=("rounds", "resume"),
 )

@@ -101,6 +101,10 @@ class Journal:
         everything |= _generators()
         self._write(self._file(key), save(everything, {"values": json.dumps(values)}))
 
+    def discard(self, key: str) -> None:
+        """Remove an entry that a later one has replaced, if it is there."""
+        self._file(key).unlink(missing_ok=True)
+
     def get(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Read an entry, and set the random generators to where they stood.
 
