@@ -106,10 +106,9 @@ class QuadraticObjective:
             return np.asarray(centre)
         return np.asarray(np.linalg.lstsq(self.matrix, self.linear, rcond=None)[0])
 
-    def as_quadratic(self, anchor: Array | None = None) -> Quadratic:
+    def as_quadratic(self) -> Quadratic:
         """As the `iobs.Quadratic` that `iobs.solve` takes."""
-        anchor_row = None if anchor is None else torch.from_numpy(anchor)[None]
-        return Quadratic(torch.from_numpy(self.matrix), torch.from_numpy(self.linear)[None], anchor_row)
+        return Quadratic(torch.from_numpy(self.matrix), torch.from_numpy(self.linear)[None])
 
 
 class ProductModel:
