@@ -58,6 +58,33 @@ def test_exact_count_and_never_better_than_the_best_mask(problem, method, keep):
     assert cost(fisher, weights, result) >= best * (1 - 1e-3)
 
 
+@pytest.mark.parametrize("method", ["woodfisher", "cbs"])
+def test_one_removal_is_the_best_of_all(problem, method):
+    weights, rows = problem
+    fisher = BlockFisher(rows, 0.1, 11, (11,))
+    inverse = torch.linalg.inv(dense(fisher))
+    best = float((weights.double().square() / inverse.diagonal()).min())
+    assert cost(fisher, weights, METHODS[method](weights, fisher, 10)) == pytest.approx(best, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["cbs", "chita"])
+def test_searches_find_better_masks_than_those_that_they_start_from(method):
+    found, started = [], []
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(40, 11, generator=generator) @ torch.randn(11, 11, generator=generator)
+        weights, fisher = torch.randn(11, generator=generator), BlockFisher(rows, 0.1, 11, (11,))
+        # CBS judges a mask by the removal alone, CHITA by the best weights on it.
+        start, judged = {
+            "cbs": ("woodfisher", lambda result, weights=weights: weights * (result != 0)),
+            "chita": ("magnitude", lambda result, weights=weights, fisher=fisher: fisher.refit(weights, result != 0)),
+        }[method]
+        started.append(cost(fisher, weights, judged(METHODS[start](weights, fisher, 5))))
+        found.append(cost(fisher, weights, judged(METHODS[method](weights, fisher, 5))))
+    assert all(one <= other * (1 + 1e-4) for one, other in zip(found, started, strict=True))
+    assert sum(found) < 0.9 * sum(started)
+
+
 @pytest.mark.parametrize("keep", [3, 6])
 def test_joint_updates_beat_their_own_start(problem, keep):
     weights, rows = problem

@@ -132,20 +132,44 @@ def test_masked_entries_stay_zero_and_the_rest_learns():
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 30)
 
 
+def mean_output(model, batch):
+    return model(batch).float().mean()
+
+
+def test_the_rate_rises_over_a_tenth_of_the_steps_and_falls_to_nothing():
+    rates, model = [], nn.Linear(1, 1)
+    step = GradientStep(lr=1.0, steps=20, decay=True, loss=mean_output)
+    trainer = Trainer(model, dict(model.named_parameters()), step, mean_output, 20, 0)
+    trainer.run(Part([torch.ones(2, 1)], [0]), lambda *_: rates.append(trainer.optimizer.param_groups[0]["lr"]))
+    assert rates == pytest.approx([(1 - taken / 20) * min(1, (taken + 1) / 2) for taken in range(20)])
+
+
+def test_small_steps_add_up_in_bfloat16():
+    model = nn.Linear(4, 1, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    step = GradientStep(lr=1e-3, steps=20, loss=mean_output)
+    trainer = Trainer(model, dict(model.named_parameters()), step, mean_output, 20, 0)
+    trainer.run(Part([torch.ones(2, 4).bfloat16()], [0]), lambda *_: None)
+    assert float(model.weight[0, 0].detach()) == pytest.approx(0.98, abs=4e-3)  # a step of 1e-3 alone rounds to 1.0
+
+
 IMPOSSIBLE = [
     {"lr": 0},
     {"lr": -1.0},
+    {"lr": "x"},
     {"steps": 0},
+    {"steps": 2.5},
     {"optimizer": "lion"},
     {"loss": "mse"},
     {"batch_size": 0},
+    {"batch_size": "32"},
     {"augment": "flip"},
 ]
 
 
 @pytest.mark.parametrize("settings", IMPOSSIBLE)
-def test_impossible_steps(settings):
-    with pytest.raises(ProblemError):
+def test_impossible_steps_are_refused_at_once(settings):
+    with pytest.raises(ProblemError, match=next(iter(settings))):
         GradientStep(**settings)
 
 
@@ -250,14 +274,6 @@ def test_the_first_samples_of_a_part():
     part = Part.of([torch.arange(3.0), torch.arange(3.0, 7.0)])
     assert [batch.tolist() for batch in part.first(5).batches] == [[0, 1, 2], [3, 4]]
     assert part.first(99).samples == 7
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"lr": "x"}, {"lr": -1.0}, {"steps": 0}, {"steps": 2.5}, {"batch_size": "32"}, {"batch_size": 0}]
-)
-def test_impossible_steps_are_refused_at_once(wrong):
-    with pytest.raises(ProblemError, match=next(iter(wrong))):
-        GradientStep(**wrong)
 
 
 def test_numbers_may_be_numpys():
