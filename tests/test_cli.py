@@ -169,6 +169,21 @@ def test_a_recipes_steps_are_changed_where_asked(run, classifier, tmp_path):
     assert (step["lr"], step["optimizer"], step["loss"]) == (0.05, "sgd", "task")
 
 
+def test_the_other_options_reach_the_run(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    run(
+        "prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--recipe", "best", "--rounds", 3,
+        "--lr", 0.02, "--polish", 5, "--refine", "swap", "--budget", "fast", "--damping", 0.02, "--holdout", 0.2,
+        "--batch-norm", "update", "--depthwise", "--resume",
+    )  # fmt: skip
+    settings = read_report(out / "report.json").settings
+    told = [settings[name] for name in ("refine", "budget", "damping", "holdout", "batch_norm", "depthwise")]
+    assert told == ["swap", "fast", 0.02, 0.2, "update", True]
+    assert settings["polish"]["steps"] == 5
+    assert (settings["step"]["optimizer"], settings["step"]["lr"]) == ("adam", 0.02)
+    assert {file.name for file in tmp_path.iterdir()} == {"mine.py", "out"}, "the checkpoint goes at the end"
+
+
 @pytest.mark.parametrize("pattern", ["2:4", "4:8"])
 def test_prune_to_a_pattern_and_check_it(run, tmp_path, pattern):
     out = tmp_path / "out"

@@ -309,6 +309,15 @@ def test_pictures_in_a_folder_and_in_a_zip(tmp_path, embedded):
         data.open_source([str(folder)], "calibration", embedded)
 
 
+def test_folders_whose_names_are_numbers_are_those_classes(tmp_path, embedded):
+    image = pytest.importorskip("PIL.Image")
+    for label in ("2", "10"):
+        (tmp_path / "pictures" / label).mkdir(parents=True)
+        image.new("RGB", (6, 5)).save(tmp_path / "pictures" / label / "a.png")
+    source = data.open_source([str(tmp_path / "pictures")], "calibration", embedded)
+    assert source.targets.tolist() == [10, 2]  # files are read by name, and 10 sorts before 2
+
+
 def test_pictures_through_a_networks_own_transform(tmp_path):
     image = pytest.importorskip("PIL.Image")
     models.ensure_torchvision()

@@ -149,19 +149,22 @@ def test_progress_is_told(embedded):
 def library(monkeypatch):
     """Stands in for lm-eval, which is no part of the tests' installation; tests/scale has one with it."""
 
+    asked = {}
+
     def run(model, tasks, num_fewshot, limit, bootstrap_iters, task_manager):
+        asked.update(model=model, tasks=tasks, shots=num_fewshot, limit=limit)
         if tasks == ["offline"]:
             raise ConnectionError("no network")
         return {"results": {"mmlu": {"alias": "mmlu", "sample_len": 2, "acc,none": 0.25, "acc_stderr,none": 0.01}}}
 
     made = {name: types.ModuleType(name) for name in ("", ".models", ".models.huggingface", ".tasks")}
     made[""].simple_evaluate = run
-    made[".models.huggingface"].HFLM = lambda pretrained, tokenizer: None
+    made[".models.huggingface"].HFLM = lambda pretrained, tokenizer: pretrained
     made[".tasks"].TaskManager = lambda: SimpleNamespace(all_tasks=["mmlu", "offline"])
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, f"lm_eval{name}", module)
     tasks._manager.cache_clear()
-    yield
+    yield asked
     tasks._manager.cache_clear()
 
 
@@ -172,7 +175,8 @@ def test_tasks_without_the_library(embedded, monkeypatch):
 
 
 def test_tasks_are_flattened_and_failures_named(embedded, library, tmp_path):
-    assert evaluate.evaluate_tasks(embedded, ["mmlu"]) == {"mmlu/acc": 0.25}
+    assert evaluate.evaluate_tasks(embedded, ["mmlu"], shots=3, limit=7) == {"mmlu/acc": 0.25}
+    assert library == {"model": embedded.module, "tasks": ["mmlu"], "shots": 3, "limit": 7}
     with pytest.raises(DataError, match="lm-eval cannot run offline: ConnectionError: no network"):
         evaluate.evaluate_tasks(embedded, ["offline"])
     with pytest.raises(DataError, match="has no task unknown"):

@@ -184,6 +184,34 @@ def logistic_data(rng, n=400):
     return X, (rng.random(n) < 1 / (1 + np.exp(-2 * X[:, 0] + 1.5 * X[:, 1]))).astype(int)
 
 
+def test_standard_errors_are_those_of_the_information_matrix(rng):
+    X, y = logistic_data(rng)
+    columns = np.column_stack([X[:, :2] - X[:, :2].mean(axis=0), np.ones(400)])
+    logistic = Logistic(X, y, intercept=True)
+    fit = refit(logistic, np.array([0, 1, 6]))
+    share = 1 / (1 + np.exp(-columns @ fit.theta[[0, 1, 6]]))
+    expected = np.sqrt(np.diag(np.linalg.inv(columns.T * (share * (1 - share)) @ columns)))
+    np.testing.assert_allclose(standard_errors(logistic, fit, 400, True).errors, expected, rtol=1e-6)
+    target = X[:, 0] - X[:, 1] + 0.3 * rng.standard_normal(400)
+    squares = LeastSquares(X, target, intercept=True)
+    found = standard_errors(squares, refit(squares, np.array([0, 1])), 400, True)
+    residual = np.linalg.lstsq(columns, target, rcond=None)[1]
+    noise = np.sqrt(residual[0] / (400 - 3))
+    assert found.noise == pytest.approx(noise)
+    np.testing.assert_allclose(found.errors, noise * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))[:2])
+
+
+def test_criteria_differ_by_what_a_parameter_costs(rng):
+    X, y = logistic_data(rng)
+    objective = Logistic(X, y)
+    fit = refit(objective, np.array([0, 1]))
+    aic, bic, ebic = (information(objective, fit, name, 400, 6, 2) for name in ("aic", "bic", "ebic"))
+    assert aic == pytest.approx(2 * fit.value + 2 * 2)
+    assert bic - aic == pytest.approx(2 * (np.log(400) - 2))
+    assert ebic - bic == pytest.approx(2 * np.log(15))
+    assert 2 <= SparseClassifier(k="aic").fit(X, y).k_ <= 6
+
+
 @pytest.mark.parametrize("origin", [1e5, 1e9])
 @pytest.mark.parametrize("classes", [2, 3])
 def test_the_origin_of_a_column_does_not_matter(rng, origin, classes):

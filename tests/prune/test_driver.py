@@ -19,9 +19,11 @@ from iobs.errors import (
     ProblemError,
 )
 from iobs.prune import batches as data_batches
+from iobs.prune import run
 from iobs.prune.layers import find_layers
 from iobs.prune.parts import Part, split
 from iobs.prune.record import Report
+from iobs.prune.walk import Walk
 
 STEP = iobs.GradientStep(lr=1e-3, optimizer="adam", steps=2, loss="kl")
 
@@ -91,6 +93,25 @@ def test_targets_and_inputs(target, inputs):
     report = iobs.prune(model, data, iobs.Unstructured(0.5), target=target, inputs=inputs, holdout=0)
     assert report.best.layers[0].error_heldout is None
     assert report.sparsity >= 0.5
+
+
+@pytest.mark.parametrize(("target", "inputs"), [("network", "pruned"), ("current", "dense")])
+def test_every_sweep_is_given_the_network_that_its_targets_or_inputs_are_of(target, inputs, monkeypatch):
+    seen = []
+
+    class Recorded(Walk):
+        def sweep(self, *arguments):
+            seen.append((self.reference.fc1.weight.clone(), self.dense_inputs))
+            return super().sweep(*arguments)
+
+    monkeypatch.setattr(run, "Walk", Recorded)
+    model, data = build("perceptron")
+    dense = model.fc1.weight.detach().clone()
+    iobs.prune(model, data, iobs.Unstructured(0.5), rounds=2, step=STEP, target=target, inputs=inputs, holdout=0)
+    (first, asked), (second, again) = seen
+    assert asked is again is (inputs == "dense")
+    assert torch.equal(first, dense)
+    assert torch.equal(second, dense) is (target == "current"), "the network as it is when the second sweep begins"
 
 
 def test_dense_target_lowers_the_error_of_the_network_output():

@@ -73,6 +73,7 @@ def test_layers_that_nothing_is_fed_to():
     report = iobs.prune(Unfed(), [torch.randn(20, 8)], iobs.Unstructured(0.5))
     assert [row.name for row in report.audit] == ["used"]
     assert any("unused" in note for note in report.notes)
+    assert "fed it nothing" in report.skipped["unused"]
     with pytest.raises(LayerSelectionError, match=r"Nothing was pruned.*unused"):
         iobs.prune(Unfed(), [torch.randn(20, 8)], iobs.Unstructured(0.5), include="unused")
 

@@ -182,3 +182,16 @@ def test_settings_that_would_do_nothing_are_refused(settings, message):
     model, data = network()
     with pytest.raises(ProblemError, match=message):
         iobs.prune(model, data, iobs.Unstructured(0.5), **settings)
+
+
+def test_best_grows_the_sparsity_where_the_damage_is_large(monkeypatch):
+    monkeypatch.setattr(choices, "_DAMAGE", 0.0)
+    model, data = network()
+    report = iobs.prune(model, data, iobs.Unstructured(0.8), recipe="best", rounds=4, polish=False)
+    first, *shares = (record.sparsity for record in report.rounds)
+    assert len(shares) == 3
+    assert shares[0] < shares[1] < shares[2] == first == pytest.approx(0.8, abs=0.01)
+    assert any("sparsity grows over the rounds" in note for note in report.notes)
+    two = iobs.prune(*network(), iobs.Unstructured(0.8), recipe="best", rounds=2, polish=False)
+    assert len(two.rounds) == 1
+    assert any("They would pay" in note for note in two.notes)

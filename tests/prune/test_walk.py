@@ -8,7 +8,7 @@ from networks import CASES, CHAINED, build
 from torch import nn
 
 from iobs.prune import batches, layers
-from iobs.prune.gram import Gram, input_rows
+from iobs.prune.gram import Gram, draw_positions, input_rows
 from iobs.prune.parts import Part, split
 from iobs.prune.stream import BEFORE, Stream, exact_chain
 from iobs.prune.trace import Block
@@ -79,6 +79,29 @@ def test_layers_with_one_input_share_a_gram():
     groups = []
     walk_of(model, data).sweep(lambda group, _: groups.append([layer.name.split(".")[-1] for layer in group]))
     assert groups == [["q", "k", "v"], ["out"], ["up"], ["down"]] * 3
+
+
+def test_dense_inputs_are_those_of_the_dense_network():
+    model, data = build("perceptron")
+    reference = copy.deepcopy(model)
+    walk = walk_of(model, data, reference=reference, dense_inputs=True)
+
+    def visit(group, statistics):
+        expected = gram_by_unfold(group[0], calls_by_plain_hooks(reference, group[0], walk.calibration.batches))
+        found = statistics.calibration.own * statistics.calibration.count
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        group[0].write(model, group[0].read(model) * 0.5)
+
+    walk.sweep(visit)
+
+
+def test_positions_of_a_convolution_are_drawn_anew_from_everywhere():
+    generator, value = torch.Generator().manual_seed(0), torch.zeros(1, 1, 20, 20)
+    first, second = (draw_positions(nn.Conv2d(1, 1, 1), value, generator) for _ in range(2))
+    assert len(first.unique()) == len(second.unique()) == 64
+    assert not torch.equal(first, second)
+    assert int(first.max()) > 300
+    assert draw_positions(nn.Linear(20, 1), value, generator) is None
 
 
 def test_dense_stream_is_paired_sample_by_sample():

@@ -1,10 +1,8 @@
 """What every rank of the distributed tests runs: `rank.py MODE OUTPUT`."""
 
-import json
 import os
 import signal
 import sys
-import time
 
 import torch
 from safetensors.torch import save_file
@@ -44,34 +42,21 @@ def train(model, data):
 
 def main(mode, output):
     model, data = network()
-    spent, plain = [0.0], distributed.Ranks.sum
-
-    def timed(self, tensor):
-        began = time.perf_counter()
-        plain(self, tensor)
-        spent[0] += time.perf_counter() - began
-
-    distributed.Ranks.sum = timed
     options = {}
     if mode == "rounds":
         step = iobs.GradientStep(lr=1e-3, optimizer="adam", steps=3, loss="task")
         options = {"rounds": 3, "step": step, "schedule": "constant"}
     with distributed.joined() as ranks:
-        began = time.perf_counter()
         if mode == "ddp":
             train(model, data)
         else:
             progress = Dies() if mode == "death" and ranks.first else None
             pattern = iobs.Unstructured(0.5)
             iobs.prune(model, data, pattern, solver="sparsegpt", target="current", progress=progress, **options)
-        total = time.perf_counter() - began
         save_file(
             {name: value.contiguous() for name, value in model.state_dict().items()},
             f"{output}.{ranks.rank}.safetensors",
         )
-        if ranks.first:
-            with open(f"{output}.json", "w") as opened:
-                json.dump({"total": total, "communication": spent[0]}, opened)
 
 
 if __name__ == "__main__":

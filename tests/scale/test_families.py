@@ -7,7 +7,7 @@ from safetensors.torch import load_model, save_model
 
 import iobs
 from iobs.prune import batches
-from iobs.prune.gram import EXPERT_TOKENS
+from iobs.prune.gram import EXPERT_TOKENS, Gram, of_routed
 from iobs.prune.layers import find_layers, select
 from iobs.prune.parts import Part, split
 from iobs.prune.stream import exact_chain
@@ -111,6 +111,12 @@ def test_grams_of_experts_hold_the_tokens_that_were_routed_to_them(name):
             assert statistics.calibration.own[0].allclose(rows.T @ rows / len(rows), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("tokens", "by_size"), [(15, True), (16, False)])
+def test_an_expert_of_fewer_than_16_tokens_has_no_hessian(tokens, by_size):
+    found = of_routed(*(Gram(torch.eye(4).double()[None], count=tokens) for _ in range(2)))
+    assert (found.rule == f"pruned by magnitude: {tokens} tokens were routed to it") is by_size
+
+
 @pytest.mark.parametrize("pattern", [iobs.Unstructured(0.5), iobs.NM(2, 4)], ids=str)
 def test_an_expert_without_tokens_is_pruned_by_magnitude(pattern):
     model, data = build("mixtral")
@@ -127,21 +133,6 @@ def test_an_expert_without_tokens_is_pruned_by_magnitude(pattern):
     kept = down[starved] != 0
     assert torch.allclose(down[starved][kept], before[starved][kept])
     assert all(row.zeros >= row.asked for row in report.audit)
-
-
-def test_a_layer_that_is_never_fed_stays_dense_and_is_listed():
-    class Idle(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.idle = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-
-        def forward(self, value):
-            return self.used(value)
-
-    model = Idle()
-    report = iobs.prune(model, torch.randn(64, 8), iobs.Unstructured(0.5))
-    assert "fed it nothing" in report.skipped["idle"]
-    assert [row.name for row in report.audit] == ["used"]
 
 
 def test_experts_are_seen_however_the_network_multiplies_them():

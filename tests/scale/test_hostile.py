@@ -34,6 +34,12 @@ def wrong_shape(folder):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def missing(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def pickled(folder):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -68,6 +74,7 @@ def short_text(folder):
 DAMAGE = {
     "truncated shard": (truncate, "cut short|damaged"),
     "wrong shape": (wrong_shape, "shape"),
+    "missing weight": (missing, "lacks"),
     "pickled weights": (pickled, "pickled"),
     "remote code": (remote_code, "mystery|remote code|code"),
     "path that climbs": (climbing, "outside"),

@@ -141,6 +141,14 @@ def test_a_singular_gram_is_damped_with_a_warning(solver):
     assert solution.stats["damping"] == 0.01
 
 
+def test_damping_is_raised_tenfold_until_there_is_a_factor():
+    hessian = torch.diag(torch.tensor([1.0, 1, 1, -2e-4], dtype=torch.float64))  # definite from 1e-3 on
+    with pytest.warns(DampingWarning) as told:
+        found = iobs.solve(iobs.Quadratic(hessian, torch.ones(2, 4).double()), iobs.Unstructured(0.5), "obc")
+    assert [str(one.message).split("trying ")[1] for one in told] == ["1e-06.", "1e-05.", "0.0001.", "0.001."]
+    assert found.stats["damping"] == pytest.approx(1e-3)
+
+
 def test_an_indefinite_hessian_is_an_error_that_names_the_problem():
     hessian = torch.diag(torch.tensor([1.0, 1.0, -100.0, 1.0]))
     with pytest.warns(DampingWarning), pytest.raises(NotPositiveDefiniteError, match="layer 3"):
