@@ -99,9 +99,9 @@ class Quadratic:
         anchor: Tensor | None = None,
         centred: bool = False,
     ) -> None:
+        _require_tensors(hessian, linear=linear, anchor=anchor)
         # A layer's own weight is a parameter that asks for gradients; the factorisations here know of none. A Hessian
         # that asks for none stays the same object: that is how problems are known to share it.
-        _require_tensors(hessian, linear=linear, anchor=anchor)
         asks = isinstance(hessian, Tensor) and hessian.requires_grad
         self.hessian = hessian.detach() if asks else hessian  # type: ignore[union-attr]
         self.anchor = None if anchor is None else anchor.detach()

@@ -95,14 +95,16 @@ def iterate(
     chosen = {layer.key for layer in select(model, skip=[*skip] or None).layers}
     named = dict(model.named_parameters())
     stepped = {name: value for name, value in named.items() if settings.every_parameter or name in chosen}
-    trainer = Trainer(model, stepped, step, task_loss, settings.rounds * step.steps, seed)
+    trainer = None  # whose masters take memory
+    if settings.rounds > 1:
+        trainer = Trainer(model, stepped, step, task_loss, settings.rounds * step.steps, seed)
     part = Part.of(batches)
     journal, last = None, 0
     if checkpoint is not None:
         run = asdict(settings) | {"skip": [*skip], "seed": seed}
         journal = Journal(checkpoint / "rounds", identity_of(run, state(model), part.batches, []))
         last = max((index for index in range(settings.rounds) if _after(index) in journal), default=0)
-    if journal is not None and last:
+    if journal is not None and trainer is not None and last:
         tensors, values = journal.get(_after(last))
         trainer.restore(tensors, values["taken"])
         scores: list[Scores] = values["scores"]
@@ -126,7 +128,7 @@ def iterate(
         )
         scores.append(score(model) if scored is None or index in scored else {})
         say(f"round {index} of {settings.rounds}{': ' if scores[-1] else ''}{_shown(scores[-1])}")
-        if index == settings.rounds:
+        if trainer is None or index == settings.rounds:
             break
         trainer.adopt()
         model.requires_grad_(True)
