@@ -117,7 +117,7 @@ def minimize(
     # each other on small systems: on a busy machine they cost a factor of a hundred.
     limit = 1 if objective.rank * objective.dimension <= _ONE_THREAD else None
     with _blas().limit(limits=limit, user_api="blas"), np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        _require_finite(objective)
+        _require_finite(problem)
         return run(problem, _method(method), _start(objective, theta0), max_steps, tol, callback)
 
 
@@ -177,9 +177,9 @@ def _method(method: str | Method) -> Method:
     return METHODS[method]()
 
 
-def _require_finite(objective: Objective) -> None:
+def _require_finite(problem: Problem) -> None:
     """Sparse vectors lie about zero, and methods measure from there, wherever they start."""
-    value, gradient = objective.value_and_gradient(np.zeros(objective.dimension))
+    value, gradient = problem.at_zero
     if not (np.isfinite(value) and np.isfinite(gradient).all()):
         raise NonFiniteError("f or its gradient is NaN or infinite at zero; give a function that is finite there.")
 

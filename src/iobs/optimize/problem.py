@@ -84,10 +84,14 @@ class Problem:
         return mask
 
     @cached_property
+    def at_zero(self) -> tuple[float, Array]:
+        """f and its gradient (d,) at zero."""
+        return self.objective.value_and_gradient(np.zeros(self.dimension))
+
+    @cached_property
     def first_slope(self) -> float:
         """The largest entry of the gradient at zero, free of the units of the columns."""
-        gradient = self.objective.value_and_gradient(np.zeros(self.dimension))[1]
-        return float(np.abs(gradient / self.scale).max(initial=0.0))
+        return float(np.abs(self.at_zero[1] / self.scale).max(initial=0.0))
 
     @property
     def size(self) -> int:

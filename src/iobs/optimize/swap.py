@@ -116,13 +116,7 @@ class Swapper:
 
     def _size(self, fit: Fit) -> float:
         """What a change of f is compared with: how far f has fallen from zero, and its value."""
-        return max(abs(fit.value), abs(self._start - fit.value), 1e-300)
-
-    @property
-    def _start(self) -> float:
-        if "_start_value" not in self.__dict__:
-            self.__dict__["_start_value"] = self.problem.objective.value(np.zeros(self.problem.dimension))
-        return float(self.__dict__["_start_value"])
+        return max(abs(fit.value), abs(self.problem.at_zero[0] - fit.value), 1e-300)
 
     def _accept(self, fit: Fit, state: State) -> Fit | None:
         start = np.zeros(self.problem.dimension)
