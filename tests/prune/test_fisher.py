@@ -34,7 +34,14 @@ def cost(fisher, weights, result):
     return float(difference @ dense(fisher) @ difference)
 
 
-@pytest.mark.parametrize("block", [1, 4, 100])
+def test_layers_are_cut_evenly_and_leave_no_small_block_behind():
+    fisher = BlockFisher(torch.zeros(1, 2304 + 640 + 1001 + 7), 0.1, 500, (2304, 640, 1001, 7))
+    found = [part.stop - part.start for part in fisher.slices()]
+    assert found == [576, 576, 576, 576, 640, 500, 501, 7]
+    assert [part.start for part in fisher.slices()] == [0, *itertools.accumulate(found)][:-1]
+
+
+@pytest.mark.parametrize("block", [1, 2, 100])
 def test_blocks_never_cross_layers_and_multiply_as_the_dense_matrix(problem, block):
     weights, rows = problem
     fisher = BlockFisher(rows, 0.1, block, SIZES)
@@ -47,7 +54,7 @@ def test_blocks_never_cross_layers_and_multiply_as_the_dense_matrix(problem, blo
 @pytest.mark.parametrize("keep", [1, 5, 10])
 def test_exact_count_and_never_better_than_the_best_mask(problem, method, keep):
     weights, rows = problem
-    fisher = BlockFisher(rows, 0.1, 4, SIZES)
+    fisher = BlockFisher(rows, 0.1, 2, SIZES)
     result = METHODS[method](weights, fisher, keep)
     assert int((result != 0).sum()) == keep
     best = min(
@@ -88,7 +95,7 @@ def test_searches_find_better_masks_than_those_that_they_start_from(method):
 @pytest.mark.parametrize("keep", [3, 6])
 def test_joint_updates_beat_their_own_start(problem, keep):
     weights, rows = problem
-    fisher = BlockFisher(rows, 0.1, 4, SIZES)
+    fisher = BlockFisher(rows, 0.1, 2, SIZES)
     plain = cost(fisher, weights, METHODS["magnitude"](weights, fisher, keep))
     refitted = cost(fisher, weights, fisher.refit(weights, keep_largest(weights.abs(), keep)))
     assert refitted <= plain * (1 + 1e-5)
@@ -190,7 +197,7 @@ def test_a_gradient_that_is_not_finite_names_its_sample(network, method):
 def test_a_fisher_without_a_factor_names_its_layer():
     rows = torch.zeros(1, 11)
     rows[0, 6:] = 1e8
-    fisher = BlockFisher(rows, 1e-6, 4, SIZES, ("first", "second"))
+    fisher = BlockFisher(rows, 1e-6, 2, SIZES, ("first", "second"))
     for method in ("woodfisher", "cbs"):
         with pytest.raises(NotPositiveDefiniteError, match="layer 'second'"):
             METHODS[method](torch.ones(11), fisher, 5)

@@ -39,7 +39,8 @@ class BlockFisher:
     Args:
         rows: (n, p) float32, one sample's gradient a row.
         damping: added to the diagonal.
-        block: entries of a block; a block never crosses from one layer to the next.
+        block: entries of a block, at least: a layer is cut evenly into as many as fit, or is one block itself. No
+            block crosses from one layer to the next.
         sizes: entries of every layer, which sum to p.
         names: of the layers, for messages.
     """
@@ -51,11 +52,16 @@ class BlockFisher:
     names: tuple[str, ...] = ()
 
     def slices(self) -> Iterator[slice]:
-        """Every block."""
+        """Every block.
+
+        CHITA's authors cut like this too; with blocks of exactly 500 and a smaller one at the end of each layer
+        ResNet-20 loses ten points at 80 % zeros (LOG.md).
+        """
         start = 0
         for size in self.sizes:
-            for offset in range(0, size, self.block):
-                yield slice(start + offset, start + min(offset + self.block, size))
+            count = max(1, size // self.block)
+            bounds = [*range(start, start + size, size // count)][:count] + [start + size]
+            yield from map(slice, bounds[:-1], bounds[1:])
             start += size
 
     def matrix(self, part: slice) -> Tensor:

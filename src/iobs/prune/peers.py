@@ -49,7 +49,7 @@ def prune_by_fisher(
         stages: how often the gradients are taken anew on the way, while the density falls by equal factors from 0.9
             (CHITA++).
         damping: added to the Fisher's diagonal.
-        block: entries of a block of the Fisher.
+        block: entries of a block of the Fisher, at least: every layer is cut evenly.
         include: name patterns of layers to prune.
         skip: name patterns of layers that stay dense.
         depthwise: prune depthwise convolutions too.
