@@ -228,3 +228,21 @@ def test_a_fit_of_too_many_coordinates_bounds_nothing(rng):
         certify(objective, 2, fit=minimize(objective, 2))
     with pytest.raises(ProblemError, match="integer"):
         certify(objective, 2.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_forced_column_without_curvature_makes_no_room(seed):
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((40, 10))
+    y = X @ rng.standard_normal(10) + rng.standard_normal(40)
+    X[:, 4] = 0
+    ones = np.column_stack([X, np.ones(40)])
+    for objective in (LeastSquares(X, y, forced=[4]), LeastSquares(ones, y, forced=[10], intercept=True)):
+        free = np.setdiff1d(np.arange(objective.dimension), objective.forced)
+        best = min(refit(objective, np.array(chosen)).value for chosen in itertools.combinations(free, 3))
+        for fit in (None, refit(objective, free[:3])):
+            found = certify(objective, 3, fit=fit)
+            assert found.closed
+            assert np.setdiff1d(found.fit.support, objective.forced).size <= 3
+            assert found.upper == pytest.approx(best, rel=1e-4)
+            assert found.lower - found.margin <= best

@@ -134,8 +134,7 @@ def _bound_in_boxes(search: _Search, floor: float, deadline: float) -> tuple[flo
     active = search.usable()
     if active.size > _BOX_LIMIT:
         return -np.inf, 0.0
-    problem = search.problem
-    count = min(problem.size + problem.forced.size, active.size)
+    count = min(search.count, active.size)
     boxes = Boxes(search.hessian[np.ix_(active, active)], search.linear[active], search.start, count)
     return boxes.lower(floor, search.best.value, deadline)
 
@@ -148,6 +147,8 @@ class _Search:
         self.hessian = objective.hessian_block(np.zeros(objective.dimension), np.arange(objective.dimension))
         self.start, gradient = objective.value_and_gradient(np.zeros(objective.dimension))
         self.linear = -gradient
+        # A forced coordinate without curvature is no part of the search: it makes no room for a free one.
+        self.count = problem.size + int((self.hessian.diagonal()[problem.forced] > 0).sum())
         self.nodes, self.stored, self.margin, self.searched = 0, 0, 0.0, False
         self.open: list[tuple[float, int, _Node]] = []
         self.counter = itertools.count()
@@ -232,7 +233,7 @@ class _Search:
             ceiling = self.best.value + self.margin
             node.inside = node.inside | (node.value + saliency > ceiling)
             free = np.flatnonzero(~node.inside)
-            room = self.problem.size + self.problem.forced.size - int(node.inside.sum())
+            room = self.count - int(node.inside.sum())
             if room < 0:
                 return
             if room == 0 or free.size <= room:
@@ -244,7 +245,7 @@ class _Search:
             self._put_out(node, inverse, chosen, heap)
             node.inside = node.inside.copy()
             node.inside[chosen] = True
-            if node.inside.sum() - self.problem.forced.size > self.problem.size:
+            if node.inside.sum() > self.count:
                 return
             free = np.flatnonzero(~node.inside)
             bound = self._bound(node, saliency, free, free.size - room + 1) if free.size > room - 1 else node.value
@@ -275,7 +276,7 @@ class _Search:
         child = _Node(node.active[keep], node.inside[keep], centre, smaller, value)
         saliency = 0.5 * centre**2 / smaller.diagonal()
         free = np.flatnonzero(~child.inside)
-        room = self.problem.size + self.problem.forced.size - int(child.inside.sum())
+        room = self.count - int(child.inside.sum())
         bound = self._bound(child, saliency, free, free.size - room)
         if bound <= self.best.value + self.margin:
             self._push(bound, child, heap)
