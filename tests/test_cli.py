@@ -138,6 +138,20 @@ def test_prune_a_network_of_the_users_own_with_rounds(run, classifier, tmp_path)
     assert "zeros" in run("inspect", out).output
 
 
+def test_both_scores_are_on_the_same_data(run, classifier, tmp_path):
+    classifier.write_text(
+        classifier.read_text() + "\n"
+        "def fresh():\n"
+        "    from pathlib import Path\n"
+        "    with Path(__file__).with_name('calls').open('a') as calls:\n"
+        "        calls.write('x')\n"
+        "    return batches()\n"
+    )
+    options = ("--data", f"{classifier}:batches", "--eval-data", f"{classifier}:fresh", "-o", tmp_path / "out")
+    run("prune", f"{classifier}:net", *options)
+    assert (tmp_path / "calls").read_text() == "x"
+
+
 def test_every_choice_of_the_rounds_has_an_option(run, classifier, tmp_path):
     out = tmp_path / "out"
     run(

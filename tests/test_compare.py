@@ -113,6 +113,21 @@ def test_a_method_named_twice_is_run_once(call):
     assert len(json.loads(result.stdout)["trials"]) == 1
 
 
+def test_all_methods_are_scored_on_the_same_data(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        CLASSIFIER + "\n\ndef fresh():\n"
+        "    from pathlib import Path\n"
+        "    with Path(__file__).with_name('calls').open('a') as calls:\n"
+        "        calls.write('x')\n"
+        "    return others()\n"
+    )
+    arguments = ["--data", f"{file}:batches", "--eval-data", f"{file}:fresh", "--methods", "magnitude,wanda"]
+    result = CliRunner().invoke(app, ["compare", f"{file}:net", *arguments, "--patterns", "0.5,0.6"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "calls").read_text() == "x"
+
+
 def test_unknown_method(call):
     result = call("--methods", "fastest")
     assert result.exit_code != 0

@@ -64,7 +64,7 @@ def compare(
 ) -> None:
     """Prune MODEL with several methods at several sparsities, and show score and seconds side by side."""
     from iobs.cli.loading import draw_batches, load_model
-    from iobs.cli.results import score
+    from iobs.cli.results import open_evaluation, score
     from iobs.core.patterns import parse
     from iobs.data import open_source
     from iobs.errors import IOBSError
@@ -95,10 +95,10 @@ def compare(
     selection = select(loaded.module, None, skip)
     for pattern in wanted.values():
         require_fit(selection, pattern)
+    scoring = open_evaluation(loaded, eval_data or [])
     source = open_source(data or [], "calibration", loaded)
     batches = draw_batches(source, loaded, samples=samples, length=seq_len, seed=seed, batch=batch_size)
     _require_targets(loaded, batches, chosen)
-    scoring = eval_data or []
     dense = score(loaded, scoring, seq_len, "scoring the dense model")
     metric = next(iter(dense))
     original = copy.deepcopy(loaded.module.state_dict())

@@ -106,18 +106,20 @@ def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, chosen: l
     from iobs.cli.progress import Steps
     from iobs.cli.results import score
     from iobs.cli.watch import Watch
+    from iobs.data import open_source
     from iobs.prune import prune
 
+    scoring = open_source([], "evaluation", loaded)
     length = loaded.window_length(2048)
     dense = {name: value.clone() for name, value in loaded.module.state_dict().items()}
-    scores = {"dense": score(loaded, [], length, "scoring the dense model")}
+    scores = {"dense": score(loaded, scoring, length, "scoring the dense model")}
     report = None
     for method in chosen:
         loaded.module.load_state_dict(dense)
         with Steps(method.name) as steps:
             watch = Watch(steps, f"{method.name}: ")
             report = prune(loaded.module, batches, pattern, seed=seed, progress=watch, **method.options)
-        scores[method.name] = score(loaded, [], length, f"scoring {method.name}")
+        scores[method.name] = score(loaded, scoring, length, f"scoring {method.name}")
         scores[method.name]["seconds"] = report.seconds
     assert report is not None
     report.scores = scores

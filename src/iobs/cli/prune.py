@@ -14,6 +14,7 @@ from iobs.cli import console
 
 if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
+    from iobs.data import Source
     from iobs.models import LoadedModel
     from iobs.prune.layers import Selection
     from iobs.prune.record import Report
@@ -144,7 +145,7 @@ def prune(
     """Prune MODEL and write it to a directory that loads as before, with report.json and report.html beside it."""
     from iobs.cli.loading import checked_device, checked_dtype, load_model
     from iobs.cli.low_memory import prune_low_memory
-    from iobs.cli.results import try_scoring, write_results
+    from iobs.cli.results import write_results
     from iobs.data import open_source
     from iobs.models import check_output, output_directory, size_in_bytes
     from iobs.prune.distributed import current
@@ -190,8 +191,7 @@ def prune(
     loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
     selection = select(loaded.module, include, skip, depthwise=depthwise)
     require_fit(selection, wanted)
-    if eval_data:  # a mistake there is to be known before calibration data are drawn
-        try_scoring(loaded, eval_data)
+    scoring = _scoring_data(loaded, eval_data)  # a mistake there is to be known before calibration data are drawn
     if dry_run:
         if data:
             open_source(data, "calibration", loaded)
@@ -202,7 +202,7 @@ def prune(
         return
     assert output is not None
     check_output(output, needed_bytes=size_in_bytes(loaded.module))
-    report = _run(loaded, wanted, calibration, _scoring_data(loaded, eval_data), options)
+    report = _run(loaded, wanted, calibration, scoring, options)
     if not current().first:
         return
     with output_directory(output) as temporary:
@@ -281,20 +281,21 @@ def _pattern(sparsity: float | None, text: str | None) -> Pattern:
     return patterns.Unstructured(0.5 if sparsity is None else sparsity)
 
 
-def _scoring_data(loaded: LoadedModel, specs: list[str] | None) -> list[str] | None:
+def _scoring_data(loaded: LoadedModel, specs: list[str] | None) -> Source | None:
     """What to score on: as asked, for the embedded model its held-out text, otherwise nothing."""
+    from iobs.cli.results import open_evaluation
     from iobs.models import EMBEDDED
 
-    if specs:
-        return specs
-    return [] if loaded.source == str(EMBEDDED) else None
+    if specs or loaded.source == str(EMBEDDED):
+        return open_evaluation(loaded, specs or [])
+    return None
 
 
 def _run(
     loaded: LoadedModel,
     pattern: Pattern,
     calibration: _Calibration,
-    scoring: list[str] | None,
+    scoring: Source | None,
     options: dict[str, Any],
 ) -> Report:
     from iobs.cli.progress import Steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from iobs.cli.progress import Steps
-from iobs.data import TextSource, open_source
+from iobs.data import Source, TextSource, open_source
 from iobs.evaluate import evaluate
 from iobs.models import LoadedModel
 from iobs.models.companions import with_licence
@@ -16,16 +16,18 @@ from iobs.report import render_card, write_report
 _TRIED = 8  # samples that tell whether evaluation data fit
 
 
-def score(loaded: LoadedModel, specs: list[str] | None, length: int, description: str) -> dict[str, float]:
-    """Scores on evaluation data; none where there is no data to score on (None, not an empty list)."""
-    if specs is None:
+def score(loaded: LoadedModel, source: Source | None, length: int, description: str) -> dict[str, float]:
+    """Scores on evaluation data; none where there is no data to score on."""
+    if source is None:
         return {}
     with Steps(description) as steps:
-        return evaluate(loaded, open_source(specs, "evaluation", loaded), length=length, progress=steps.update)
+        return evaluate(loaded, source, length=length, progress=steps.update)
 
 
-def try_scoring(loaded: LoadedModel, specs: list[str]) -> None:
-    """Open evaluation data, and score a few of those that may not fit the network.
+def open_evaluation(loaded: LoadedModel, specs: list[str]) -> Source:
+    """Open evaluation data, once for all models that are compared on them: a function may give others the next time.
+
+    A few of those that may not fit the network are scored.
 
     Raises:
         DataError: they do not fit, or cannot be read.
@@ -33,6 +35,7 @@ def try_scoring(loaded: LoadedModel, specs: list[str]) -> None:
     source = open_source(specs, "evaluation", loaded)
     if not isinstance(source, TextSource):
         evaluate(loaded, source, limit=_TRIED)
+    return source
 
 
 def write_results(loaded: LoadedModel, report: Report, directory: Path, model_folder: str | None) -> None:
