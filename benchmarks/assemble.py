@@ -20,9 +20,9 @@ SECTIONS = (
 INTRODUCTION = """# Results
 
 Every figure here was made by a script in this folder, beside its peer, with the same threads and the same count of
-non-zeros; where the two were not run one after the other the section says so. Machines were small and shared: trust
-ratios, not seconds. Nothing was chosen on test data. Each section names its command; `python
-benchmarks/assemble.py` puts the sections together.
+non-zeros (a page says where two differ); where the two were not run one after the other the section says so. Machines
+were small and shared: trust ratios, not seconds. Nothing was chosen on test data. Each section names its command;
+`python benchmarks/assemble.py` puts the sections together.
 """
 
 

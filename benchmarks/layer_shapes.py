@@ -3,21 +3,23 @@
     python benchmarks/layer_shapes.py --shape 4096x4096                       CPU, one thread
     python benchmarks/layer_shapes.py --peers FOLDER --device cuda            4096x4096, 11008x4096, 4096x11008 on a GPU
 
-Each solver runs in a process of its own, so that memory is its own: resident memory on a CPU, allocated memory on a
-GPU, the peak above what the finished problem takes. Rows and columns of random data; float32.
+Each solver runs in a process of its own, so that memory is its own: anonymous resident memory on a CPU, looked at every
+20 ms, allocated memory on a GPU, the peak above what the finished problem takes. Random data; float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+
+from iobs.prune.memory import MemoryWatch, resident
 
 SHAPES = ["4096x4096", "11008x4096", "4096x11008"]
 SOLVERS = {
@@ -40,16 +42,15 @@ def problem(rows: int, columns: int, device: str) -> tuple[torch.Tensor, torch.T
     return torch.randn(rows, columns, generator=generator, device=device), gram
 
 
+def allocated(memory: MemoryWatch) -> int:
+    """Peak bytes: on a GPU its own alone."""
+    on_gpu = memory.device.type == "cuda"
+    return torch.cuda.max_memory_allocated() if on_gpu else memory.look()
+
+
 def wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def memory(device: str) -> int:
-    """Peak bytes so far."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def run_one(name: str, rows: int, columns: int, device: str, peers: Path | None, repeats: int, threads: int) -> dict:
@@ -67,21 +68,20 @@ def run_one(name: str, rows: int, columns: int, device: str, peers: Path | None,
         weight, gram = problem(64, 256, device)
         iobs.solve(iobs.Quadratic.at(weight, gram), iobs.Unstructured(0.5), damping=0.01, **options)
     weight, gram = problem(rows, columns, device)
-    before = memory(device)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated() if device == "cuda" else resident()
+    memory = MemoryWatch(torch.device(device))
     seconds, peak = [], 0
     for repeat in range(repeats):
         wait(device)
         began = time.perf_counter() if device == "cuda" else time.process_time()
-        if options is None:
-            theirs.sparsegpt(weight, gram, 0.5, None)
-        else:
-            iobs.solve(iobs.Quadratic.at(weight, gram), iobs.Unstructured(0.5), damping=0.01, **options)
-        wait(device)
+        with nullcontext() if device == "cuda" else memory.watching():
+            if options is None:
+                theirs.sparsegpt(weight, gram, 0.5, None)
+            else:
+                iobs.solve(iobs.Quadratic.at(weight, gram), iobs.Unstructured(0.5), damping=0.01, **options)
+            wait(device)
         seconds.append((time.perf_counter() if device == "cuda" else time.process_time()) - began)
-        peak = peak if repeat else memory(device) - before
+        peak = peak if repeat else allocated(memory) - before
     return {"solver": name, "rows": rows, "columns": columns, "seconds": min(seconds), "peak": peak}
 
 

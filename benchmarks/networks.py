@@ -37,6 +37,7 @@ from iobs.prune.settings import RECIPES
 RESULTS = Path(__file__).parent / "results"
 SAMPLES = 1000
 WINDOW = 512
+OTHER_COUNT = 5e-4  # a share of zeros further than this from the one asked for is told
 
 
 @dataclass(frozen=True)
@@ -230,12 +231,15 @@ def tables(rows: list[dict[str, Any]]) -> str:
         "",
         f"`python benchmarks/networks.py --ablations`: {SAMPLES} calibration samples (pictures, digits, stories) "
         "drawn by seed and nothing else, scores on the test files; of MobileNet's 600 pictures half are calibrated "
-        "on. Each entry: mean over seeds (lowest to highest), seconds of the whole call on one thread of a machine "
-        "shared with other work, so only their order says something. Columns are sparsities. Where one seed stands "
-        "alone, a difference under a point says nothing. ResNet-20's two downsampling convolutions and MobileNet's "
-        "depthwise ones stay dense and uncounted, for every method. SparseGPT, CHITA, CBS and WoodFisher are this "
-        "library's own forms of those methods (`docs/accuracy.md`). Rows are of several commits, which "
-        "`networks.jsonl` names: those of recipes with an allocation from before 2e48af6 are of an older one (LOG.md).",
+        "on. Each entry: mean over seeds (lowest to highest; their number where not all were run), seconds of the "
+        "whole call on one thread of a machine shared with other work, so only their order says something. Columns "
+        "are sparsities. Where one seed stands alone a difference under a point says nothing, on MobileNet, whose "
+        "seeds score other pictures, one of several points. Algorithm 2 to the letter sees the same samples in every "
+        "round, where the paper draws new ones, and ends with the best round by held-out samples. ResNet-20's two "
+        "downsampling convolutions and MobileNet's depthwise ones stay dense and uncounted, for every method. "
+        "SparseGPT, CHITA, CBS and WoodFisher are this library's own forms of those methods (`docs/accuracy.md`). "
+        "Rows are of several commits, which `networks.jsonl` names: those of recipes with an allocation from before "
+        "2e48af6 are of an older one (LOG.md).",
     ]
     for name, network in NETWORKS.items():
         own = [row for row in rows if row["network"] == name]
@@ -250,7 +254,8 @@ def tables(rows: list[dict[str, Any]]) -> str:
         lines += [f"| method | {' | '.join(levels)} |", f"|---|{'---|' * len(levels)}"]
         for method in (*OURS, *PEERS, *ABLATIONS):
             entries = [
-                entry([row for row in own if (row["method"], row["level"]) == (method, level)]) for level in levels
+                entry([row for row in own if (row["method"], row["level"]) == (method, level)], len(seeds))
+                for level in levels
             ]
             if any(entries):
                 lines.append(f"| {method} | {' | '.join(entries)} |")
@@ -265,9 +270,9 @@ def divergences(rows: list[dict[str, Any]], levels: list[str]) -> list[str]:
         return []
     lines = [
         "",
-        'KL to the dense network, nats, mean over the pictures that were not calibrated on; in brackets p of "best", '
-        'or of "fast" where "best" was not run, being as large as this: Wilcoxon\'s signed-rank test over pictures '
-        "(each one's mean over the seeds of both).",
+        'KL to the dense network, nats, mean over the pictures that were not calibrated on; in brackets that of "best" '
+        "on the same pictures, where not all its seeds are shared, and p of its being as large as this: Wilcoxon's "
+        "signed-rank test over pictures (each one's mean over the seeds of both).",
         "",
         f"| method | {' | '.join(levels)} |",
         f"|---|{'---|' * len(levels)}",
@@ -284,20 +289,20 @@ def divergences(rows: list[dict[str, Any]], levels: list[str]) -> list[str]:
     def cell(method: str, level: str) -> str:
         seeds = {
             name: {row["seed"] for row in rows if (row["method"], row["level"]) == (name, level)}
-            for name in ("best", "fast (one shot)", method)
+            for name in ("best", method)
         }
         if not seeds[method]:
             return ""
         mean = f"{statistics.mean(by_picture(method, level, seeds[method]).values()):.3f}"
-        own = "best" if seeds["best"] else "fast (one shot)"
-        shared = seeds[own] & seeds[method]
-        if method in (own, "best") or not shared:
+        shared = seeds["best"] & seeds[method]
+        if method == "best" or not shared:
             return mean
-        ours, theirs = by_picture(own, level, shared), by_picture(method, level, shared)
+        ours, theirs = by_picture("best", level, shared), by_picture(method, level, shared)
         if ours == theirs:  # "best" may be content with the projection of "fast"
             return f"{mean} (the same)"
         p = wilcoxon([ours[key] - theirs[key] for key in ours], alternative="less").pvalue
-        return f"{mean} ({p:.0e})"
+        beside = "" if shared == seeds["best"] else f"{statistics.mean(ours.values()):.3f}, "
+        return f"{mean} ({beside}{p:.0e})"
 
     for method in (*OURS, *PEERS, *ABLATIONS):
         cells = [cell(method, level) for level in levels]
@@ -330,11 +335,13 @@ def left_out(rows: list[dict[str, Any]]) -> list[str]:
         compared = {name: {each: table[each] for each in variants} for name, table in compared.items()}
         for name in compared if len(compared) > 1 else ():
             others = [table for left, table in compared.items() if left != name]
-            winner = min(variants, key=lambda method: sum(rank(table, method) for table in others))
+            ranks = {method: sum(rank(table, method) for table in others) for method in variants}
+            winners = [method for method in variants if ranks[method] == min(ranks.values())]
             scores = {method: score for method, (_, score) in compared[name].items()}
             hindsight = (min if NETWORKS[name].score == "perplexity" else max)(scores.values())
+            found = " or ".join(f"{scores[winner]:.2f}" for winner in winners)
             lines.append(
-                f"| {name} | {recipe} | {winner} | {scores[winner]:.2f} | {scores[recipe]:.2f} | {hindsight:.2f} |"
+                f"| {name} | {recipe} | {' or '.join(winners)} | {found} | {scores[recipe]:.2f} | {hindsight:.2f} |"
             )
     return lines
 
@@ -367,13 +374,17 @@ def compare(rows: list[dict[str, Any]], name: str, variants: list[str]) -> dict[
     }
 
 
-def entry(rows: list[dict[str, Any]]) -> str:
-    """One cell."""
+def entry(rows: list[dict[str, Any]], draws: int) -> str:
+    """One cell; its number of seeds where several were run and not all draws, and its zeros where they are others."""
     if not rows:
         return ""
     scores = [row["score"] for row in rows]
-    spread = f" ({min(scores):.2f}-{max(scores):.2f})" if len(scores) > 1 else ""
-    return f"{statistics.mean(scores):.2f}{spread}, {statistics.mean(row['seconds'] for row in rows):.0f} s"
+    several = f"; {len(scores)}" if len(scores) < draws else ""
+    spread = f" ({min(scores):.2f}-{max(scores):.2f}{several})" if len(scores) > 1 else ""
+    asked = None if ":" in rows[0]["level"] else float(rows[0]["level"])
+    off = [row["sparsity"] for row in rows if asked is not None and abs(row["sparsity"] - asked) > OTHER_COUNT]
+    zeros = f", {max(off):.1%} zeros" if off else ""
+    return f"{statistics.mean(scores):.2f}{spread}{zeros}, {statistics.mean(row['seconds'] for row in rows):.0f} s"
 
 
 def load_zoo(folder: Path) -> Any:

@@ -465,7 +465,7 @@ def main() -> None:
     for line in (
         f"## Seeds from {arguments.seed}" if arguments.keep else "# Sparse recovery",
         "",
-        f"`python benchmarks/recovery.py --trials {arguments.trials} --seed {arguments.seed}`, one thread. "
+        f"`{' '.join(['python benchmarks/recovery.py', *sys.argv[1:]])}`, one thread. "
         "Each cell of a race: exact support / objective no worse than that of the refitted true support / median time "
         "(the lesser of wall and processor time). With noise the true support is often not the minimiser: read both. "
         "No seed here was used in development.",

@@ -40,16 +40,16 @@ def main() -> None:
         "# ResNet-20, one shot, uniform sparsity",
         "",
         f"`python benchmarks/resnet20_oneshot.py`, seeds {options.seeds}, one thread; mean accuracy on test5000 "
-        "(spread), dense 91.70. All 22 layers are pruned, the downsampling convolutions too. Seconds are a whole "
-        "`iobs.prune` call, with its measurements.",
+        "(spread), dense 91.70. All 22 layers are pruned, the downsampling convolutions too. Seconds are the median of "
+        "whole `iobs.prune` calls, with their measurements.",
         "",
-        "| sparsity | " + " | ".join(SOLVERS) + " | seconds |",
-        "|---" * (len(SOLVERS) + 2) + "|",
+        "| sparsity | " + " | ".join(SOLVERS) + " |",
+        "|---" * (len(SOLVERS) + 1) + "|",
     ]
     for sparsity in SPARSITIES:
-        cells, seconds = [], []
+        cells = []
         for solver in SOLVERS:
-            scores = []
+            scores, seconds = [], []
             for seed in options.seeds:
                 drawn = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:1000]
                 model = zoo.resnet20()
@@ -65,8 +65,9 @@ def main() -> None:
                 assert len(report.audit) == 22
                 scores.append(zoo.accuracy(model, *test))
                 print(sparsity, solver, seed, scores[-1], round(seconds[-1], 1), flush=True)
-            cells.append(f"{statistics.mean(scores):.2f} ({min(scores):.2f}-{max(scores):.2f})")
-        lines.append(f"| {sparsity:.0%} | " + " | ".join(cells) + f" | {statistics.median(seconds):.0f} |")
+            spread = f"({min(scores):.2f}-{max(scores):.2f})"
+            cells.append(f"{statistics.mean(scores):.2f} {spread}, {statistics.median(seconds):.0f} s")
+        lines.append(f"| {sparsity:.0%} | " + " | ".join(cells) + " |")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text("\n".join(lines) + "\n", encoding="utf8")
 

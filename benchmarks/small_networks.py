@@ -201,7 +201,7 @@ def tables(rows: list[dict[str, object]]) -> str:
         "",
         f"`python benchmarks/small_networks.py`: seven small networks, trained by the script on {TRAINING} of "
         f"scikit-learn's digits, {CALIBRATION} of them, drawn by seed, to calibrate on; per cent of the other 797 that "
-        "are right, mean over seeds (lowest to highest), and the seconds of all runs of a method. They chose how "
+        "are right, mean over seeds (lowest to highest), and the median seconds of a method's runs. They chose how "
         "divergences become weights of layers (LOG.md), by held-out samples, and nothing else "
         "of the recipes. Having learnt their samples "
         "by heart, they leave methods that live on gradients little to go by. CHITA, CBS and WoodFisher are this "
@@ -218,7 +218,9 @@ def tables(rows: list[dict[str, object]]) -> str:
             found = [row for row in own if row["method"] == method]
             if found:
                 cells = [entry([row["score"] for row in found if row["network"] == name]) for name in names]
-                lines.append(f"| {method} | {' | '.join(cells)} | {sum(row['seconds'] for row in found):.0f} |")
+                lines.append(
+                    f"| {method} | {' | '.join(cells)} | {statistics.median(row['seconds'] for row in found):.1f} |"
+                )
     return "\n".join(lines) + "\n"
 
 
