@@ -166,6 +166,14 @@ def test_dollars_in_names_are_no_tex(tmp_path):
     assert TEX in words(curves.trials_figure(trials, 8.5))
 
 
+def test_patterns_stand_beside_the_line_of_sparsities():
+    trials = [
+        curves.Trial("fast", pattern, sparsity, "perplexity", score, 2.0)
+        for pattern, sparsity, score in (("0.5", 0.5, 9.5), ("2:4", 0.5, 12.0), ("0.7", 0.7, 20.0))
+    ]
+    assert "2:4" in words(curves.trials_figure(trials, 8.5))
+
+
 def test_numbers_on_logarithmic_axes_are_plain_text():
     made = make_report()
     made.best.layers[0].error_dense = 1e-3

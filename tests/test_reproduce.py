@@ -160,6 +160,21 @@ def test_a_table_that_was_stopped_goes_on_and_leaves_no_checkpoint(tmp_path, mon
         find("table-vit").check(replace(request, output=None))
 
 
+@pytest.mark.parametrize("other", [{"limit": 5}, {"eval_data": ("b",)}, {"seed": 1}])
+def test_rounds_that_were_scored_otherwise_are_not_gone_on_with(other, tmp_path):
+    request = replace(PLAIN, output=tmp_path, resume=True)
+    folder = Measured(request, "t").checkpoint("a")
+    assert Measured(request, "t").checkpoint("a") == folder
+    assert Measured(replace(request, **other), "t").checkpoint("a") != folder
+
+
+def test_a_published_figure_stands_at_its_own_round(seeds, monkeypatch):
+    monkeypatch.setattr(table_llm, "iterate", lambda *_, **__: [{"wikitext2": 9.0, "c4": 8.0}] * 6)
+    rows = table_llm.run(replace(PLAIN, rounds=5)).rows
+    own = {row.method: row.published for row in rows if row.setting == "OPT-125M, wikitext2"}
+    assert [own.get(f"I-OBS, round {index}") for index in range(2, 6)] == [None, 25.2, None, None]
+
+
 TABLES = pytest.mark.parametrize("module", [table_llm, table_vit, llama, table_cbs], ids=lambda module: module.__name__)
 
 

@@ -56,3 +56,6 @@ def test_mnist_files(tmp_path, monkeypatch):
     monkeypatch.setenv("IOBS_MNIST", str(tmp_path / "bad"))
     with pytest.raises(DataError, match="Cannot read MNIST"):
         figure_mnist._pictures(False)
+    monkeypatch.delenv("IOBS_MNIST")
+    with pytest.raises(DataError, match=r"set IOBS_MNIST .* or run with --stand-in"):
+        figure_mnist._pictures(False)

@@ -169,7 +169,7 @@ def test_the_users_language_model_takes_a_tables_settings(tmp_path):
     text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
     request = Request(False, 0, None, lambda text: None, str(EMBEDDED), (str(text),), (str(text),) * 2)
     results = find("table-llm").run(replace(request, rounds=2, limit=2))
-    assert [row.method.removesuffix(" *") for row in results.rows] == ["dense", "SparseGPT", "I-OBS(2)"] * 2
+    assert [row.method.removesuffix(" *") for row in results.rows] == ["dense", "SparseGPT", "I-OBS, round 2"] * 2
     assert all(row.measured > 1 and row.published is None for row in results.rows)
     with pytest.raises(DataError, match="one --eval-data for each"):
         find("table-llm").run(replace(request, eval_data=(str(text),)))

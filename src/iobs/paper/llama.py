@@ -100,7 +100,7 @@ def table(name: str) -> Callable[[Request], Results]:
             for index, found in enumerate(scores)
         ]
         asked = _questions(request)[0]
-        measure = f"Share right with five examples, {asked}; * is the best round"
+        measure = f"Share right with five examples, {asked}; * is the best round by this score"
         return Results(measure, starred(rows, lowest=False), notes)
 
     return run
@@ -121,7 +121,7 @@ def figure(name: str, file: str) -> Callable[[Request], Results]:
             rows += starred(found, lowest=True)
         if request.output is not None:
             notes.append(f"Picture: {_draw(label, scores, request.output / f'{file}.svg')}")
-        return Results("Perplexity by round; * is the best round", rows, notes)
+        return Results("Perplexity by round; * is the best round by this score", rows, notes)
 
     return run
 

@@ -81,7 +81,7 @@ class Experiment:
     """One table or figure of the paper.
 
     Attributes:
-        name: what the command line calls it, such as "table2".
+        name: what the command line calls it, such as "table-llm".
         place: where it is in the paper, such as "Table 2".
         title: what it shows, in a few words.
         run: runs it.

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 Scores = dict[str, float]
 EMBEDDED = ""  # the model, or the text, that comes with the package
 STAND_IN = " (stand-in)"  # behind a model's name where another was measured
-ONE_TEXT = "Both corpora are one text here, held out from the small model's own, in windows of 128 tokens."
+STAND_IN_WINDOWS = 32  # that it is scored on where no limit is given
+ONE_TEXT = (
+    "Both corpora are one text here, held out from the small model's own, in windows of 128 tokens, "
+    f"{STAND_IN_WINDOWS} of them without --limit."
+)
 
 
 @dataclass(frozen=True)
@@ -187,10 +191,14 @@ class Measured:
         return self.known[full]
 
     def checkpoint(self, key: str) -> Path | None:
-        """Where the work under a key goes on from, if that was asked for; `get` removes it at the end."""
+        """Where the work under a key goes on from, if that was asked for; `get` removes it at the end.
+
+        Whatever else was asked for is a part of its name: rounds that were scored on other data are not taken up.
+        """
         if self.file is None or not self.resume:
             return None
-        return self.file.parent / f"{self.file.stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}.checkpoint"
+        digest = hashlib.sha256(json.dumps([key, self.asked, self.files]).encode()).hexdigest()
+        return self.file.parent / f"{self.file.stem}.{digest[:12]}.checkpoint"
 
 
 def _read_scores(file: Path) -> dict[str, list[Scores]]:
@@ -327,7 +335,7 @@ def perplexities(loaded: LoadedModel, corpora: Sequence[str], length: int, reque
     if request.stand_in:
         folder = stand_in_folder()
         held_out = [] if folder is None else [str(folder / "tinystories" / "validation.txt")]
-        return dict.fromkeys(corpora, score(held_out, request.limit or 32))
+        return dict.fromkeys(corpora, score(held_out, request.limit or STAND_IN_WINDOWS))
     if request.eval_data and len(request.eval_data) != len(corpora):
         raise DataError(f"Give one --eval-data for each of {', '.join(corpora)}, in this order, or none.")
     specs = request.eval_data or tuple(corpora)

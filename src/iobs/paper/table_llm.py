@@ -58,14 +58,16 @@ def run(request: Request) -> Results:
         for corpus in CORPORA:
             dense, sparse, best = PUBLISHED.get((name, corpus), (None, None, None))
             methods = [("dense", dense), ("SparseGPT", sparse)]
-            methods += [(f"I-OBS, round {index}", None) for index in range(2, settings.rounds)]
-            methods += [(f"I-OBS({settings.rounds})", best if settings.rounds == PUBLISHED_ROUNDS else None)]
+            methods += [
+                (f"I-OBS, round {index}", best if index == PUBLISHED_ROUNDS else None)
+                for index in range(2, settings.rounds + 1)
+            ]
             found = [
                 Row(f"{label}, {corpus}", method, number, entry[corpus])
                 for (method, number), entry in zip(methods, scores, strict=False)
             ]
             rows += starred(found, lowest=True)
-    return Results("Perplexity, lower is better; * is the best round", rows, _notes(request))
+    return Results("Perplexity, lower is better; * is the best round by this score", rows, _notes(request))
 
 
 def _notes(request: Request) -> list[str]:

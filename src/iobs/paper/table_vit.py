@@ -21,7 +21,7 @@ PUBLISHED = {
     "DeiT-Base": (81.91, 80.29, 80.30, 80.37, 80.42, 80.46, 80.43),
 }
 DENSE_PARTS = ("patch*", "head*")  # query, key, value, projection and fully connected layers are pruned
-MEASURE = "Top-1 accuracy in per cent; * is the best round"
+MEASURE = "Top-1 accuracy in per cent; * is the best round by this score"
 SAME_SAMPLES = (
     "Each round sees the same 128 samples, the batch size of the paper's appendix; its text says 1,000 calibration "
     "samples, and its Algorithm 2 draws a new batch every round."

@@ -52,17 +52,30 @@ def trials_table(trials: list[Trial], dense: float | None) -> Table:
     return table
 
 
+def _places(trials: list[Trial]) -> list[float]:
+    return [100 * trial.sparsity for trial in trials]
+
+
 @drawn
 def trials_figure(trials: list[Trial], dense: float | None) -> Any:
-    """The score against sparsity, one line a method, and the seconds below."""
+    """The score against sparsity, one line a method, and the seconds below; hollow points are N:M patterns."""
     figure, (scores, times) = figure_of(6.4, rows=2)
     metric = trials[0].metric
     for number, method in enumerate(dict.fromkeys(trial.method for trial in trials)):
         own = sorted((trial for trial in trials if trial.method == method), key=lambda trial: trial.sparsity)
-        places = [100 * trial.sparsity for trial in own]
-        style = {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number // len(_COLOURS) % len(_MARKERS)]}
-        scores.plot(places, [trial.score for trial in own], label=method, **style)
-        times.plot(places, [trial.seconds for trial in own], **style)
+        marker = _MARKERS[number // len(_COLOURS) % len(_MARKERS)]
+        style = {"color": _COLOURS[number % len(_COLOURS)], "marker": marker}
+        lines = [trial for trial in own if ":" not in trial.pattern]
+        scores.plot(_places(lines), [trial.score for trial in lines], label=method, **style)
+        times.plot(_places(lines), [trial.seconds for trial in lines], **style)
+        # Of the sparsity of other points, but not on their line.
+        apart = [trial for trial in own if ":" in trial.pattern]
+        style |= {"markerfacecolor": "none", "linestyle": "none"}
+        scores.plot(_places(apart), [trial.score for trial in apart], **style)
+        times.plot(_places(apart), [trial.seconds for trial in apart], **style)
+        for trial in apart:
+            at = (100 * trial.sparsity, trial.score)
+            scores.annotate(trial.pattern, at, xytext=(6, -3), textcoords="offset points", color=INK, fontsize=8)
     if dense is not None:
         scores.axhline(dense, color=GREY, linestyle="--", label="dense")
     if not higher_is_better(metric):
