@@ -21,7 +21,7 @@ from iobs.cli import demo as demo_command
 from iobs.cli.progress import Steps
 from iobs.cli.watch import Watch
 from iobs.data import sources
-from iobs.errors import ModelError
+from iobs.errors import ModelError, NonFiniteError
 from iobs.paper import Experiment, Results, Row
 from iobs.prune import distributed
 from iobs.prune.record import LayerRecord, RoundRecord
@@ -450,6 +450,34 @@ def test_interruption_leaves_nothing(run, tmp_path, monkeypatch):
     result = run("prune", "-o", tmp_path / "out", *QUICK, code=130)
     assert "Nothing half-written" in result.stderr
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (NonFiniteError("The model gives NaN on batch 2."), 1, "The model gives NaN on batch 2."),
+        (RuntimeError("can't allocate memory\nmany lines"), 1, "can't allocate memory"),
+        (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
+    ],
+)
+def test_a_pruned_model_that_cannot_be_scored_is_written(run, classifier, tmp_path, monkeypatch, error, code, said):
+    def evaluate(*_, **options):
+        if "length" not in options:  # a few samples, before any work
+            return {}
+        if scored:
+            raise error
+        scored.append(1)
+        return {"accuracy": 50.0}
+
+    scored = []
+    monkeypatch.setattr("iobs.cli.results.evaluate", evaluate)
+    sources = ("--data", f"{classifier}:batches", "--eval-data", f"{classifier}:batches")
+    result = run("prune", f"{classifier}:net", *sources, "-o", tmp_path / "out", code=code)
+    note = f"The pruned model could not be scored: {said}"
+    assert note in result.stderr.splitlines()
+    report = read_report(tmp_path / "out" / "report.json")
+    assert (report.scores, report.notes[-1]) == ({}, note)
+    assert "50.00 % zeros" in run("inspect", tmp_path / "out").output
 
 
 def test_inspect_of_what_is_no_model(run, tmp_path):

@@ -202,7 +202,7 @@ def prune(
         return
     assert output is not None
     check_output(output, needed_bytes=size_in_bytes(loaded.module))
-    report = _run(loaded, wanted, calibration, scoring, options)
+    report, failure = _run(loaded, wanted, calibration, scoring, options)
     if not current().first:
         return
     with output_directory(output) as temporary:
@@ -210,6 +210,8 @@ def prune(
     if checkpoint is not None:
         shutil.rmtree(checkpoint)
     _show(report, output)
+    if failure is not None:  # a script must not take a model without its scores for one that was scored
+        raise typer.Exit(130 if isinstance(failure, KeyboardInterrupt) else 1)
 
 
 def _checkpoint(output: Path | None, resume: bool) -> Path | None:
@@ -297,10 +299,12 @@ def _run(
     calibration: _Calibration,
     scoring: Source | None,
     options: dict[str, Any],
-) -> Report:
+) -> tuple[Report, BaseException | None]:
+    """Score, prune, score again; the report, and what went wrong after the pruning, which is not lost by it."""
     from iobs.cli.progress import Steps
     from iobs.cli.results import score
     from iobs.cli.watch import Watch
+    from iobs.errors import first_line
     from iobs.prune import prune as prune_network
 
     name, batches = calibration.batches(loaded)
@@ -308,10 +312,15 @@ def _run(
     with Steps("pruning") as steps:
         report = prune_network(loaded.module, batches, pattern, progress=Watch(steps), **options)
     report.settings = {"model": loaded.source, "calibration": name, "seq_len": calibration.window, **report.settings}
-    pruned = score(loaded, scoring, calibration.length, "scoring the pruned model")
+    try:
+        pruned = score(loaded, scoring, calibration.length, "scoring the pruned model")
+    except (Exception, KeyboardInterrupt) as error:
+        report.notes.append(f"The pruned model could not be scored: {first_line(error)}")
+        console.say(report.notes[-1])
+        return report, error
     if dense:
         report.scores = {"dense": dense, "pruned": pruned}
-    return report
+    return report, None
 
 
 def _allocates(options: dict[str, Any], pattern: Pattern) -> bool:
