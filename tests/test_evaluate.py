@@ -137,6 +137,22 @@ def test_ready_batches(embedded):
         evaluate.evaluate(embedded, BatchSource("mine", [torch.ones(2, 3)]))
 
 
+def test_tokens_whose_labels_stand_for_none_are_not_scored(embedded):
+    windows = data.token_windows(embedded.tokenizer, data.embedded_text("heldout"), 40, limit=3)
+    labels = windows.clone()
+    labels[:, 5:30] = evaluate.IGNORED
+    labels[2, :38] = evaluate.IGNORED
+    batches = [{"input_ids": windows[:1], "labels": labels[:1]}, {"input_ids": windows[1:], "labels": labels[1:]}]
+    scores = evaluate.evaluate(embedded, BatchSource("mine", batches), batch=2)
+    with torch.no_grad():  # the model's own loss, a mean over what is scored in all windows
+        expected = embedded.module(input_ids=windows, labels=labels).loss.exp().item()
+    assert scores == {"perplexity": pytest.approx(expected, rel=1e-5), "tokens": 15.0 + 15 + 2}
+    none = torch.full_like(windows, evaluate.IGNORED)
+    for wrong, message in ((windows.roll(1, 1), "not shifted"), (windows[:, 1:], "not shifted"), (none, "Every label")):
+        with pytest.raises(DataError, match=message):
+            evaluate.evaluate(embedded, BatchSource("mine", [{"input_ids": windows, "labels": wrong}]))
+
+
 def test_progress_is_told(embedded):
     windows = data.token_windows(embedded.tokenizer, data.embedded_text("heldout"), 16, limit=5)
     told = []

@@ -27,7 +27,13 @@ def no_progress(done: int, total: int) -> None:
 
 
 @torch.no_grad()
-def perplexity(module: nn.Module, windows: Tensor, batch: int = 8, progress: Progress = no_progress) -> float:
+def perplexity(
+    module: nn.Module,
+    windows: Tensor,
+    batch: int = 8,
+    progress: Progress = no_progress,
+    labels: Tensor | None = None,
+) -> float:
     """exp of the mean negative log-likelihood of every token but the first of each window; infinite beyond floats.
 
     Args:
@@ -35,25 +41,31 @@ def perplexity(module: nn.Module, windows: Tensor, batch: int = 8, progress: Pro
         windows: (windows, length) int64, from `token_windows`.
         batch: windows in one forward pass.
         progress: told (windows done, windows in all).
+        labels: the windows with `IGNORED` for the tokens that are not scored; None scores all.
 
     Raises:
+        DataError: no token is left to score, or the module cannot take a window.
         ModelError: the outputs have no logits.
         NonFiniteError: a logit is NaN; the message names the windows.
     """
+    wanted = windows[:, 1:] if labels is None else labels[:, 1:]
+    count = int((wanted != IGNORED).sum())
+    if not count:
+        raise DataError(f"Every label is {IGNORED}, which stands for none.")
     total, done = 0.0, 0
     device = next(module.parameters()).device
-    for part in torch.split(windows, batch):
+    for part, targets in zip(torch.split(windows, batch), torch.split(wanted, batch), strict=True):
         tokens = part.to(device)
         name = f"windows {done} to {done + len(part) - 1}"
         logits = output_logits(called(module, {"input_ids": tokens}, name, DataError))[:, :-1].float()
-        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").item()
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum").item()
         if not math.isfinite(loss):
             raise NonFiniteError(f"The model gives NaN or infinity on {name}.")
         total += loss
         done += len(part)
         progress(done, len(windows))
     try:
-        return math.exp(total / (len(windows) * (windows.shape[1] - 1)))
+        return math.exp(total / count)
     except OverflowError:
         return math.inf
 
@@ -156,8 +168,8 @@ def evaluate(
         progress: told (done, in all).
 
     Raises:
-        DataError: the text is shorter than one window, the inputs have no targets, or `batch` was given for ready
-            batches whose samples differ in shape.
+        DataError: the text is shorter than one window, the inputs have no targets, labels of tokens are neither these
+            nor `IGNORED`, or `batch` was given for ready batches whose samples differ in shape.
         ModelError: text was given and the model has no tokenizer or no language head.
     """
     if isinstance(source, TextSource):
@@ -176,10 +188,10 @@ def evaluate(
         return {**_of_targets(model.module, arrays, source.targets, told), "samples": float(len(order))}
     part = Part.of(source.batches) if limit is None else Part.of(source.batches).first(limit)
     if model.task == "causal-lm":
-        windows = _stacked_windows(part.batches)
+        windows, labels = _stacked_windows(part.batches)
         return {
-            "perplexity": perplexity(model.module, windows, batch or 8, progress),
-            "tokens": float(windows.numel()),
+            "perplexity": perplexity(model.module, windows, batch or 8, progress, labels),
+            "tokens": float((labels != IGNORED).sum()),
         }
     if batch is not None and part.batches:
         if not part.alike:
@@ -209,11 +221,23 @@ def _told_of(progress: Progress, total: int, done: int, _: int) -> None:
     progress(done, total)
 
 
-def _stacked_windows(batches: Sequence[Batch]) -> Tensor:
+def _stacked_windows(batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+    """Token windows of ready batches, and their labels.
+
+    Raises:
+        DataError: they are no windows of one length, hold padding, or labels are neither the tokens nor `IGNORED`.
+    """
     windows = [batch["input_ids"] for batch in batches if isinstance(batch, Mapping) and "input_ids" in batch]
     if len(windows) != len(batches) or len({window.shape[1] for window in windows}) != 1:
         raise DataError("A language model is scored on batches that are mappings with input_ids of one length.")
     masks = [batch["attention_mask"] for batch in batches if isinstance(batch, Mapping) and "attention_mask" in batch]
     if not all(bool(mask.all()) for mask in masks):
         raise DataError("The batches hold padding; a language model is scored on whole windows without any.")
-    return torch.cat(windows)
+    tokens = torch.cat(windows)
+    labels = torch.cat([batch.get("labels", batch["input_ids"]) for batch in batches if isinstance(batch, Mapping)])
+    if labels.shape != tokens.shape or not bool(((labels == tokens) | (labels == IGNORED)).all()):
+        raise DataError(
+            "A language model is scored on its own tokens: labels are the input_ids, not shifted, or "
+            f"{IGNORED} where a token is not to be scored."
+        )
+    return tokens, labels
