@@ -114,6 +114,18 @@ def _check_equal(model, reference, theta, tolerance):
     )
 
 
+@pytest.mark.parametrize("storage", [np.asarray, np.asfortranarray, sp.csr_array, torch.from_numpy])
+def test_the_mean_of_many_rows_in_single_precision(storage):
+    rng = np.random.default_rng(0)
+    X = np.column_stack([rng.integers(1990, 2021, 200_000), rng.standard_normal(200_000)]).astype(np.float32)
+    exact = X.mean(axis=0, dtype=np.float64)
+    for weights in (None, np.ones(len(X))):
+        model = LeastSquares(storage(X), X[:, 1], intercept=True, sample_weight=weights)
+        np.testing.assert_allclose(model.mean, exact, rtol=1e-9)
+    logistic = Logistic(storage(X), X[:, 1] > 0, intercept=True)
+    np.testing.assert_allclose(logistic.mean, exact, rtol=1e-9)
+
+
 def test_torch_restriction_and_its_derivatives():
     function = from_torch(lambda t: (t**4).sum() + t[0] * t[1], 4)
     part = function.restricted(np.array([1, 2]))

@@ -326,9 +326,22 @@ def column_means(design: Design, weights: Array, total: float) -> Array:
         NonFiniteError: X holds NaN or infinity.
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        mean = _double(design.rmatvec(weights) / total)
+        mean = _double(_column_sums(design, weights) / total)
     require_finite_columns(mean)
     return mean
+
+
+def _column_sums(design: Design, weights: Array) -> Array:
+    """X^T w in float64: summed in the design's own float32, a column far from zero loses its mean among many rows."""
+    if not isinstance(design, (DenseDesign, TorchDesign)) or design.matrix.dtype in (np.float64, torch.float64):
+        return design.rmatvec(weights)
+    total = np.zeros(design.shape[1])
+    rows = max(1, _BLOCK_ELEMENTS // max(1, design.shape[1]))
+    for start in range(0, design.shape[0], rows):
+        block = design.matrix[start : start + rows]
+        wide = TorchDesign(block.double()) if isinstance(block, torch.Tensor) else DenseDesign(_double(block))
+        total += wide.rmatvec(weights[start : start + rows])
+    return total
 
 
 def with_intercept(design: Design, weights: Array) -> tuple[Design, Array]:
