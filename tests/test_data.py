@@ -362,6 +362,8 @@ def test_damaged_zip_and_empty_folder(tmp_path, embedded):
         ("import torch; return torch.ones(3)", "must return a list"),
         ("return ['text']", "batch 1 is str"),
         ("raise RuntimeError('mine')", "mine"),
+        ("yield 1 / 0", "batches fails when it is called: ZeroDivisionError"),
+        ("import torch; return [({'a': 'text'}, torch.ones(3))]", "batch 1 is tuple"),
     ],
 )
 def test_unusable_functions(tmp_path, embedded, body, message):
@@ -376,6 +378,25 @@ def test_batches_of_a_function_are_taken_as_they_are(tmp_path, embedded):
     ((inputs, targets),) = data.calibration_batches(source, embedded, samples=9, length=9, seed=0)
     assert inputs.shape == (2, 3)
     assert targets.shape == (2,)
+
+
+def test_a_generator_may_import_what_lies_beside_it(tmp_path, embedded):
+    (tmp_path / "beside_the_batches.py").write_text("import torch\n\nmade = torch.ones(2, 3)\n")
+    (tmp_path / "mine.py").write_text("def batches():\n    from beside_the_batches import made\n    yield made\n")
+    source = data.open_source([f"{tmp_path / 'mine.py'}:batches"], "calibration", embedded)
+    assert source.batches[0].shape == (2, 3)
+
+
+def test_named_inputs_may_have_targets(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Linear):\n"
+        "    def forward(self, values):\n        return super().forward(values)\n\n\n"
+        "def net():\n    return Net(3, 2)\n\n\n"
+        "def batches():\n    return [({'values': torch.ones(4, 3)}, torch.zeros(4, dtype=torch.int64))]\n"
+    )
+    loaded = models.load(f"{tmp_path / 'mine.py'}:net")
+    source = data.open_source([f"{tmp_path / 'mine.py'}:batches"], "evaluation", loaded)
+    assert evaluate(loaded, source)["samples"] == 4
 
 
 def test_windows_never_exceed_the_context(embedded):

@@ -19,7 +19,7 @@ from iobs.errors import CalibrationError, DataError
 from iobs.models import EMBEDDED, LoadedModel
 from iobs.models.factory import call_function, is_function_spec
 
-Batch: TypeAlias = Tensor | tuple[Tensor, Tensor] | Mapping[str, Tensor]
+Batch: TypeAlias = Tensor | tuple[Tensor | Mapping[str, Tensor], Tensor] | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
         if spec in CORPORA:
             return TextSource(spec, lambda: corpus_documents(spec, part))
         if is_function_spec(spec):
-            return BatchSource(spec, _checked(spec, call_function(spec)))
+            return BatchSource(spec, _checked(spec, call_function(spec, _listed)))
         path = Path(spec).expanduser()
         if path.suffix.lower() == ".npz" and path.is_file():
             return ArraySource(spec, *read_arrays(path))
@@ -158,21 +158,31 @@ def _all_documents(files: Sequence[Path], piece: int | None) -> Iterator[str]:
         yield from read_documents(file, piece)
 
 
-def _checked(spec: str, value: Any) -> list[Batch]:
-    """The batches that a user's function returned, checked one by one."""
+def _listed(value: Any) -> Any:
+    """What a user's function returned; a generator or loader of batches as a list."""
     if isinstance(value, Tensor | Mapping | str) or not isinstance(value, Iterable):
-        raise CalibrationError(f"{spec} returned {type(value).__name__}; it must return a list of batches.")
-    batches = list(value)
+        return value
+    return list(value)
+
+
+def _checked(spec: str, batches: Any) -> list[Batch]:
+    """The batches that a user's function returned, checked one by one.
+
+    Raises:
+        CalibrationError: it returned no list, an empty one, or one that holds something else.
+    """
+    if not isinstance(batches, list):
+        raise CalibrationError(f"{spec} returned {type(batches).__name__}; it must return a list of batches.")
     if not batches:
         raise CalibrationError(f"{spec} returned no batch.")
     for number, entry in enumerate(batches, 1):
-        whole = isinstance(entry, Tensor)
-        pair = isinstance(entry, tuple | list) and len(entry) == 2 and all(isinstance(part, Tensor) for part in entry)
-        mapping = isinstance(entry, Mapping) and all(isinstance(part, Tensor) for part in entry.values())
-        if not (whole or pair or mapping):
+        pair = isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[1], Tensor)
+        given = entry[0] if pair else entry
+        mapping = isinstance(given, Mapping) and all(isinstance(part, Tensor) for part in given.values())
+        if not (isinstance(given, Tensor) or mapping):
             raise CalibrationError(
                 f"{spec}: batch {number} is {type(entry).__name__}; a batch is a tensor, "
-                "(inputs, targets), or a mapping of tensors."
+                "(inputs, targets), or a mapping of tensors; inputs are a tensor or such a mapping."
             )
         if pair:
             batches[number - 1] = tuple(entry)

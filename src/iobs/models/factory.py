@@ -58,16 +58,21 @@ def load_function(spec: str) -> Callable[[], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def call_function(spec: str) -> Any:
+def call_function(spec: str, finish: Callable[[Any], Any] = lambda value: value) -> Any:
     """What FILE.py:function returns.
 
+    Args:
+        spec: FILE.py:function.
+        finish: applied to what it returns. What runs the user's code once more, as drawing from a generator does, goes
+            here: there it may import what lies beside the file, and its errors are named as the file's.
+
     Raises:
-        ModelError: as `load_function`, or the function itself fails.
+        ModelError: as `load_function`, or the function itself or `finish` fails.
     """
     function = load_function(spec)
     try:
         with _neighbours(_file_of(spec)):
-            return _with_torchvision(function)
+            return _with_torchvision(lambda: finish(function()))
     except (Exception, SystemExit) as error:
         raise ModelError(f"{spec} fails when it is called: {type(error).__name__}: {error}") from error
 
