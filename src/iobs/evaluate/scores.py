@@ -233,11 +233,14 @@ def _stacked_windows(batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
     masks = [batch["attention_mask"] for batch in batches if isinstance(batch, Mapping) and "attention_mask" in batch]
     if not all(bool(mask.all()) for mask in masks):
         raise DataError("The batches hold padding; a language model is scored on whole windows without any.")
-    tokens = torch.cat(windows)
-    labels = torch.cat([batch.get("labels", batch["input_ids"]) for batch in batches if isinstance(batch, Mapping)])
-    if labels.shape != tokens.shape or not bool(((labels == tokens) | (labels == IGNORED)).all()):
+    labels = [batch.get("labels", batch["input_ids"]) for batch in batches if isinstance(batch, Mapping)]
+    if not all(map(_labels_of, labels, windows)):
         raise DataError(
             "A language model is scored on its own tokens: labels are the input_ids, not shifted, or "
             f"{IGNORED} where a token is not to be scored."
         )
-    return tokens, labels
+    return torch.cat(windows), torch.cat(labels)
+
+
+def _labels_of(labels: Tensor, tokens: Tensor) -> bool:
+    return labels.shape == tokens.shape and bool(((labels == tokens) | (labels == IGNORED)).all())
