@@ -76,6 +76,19 @@ def test_long_supports_are_solved_too(condition):
         assert not solution[row, ~kept].any()
 
 
+@pytest.mark.parametrize("size", [700, 800])  # the second is left to conjugate gradients
+def test_a_zero_column_matters_inside_the_mask_only(size):
+    matrix, linear = definite(size + 2), torch.randn(2, size + 2, dtype=torch.float64)
+    matrix[7], matrix[:, 7] = 0, 0
+    mask = torch.ones(2, size + 2, dtype=torch.bool)
+    mask[:, 7] = False
+    solution = linalg.solve_on_support(matrix, linear, mask)
+    torch.testing.assert_close(solution @ matrix, linear * mask, rtol=0, atol=1e-7)
+    mask[1, 7] = True
+    with pytest.raises(NotPositiveDefiniteError):
+        linalg.solve_on_support(matrix, linear, mask)
+
+
 def test_conjugate_gradients_start_from_a_guess_and_stop_when_told():
     matrix, linear, mask = definite(24), torch.randn(6, 24, dtype=torch.float64), random_masks(6, 24)
     exact = linalg.solve_on_support(matrix, linear, mask)

@@ -81,7 +81,8 @@ def solve_on_support(hessian: Tensor, linear: Tensor, mask: Tensor) -> Tensor:
         (rows, d) in float64, exactly zero outside the mask.
 
     Raises:
-        NotPositiveDefiniteError: a sub-matrix is singular.
+        NotPositiveDefiniteError: a sub-matrix is singular. On long supports only where b has no minimiser there; where
+            it has many, conjugate gradients find one.
     """
     hessian, linear = hessian.double(), linear.double()
     longest = int(mask.sum(1).max()) if mask.numel() else 0
@@ -90,7 +91,7 @@ def solve_on_support(hessian: Tensor, linear: Tensor, mask: Tensor) -> Tensor:
     if longest <= 768:
         return _solve_by_cholesky(hessian, linear, mask)
     solution, residual = masked_conjugate_gradients(hessian, linear, mask, tolerance=1e-11, iterations=600)
-    late = residual > 1e-9
+    late = ~(residual <= 1e-9)  # NaN is late, too
     if bool(late.any()):
         solution[late] = _solve_by_cholesky(hessian, linear[late], mask[late])
     return solution
@@ -147,7 +148,7 @@ def masked_conjugate_gradients(
         The solution (rows, d), and each row's relative residual (rows,).
     """
     support = mask.to(linear.dtype)
-    scale = support / hessian.diagonal()
+    scale = torch.where(mask, 1 / hessian.diagonal(), 0.0)  # a zero outside the mask is nobody's curvature
     solution = torch.zeros_like(linear) if start is None else start.clone()
     residual = linear * support
     size = residual.norm(dim=1).clamp_min(torch.finfo(linear.dtype).tiny)
