@@ -449,6 +449,68 @@ def test_hidden_pictures_are_no_class_and_stray_ones_are_named(tmp_path, embedde
         data.open_source([str(tmp_path / "set")], "calibration", embedded)
 
 
+@pytest.fixture
+def make_set(tmp_path):
+    """Makes a folder of small pictures (and of empty folders, whose names end with "/") and a zip file of it."""
+    image = pytest.importorskip("PIL.Image")
+
+    def make(*names):
+        with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
+            for name in names:
+                file = tmp_path / "set" / name
+                (file if name.endswith("/") else file.parent).mkdir(parents=True, exist_ok=True)
+                if not name.endswith("/"):
+                    image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+                    file.write_bytes((tmp_path / "a.png").read_bytes())
+                archive.write(file, name)
+        return [tmp_path / "set", tmp_path / "set.zip"]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (("n1/images/a.png", "n1/boxes.txt", "n2/images/a.png", "n2/images/b.png"), [0, 1, 1]),  # as Tiny-ImageNet
+        (("whole/read.me", "whole/cat/a.png", "whole/dog/a.png"), [0, 1]),
+        (("one/1.png", "one/5.png"), [1, 5]),
+        (("1.png", "5.png", "notes/a.txt"), [1, 5]),
+        (("cat/a.png", "dog/a.png", ".ipynb_checkpoints/", "dog/.thumbs/a.png"), [0, 1]),
+    ],
+)
+def test_which_folder_is_the_class(make_set, embedded, names, labels):
+    for source in make_set(*names):
+        assert data.open_source([str(source)], "calibration", embedded).targets.tolist() == labels
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("cat/a.png", "dog/a.tiff", "eel/a.png"), r"dog has no pictures \(.png"),
+        (("cat/a.png", "dog/", "eel/a.png"), r"dog has no pictures"),
+        (("train/cat/a.png", "train/dog/a.png", "val/cat/a.png"), "train and val, which are no classes: give only one"),
+        (("Test/1.png", "train/2.png"), "Test and train, which are no classes"),
+        (("cat/a.png", "dog/large/a.png"), "pictures lie in cat and in dog/large"),
+        (("animals/cat/a.png", "animals/dog/a.png", "cars/old/a.png"), "lie in animals/cat and in animals/dog"),
+    ],
+)
+def test_folders_that_are_no_clear_classes(make_set, embedded, names, message):
+    for source in make_set(*names):
+        with pytest.raises(DataError, match=message):
+            data.open_source([str(source)], "calibration", embedded)
+
+
+def test_class_folders_may_be_links_but_lead_somewhere(make_set, tmp_path, embedded):
+    folder, _ = make_set("cat/a.png", "eel/a.png")
+    (folder / "cat").rename(tmp_path / "elsewhere")
+    (folder / "cat").symlink_to(tmp_path / "elsewhere")
+    (folder / "eel" / "back").symlink_to(folder)  # round in a circle
+    assert data.open_source([str(folder)], "calibration", embedded).targets.tolist() == [0, 1]
+    (tmp_path / "elsewhere").rename(tmp_path / "gone")
+    with pytest.raises(DataError, match="cat is a link that leads nowhere"):
+        data.open_source([str(folder)], "calibration", embedded)
+
+
 @pytest.mark.parametrize(
     ("shape", "seen"),
     [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from torch import Tensor
 from iobs.errors import DataError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_READ = ", ".join(IMAGE_SUFFIXES)
+# Folders of these names are parts of a set, each with all its classes.
+_PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")
 # The statistics of ImageNet, which most public vision networks were trained with.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -98,8 +102,9 @@ def read_pictures(source: Path, transform: Transform | None = None) -> tuple[Ten
     """Pictures of a folder or zip file as (N, 3, H, W) float32, and their labels (N,) int64.
 
     Pictures in several folders are labelled by the folder: the number that its name is, or its place in alphabetical
-    order. In a single folder the label is the number that a picture's name starts with (`207.jpg`, `207_1.png`); names
-    without numbers have none, and labels are None.
+    order. They may lie deeper if they do so alike in all (`CLASS/images/1.png`). In a single folder the label is the
+    number that a picture's name starts with (`207.jpg`, `207_1.png`); names without numbers have none, and labels are
+    None. Hidden files and folders are left out; links are followed.
 
     Args:
         source: a folder or zip file.
@@ -107,51 +112,131 @@ def read_pictures(source: Path, transform: Transform | None = None) -> tuple[Ten
             Without it they are all of one size, and normalised as most networks want it.
 
     Raises:
-        DataError: Pillow is missing, there are no pictures, they differ in size, or some lie beside class folders.
+        DataError: Pillow is missing, there are no pictures, they differ in size, a class folder has none, or it is not
+            clear which folders are the classes: pictures lie beside them or at several depths, or they are train and
+            val.
     """
     try:
         from PIL import Image
     except ImportError as error:
         raise DataError("Reading pictures needs Pillow: pip install 'iobs[vision]'.") from error
     if source.is_dir():
-        names = _named_pictures(source, (path.relative_to(source).as_posix() for path in source.rglob("*")))
+        names, labels = _labelled(source, _entries(source))
         if transform is not None:
-            return Pictures(source, names, transform), _labels(names)
-        return _pictures(Image, source, names, ((source / name).read_bytes() for name in names))
+            return Pictures(source, names, transform), labels
+        return _pictures(Image, source, names, ((source / name).read_bytes() for name in names)), labels
     try:
         with zipfile.ZipFile(source) as archive:
-            names = _named_pictures(source, archive.namelist())
-            return _pictures(Image, source, names, (archive.read(name) for name in names))
+            names, labels = _labelled(source, archive.namelist())
+            return _pictures(Image, source, names, (archive.read(name) for name in names)), labels
     except zipfile.BadZipFile as error:
         raise DataError(f"{source} is not a zip file, or is damaged.") from error
 
 
-def _named_pictures(source: Path, names: Iterable[str]) -> list[str]:
-    """The names of pictures, in order, without those that programs hide for themselves.
+def _entries(folder: Path, prefix: str = "", above: frozenset[Path] = frozenset()) -> Iterator[str]:
+    """The names of all that lies below a folder, written as in a zip file: those of folders end with "/".
+
+    Links are followed, but for those back to a folder that they lie in.
 
     Raises:
-        DataError: there are none, or some lie beside the folders of the others, which would make a class of them.
+        DataError: a link leads nowhere.
     """
-    found = sorted(name for name in names if Path(name).suffix.lower() in IMAGE_SUFFIXES and not _hidden(name))
+    above |= {folder.resolve()}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = prefix + entry.name
+            if _hidden(name):
+                continue
+            if entry.is_symlink() and not os.path.exists(entry):
+                raise DataError(f"{entry.path} is a link that leads nowhere; repair it, or remove it.")
+            if not entry.is_dir():
+                yield name
+            elif Path(entry).resolve() not in above:
+                yield f"{name}/"
+                yield from _entries(Path(entry), f"{name}/", above)
+
+
+def _labelled(source: Path, entries: Iterable[str]) -> tuple[list[str], Tensor | None]:
+    """The names of pictures, in order, and their labels, out of the names of all that `source` holds.
+
+    Raises:
+        DataError: there are no pictures, or some lie beside the folders of others; or as `_require_classes`.
+    """
+    seen = [name for name in entries if not _hidden(name)]
+    found = sorted(name for name in seen if name[-1] != "/" and PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES)
     if not found:
-        raise DataError(
-            f"{source} has no pictures ({', '.join(IMAGE_SUFFIXES)}). Text files are named one by one: repeat --data."
-        )
-    folders = {Path(name).parent for name in found}
-    outer = {parent for folder in folders for parent in folder.parents} & folders
-    if outer:
-        stray = next(name for name in found if Path(name).parent in outer)
+        raise DataError(f"{source} has no pictures ({_READ}). Text files are named one by one: repeat --data.")
+    folders, holding = set(map(_folder, seen)), set(map(_folder, found))
+    root: tuple[str, ...] = ()
+    while root not in holding and len(classes := _inside(root, folders)) == 1:  # as in a zip file of one folder
+        root += (*classes,)
+    if root not in holding:
+        _require_classes(source.joinpath(*root), classes, [_folder(name)[len(root) :] for name in found])
+        return found, _numbers([_folder(name)[len(root)] for name in found], sorted(classes))
+    if len(holding) > 1:
+        stray = next(name for name in found if _folder(name) == root)
         raise DataError(
             f"{source}: {stray} lies beside folders of pictures, whose names are classes; move it into one, or away."
         )
-    return found
+    stems = [PurePosixPath(name).stem.split("_")[0].split(".")[0] for name in found]
+    numbered = all(stem.isdigit() for stem in stems) and len(set(stems)) > 1
+    return found, _numbers(stems, stems) if numbered else None
+
+
+def _require_classes(place: Path, classes: set[str], pictures: Sequence[tuple[str, ...]]) -> None:
+    """Whether folders are classes: all hold pictures, all at the same place inside.
+
+    Args:
+        place: where the folders are.
+        classes: their names.
+        pictures: of each picture the folders that it lies in, from the class on.
+
+    Raises:
+        DataError: they are not, or are the parts of a set.
+    """
+    parts = sorted(name for name in classes if name.lower() in _PARTS)
+    if len(parts) > 1:
+        raise DataError(f"{place} holds {' and '.join(parts)}, which are no classes: give only one of them.")
+    empty = sorted(classes - {folders[0] for folders in pictures})
+    if empty:  # left out, it would shift the labels of those after it
+        raise DataError(
+            f"{place / empty[0]} has no pictures ({_READ}), and would be a class as the folders beside it are: convert "
+            "what it holds, or move it away."
+        )
+    unlike = {folders[1:]: "/".join(folders) for folders in pictures}
+    if len(unlike) > 1:  # CLASS/images is clear, where every class has it
+        one, other = [*unlike.values()][:2]
+        raise DataError(
+            f"{place}: pictures lie in {one} and in {other}, so it is not clear which folders are the classes: give "
+            "one whose own folders are."
+        )
+
+
+def _folder(name: str) -> tuple[str, ...]:
+    """The folder that a file lies in, or that is meant itself, part by part."""
+    parts = PurePosixPath(name).parts
+    return parts if name.endswith("/") else parts[:-1]
+
+
+def _inside(folder: tuple[str, ...], folders: Iterable[tuple[str, ...]]) -> set[str]:
+    """The names of the folders directly in one of them."""
+    depth = len(folder)
+    return {other[depth] for other in folders if len(other) > depth and other[:depth] == folder}
+
+
+def _numbers(names: Sequence[str], order: Sequence[str]) -> Tensor:
+    """The numbers that names are, or else their places."""
+    if all(name.isdigit() for name in names):
+        return torch.tensor([int(name) for name in names])
+    places = {name: place for place, name in enumerate(order)}
+    return torch.tensor([places[name] for name in names])
 
 
 def _hidden(name: str) -> bool:
-    return any(part.startswith(".") or part == "__MACOSX" for part in Path(name).parts)
+    return any(part.startswith(".") or part == "__MACOSX" for part in PurePosixPath(name).parts)
 
 
-def _pictures(image: Any, source: Path, names: list[str], contents: Iterable[bytes]) -> tuple[Tensor, Tensor | None]:
+def _pictures(image: Any, source: Path, names: list[str], contents: Iterable[bytes]) -> Tensor:
     arrays = []
     for name, content in zip(names, contents, strict=True):
         try:
@@ -161,7 +246,7 @@ def _pictures(image: Any, source: Path, names: list[str], contents: Iterable[byt
             raise _damaged(source, name) from error
         if arrays[-1].shape != arrays[0].shape:
             raise DataError(f"{source}: {names[0]} and {name} differ in size; resize all pictures to one size.")
-    return _as_tensor(np.stack(arrays).transpose(0, 3, 1, 2)), _labels(names)
+    return _as_tensor(np.stack(arrays).transpose(0, 3, 1, 2))
 
 
 def _damaged(source: Path, name: str) -> DataError:
@@ -207,15 +292,3 @@ def _as_tensor(images: np.ndarray) -> Tensor:
 def _channels_first(second: int, third: int, last: int) -> bool:
     """Whether pictures of these dimensions are (C, H, W): one or three channels, square pictures, or fewer than W."""
     return second in (1, 3) or third == last or (second != third and second <= last)
-
-
-def _labels(names: list[str]) -> Tensor | None:
-    folders = [Path(name).parent.name for name in names]
-    if len(set(folders)) < 2:
-        stems = [Path(name).stem.split("_")[0].split(".")[0] for name in names]
-        numbered = all(stem.isdigit() for stem in stems) and len(set(stems)) > 1
-        return torch.tensor([int(stem) for stem in stems]) if numbered else None
-    if all(folder.isdigit() for folder in folders):
-        return torch.tensor([int(folder) for folder in folders])
-    order = {folder: index for index, folder in enumerate(sorted(set(folders)))}
-    return torch.tensor([order[folder] for folder in folders])
