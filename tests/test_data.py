@@ -238,6 +238,8 @@ def test_arrays(tmp_path, embedded):
         ({"pixels": np.zeros(3)}, "no array 'images'"),
         ({"images": np.zeros((3, 2, 2)), "labels": np.zeros(2)}, "3 images and 2 labels"),
         ({"images": np.zeros((0, 2, 2))}, "no images"),
+        ({"images": np.zeros((3, 2, 2), np.int64)}, r"type int64; save bytes, 0 to 255, as images.astype\(numpy.uint8"),
+        ({"images": np.array([["a"]])}, "images are of type <U1"),
     ],
 )
 def test_unusable_arrays(tmp_path, embedded, arrays, message):

@@ -34,7 +34,7 @@ def read_arrays(file: Path) -> tuple[Tensor, Tensor | None]:
     images are taken as they are. Labels are classes, int64, where all of them are whole numbers, else real, float32.
 
     Raises:
-        DataError: the file is damaged, has no array `images`, or its labels are not numbers.
+        DataError: the file is damaged, has no array `images` or one of another type, or its labels are not numbers.
     """
     try:
         with np.load(file, allow_pickle=False) as archive:
@@ -52,6 +52,11 @@ def read_arrays(file: Path) -> tuple[Tensor, Tensor | None]:
         raise DataError(f"{file} has {len(images)} images and {len(labels)} labels.")
     if not len(images):
         raise DataError(f"{file} has no images.")
+    if images.dtype != np.uint8 and images.dtype.kind != "f":  # which scale they have is not known
+        raise DataError(
+            f"{file}: images are of type {images.dtype}; save bytes, 0 to 255, as images.astype(numpy.uint8), and "
+            "anything else as floating numbers, scaled as the network wants them."
+        )
     if images.ndim == 3:
         images = images[:, None]
     elif images.ndim == 4 and not _channels_first(*images.shape[1:]):
