@@ -340,9 +340,52 @@ def test_pictures_through_a_networks_own_transform(tmp_path):
     (batch,) = data.calibration_batches(source, loaded, samples=2, length=0, seed=0)
     assert batch[0].shape == (2, 3, 224, 224)
     assert evaluate(loaded, source)["samples"] == 2
+    with zipfile.ZipFile(tmp_path / "p.zip", "w") as archive:
+        for label in ("n01", "n02"):
+            archive.write(tmp_path / "pictures" / label / "p.png", f"{label}/p.png")
+    zipped = data.open_source([str(tmp_path / "p.zip")], "evaluation", loaded)
+    assert torch.equal(zipped.inputs[torch.arange(2)], source.inputs[torch.arange(2)])
     (tmp_path / "pictures" / "n01" / "p.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"p\.png is not a picture"):
         evaluate(loaded, source)
+
+
+def test_arrays_are_normalised_as_a_timm_network_says(tmp_path):
+    module = torch.nn.Linear(2, 2)
+    module.pretrained_cfg = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.25, 0.5)}
+    loaded = models.LoadedModel(module, None, "mine", "other", None, lambda *_: None)
+    np.savez(tmp_path / "a.npz", images=np.array([0, 255] * 6, np.uint8).reshape(1, 2, 2, 3).repeat(2, 0))
+    seen = data.open_source([str(tmp_path / "a.npz")], "calibration", loaded).inputs
+    assert [seen[:, channel].abs().unique().tolist() for channel in range(3)] == [[1.0], [2.0], [1.0]]
+
+
+def test_pictures_are_normalised_as_the_file_beside_the_weights_says(make_set, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    models.ensure_torchvision()
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    network = transformers.ViTForImageClassification(transformers.ViTConfig(image_size=4, patch_size=2, **sizes))
+    network.save_pretrained(tmp_path / "network")
+    file = tmp_path / "network" / "preprocessor_config.json"
+    np.savez(tmp_path / "a.npz", images=np.zeros((2, 4, 4, 3), np.uint8))  # black, as the pictures are
+    kinds = [*make_set("1.png", "2.png"), tmp_path / "a.npz"]
+    halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    imagenet = [-mean / std for mean, std in zip(IMAGENET_MEAN, IMAGENET_STD, strict=True)]
+    for stated, expected in (
+        (None, imagenet),
+        ({"do_resize": True}, imagenet),
+        (halves, [-1.0] * 3),
+        ({**halves, "do_normalize": False}, [0.0] * 3),
+    ):
+        if stated is not None:
+            file.write_text(json.dumps(stated))
+        loaded = models.load(tmp_path / "network")
+        for kind in kinds:
+            seen = data.open_source([str(kind)], "calibration", loaded).inputs
+            torch.testing.assert_close(seen, torch.tensor(expected).view(1, 3, 1, 1).expand(2, 3, 4, 4))
+    for wrong, message in (("{", "cannot be read"), (json.dumps({**halves, "image_std": [0.5]}), "do not go together")):
+        file.write_text(wrong)
+        with pytest.raises(DataError, match=f"preprocessor_config.json .*{message}"):
+            data.open_source([str(tmp_path / "a.npz")], "calibration", loaded)
 
 
 def test_damaged_zip_and_empty_folder(tmp_path, embedded):

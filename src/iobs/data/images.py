@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import zipfile
@@ -24,14 +25,22 @@ _PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")
 # The statistics of ImageNet, which most public vision networks were trained with.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+IMAGENET = (IMAGENET_MEAN, IMAGENET_STD)
+
+Transform = Callable[[Any], Tensor]
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 
 
-def read_arrays(file: Path) -> tuple[Tensor, Tensor | None]:
+def read_arrays(file: Path, statistics: Statistics = IMAGENET) -> tuple[Tensor, Tensor | None]:
     """Images (N, C, H, W) float32 and labels of an .npz file; labels are None where it has none.
 
     The arrays are `images` (N, H, W, C) or (N, H, W) or (N, C, H, W), uint8 or floating, and `labels` (N, ...). Bytes
-    are scaled to [0, 1] and, where there are three channels, normalised with the statistics of ImageNet. Floating
-    images are taken as they are. Labels are classes, int64, where all of them are whole numbers, else real, float32.
+    are scaled to [0, 1] and normalised, if they have as many channels as the statistics. Floating images are taken as
+    they are. Labels are classes, int64, where all of them are whole numbers, else real, float32.
+
+    Args:
+        file: the .npz file.
+        statistics: what the network was trained with.
 
     Raises:
         DataError: the file is damaged, has no array `images` or one of another type, or its labels are not numbers.
@@ -61,10 +70,7 @@ def read_arrays(file: Path) -> tuple[Tensor, Tensor | None]:
         images = images[:, None]
     elif images.ndim == 4 and not _channels_first(*images.shape[1:]):
         images = images.transpose(0, 3, 1, 2)
-    return _as_tensor(images), labels
-
-
-Transform = Callable[[Any], Tensor]
+    return _as_tensor(images, statistics), labels
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,15 @@ class Pictures:
     """Pictures in files, read and transformed when they are asked for: a set of them need not fit into memory.
 
     Args:
-        folder: where they are.
-        names: their paths below it.
+        source: the folder or zip file where they are.
+        names: of each of them.
+        read: the content of the file of a name.
         transform: makes a (3, H, W) float32 tensor of an RGB picture.
     """
 
-    folder: Path
+    source: Path
     names: list[str]
+    read: Callable[[str], bytes]
     transform: Transform
 
     def __len__(self) -> int:
@@ -91,19 +99,13 @@ class Pictures:
         Raises:
             DataError: one is damaged.
         """
-        from PIL import Image
-
-        tensors = []
-        for number in chosen.tolist():
-            try:
-                with Image.open(self.folder / self.names[number]) as opened:
-                    tensors.append(self.transform(_in_colour(opened)))
-            except OSError as error:
-                raise _damaged(self.folder, self.names[number]) from error
-        return torch.stack(tensors)
+        names = [self.names[number] for number in chosen.tolist()]
+        return torch.stack([self.transform(_picture(self.source, name, self.read)) for name in names])
 
 
-def read_pictures(source: Path, transform: Transform | None = None) -> tuple[Tensor | Pictures, Tensor | None]:
+def read_pictures(
+    source: Path, transform: Transform | None = None, statistics: Statistics = IMAGENET
+) -> tuple[Tensor | Pictures, Tensor | None]:
     """Pictures of a folder or zip file as (N, 3, H, W) float32, and their labels (N,) int64.
 
     Pictures in several folders are labelled by the folder: the number that its name is, or its place in alphabetical
@@ -113,29 +115,41 @@ def read_pictures(source: Path, transform: Transform | None = None) -> tuple[Ten
 
     Args:
         source: a folder or zip file.
-        transform: a network's own; a folder's pictures may then be of any size and are read one batch at a time.
-            Without it they are all of one size, and normalised as most networks want it.
+        transform: a network's own; pictures may then be of any size and are read one batch at a time.
+        statistics: without a transform pictures are all of one size, and normalised with these.
 
     Raises:
         DataError: Pillow is missing, there are no pictures, they differ in size, a class folder has none, or it is not
             clear which folders are the classes: pictures lie beside them or at several depths, or they are train and
             val.
     """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError("Reading pictures needs Pillow: pip install 'iobs[vision]'.") from error
+    if importlib.util.find_spec("PIL") is None:
+        raise DataError("Reading pictures needs Pillow: pip install 'iobs[vision]'.")
+    entries, read = _contents(source)
+    names, labels = _labelled(source, entries)
+    if transform is not None:
+        return Pictures(source, names, read, transform), labels
+    arrays: list[np.ndarray] = []
+    for name in names:
+        arrays.append(np.asarray(_picture(source, name, read)))
+        if arrays[-1].shape != arrays[0].shape:
+            raise DataError(f"{source}: {names[0]} and {name} differ in size; resize all pictures to one size.")
+    return _as_tensor(np.stack(arrays).transpose(0, 3, 1, 2), statistics), labels
+
+
+def _contents(source: Path) -> tuple[Iterable[str], Callable[[str], bytes]]:
+    """The names of what a folder or zip file holds, and what reads a file of such a name.
+
+    Raises:
+        DataError: the zip file is damaged.
+    """
     if source.is_dir():
-        names, labels = _labelled(source, _entries(source))
-        if transform is not None:
-            return Pictures(source, names, transform), labels
-        return _pictures(Image, source, names, ((source / name).read_bytes() for name in names)), labels
+        return _entries(source), lambda name: (source / name).read_bytes()
     try:
-        with zipfile.ZipFile(source) as archive:
-            names, labels = _labelled(source, archive.namelist())
-            return _pictures(Image, source, names, (archive.read(name) for name in names)), labels
+        archive = zipfile.ZipFile(source)
     except zipfile.BadZipFile as error:
         raise DataError(f"{source} is not a zip file, or is damaged.") from error
+    return archive.namelist(), archive.read
 
 
 def _entries(folder: Path, prefix: str = "", above: frozenset[Path] = frozenset()) -> Iterator[str]:
@@ -241,21 +255,19 @@ def _hidden(name: str) -> bool:
     return any(part.startswith(".") or part == "__MACOSX" for part in PurePosixPath(name).parts)
 
 
-def _pictures(image: Any, source: Path, names: list[str], contents: Iterable[bytes]) -> Tensor:
-    arrays = []
-    for name, content in zip(names, contents, strict=True):
-        try:
-            with image.open(io.BytesIO(content)) as opened:
-                arrays.append(np.asarray(_in_colour(opened)))
-        except OSError as error:
-            raise _damaged(source, name) from error
-        if arrays[-1].shape != arrays[0].shape:
-            raise DataError(f"{source}: {names[0]} and {name} differ in size; resize all pictures to one size.")
-    return _as_tensor(np.stack(arrays).transpose(0, 3, 1, 2))
+def _picture(source: Path, name: str, read: Callable[[str], bytes]) -> Any:
+    """A picture of a folder or zip file, in colour.
 
+    Raises:
+        DataError: it is damaged.
+    """
+    from PIL import Image
 
-def _damaged(source: Path, name: str) -> DataError:
-    return DataError(f"{source}: {name} is not a picture, or is damaged.")
+    try:
+        with Image.open(io.BytesIO(read(name))) as opened:
+            return _in_colour(opened)
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{source}: {name} is not a picture, or is damaged.") from error
 
 
 def _in_colour(picture: Any) -> Any:
@@ -282,14 +294,14 @@ def _as_labels(file: Path, labels: np.ndarray) -> Tensor:
     return torch.from_numpy(labels.astype(np.int64 if whole else np.float32))
 
 
-def _as_tensor(images: np.ndarray) -> Tensor:
-    """Pictures (N, C, H, W) as float32; bytes scaled to [0, 1], and normalised where there are three channels."""
+def _as_tensor(images: np.ndarray, statistics: Statistics) -> Tensor:
+    """Pictures (N, C, H, W) as float32; bytes scaled to [0, 1], and normalised if the statistics are of as many C."""
     tensor = torch.from_numpy(images)
     if images.dtype != np.uint8:
         return tensor.float().contiguous()
     tensor = tensor.float().div(255)
-    if tensor.shape[1] == 3:
-        mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    if tensor.shape[1] == len(statistics[0]):
+        mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in statistics)
         tensor = (tensor - mean) / std
     return tensor.contiguous()
 

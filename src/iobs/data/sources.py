@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from iobs.data.documents import CORPORA, PIECE, Part, corpus_documents, read_documents
-from iobs.data.images import Pictures, Transform, read_arrays, read_pictures
+from iobs.data.images import Pictures, read_arrays, read_pictures
+from iobs.data.normalisation import statistics_of, transform_of
 from iobs.data.topics import embedded_text
 from iobs.data.windows import calibration_windows
 from iobs.errors import CalibrationError, DataError
@@ -72,9 +72,9 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
             return BatchSource(spec, _checked(spec, call_function(spec, _listed)))
         path = Path(spec).expanduser()
         if path.suffix.lower() == ".npz" and path.is_file():
-            return ArraySource(spec, *read_arrays(path))
+            return ArraySource(spec, *read_arrays(path, statistics_of(model)))
         if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
-            return ArraySource(spec, *read_pictures(path, _transform_of(model)))
+            return ArraySource(spec, *read_pictures(path, transform_of(model), statistics_of(model)))
     files = [Path(spec).expanduser() for spec in specs]
     for file in files:
         if not file.is_file():
@@ -142,15 +142,6 @@ def _default(part: Part, model: LoadedModel) -> Source:
         )
     name = "c4" if part == "calibration" else "wikitext2"
     return TextSource(name, lambda: corpus_documents(name, part))
-
-
-def _transform_of(model: LoadedModel) -> Transform | None:
-    """How a timm network wants its pictures: resized, cropped and normalised as it was evaluated."""
-    if getattr(model.module, "pretrained_cfg", None) is None:
-        return None
-    timm: Any = importlib.import_module("timm.data")
-    transform: Transform = timm.create_transform(**timm.resolve_data_config({}, model=model.module), is_training=False)
-    return transform
 
 
 def _all_documents(files: Sequence[Path], piece: int | None) -> Iterator[str]:
