@@ -84,6 +84,49 @@ def test_blocks_may_be_computed_in_another_dtype_than_they_are_stored_in(tmp_pat
         assert ours.error_calibration == pytest.approx(theirs.error_calibration, rel=0.15)
 
 
+def converted(file, dtypes):
+    """Store the tensors whose name holds a word in another dtype; the last word counts."""
+    stored = load_file(file)
+    tensors = dict(stored)
+    for word, dtype in dtypes.items():
+        tensors |= {name: tensor.to(dtype) for name, tensor in stored.items() if word in name}
+    save_file(tensors, file, {"format": "pt"})
+    return tensors
+
+
+def test_what_is_not_pruned_is_copied_bit_for_bit(tmp_path):
+    torch.manual_seed(0)
+    model = families.LANGUAGE_MODELS["llama"][0]()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)  # norms are made as ones, which no dtype rounds
+    model.save_pretrained(tmp_path / "model")
+    narrow = {"": torch.bfloat16, "norm": torch.float32, "k_proj": torch.float32}
+    before = converted(tmp_path / "model" / "model.safetensors", narrow)
+    arguments = tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5)
+    report = prune_directory(*arguments, skip="*.k_proj", arithmetic=torch.bfloat16, **OPTIONS)
+    pruned = {f"{row.name}.weight" for row in report.audit}
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    for name in before:
+        assert after[name].dtype == before[name].dtype
+        assert torch.equal(after[name], before[name]) == (name not in pruned), name
+
+
+def test_blocks_are_computed_in_the_widest_dtype_of_what_is_pruned(tmp_path):
+    directory("llama", tmp_path / "model", torch.float32)
+    file = tmp_path / "model" / "model.safetensors"
+    before = converted(file, {"embed": torch.bfloat16})
+    arguments = tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5)
+    report = prune_directory(*arguments, solver="magnitude")
+    assert report.settings["arithmetic"] == "torch.float32"
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in after.items():
+        assert torch.equal(tensor, torch.where(tensor == 0, 0, before[name])), name
+    shutil.rmtree(tmp_path / "out")
+    converted(file, {"up_proj": torch.float8_e4m3fn})
+    with pytest.raises(ModelError, match=r"up_proj\.weight is quantised"):
+        prune_directory(*arguments)
+
+
 def test_a_checkpoint_ends_in_the_same_bits(tmp_path):
     directory("llama", tmp_path / "model")
     data = families.language_batches()

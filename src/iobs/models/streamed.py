@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,13 @@ class StreamedModel:
             include: name patterns of layers to prune.
             skip: name patterns of layers that stay dense.
             device: where blocks are computed.
-            arithmetic: what blocks are computed in; by default as stored, but in float32 on processors that would
-                have to imitate 16-bit numbers, which takes several times as long.
+            arithmetic: what blocks are computed in; by default the widest dtype of the weights to be pruned, so that
+                none of them is rounded further, but float32 on processors that would have to imitate 16-bit numbers,
+                which takes several times as long.
 
         Raises:
             ModelError: the directory is damaged, its files name their tensors otherwise than the module does, or the
-                module has no list of equal blocks.
+                module has no list of equal blocks, or its weights are quantised.
             LayerSelectionError: no chosen layer is inside a block.
         """
         directory = Directory(path)
@@ -113,8 +115,8 @@ class StreamedModel:
                 "others, or prune the network in memory."
             )
         selection = Selection(layers, {**chosen.skipped, **dropped})
-        place, stored = torch.device(device), next(module.parameters()).dtype
-        return cls(directory, module, blocks, selection, place, arithmetic or _native(stored, place), surplus)
+        place, widest = torch.device(device), _widest({one.key: directory.entries[one.key].dtype for one in layers})
+        return cls(directory, module, blocks, selection, place, arithmetic or _native(widest, place), surplus)
 
     def names(self, block: Block) -> list[str]:
         """The names of a block's tensors."""
@@ -138,6 +140,14 @@ class StreamedModel:
     def rounded(self, layer: Layer, weight: Tensor) -> Tensor:
         """A weight as the layer's file can hold it."""
         return weight.to(self.directory.entries[layer.key].dtype)
+
+
+def _widest(stored: Mapping[str, torch.dtype]) -> torch.dtype:
+    """The dtype that holds the numbers of all the named weights: of bfloat16 and float16 together that is float32."""
+    for name, dtype in stored.items():
+        if dtype.itemsize < 2:
+            raise ModelError(f"{name} is quantised ({dtype}); prune the weights that it was made from.")
+    return reduce(torch.promote_types, stored.values())
 
 
 def _native(stored: torch.dtype, device: torch.device) -> torch.dtype:

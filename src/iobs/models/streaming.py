@@ -192,7 +192,7 @@ def _sweep(
                 if inside(layer, block.path) and layer.name in solved
             }
             rows.extend(audit_layers(streamed.module, written))
-            writer.block(block)
+            writer.block(block, {layer.key for layer in written})
             streamed.drop(block)
 
         walk = BlockWalk(
@@ -262,11 +262,13 @@ class _Output:
             self._put(name, tensor)
         return self
 
-    def block(self, block: Block) -> None:
-        """Write a block as it is in memory now."""
-        state = self.streamed.module.state_dict()
-        for name in self.streamed.names(block):
-            self._put(name, state[name].to(self.streamed.directory.entries[name].dtype))
+    def block(self, block: Block, pruned: set[str]) -> None:
+        """Write a block: what was pruned as it is in memory now, the others as they are in the source, bit for bit."""
+        source, state = self.streamed.directory, self.streamed.module.state_dict()
+        for name in pruned:
+            self._put(name, state[name].to(source.entries[name].dtype))
+        for name, tensor in source.read([name for name in self.streamed.names(block) if name not in pruned]):
+            self._put(name, tensor)
 
     def _put(self, name: str, tensor: Tensor) -> None:
         for file, entries in self.streamed.directory.shards.items():
