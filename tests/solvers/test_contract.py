@@ -14,7 +14,7 @@ from iobs.errors import (
     PatternError,
     ProblemError,
 )
-from iobs.solvers import REFINEMENTS, SOLVERS
+from iobs.solvers import REFINEMENTS, SOLVERS, solve_many
 
 EVERY_SOLVER = sorted(SOLVERS)
 EVERY_REFINEMENT = [None, *sorted(REFINEMENTS)]
@@ -219,6 +219,26 @@ def test_the_units_of_the_inputs_do_not_matter(solver, pattern):
         assert found.mask.sum() == plain.mask.sum()
         # The search of "admm" is in float32, where another rounding may end in another support as good.
         assert found.loss.sum() / unit**2 == pytest.approx(float(plain.loss.sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize("unit", [2.0**80, 2.0**-80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_the_units_of_the_weights_do_not_matter(solver, dtype, unit):
+    shapes = [SMALL[solver]] if solver in SMALL else [(6, 16), (130, 64)]  # the second is not polished by swaps
+    for shape in shapes:
+        problem = random_problem(*shape, dtype=dtype)
+        for centred in (True, False):
+            plain, scaled = (
+                iobs.Quadratic.at(problem.anchor * u, problem.hessian)
+                if centred
+                else iobs.Quadratic(problem.hessian, problem.linear * u)
+                for u in (1.0, unit)
+            )
+            patterns = [iobs.NM(2, 4)] * 2
+            found, ordinary = solve_many([scaled, plain], patterns, solver, refine="swap", damping=0.01)
+            assert torch.equal(found.mask, ordinary.mask)
+            assert torch.equal(found.weight, ordinary.weight * unit)
 
 
 def test_inputs_of_very_different_units():

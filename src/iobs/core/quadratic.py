@@ -271,6 +271,11 @@ class Quadratic:
         linear = None if self.centred else self.linear / amount
         return self._with(self.matrix / amount, linear, self.anchor)
 
+    def in_units(self, unit: float) -> Quadratic:
+        """The problem of v / unit, over unit^2: b and the anchor become smaller, H stays."""
+        linear = None if self.centred else self.linear / unit
+        return self._with(self.hessian, linear, None if self.anchor is None else self.anchor / unit)
+
     def without(self, columns: Tensor) -> Quadratic:
         """Columns (boolean, (d,)) made harmless: unit curvature on the scale of the others, zero target and anchor."""
         matrix = self.matrix.clone()

@@ -38,7 +38,7 @@ BUDGETED = {"admm"}  # solvers that trade time for error
 
 _RAISES = 5  # times that a failed factorisation may raise the damping tenfold
 _FIRST_DAMPING = 1e-6  # what a failure at zero damping starts from
-_ORDINARY = 30  # powers of two between which a Hessian's mean diagonal is left as it is
+_ORDINARY = 30  # powers of two between which a Hessian's mean diagonal, and the largest weight, are left as they are
 
 
 def solve(
@@ -139,14 +139,16 @@ def _solve_all(
         raise ProblemError(f"damping must not be negative, got {damping}; 0.01 is usual for the layers of a network.")
     chosen, refinement = _solver(solver, budget, options), _refinement(refine)
     live, dead = _without_dead_columns(_computable(stacked))
-    mean = float(live.operator.diagonal().double().mean())
+    mean = _mean_curvature(live)
+    units = [_unit(quadratic) for quadratic in quadratics]
     for attempt in range(_RAISES + 1):
         try:
-            problems = _split(live.damped(damping * mean), quadratics)
+            split = _split(live.damped(damping * mean), quadratics)
+            problems = [one if unit == 1 else one.in_units(unit) for one, unit in zip(split, units, strict=True)]
             solutions = [chosen(problem, pattern) for problem, pattern in zip(problems, patterns, strict=True)]
             if refinement is not None:
-                triples = zip(problems, patterns, solutions, strict=True)
-                solutions = [refinement(*triple) for triple in triples]
+                found = zip(problems, patterns, solutions, strict=True)
+                solutions = [refinement(*each) for each in found]
             break
         except NotPositiveDefiniteError as error:
             if attempt == _RAISES:
@@ -159,9 +161,8 @@ def _solve_all(
                 f"{name}: Cholesky failed with damping {damping:g}; trying {raised:g}.", DampingWarning, stacklevel=3
             )
             damping = raised
-    return [
-        _finished(quadratic, solution, dead, damping) for quadratic, solution in zip(quadratics, solutions, strict=True)
-    ]
+    triples = zip(quadratics, solutions, units, strict=True)
+    return [_finished(quadratic, solution, unit, dead, damping) for quadratic, solution, unit in triples]
 
 
 def _split(stacked: Quadratic, quadratics: Sequence[Quadratic]) -> list[Quadratic]:
@@ -171,10 +172,11 @@ def _split(stacked: Quadratic, quadratics: Sequence[Quadratic]) -> list[Quadrati
     return [stacked.rows(slice(start, end)) for start, end in pairwise([0, *ends])]
 
 
-def _finished(quadratic: Quadratic, solution: Solution, dead: Tensor | None, damping: float) -> Solution:
-    """The solution as one of the problem that was asked: undamped, without its dead columns."""
+def _finished(quadratic: Quadratic, solution: Solution, unit: float, dead: Tensor | None, damping: float) -> Solution:
+    """The solution as one of the problem that was asked: in its units, undamped, without its dead columns."""
     stats = {**solution.stats, "damping": damping, "dead_columns": 0 if dead is None else int(dead.sum())}
-    solution = replace(solution, problem=quadratic, weight=solution.weight.to(quadratic.dtype), stats=stats)
+    weight = solution.weight if unit == 1 else solution.weight * unit
+    solution = replace(solution, problem=quadratic, weight=weight.to(quadratic.dtype), stats=stats)
     if dead is None:
         return solution
     return Solution.of(quadratic, solution.weight, solution.mask & ~dead, **stats)
@@ -221,9 +223,27 @@ def _computable(quadratic: Quadratic) -> Quadratic:
     """The same minimisers in float32 at least, with curvatures whose squares are far from the ends of its range."""
     wide = torch.promote_types(quadratic.dtype, torch.float32)
     quadratic = quadratic.to(wide) if wide != quadratic.dtype else quadratic
-    mean = float(quadratic.operator.diagonal().double().mean())
-    power = round(math.log2(mean)) if mean > 0 else 0
-    return quadratic.divided(2.0**power) if abs(power) > _ORDINARY else quadratic
+    amount = _power(_mean_curvature(quadratic))
+    return quadratic if amount == 1 else quadratic.divided(amount)
+
+
+def _unit(quadratic: Quadratic) -> float:
+    """What to measure the weights in, so that their squares are far from the ends of the range of float32, too."""
+    if quadratic.centred:
+        assert quadratic.anchor is not None
+        return _power(float(quadratic.anchor.abs().max()))
+    mean = _mean_curvature(quadratic)  # the size of b / H stands for that of the weights, which nobody knows yet
+    return _power(float(quadratic.linear.abs().max()) / mean) if mean > 0 else 1.0
+
+
+def _power(size: float) -> float:
+    """The power of two next to a size that is far from 1, otherwise 1."""
+    power = round(math.log2(size)) if 0 < size < math.inf else 0
+    return 2.0**power if abs(power) > _ORDINARY else 1.0
+
+
+def _mean_curvature(quadratic: Quadratic) -> float:
+    return float(quadratic.operator.diagonal().double().mean())
 
 
 def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | None]:
