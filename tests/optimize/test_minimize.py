@@ -163,6 +163,16 @@ def test_far_starts_reach_the_minimiser(kind, method):
     assert all(after <= before for before, after in itertools.pairwise(losses))
 
 
+@pytest.mark.parametrize("method", ["regularised_newton", "cubic_newton"])
+def test_an_exact_fit_is_a_fixed_point_of_damped_newton(method):
+    for seed in range(5):  # the gradient on the support becomes exactly zero in some
+        rng = np.random.default_rng(seed)
+        objective = LeastSquares(rng.standard_normal((3, 12)), rng.standard_normal(3))
+        found = minimize(objective, 5, method=method, max_steps=50)
+        assert found.converged
+        assert found.loss < 1e-20
+
+
 def test_forced_coordinates_stay_and_do_not_count(rng):
     X = correlated_design(rng, 60, 20, 0.2)
     truth = sparse_signal(rng, 20, 4)

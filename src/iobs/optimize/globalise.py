@@ -57,6 +57,8 @@ class RegularisedNewton:
         size = self._size(state)
         for _ in range(_TRIALS):
             amount = sigma * size
+            if not np.isfinite(amount):  # a size of zero: f is stationary on its support, and sigma without a unit
+                break
             theta = self.choice(problem, _damped(model, state.theta, amount), problem.size, problem.candidates)
             if self.rule == "cubic":
                 size = max(float(np.linalg.norm(theta - state.theta)), 1e-300)
