@@ -65,6 +65,17 @@ def test_option_2_is_the_formula_of_the_algorithm(least_squares):
     assert minimize(least_squares, 4, method="iobs").loss >= ours.loss - 1e-9
 
 
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("kind", [LeastSquares, Logistic])
+def test_a_whole_weight_is_a_repeated_row_in_the_fisher(kind, intercept, rng):
+    X, y, weights = rng.standard_normal((40, D)), (rng.random(40) < 0.5).astype(float), rng.integers(0, 4, 40)
+    repeated = kind(np.repeat(X, weights, axis=0), np.repeat(y, weights), intercept=intercept)
+    weighted = kind(X, y, sample_weight=weights, intercept=intercept)
+    theta = rng.standard_normal(weighted.dimension)
+    matrices = [EmpiricalFisher().model(Problem(f, 4), theta, theta).matrix for f in (repeated, weighted)]
+    np.testing.assert_allclose(*matrices, rtol=1e-9, atol=1e-9)
+
+
 def test_woodfisher_is_option_2_with_one_removal_and_no_gradient(rng):
     X = rng.standard_normal((60, D))
     objective = Logistic(X, (rng.random(60) < 0.5).astype(float), ridge=0.1)

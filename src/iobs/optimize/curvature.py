@@ -92,7 +92,7 @@ class DiagonalHessian:
 
 @dataclass(frozen=True)
 class EmpiricalFisher:
-    """H = sum_i g_i g_i^T over the samples' own gradients: WoodFisher and WoodTaylor.
+    """H = sum_i w_i g_i g_i^T over the samples' own gradients: WoodFisher and WoodTaylor.
 
     Attributes:
         damping: relative to mean diag(H); None is that of the problem, or 1e-3, since the matrix is singular for few
@@ -102,7 +102,7 @@ class EmpiricalFisher:
     damping: float | None = None
 
     def model(self, problem: Problem, theta: Array, gradient: Array) -> QuadraticObjective:
-        """J^T J + damping for the per-sample gradients J.
+        """J^T J + damping, the rows of J the per-sample gradients, each times the root of its weight.
 
         Raises:
             ProblemError: the objective has no samples (a torch function of theta alone).
@@ -113,8 +113,7 @@ class EmpiricalFisher:
                 "The empirical Fisher needs a loss that sums over samples; use the curvature FullHessian."
             )
         require_storable("This curvature is stored", problem.dimension)
-        slopes = objective.weights * objective.slopes(objective.margin(theta))
-        jacobian = slopes[:, None] * objective.design.columns(np.arange(objective.dimension))
+        jacobian = objective.fisher_slopes(theta)[:, None] * objective.design.columns(np.arange(objective.dimension))
         matrix = jacobian.T @ jacobian
         mean = float(matrix.diagonal().mean())
         damping = problem.damping_or(self.damping)

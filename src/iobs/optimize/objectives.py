@@ -120,6 +120,10 @@ class LinearModel(ABC):
         with np.errstate(over="ignore"):
             return self.weights * self.curvatures(self.margin(theta))
 
+    def fisher_slopes(self, theta: Array) -> Array:
+        """s (n,) of the empirical Fisher X^T diag(s^2) X: a whole weight counts as so many equal rows."""
+        return np.sqrt(self.weights) * self.slopes(self.margin(theta))
+
     def hessian_product(self, theta: Array, vector: Array) -> Array:
         """H v."""
         curvature = self.sample_curvature(theta)
@@ -195,6 +199,7 @@ class LeastSquares(LinearModel):
     """
 
     quadratic = True
+    root: Array | None = None  # of the sample weights (n,), where there are any: X and y carry it
 
     def __init__(
         self,
@@ -208,7 +213,8 @@ class LeastSquares(LinearModel):
     ) -> None:
         design, target, weights = prepare(X, y, sample_weight)
         if sample_weight is not None:
-            design, target = designs.scale_rows(design, np.sqrt(weights)), np.sqrt(weights) * target
+            self.root = np.sqrt(weights)
+            design, target = designs.scale_rows(design, self.root), self.root * target
         self.level = 0.0
         if intercept:
             root = np.sqrt(weights)
@@ -236,6 +242,13 @@ class LeastSquares(LinearModel):
     def sample_curvature(self, theta: Array) -> Array:
         """All ones: the weights are already in X."""
         return np.ones(self.design.shape[0])
+
+    def fisher_slopes(self, theta: Array) -> Array:
+        """Residuals; the root of the weight is in X, and goes out of the residual."""
+        slopes = self.slopes(self.margin(theta))
+        if self.root is None:
+            return slopes
+        return np.divide(slopes, self.root, out=np.zeros_like(slopes), where=self.root > 0)
 
     def hessian_diagonal(self, theta: Array) -> Array:
         """Sums of squares of the columns + ridge, already known."""
