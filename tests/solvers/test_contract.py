@@ -124,6 +124,15 @@ def test_dead_columns_are_zero_and_their_budget_goes_to_live_ones(solver):
         assert torch.equal(kept, live.clamp_max(groups.keep))
 
 
+def test_a_linear_term_on_a_dead_column_has_no_minimiser_beyond_rounding():
+    hessian, linear = torch.diag(torch.tensor([1.0, 0, 2])), torch.tensor([[1.0, 5, 1]])
+    with pytest.raises(NotPositiveDefiniteError, match="falls for ever along column 1"):
+        iobs.solve(iobs.Quadratic(hessian, linear), iobs.Unstructured(keep=3), damping=0.01)
+    linear[0, 1] = 1e-12
+    found = iobs.solve(iobs.Quadratic(hessian, linear), iobs.Unstructured(keep=3))
+    torch.testing.assert_close(found.weight, torch.tensor([[1, 0, 0.5]]))
+
+
 @pytest.mark.parametrize("solver", EVERY_SOLVER)
 def test_a_singular_gram_is_damped_with_a_warning(solver):
     rows, columns = SMALL.get(solver, (6, 16))

@@ -72,7 +72,8 @@ def solve(
     Raises:
         PatternError: the pattern does not fit the shape.
         ProblemError: an unknown solver, refinement or option.
-        NotPositiveDefiniteError: the Hessian cannot be factorised even with the raised damping.
+        NotPositiveDefiniteError: the Hessian cannot be factorised even with the raised damping, or q falls for ever
+            along a column where the Hessian is zero and b is not.
     """
     (solution,) = _solve_all([quadratic], [pattern], quadratic, solver, refine, damping, budget, name, options)
     return solution
@@ -257,6 +258,15 @@ def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | Non
         return quadratic, None
     if bool(dead.all()):
         raise ProblemError("The Hessian is zero: no input of this problem ever fires; check the calibration data.")
+    if not quadratic.centred:
+        slope = quadratic.linear.abs().amax(0)
+        # An input too small to square leaves a trace in b alone: that is rounding.
+        falling = dead & (slope > torch.finfo(slope.dtype).eps ** 0.5 * slope.max())
+        if bool(falling.any()):
+            raise NotPositiveDefiniteError(
+                f"q has no least value: it falls for ever along column {int(falling.nonzero()[0])}, where the Hessian "
+                "is zero and the linear term is not. Both must come from the same samples."
+            )
     return quadratic.without(dead), dead
 
 
