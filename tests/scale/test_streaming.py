@@ -326,6 +326,24 @@ def test_a_head_that_is_tied_to_nothing_is_missed(tmp_path):
         prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5))
 
 
+def test_names_of_another_layout_are_told_even_where_a_head_could_be_tied(tmp_path):
+    directory("llama", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["embed_out.weight"] = tensors.pop("lm_head.weight")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"otherwise .*\(embed_out\.weight\).*in memory"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5))
+
+
+def test_blocks_that_hand_on_more_than_their_hidden_state_are_one_clear_error(tmp_path):
+    config = families.hf.RwkvConfig(vocab_size=48, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2)
+    families.hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"block by block .*ValueError: too many values.*in memory"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reserves room for a file")
 def test_activations_have_their_room_on_the_disk(tmp_path):
     kept = spilled_to(tmp_path)(0, torch.randn(1000, 64))

@@ -194,8 +194,9 @@ def _surplus(module: nn.Module, directory: Directory) -> frozenset[str]:
     """The tensors that the module has no place for, once all that it needs is there."""
     state, entries = module.state_dict(), directory.entries
     strange = [name for name in entries if name not in state]
-    tied = getattr(module, "_tied_weights_keys", None) or ()
-    missing = [name for name in state if name not in entries and name not in tied]
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    there = {id(parameters[name]) for name in entries if name in parameters}  # under all names of what is tied
+    missing = [name for name in state if name not in entries and id(parameters.get(name)) not in there]
     if strange and missing:
         raise ModelError(
             f"{directory.path} names its tensors otherwise than {type(module).__name__} does ({strange[0]}), so it "

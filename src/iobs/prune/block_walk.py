@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from iobs.errors import IOBSError, ModelError, first_line, is_out_of_memory
+from iobs.prune.batches import REFUSALS
 from iobs.prune.gram import Statistics
 from iobs.prune.layers import Layer
 from iobs.prune.stream import BEFORE, Stream
@@ -41,9 +43,22 @@ class BlockWalk(Walk):
     def sweep_blocks(
         self, visit: Callable[[list[Layer], Statistics], None], replay: Callable[[list[Layer]], bool]
     ) -> list[Layer]:
-        """As `sweep`, with blocks that come and go."""
+        """As `sweep`, with blocks that come and go.
+
+        Raises:
+            ModelError: the network does not run while its blocks hand on nothing but their hidden state.
+            NonFiniteError: as `sweep`.
+        """
         stream = Stream(self.model, self._own[0].batches + self._own[1].batches, self.chain, keep=self._kept)
-        stream.advance(BEFORE)
+        try:
+            stream.advance(BEFORE)
+        except REFUSALS as error:
+            if isinstance(error, IOBSError) or is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"{type(self.model).__name__} cannot be run block by block on these data ({type(error).__name__}: "
+                f"{first_line(error)}); prune it in memory instead."
+            ) from error
         if self.arithmetic is not None:
             stream.cast_arguments(self.arithmetic)
         self.begun()
