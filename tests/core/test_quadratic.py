@@ -127,6 +127,9 @@ def test_malformed_problems(hessian, centre):
         (ProblemError, lambda: Quadratic(hessian[:, :4], centre)),
         (ProblemError, lambda: Quadratic(hessian, centre, centre[:1])),
         (ProblemError, lambda: Quadratic(torch.eye(2, dtype=torch.int64), torch.ones(1, 2))),
+        (ProblemError, lambda: Quadratic(hessian.float(), centre)),
+        (ProblemError, lambda: Quadratic(hessian.bfloat16(), centre.float())),
+        (ProblemError, lambda: Quadratic(hessian, centre, centre.float())),
         (NonFiniteError, lambda: Quadratic(hessian, centre * torch.inf)),
         (NonFiniteError, lambda: Quadratic.at(centre, hessian * torch.nan)),
     ):

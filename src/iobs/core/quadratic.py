@@ -128,6 +128,11 @@ class Quadratic:
                     raise ProblemError(f"The {name} must be floating point, got {tensor.dtype}; call .float() first.")
                 if not _is_finite(tensor):
                     raise NonFiniteError(f"The {name} of a quadratic holds NaN or infinity.")
+                if tensor.dtype != rows.dtype:
+                    raise ProblemError(
+                        f"The {name} is {tensor.dtype} and the rows of the quadratic are {rows.dtype}: use one dtype "
+                        "for all, H.to(b.dtype)."
+                    )
 
     @property
     def _given(self) -> Tensor:
