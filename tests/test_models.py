@@ -166,6 +166,19 @@ def test_a_factory_that_changed_is_noticed(factory, tmp_path):
         models.load(tmp_path / "out")
 
 
+def test_a_factory_that_comes_with_a_directory_is_not_run_unasked(factory, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    models.load(f"{factory}:build").save(out)
+    (out / "net.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n{factory.read_text()}")
+    monkeypatch.chdir(out)
+    for file in ("net.py", out / "net.py", tmp_path / "else" / ".." / "out" / "net.py"):
+        (out / "iobs.json").write_text(json.dumps({"factory": f"{file}:build"}))
+        with pytest.raises(ModelError, match="--trust-remote-code"):
+            models.load(out)
+        assert not (tmp_path / "ran").exists()
+    assert models.load(out, trust_remote_code=True).module[0].in_features == 4
+
+
 def test_timm(tmp_path, monkeypatch):
     timm = pytest.importorskip("timm")
     build = timm.create_model

@@ -44,10 +44,10 @@ def load(
         dtype: of the weights; None keeps the stored one, but makes float16 float32 on a CPU.
         device: where the weights go.
         allow_pickle: also read pickled weights, which can run any code while they load.
-        trust_remote_code: also run model code that comes with a Hugging Face model.
+        trust_remote_code: also run code that comes with the weights.
 
     Raises:
-        ModelError: nothing is there, or it is damaged; the message says which file.
+        ModelError: nothing is there, it is damaged (the message says which file), or it asks for code of its own.
     """
     if spec is None:
         return load(EMBEDDED, dtype=dtype, device=device)
@@ -58,7 +58,7 @@ def load(
         return _moved(factory.load_from_function(text), dtype, device)
     path = Path(text).expanduser()
     if path.is_dir() and (path / factory.CONFIG_NAME).is_file():
-        return _moved(factory.load_directory(path), dtype, device)
+        return _moved(factory.load_directory(path, trust_remote_code), dtype, device)
     if path.is_file():
         raise ModelError(f"{text} is a file; give the directory that holds it, or FILE.py:function.")
     if not path.is_dir() and _reads_like_a_path(text):

@@ -136,11 +136,16 @@ def load_from_timm(name: str, pretrained: bool = True) -> LoadedModel:
     return _loaded(module, f"timm:{name}", {"factory": f"timm:{name}"}, "image-classification")
 
 
-def load_directory(directory: Path) -> LoadedModel:
+def load_directory(directory: Path, trust_remote_code: bool = False) -> LoadedModel:
     """A directory that was written for a network of `load_from_function` or `load_from_timm`.
 
+    Args:
+        directory: what was written.
+        trust_remote_code: also run a factory that comes with the directory.
+
     Raises:
-        ModelError: the factory is gone, or the weights are missing, damaged or do not fit the module.
+        ModelError: the factory is gone or comes with the directory, or the weights are missing, damaged or do not fit
+            the module.
     """
     try:
         config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf8"))
@@ -150,6 +155,11 @@ def load_directory(directory: Path) -> LoadedModel:
     if factory.startswith("timm:"):
         loaded = load_from_timm(factory.removeprefix("timm:"), pretrained=False)
     else:
+        if not trust_remote_code and _comes_with(directory, factory):
+            raise ModelError(
+                f"{directory} names code that comes with it ({factory}), which can do anything while it loads; pass "
+                "--trust-remote-code (trust_remote_code=True) if you trust its origin."
+            )
         loaded = load_from_function(factory)
     weights = directory / WEIGHTS_NAME
     if not weights.is_file():
@@ -161,6 +171,12 @@ def load_directory(directory: Path) -> LoadedModel:
     except RuntimeError as error:
         raise ModelError(f"{weights} does not fit the module that {factory} builds: {error}") from error
     return _loaded(loaded.module, str(directory), config, loaded.task)
+
+
+def _comes_with(directory: Path, factory: str) -> bool:
+    """Whether a factory is no file of the user's own: those are written in full, and lie outside."""
+    in_full = Path(factory).expanduser().is_absolute()
+    return not in_full or _file_of(factory).is_relative_to(directory.resolve())
 
 
 def _loaded(module: nn.Module, source: str, config: dict[str, Any], task: Task) -> LoadedModel:
