@@ -545,6 +545,24 @@ def test_what_lies_beside_the_weights_never_costs_the_result(tmp_path):
     assert (target / "notes" / "linked.txt").read_text() == "kept"
 
 
+def test_a_file_that_cannot_be_read_is_named_and_the_others_go_along(directory, tmp_path, monkeypatch):
+    for name in ("private.json", "public.json"):
+        (directory / name).write_text("{}")
+    loaded, copyfile = models.load(directory), shutil.copyfile
+
+    def copied(source, target, **options):
+        if source.name == "private.json":  # of another user; nothing is private to the superuser
+            raise PermissionError(errno.EACCES, "Permission denied", str(source))
+        return copyfile(source, target, **options)
+
+    monkeypatch.setattr(shutil, "copyfile", copied)
+    with pytest.warns(UserWarning, match=r"private\.json could not be copied.*Permission denied"):
+        loaded.save(tmp_path / "out")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"public.json", "model.safetensors", "tokenizer.json"} <= names
+    assert "private.json" not in names
+
+
 ODD = """
 import torch
 from torch import nn

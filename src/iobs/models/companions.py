@@ -31,13 +31,13 @@ def copy_companions(source: Path, target: Path, keep_index: bool = False, leave:
     for entry in source.iterdir():
         if entry.name in leave or _stays_behind(entry):
             continue
-        if entry.is_file():
-            _copy(entry, target)
-        elif not _leads_to(entry, target) and not _holds_weights(entry):
-            try:
+        try:
+            if entry.is_file():
+                _copy(entry, target)
+            elif not _leads_to(entry, target) and not _holds_weights(entry):
                 shutil.copytree(entry, target / entry.name, ignore=_left_of)
-            except OSError as error:  # what was computed is worth more than a folder beside it
-                warnings.warn(f"{entry} could not be copied to {target}: {error}.", stacklevel=2)
+        except OSError as error:  # what was computed is worth more than what lies beside it
+            warnings.warn(f"{entry} could not be copied to {target}: {error}.", stacklevel=2)
     index = weight_index(source)
     if keep_index and index is not None:
         shutil.copyfile(index, target / index.name)
