@@ -108,6 +108,26 @@ def test_damage_is_a_clear_error(tmp_path):
         iobs.load_packed(tmp_path / "nowhere")
 
 
+def test_a_missing_shard_is_named_before_the_work(tmp_path):
+    (tmp_path / "model").mkdir()
+    shards = {f"w{number}": f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)}
+    for name, shard in shards.items():
+        save_file({name: torch.eye(16)}, tmp_path / "model" / shard)
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    iobs.save_packed(tmp_path / "model", tmp_path / "packed")
+    run = ["pack", "--unpack", str(tmp_path / "packed"), "-o", str(tmp_path / "back")]
+    assert CliRunner().invoke(app, run).exit_code == 0
+    (tmp_path / "packed" / "model-00001-of-00003.packed").unlink()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"lacks 1 packed files, model-00001-of-00003\.packed"):
+        unpack(tmp_path / "packed", tmp_path / "empty")
+    assert not list((tmp_path / "empty").iterdir())
+    (tmp_path / "packed" / index.name).write_text("{}")
+    with pytest.raises(ModelError, match=r"index\.json is damaged"):
+        unpack(tmp_path / "packed", tmp_path / "empty")
+
+
 def test_kinds_of_numbers(tmp_path):
     """Unsigned integers are packed as they are; what torch cannot hold is named, not called damaged."""
     (tmp_path / "model").mkdir()

@@ -23,7 +23,7 @@ from iobs.models.loaded import LoadedModel
 from iobs.models.output import output_directory
 from iobs.models.shards import Entry, ShardWriter, read_entries
 from iobs.models.weights import same_tensors, write_weights
-from iobs.prune.audit import weight_files
+from iobs.prune.audit import weight_files, weight_index
 from iobs.prune.layers import library_class
 
 SUFFIX = ".packed"
@@ -63,7 +63,7 @@ def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
             what module it holds.
 
     Raises:
-        ModelError: no packed file there, one is damaged, or the weights do not fit.
+        ModelError: no packed file there, one is damaged or missing, or the weights do not fit.
     """
     with tempfile.TemporaryDirectory() as scratch:
         unpack(path, Path(scratch))
@@ -80,15 +80,30 @@ def unpack(path: str | Path, directory: Path) -> None:
     """Write the dense files of a packed directory into an existing directory.
 
     Raises:
-        ModelError: no packed file there, or one is damaged.
+        ModelError: no packed file there, or one is damaged or missing.
     """
     source = Path(path)
     files = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
     if not files:
         raise ModelError(f"{source} holds no {SUFFIX} file; give a directory that iobs pack wrote.")
+    missing = sorted(_indexed(source) - {file.name for file in files})
+    if missing:
+        raise ModelError(f"{source} lacks {len(missing)} packed files, {missing[0]} the first; copy them again.")
     copy_companions(source, directory, keep_index=True)
     for file in files:
         _unpack(file, directory / f"{file.stem}.safetensors")
+
+
+def _indexed(directory: Path) -> set[str]:
+    """The packed files of the shards that an index names; none where there is no index."""
+    index = weight_index(directory)
+    if index is None:
+        return set()
+    try:
+        shards = json.loads(index.read_text(encoding="utf8"))["weight_map"].values()
+        return {f"{Path(shard).stem}{SUFFIX}" for shard in shards}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} is damaged; copy it again.") from error
 
 
 def packed_share(source: str | Path, packed: str | Path) -> float:
