@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -269,6 +270,24 @@ def test_float16_is_computed_in_float32_and_written_as_it_was(directory, tmp_pat
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
     assert loaded.module.dtype == torch.float32
     assert same_weights(models.load(tmp_path / "out").module, loaded.module)
+
+
+def test_float16_buffers_are_written_as_they_were_and_counted_so(tmp_path, monkeypatch):
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1])
+    ResNetForImageClassification(config).half().save_pretrained(tmp_path / "model")
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    loaded = models.load(tmp_path / "model")
+    assert loaded.module.resnet.embedder.embedder.normalization.running_var.dtype == torch.float32
+    assert models.size_in_bytes(loaded.module) == sum(tensor.nbytes for tensor in before.values())
+    loaded.save(tmp_path / "out")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in after.items()} == {name: one.dtype for name, one in before.items()}
+    assert loaded.module.resnet.embedder.embedder.normalization.running_var.dtype == torch.float32
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1_100_000))
+    with pytest.raises(OutputError, match=r"needs about 2 MB .* has 1 MB left"):
+        models.check_output(tmp_path / "other", needed_bytes=1_200_000)
 
 
 def test_all_that_lies_beside_the_weights_goes_along(directory, tmp_path):

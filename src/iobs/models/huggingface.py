@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from iobs.errors import ModelError, first_line
 from iobs.models.companions import REPORTS, copy_companions
+from iobs.models.halves import stored_as_half, widen
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
 from iobs.models.shards import read_entries
 from iobs.models.vision_shim import ensure_torchvision
@@ -99,16 +100,14 @@ def load_pretrained(
         )
     if dtype is None and stored is not None:
         _tell_narrowed(source, module, files)
-    halves: set[str] = set()
     if dtype is None and module.dtype == torch.float16 and torch.device(device).type == "cpu":
-        halves = {name for name, parameter in module.named_parameters() if parameter.dtype == torch.float16}
-        module = module.float()
+        widen(module)
     tokenizer = load_tokenizer(source, trust_remote_code) if not is_directory or has_tokenizer(Path(source)) else None
     with _quiet(transformers):
         companions = Path(source) if is_directory else _snapshot(str(source), config)
 
     def write(model: LoadedModel, directory: Path) -> None:
-        with _quiet(transformers), _stored_as_half(model.module, halves):
+        with _quiet(transformers), stored_as_half(model.module):
             model.module.save_pretrained(directory)  # type: ignore[operator]
         if companions is not None:
             copy_companions(companions, directory, leave=REPORTS)  # which told of other weights
@@ -150,19 +149,6 @@ def _tell_narrowed(source: str | Path, module: nn.Module, files: Sequence[Path])
             "keeps them, and --low-memory copies what it does not prune as it is.",
             stacklevel=2,
         )
-
-
-@contextmanager
-def _stored_as_half(module: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Parameters in float16 while they are written; they keep the rounded values, which are what was written."""
-    parameters = [parameter for name, parameter in module.named_parameters() if name in names]
-    for parameter in parameters:
-        parameter.data = parameter.data.half()
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.data = parameter.data.float()
 
 
 def _snapshot(name: str, config: Any) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from iobs.errors import ModelError
+from iobs.models.halves import bytes_saved
 from iobs.models.output import output_directory
 
 Task = Literal["causal-lm", "image-classification", "other"]
@@ -84,6 +85,6 @@ def parameter_count(module: nn.Module) -> int:
 
 
 def size_in_bytes(module: nn.Module) -> int:
-    """Bytes of all parameters and buffers, which is about what the saved file needs."""
+    """Bytes of all parameters and buffers as they are saved, which is about what the file needs."""
     tensors: Sequence[Any] = [*module.parameters(), *module.buffers()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) - bytes_saved(module)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from math import ceil, floor
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -39,7 +40,7 @@ def check_output(directory: Path, needed_bytes: int = 0, replaceable: Collection
     free = shutil.disk_usage(place).free
     if free < needed_bytes:
         raise OutputError(
-            f"{directory} needs about {needed_bytes / 1e6:.0f} MB and {place} has {free / 1e6:.0f} MB left; "
+            f"{directory} needs about {ceil(needed_bytes / 1e6)} MB and {place} has {floor(free / 1e6)} MB left; "
             "free some space or choose another output directory."
         )
 
