@@ -36,6 +36,26 @@ def test_a_hessian_is_factorised_once(solver, function, monkeypatch):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("solver", ["magnitude", "wanda"])
+def test_centres_are_solved_for_with_one_factor(solver, monkeypatch):
+    calls = []
+    original = torch.linalg.cholesky_ex
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix: calls.append(1) or original(matrix))
+    hessian = random_problem(4, 16).hessian
+    problems = [iobs.Quadratic(hessian, torch.randn(3, 16, dtype=torch.float64)) for _ in range(3)]
+    solve_many(problems, [iobs.NM(2, 4)] * 3, solver)
+    assert len(calls) == 1
+
+
+def test_half_precision_shares_too(monkeypatch):
+    calls = []
+    original = linalg.upper_factor
+    monkeypatch.setattr(linalg, "upper_factor", lambda matrix: calls.append(1) or original(matrix))
+    problem = random_problem(4, 16, dtype=torch.bfloat16)
+    solve_many([problem] * 3, [iobs.NM(2, 4)] * 3, "sparsegpt", damping=0.01)
+    assert len(calls) == 1
+
+
 def test_problems_with_and_without_a_centre_stack():
     centred = random_problem(4, 16)
     free = iobs.Quadratic(centred.hessian, torch.randn(3, 16, dtype=torch.float64))

@@ -8,7 +8,7 @@ The linear term b is stored, not the centre c with c H = b: that needs no invers
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -173,8 +173,11 @@ class Quadratic:
             raise ProblemError("Problems that are solved together share one Hessian: make them with the same tensor.")
         if all(problem.centred for problem in problems):
             return cls(first.hessian, None, torch.cat([problem.centre() for problem in problems]), centred=True)
+        linear = torch.cat([problem.linear for problem in problems])
+        if all(problem.anchor is None for problem in problems):
+            return cls(first.hessian, linear)
         anchors = [problem.centre() if problem.anchor is None else problem.anchor for problem in problems]
-        return cls(first.hessian, torch.cat([problem.linear for problem in problems]), torch.cat(anchors))
+        return cls(first.hessian, linear, torch.cat(anchors))
 
     @property
     def linear(self) -> Tensor:
@@ -249,19 +252,8 @@ class Quadratic:
         if self.centred:
             assert self.anchor is not None
             return self.anchor
-        matrix = self.matrix
-        # Rounded entries can make a small positive pivot of a zero; where there is none as small, all are real.
-        rounding = torch.finfo(matrix.dtype).eps
-        factor, info = torch.linalg.cholesky_ex(matrix.double())
-        if int(info) == 0 and bool((factor.diagonal().square() > 4 * rounding * matrix.diagonal()).all()):
-            solved: Tensor = torch.cholesky_solve(self.linear.double().T, factor).T.to(self.linear.dtype)
-            return solved
-        scale = matrix.diagonal().double().clamp_min(0).sqrt()
-        scale = torch.where(scale > 0, scale, 1.0)
-        # With unit curvatures one threshold serves all variables; a large one would bury the others.
-        unit = matrix.double() / scale / scale[:, None]
-        pseudo_inverse: Tensor = torch.linalg.pinv(unit, hermitian=True, atol=len(unit) * rounding, rtol=0.0)
-        return (self.linear.double() / scale @ pseudo_inverse / scale).to(self.linear.dtype)
+        solve = self.factors.get("centre", lambda: _solver(self.matrix))
+        return solve(self.linear.double()).to(self.linear.dtype)
 
     def to(self, dtype: torch.dtype) -> Quadratic:
         """The same problem with dense tensors in another dtype."""
@@ -269,7 +261,9 @@ class Quadratic:
             return self
         anchor = None if self.anchor is None else self.anchor.to(dtype)
         linear = None if self.centred else self.linear.to(dtype)
-        return Quadratic(self.matrix.to(dtype), linear, anchor, self.centred)
+        changed = Quadratic(self.matrix.to(dtype), linear, anchor, self.centred)
+        changed.factors = Factors(self.factors.keep)
+        return changed
 
     def divided(self, amount: float) -> Quadratic:
         """q / amount, which has the same minimisers."""
@@ -335,6 +329,21 @@ def relative_error(problem: Quadratic, weight: Tensor) -> float:
     error = (_double_product(difference, problem.hessian, problem.dtype) * difference).sum()
     size = (_double_product(centre, problem.hessian, problem.dtype) * centre).sum()
     return float(error / size) if float(size) > 0 else 0.0
+
+
+def _solver(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+    """Rows B to their centres B H^-1, in float64; H^-1 is the pseudo-inverse where H is singular up to rounding."""
+    # Rounded entries can make a small positive pivot of a zero; where there is none as small, all are real.
+    rounding = torch.finfo(matrix.dtype).eps
+    factor, info = torch.linalg.cholesky_ex(matrix.double())
+    if int(info) == 0 and bool((factor.diagonal().square() > 4 * rounding * matrix.diagonal()).all()):
+        return lambda rows: torch.cholesky_solve(rows.T, factor).T
+    scale = matrix.diagonal().double().clamp_min(0).sqrt()
+    scale = torch.where(scale > 0, scale, 1.0)
+    # With unit curvatures one threshold serves all variables; a large one would bury the others.
+    unit = matrix.double() / scale / scale[:, None]
+    pseudo_inverse: Tensor = torch.linalg.pinv(unit, hermitian=True, atol=len(unit) * rounding, rtol=0.0)
+    return lambda rows: rows / scale @ pseudo_inverse / scale
 
 
 def _require_tensors(hessian: object, **rows: object) -> None:
