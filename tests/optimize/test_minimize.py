@@ -12,10 +12,10 @@ from sparse_problems import correlated_design, sparse_signal
 
 import iobs
 from iobs.errors import NonFiniteError, NotPositiveDefiniteError, ProblemError
-from iobs.optimize import auto
+from iobs.optimize import auto, proposals
 from iobs.optimize.curvature import FullHessian
 from iobs.optimize.minimize import minimize
-from iobs.optimize.models import ProductModel
+from iobs.optimize.models import ProductModel, QuadraticObjective
 from iobs.optimize.objectives import LeastSquares, Logistic, Poisson, from_torch
 from iobs.optimize.presets import METHODS
 from iobs.optimize.problem import Problem
@@ -324,6 +324,21 @@ def test_the_newton_point_is_right_whatever_single_precision_makes_of_it(case):
     exact = newton_direction(problem.objective.hessian_block(theta, np.arange(60)), gradient) * problem.scale
     assert set(np.argsort(-np.abs(found))[:5]) == set(np.argsort(-np.abs(exact))[:5])
     np.testing.assert_allclose(found, exact, atol=1e-3 * np.abs(exact).max())
+
+
+def test_the_constant_of_f_does_not_prolong_the_merging_pursuit(rng, monkeypatch):
+    calls = []
+    original = proposals.refit
+    monkeypatch.setattr(proposals, "refit", lambda *args, **options: calls.append(1) or original(*args, **options))
+    X = rng.standard_normal((100, 60))
+    y = X[:, :8].sum(axis=1) + rng.standard_normal(100)
+    counts = []
+    for constant in (0.5 * y @ y, 0.0):  # f is positive, or negative, at its minimum
+        problem = Problem(QuadraticObjective(X.T @ X, X.T @ y, constant=constant), 8)
+        calls.clear()
+        proposals.compressive_sampling_pursuit(problem, proposals.start(problem))
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
 
 
 def test_a_small_effect_beside_a_large_one_is_no_rounding(rng):

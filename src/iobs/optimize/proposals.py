@@ -97,7 +97,7 @@ def compressive_sampling_pursuit(problem: Problem, fit: Fit, *, steps: int = 20)
         merged = np.union1d(fit.support, problem.top(slope, _merge_count(problem)))
         wide = refit(problem.objective, merged.astype(np.int64), fit.theta, steps=1 if problem.dear else 8)
         pruned = _refit_on_the_way(problem, problem.top(np.abs(wide.theta) * problem.scale), wide.theta, steps=None)
-        if pruned.value >= best.value * (1 - 1e-9) and best.support.size == pruned.support.size:
+        if pruned.value >= best.value - 1e-9 * abs(best.value) and best.support.size == pruned.support.size:
             break
         best = fit = pruned
         if solved(problem, fit):
