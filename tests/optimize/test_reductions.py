@@ -76,6 +76,20 @@ def test_a_whole_weight_is_a_repeated_row_in_the_fisher(kind, intercept, rng):
     np.testing.assert_allclose(*matrices, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [choices.Truncate(), choices.TruncateAndRefit(), choices.Greedy(), choices.Enumerate(), choices.BestSupport()],
+    ids=lambda choice: type(choice).__name__,
+)
+@pytest.mark.parametrize(("count", "allowed"), [(2, [0, 1, 2]), (5, [0, 1, 2, 3, 4, 6])])
+def test_every_choice_keeps_to_its_count_and_to_what_is_allowed(choice, count, allowed, least_squares):
+    problem = Problem(least_squares, 3)
+    model = FullHessian().model(problem, np.zeros(D), problem.at_zero[1])
+    support = np.flatnonzero(choice(problem, model, count, np.isin(np.arange(D), allowed)))
+    assert support.size == count
+    assert set(support) <= set(allowed)
+
+
 def test_woodfisher_is_option_2_with_one_removal_and_no_gradient(rng):
     X = rng.standard_normal((60, D))
     objective = Logistic(X, (rng.random(60) < 0.5).astype(float), ridge=0.1)

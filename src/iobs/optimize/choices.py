@@ -36,7 +36,7 @@ class Truncate:
     def __call__(self, problem: Problem, model: Model, count: int, allowed: Booleans) -> Array:
         """T_k(H^-1 b)."""
         centre = model.centre()
-        return problem.truncate(centre, np.where(allowed, np.abs(centre), -1.0))
+        return problem.truncate(centre, np.where(allowed, np.abs(centre), -1.0), count)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class BestSupport:
 
     def __call__(self, problem: Problem, model: Model, count: int, allowed: Booleans) -> Array:
         """The lowest of the candidates."""
-        inner = Problem(model, problem.k, rng=problem.rng)
+        inner = Problem(model, count, rng=problem.rng, allowed=allowed)
         swapper = Swapper(inner)
         supports = [problem.top(np.where(allowed, np.abs(model.centre()), -1.0), count)]
         if isinstance(model, QuadraticObjective) and model.dimension <= self.greedy_limit:

@@ -28,6 +28,7 @@ class Problem:
         k: how many free coordinates may be non-zero.
         damping: relative to mean diag(H); None lets the method choose.
         rng: the only source of randomness.
+        allowed: boolean (d,), which coordinates may compete for the support; None is all.
 
     Raises:
         ProblemError: k is no integer, negative, or larger than the number of free coordinates.
@@ -37,6 +38,7 @@ class Problem:
     k: int
     damping: float | None = None
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    allowed: Booleans | None = None
 
     def __post_init__(self) -> None:
         if not is_a(Integral, self.k) or isinstance(self.k, bool):
@@ -77,8 +79,8 @@ class Problem:
 
     @cached_property
     def candidates(self) -> Booleans:
-        """(d,) true where a coordinate competes for the support: neither forced nor constant."""
-        mask = np.ones(self.dimension, dtype=np.bool_)
+        """(d,) true where a coordinate competes for the support: allowed, neither forced nor constant."""
+        mask = np.ones(self.dimension, dtype=np.bool_) if self.allowed is None else self.allowed.copy()
         mask[self.forced] = False
         mask[self.objective.constant_coordinates()] = False
         return mask
@@ -112,9 +114,9 @@ class Problem:
         tied = np.flatnonzero(masked == threshold)[: count - above.size]
         return np.sort(np.concatenate([above, tied, self.forced])).astype(np.int64)
 
-    def truncate(self, theta: Array, scores: Array | None = None) -> Array:
-        """T_k: theta with all but its k largest free entries set to zero; forced entries stay."""
-        support = self.top(np.abs(theta) if scores is None else scores)
+    def truncate(self, theta: Array, scores: Array | None = None, count: int | None = None) -> Array:
+        """T_k: theta with all but its `count` (k) largest free entries set to zero; forced entries stay."""
+        support = self.top(np.abs(theta) if scores is None else scores, count)
         truncated = np.zeros_like(theta)
         truncated[support] = theta[support]
         return truncated
