@@ -133,8 +133,8 @@ NETWORKS = {
 
 QUOTED = {
     "resnet20": "CHITA in 15 stages by its authors' own code, on one draw of 1,000 of these pictures: 91.1, 90.4, "
-    "88.1, 83.8 and 71.4; its published figures, which more pictures and augmented gradients had a part in, quoted from "
-    "memory: 91.04, 90.78, 90.38, 88.72 and 79.32.",
+    "88.1, 83.8 and 71.4; its published figures, in which more pictures and augmented gradients have a part, quoted "
+    "from memory: 91.04, 90.78, 90.38, 88.72 and 79.32.",
     "mlpnet": "CHITA in 15 stages by its authors' own code, on one draw of 1,000 digits: 92.9, 91.1 and 54.3.",
 }
 """Figures of peers that were not measured by this script."""
