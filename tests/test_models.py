@@ -138,6 +138,21 @@ def test_functions(factory, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("stored", "computed"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)], ids=str
+)
+def test_functions_keep_the_dtype_that_they_are_saved_in(stored, computed, factory, tmp_path):
+    models.load(f"{factory}:build", dtype=stored).save(tmp_path / "out")
+    again = models.load(tmp_path / "out")
+    assert again.module[0].weight.dtype == computed
+    assert again.module[0].weight is again.module[2].weight
+    again.save(tmp_path / "out2")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "out2"))
+    assert first.keys() == second.keys()
+    assert all(second[name].dtype == stored and torch.equal(second[name], first[name]) for name in first)
+    assert models.load(tmp_path / "out", dtype=torch.float64).module[0].weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
     ("function", "message"),
     [("number", "returned int"), ("broken", "RuntimeError: mine"), ("absent", "no function 'absent'")],
 )

@@ -8,6 +8,7 @@ import torch
 
 from iobs.errors import ModelError
 from iobs.models import factory
+from iobs.models.halves import widen
 from iobs.models.loaded import LoadedModel, Tokenizer, parameter_count, size_in_bytes
 from iobs.models.output import beside, check_output, make_folder, output_directory
 from iobs.models.vision_shim import ensure_torchvision
@@ -58,7 +59,10 @@ def load(
         return _moved(factory.load_from_function(text), dtype, device)
     path = Path(text).expanduser()
     if path.is_dir() and (path / factory.CONFIG_NAME).is_file():
-        return _moved(factory.load_directory(path, trust_remote_code), dtype, device)
+        loaded = factory.load_directory(path, trust_remote_code)
+        if dtype is None and torch.device(device).type == "cpu":
+            widen(loaded.module)
+        return _moved(loaded, dtype, device)
     if path.is_file():
         raise ModelError(f"{text} is a file; give the directory that holds it, or FILE.py:function.")
     if not path.is_dir() and _reads_like_a_path(text):

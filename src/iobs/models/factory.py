@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from iobs.errors import ModelError
+from iobs.models.halves import stored_as_half
 from iobs.models.loaded import LoadedModel, Task
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.weights import read_weights, write_weights
@@ -181,7 +182,8 @@ def _comes_with(directory: Path, factory: str) -> bool:
 
 def _loaded(module: nn.Module, source: str, config: dict[str, Any], task: Task) -> LoadedModel:
     def write(model: LoadedModel, directory: Path) -> None:
-        write_weights(model.module, directory / WEIGHTS_NAME)
+        with stored_as_half(model.module):
+            write_weights(model.module, directory / WEIGHTS_NAME)
         (directory / CONFIG_NAME).write_text(json.dumps({"format": "iobs-module", **config}, indent=2) + "\n")
 
     return LoadedModel(module.eval(), None, source, task, None, write)

@@ -32,13 +32,17 @@ def write_weights(module: nn.Module, file: Path) -> None:
 
 
 def read_weights(module: nn.Module, file: Path) -> None:
-    """Fill a module with what `write_weights` wrote of one like it.
+    """Fill a module with what `write_weights` wrote of one like it, in the floating dtypes that were written.
 
     Raises:
         RuntimeError: names or shapes do not agree.
         safetensors.SafetensorError: the file is damaged.
     """
-    stored, state = load_file(file), module.state_dict()
+    stored = load_file(file)
+    for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
+        if name in stored and tensor.is_floating_point() and stored[name].is_floating_point():
+            tensor.data = tensor.data.to(stored[name].dtype)
+    state = module.state_dict()
     for names in same_tensors(state):
         written = next((stored[name] for name in names if name in stored), None)
         if written is not None:
