@@ -476,6 +476,26 @@ def test_a_full_disk_while_weights_are_written(directory, tmp_path):
     assert not [*out.parent.iterdir()]
 
 
+def test_a_home_folder_is_found_by_every_door(directory, tmp_path, monkeypatch):
+    from iobs.models.streaming import prune_directory
+
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert models.beside(Path("~/out"), "packed") == tmp_path / "out.packed"
+    models.load("~/model").save("~/saved")
+    assert save_packed("~/saved", "~/packed") == tmp_path / "packed"
+    load_packed("~/packed")
+    batches = [{"input_ids": torch.arange(3, 19).reshape(2, 8)}]
+    options = {"solver": "magnitude", "checkpoint": "~/checkpoint"}
+    prune_directory("~/model", "~/pruned", batches, iobs.Unstructured(0.5), **options)
+    names = {"work", "model", "saved", "packed", "pruned", "checkpoint"}
+    assert {entry.name for entry in tmp_path.iterdir()} == names
+    assert not list((tmp_path / "work").iterdir())
+    with pytest.raises(OutputError, match="not empty"):
+        models.check_output(Path("~/saved"))
+
+
 def test_replaced_output_is_the_new_one(tmp_path):
     for content in ("old", "new"):
         with models.output_directory(tmp_path / "out", replaceable=("file",)) as temporary:

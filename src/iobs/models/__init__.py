@@ -10,7 +10,7 @@ from iobs.errors import ModelError
 from iobs.models import factory
 from iobs.models.halves import widen
 from iobs.models.loaded import LoadedModel, Tokenizer, parameter_count, size_in_bytes
-from iobs.models.output import beside, check_output, make_folder, output_directory
+from iobs.models.output import beside, check_output, expanded, make_folder, output_directory
 from iobs.models.vision_shim import ensure_torchvision
 
 __all__ = [
@@ -57,7 +57,7 @@ def load(
         return _moved(factory.load_from_timm(text.removeprefix("timm:")), dtype, device)
     if factory.is_function_spec(text):
         return _moved(factory.load_from_function(text), dtype, device)
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.is_dir() and (path / factory.CONFIG_NAME).is_file():
         loaded = factory.load_directory(path, trust_remote_code)
         if dtype is None and torch.device(device).type == "cpu":

@@ -104,13 +104,18 @@ def make_folder(output: Path) -> None:
 
 def beside(directory: Path, suffix: str) -> Path:
     """A directory's neighbour: its own name, a dot and the suffix; "." has a name too, if not of its own."""
-    here = Path(os.path.abspath(directory))
+    here = Path(os.path.abspath(expanded(directory)))
     return here.with_name(f"{here.name}.{suffix}")
+
+
+def expanded(path: str | Path) -> Path:
+    """A path whose "~" is the home folder, also where no shell has seen it; kept as it is where there is no home."""
+    return Path(os.path.expanduser(path))
 
 
 def _target(directory: Path) -> Path:
     """The directory itself, in full, where a link leads to it."""
-    return Path(os.path.realpath(directory))
+    return Path(os.path.realpath(expanded(directory)))
 
 
 def _require_empty(directory: Path, replaceable: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from iobs.errors import ModelError
 from iobs.models.companions import copy_companions
 from iobs.models.factory import WEIGHTS_NAME
 from iobs.models.loaded import LoadedModel
-from iobs.models.output import output_directory
+from iobs.models.output import expanded, output_directory
 from iobs.models.shards import Entry, ShardWriter, read_entries
 from iobs.models.weights import same_tensors, write_weights
 from iobs.prune.audit import weight_files, weight_index
@@ -43,7 +43,7 @@ def save_packed(model: nn.Module | LoadedModel | str | Path, path: str | Path) -
         OutputError: the output exists, or cannot be written.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        source = Path(model) if isinstance(model, str | Path) else _written(model, Path(scratch))
+        source = expanded(model) if isinstance(model, str | Path) else _written(model, Path(scratch))
         shards = weight_files(source)
         if not shards:
             raise ModelError(f"{source} holds no .safetensors file; give a directory that iobs prune wrote.")
@@ -51,7 +51,7 @@ def save_packed(model: nn.Module | LoadedModel | str | Path, path: str | Path) -
             copy_companions(source, temporary, keep_index=True)
             for shard in shards:
                 _pack(shard, temporary / f"{shard.stem}{SUFFIX}")
-    return Path(path)
+    return expanded(path)
 
 
 def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
@@ -82,7 +82,7 @@ def unpack(path: str | Path, directory: Path) -> None:
     Raises:
         ModelError: no packed file there, or one is damaged or missing.
     """
-    source = Path(path)
+    source = expanded(path)
     files = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
     if not files:
         raise ModelError(f"{source} holds no {SUFFIX} file; give a directory that iobs pack wrote.")
@@ -108,8 +108,8 @@ def _indexed(directory: Path) -> set[str]:
 
 def packed_share(source: str | Path, packed: str | Path) -> float:
     """Bytes of the packed weights over bytes of the dense ones."""
-    dense = sum(os.path.getsize(file) for file in weight_files(Path(source)))
-    return sum(os.path.getsize(file) for file in Path(packed).glob(f"*{SUFFIX}")) / dense
+    dense = sum(os.path.getsize(file) for file in weight_files(expanded(source)))
+    return sum(os.path.getsize(file) for file in expanded(packed).glob(f"*{SUFFIX}")) / dense
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from iobs.errors import LayerSelectionError, ModelError, first_line
 from iobs.models.huggingface import check_directory
+from iobs.models.output import expanded
 from iobs.models.shards import Entry, read_entries
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.prune.layers import Layer, Selection, select
@@ -95,6 +96,7 @@ class StreamedModel:
                 module has no list of equal blocks, or its weights are quantised.
             LayerSelectionError: no chosen layer is inside a block.
         """
+        path = expanded(path)
         directory = Directory(path)
         module = _skeleton(path)
         surplus = _surplus(module, directory)

@@ -21,7 +21,7 @@ from iobs.errors import LayerSelectionError, ModelError, ProblemError, first_lin
 from iobs.models.companions import REPORTS, copy_companions
 from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel
-from iobs.models.output import check_output, output_directory
+from iobs.models.output import check_output, expanded, output_directory
 from iobs.models.shards import ShardWriter
 from iobs.models.streamed import StreamedModel
 from iobs.models.vision_shim import ensure_torchvision
@@ -287,6 +287,7 @@ def without_weights(path: Path) -> LoadedModel:
     Raises:
         ModelError: the directory is damaged.
     """
+    path = expanded(path)
     check_directory(path, allow_pickle=False)
     ensure_torchvision()
     import transformers

@@ -48,7 +48,7 @@ class Journal:
     """
 
     def __init__(self, directory: str | Path, identity: Mapping[str, Any]) -> None:
-        self.directory = Path(directory)
+        self.directory = Path(os.path.expanduser(directory))
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             found = [*self.directory.iterdir()]
