@@ -43,6 +43,19 @@ def test_both_forms_agree(pattern):
     torch.testing.assert_close(plain.prices, numba.prices, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("form", [screen.swap_rows_torch, screen.swap_rows_numba])
+def test_a_row_whose_members_are_singular_stays_as_it_is(form):
+    hessian = torch.eye(6)
+    hessian[0, 1] = hessian[1, 0] = 1 + 1e-6
+    mask = torch.tensor([[True, True, True, False, False, False]])
+    rows = screen.Rows.of(mask.clone(), mask.float())
+    slots = torch.tensor([[2, 3, 4, 5]])
+    form(rows, hessian, torch.ones(1, 6), slots, iobs.Unstructured(0.5, per="row").groups((1, 6)), 1e-6, 64)
+    assert torch.equal(rows.mask, mask)
+    assert torch.equal(rows.weight, mask.float())
+    assert int(rows.swaps) == 0
+
+
 @pytest.mark.parametrize("pattern", PATTERNS[1:], ids=str)
 def test_with_every_column_no_swap_is_left(pattern):
     problem = random_problem(3, 16, dtype=torch.float32)

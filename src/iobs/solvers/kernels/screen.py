@@ -6,6 +6,7 @@ their optimum, has the Hessian H_QQ - X^T X and the linear term b_Q - X^T L^-1 b
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from iobs.core import linalg
 from iobs.core.patterns import Groups
+from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.kernels.swaps import RowState, polish
 from iobs.solvers.kernels.threads import over_rows
 
@@ -94,7 +96,8 @@ def swap_rows_torch(
         if groups.size >= len(hessian):
             inside = int(rows.mask[row, columns].sum())
             outside = len(columns) - inside
-        _swap_row_torch(rows, row, hessian, linear[row], columns, (inside, outside), tolerance, limit)
+        with suppress(NotPositiveDefiniteError):  # raised before anything of the row is written
+            _swap_row_torch(rows, row, hessian, linear[row], columns, (inside, outside), tolerance, limit)
 
 
 def _swap_row_torch(

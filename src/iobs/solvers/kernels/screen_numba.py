@@ -96,7 +96,7 @@ def swap_row(
     prices: Floats,
     names: Integers,
 ) -> int:
-    """`screen.swap_row_torch`, in place. `prices` are those of the best removal and admission and the row's scale."""
+    """`screen._swap_row_torch`, in place. `prices` are those of the best removal and admission and the row's scale."""
     q = columns.size
     in_race = np.zeros(mask.size, np.bool_)
     for t in range(q):
