@@ -174,6 +174,7 @@ def test_the_printed_ratio_fails_at_k_equal_d_where_the_tight_one_is_newtons():
     tight, paper, _ = quadratic_factors(constants, 3, 3, 1)
     assert tight == pytest.approx(constants.M / (2 * constants.mu))
     assert paper == float("inf")
+    assert quadratic_factors(constants, 3, 0, 0)[2] == pytest.approx(constants.M / (2 * constants.mu))
 
 
 def test_the_projection_of_the_lemma_is_not_a_contraction(rng):

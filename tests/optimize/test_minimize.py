@@ -326,6 +326,11 @@ def test_the_newton_point_is_right_whatever_single_precision_makes_of_it(case):
     np.testing.assert_allclose(found, exact, atol=1e-3 * np.abs(exact).max())
 
 
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_columns_of_zeros_leave_zero(method):
+    assert not minimize(LeastSquares(np.zeros((5, 3)), np.ones(5)), 2, method=method).theta.any()
+
+
 def test_the_constant_of_f_does_not_prolong_the_merging_pursuit(rng, monkeypatch):
     calls = []
     original = proposals.refit

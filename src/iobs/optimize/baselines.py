@@ -122,7 +122,8 @@ class NHTP:
         """Newton on T, halved until f falls."""
         objective, theta = problem.objective, state.theta
         diagonal = objective.hessian_diagonal(theta)
-        length = 1.0 / float(np.median(diagonal[diagonal > 0])) if self.length is None else self.length
+        curved = diagonal[diagonal > 0]
+        length = (1.0 / float(np.median(curved)) if curved.size else 1.0) if self.length is None else self.length
         support = problem.top(np.abs(theta - length * state.gradient))
         rest = theta.copy()
         rest[support] = 0.0

@@ -97,7 +97,7 @@ def quadratic_factors(constants: Constants, d: int, k: int, k_star: int) -> tupl
     condition = constants.L / mu
     tight = 1 + float(np.sqrt(condition * (d - k) / max(d - k_star, 1)))
     paper = 1 + float(np.sqrt(condition * (d - k_star) / (d - k))) if k < d else float("inf")
-    topk = 1 + float(np.sqrt(k_star / k))
+    topk = 1 + float(np.sqrt(k_star / max(k, 1)))  # at k = 0 theta* is zero, too
     return tight * curvature, paper * curvature, topk * curvature
 
 
