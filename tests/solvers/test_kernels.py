@@ -7,6 +7,7 @@ from solver_problems import random_problem
 import iobs
 from iobs.core import linalg
 from iobs.solvers.kernels import conjugate, eliminate, greedy, project, select, swaps
+from iobs.solvers.obc import greedy_mask
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -108,3 +109,10 @@ def test_polish_weights():
     torch.testing.assert_close(converged, exact, rtol=1e-3, atol=1e-3)
     again = conjugate.polish_weights(problem.matrix, problem.linear, mask, exact, 50)
     torch.testing.assert_close(again, exact, rtol=1e-3, atol=1e-3)
+
+
+def test_the_greedy_mask_is_contiguous_as_the_kernels_ask():
+    problem = random_problem(4, 8)
+    for pattern in (iobs.Unstructured(0.5), iobs.NM(2, 4)):
+        mask = greedy_mask(torch.linalg.inv(problem.matrix), problem.centre(), pattern.groups((4, 8)))
+        assert mask.is_contiguous()

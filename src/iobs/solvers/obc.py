@@ -69,4 +69,4 @@ def _without(order: Tensor, counts: Tensor, d: int) -> Tensor:
     mask = torch.ones(len(order), d + 1, dtype=torch.bool, device=order.device)  # one spare column for no removal
     taken = torch.arange(order.shape[1], device=order.device) < counts[:, None]
     mask.scatter_(1, torch.where(taken, order, d), False)
-    return mask[:, :d]
+    return mask[:, :d].contiguous()
