@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from iobs.errors import ModelError
 from iobs.models.halves import bytes_saved
@@ -86,5 +86,5 @@ def parameter_count(module: nn.Module) -> int:
 
 def size_in_bytes(module: nn.Module) -> int:
     """Bytes of all parameters and buffers as they are saved, which is about what the file needs."""
-    tensors: Sequence[Any] = [*module.parameters(), *module.buffers()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) - bytes_saved(module)
+    tensors: Sequence[Tensor] = [*module.parameters(), *module.buffers()]
+    return sum(tensor.nbytes for tensor in tensors) - bytes_saved(module)
