@@ -13,7 +13,7 @@ import torch
 
 import iobs
 from iobs.errors import CheckpointError
-from iobs.prune import workbench
+from iobs.prune import checkpoint, distributed, workbench
 from iobs.prune.checkpoint import Journal, fingerprint
 from iobs.prune.progress import Quiet
 
@@ -147,6 +147,36 @@ def test_what_was_half_written_is_ignored_and_removed(tmp_path):
     assert "b" not in again
     assert again.get("a")[1] == {"n": 1}
     assert not list(tmp_path.glob(".*"))
+
+
+HOLDER = """
+import sys
+from iobs.prune.checkpoint import Journal
+journal = Journal(sys.argv[1], {})
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_and_takes_nothing_away(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", HOLDER, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        half = run / f".{'0' * 24}.safetensors.partial"
+        half.write_bytes(b"half")  # which the living run is writing
+        with pytest.raises(CheckpointError, match="Another process is at work"):
+            Journal(run, {})
+        assert half.exists()
+        half.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "current", lambda: distributed.Ranks(1, 2))
+            Journal(run, {})  # another rank of the same run
+        holder.stdin.close()
+        holder.wait()
+    first = Journal(run, {})
+    assert "a" not in Journal(run, {})  # a run that was stopped may be resumed before Python has let go of it
+    assert first is not None
 
 
 def test_what_is_not_the_journals_stays_whatever_it_is_called(tmp_path):

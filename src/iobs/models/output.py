@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -14,9 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from iobs.errors import OutputError
-
-if sys.platform != "win32":
-    import fcntl
+from iobs.prune.checkpoint import locked
 
 _PARTIAL = ".partial"
 
@@ -63,7 +60,7 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
         place.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(place, target.name)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_PARTIAL, dir=place))
-        lock = _locked(temporary)
+        lock = locked(temporary)
     except OSError as error:
         raise _explained(directory, error) from error
     try:
@@ -144,26 +141,14 @@ def _is_partial(entry: Path, name: str) -> bool:
     return entry.name.startswith(f".{name}.") and entry.name.endswith(_PARTIAL) and entry.is_dir()
 
 
-def _locked(directory: Path) -> int | None:
-    """A handle that holds a directory's lock; None where another process holds it, or there are no such locks."""
-    if sys.platform == "win32":
-        return None
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
-
-
 def _remove_abandoned(place: Path, name: str) -> None:
     for entry in place.iterdir():
         if _is_partial(entry, name):
-            handle = _locked(entry)
-            if handle is not None:
-                shutil.rmtree(entry, ignore_errors=True)
-                os.close(handle)
+            with suppress(OSError):  # of a living process, or of another user
+                handle = locked(entry)
+                if handle is not None:
+                    shutil.rmtree(entry, ignore_errors=True)
+                    os.close(handle)
 
 
 def _make_readable(temporary: Path) -> None:

@@ -11,13 +11,15 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import CellType, CodeType
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
@@ -28,6 +30,10 @@ from torch import Tensor, nn
 from iobs.errors import CheckpointError
 from iobs.prune import batches as data_batches
 from iobs.prune.batches import Batch
+from iobs.prune.distributed import current
+
+if sys.platform != "win32":
+    import fcntl
 
 RUN = "run.json"
 _SUFFIX = ".safetensors"
@@ -44,13 +50,16 @@ class Journal:
         identity: what the run is, as JSON values; from `identity_of`.
 
     Raises:
-        CheckpointError: the directory belongs to another run (the message names what differs), or cannot be written.
+        CheckpointError: the directory belongs to another run (the message names what differs), another process is at
+            work with it, or it cannot be written.
     """
 
     def __init__(self, directory: str | Path, identity: Mapping[str, Any]) -> None:
         self.directory = Path(os.path.expanduser(directory))
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            # The first rank writes for all of a run; the others only read what it has found.
+            self._lock = _Lock.of(self.directory) if current().first else None
             found = [*self.directory.iterdir()]
             strangers = [entry for entry in found if not (_is_ours(entry) or _is_leftover(entry))]
             if strangers:
@@ -59,6 +68,11 @@ class Journal:
                 )
             for leftover in filter(_is_leftover, found):
                 leftover.unlink(missing_ok=True)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"Another process is at work with the checkpoint in {self.directory}; wait until it ends, or give "
+                "another output or checkpoint."
+            ) from error
         except OSError as error:
             raise _unwritable(self.directory, error) from error
         plain = json.loads(json.dumps(identity))
@@ -137,6 +151,50 @@ class Journal:
             _sync_directory(self.directory)
         except OSError as error:
             raise _unwritable(self.directory, error) from error
+
+
+class _Lock:
+    """A directory's lock, held until nothing refers to it; whoever asks again in this process is given the same."""
+
+    held: ClassVar[WeakValueDictionary[tuple[int, int], _Lock]] = WeakValueDictionary()
+
+    def __init__(self, directory: Path) -> None:
+        handle = locked(directory)
+        if handle is not None:
+            finalize(self, os.close, handle)
+
+    @classmethod
+    def of(cls, directory: Path) -> _Lock:
+        """The lock.
+
+        Raises:
+            BlockingIOError: another process holds it.
+        """
+        found = directory.stat()
+        place = found.st_dev, found.st_ino
+        lock = cls.held.get(place) or cls(directory)
+        cls.held[place] = lock
+        return lock
+
+
+def locked(directory: Path) -> int | None:
+    """A handle that holds a directory's lock; None where there are no such locks.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: the directory cannot be opened.
+    """
+    if sys.platform == "win32":
+        return None
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return handle
 
 
 def _generators() -> dict[str, Tensor]:
