@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -650,3 +651,15 @@ def test_only_the_first_rank_shows_progress(monkeypatch, rank):
         shown = stream.getvalue()
         assert ("work" in shown, "a note" in shown) == (rank == 0, rank == 0)
         assert bool(shown) == (rank == 0)
+
+
+@pytest.mark.parametrize("command", ["prune", "compare", "demo", "pack", "reproduce", "solve"])
+def test_outputs_take_the_home_folder(command, tmp_path, monkeypatch):
+    from typer.main import get_command
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    parsed = get_command(app).commands[command]
+    (output,) = (option for option in parsed.params if option.name == "output")
+    context = parsed.context_class(parsed)
+    assert output.process_value(context, "~/out") == tmp_path / "out"
+    assert output.process_value(context, "out") == Path("out")

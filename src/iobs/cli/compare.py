@@ -45,7 +45,8 @@ def compare(
     ] = "fast,sparsegpt,magnitude",
     patterns: Annotated[str, typer.Option(help="Sparsities or N:M, with commas between.")] = "0.5,0.6,0.7",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for comparison.json and comparison.svg.")
+        Path | None,
+        typer.Option("--output", "-o", callback=console.at_home, help="Folder for comparison.json and comparison.svg."),
     ] = None,
     data: console.Data = None,
     eval_data: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,11 @@ from iobs.errors import IOBSError, first_line, is_out_of_memory
 
 # Columns of a file or a pipe: names stay whole, so that they can be searched for.
 _WIDE = 1000
+
+
+def at_home(path: Path | None) -> Path | None:
+    """What a path option names, "~" being the home folder as in MODEL: a shell leaves that of --output=~/x as it is."""
+    return None if path is None else path.expanduser()
 
 
 def output_console() -> Console:

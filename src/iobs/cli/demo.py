@@ -30,9 +30,9 @@ class Method:
 
 
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the report and the model.")] = Path(
-        "iobs-demo"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=console.at_home, help="Folder for the report and the model.")
+    ] = Path("iobs-demo"),
     sparsity: Annotated[float, typer.Option(help="Share of zeros in every layer.")] = 0.5,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of I-OBS.")] = 3,
     samples: Annotated[int, typer.Option(min=8, help="Calibration windows of 256 tokens.")] = 64,

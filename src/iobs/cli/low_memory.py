@@ -41,6 +41,7 @@ def prune_low_memory(
     from iobs.cli.progress import Steps
     from iobs.cli.results import write_card
     from iobs.cli.watch import Watch
+    from iobs.models.output import expanded
     from iobs.models.streamed import StreamedModel
     from iobs.models.streaming import SETTINGS, check_room, one_round, plan_of, prune_directory, without_weights
     from iobs.prune.distributed import require_alone
@@ -57,6 +58,7 @@ def prune_low_memory(
         raise typer.BadParameter(
             f"--{', --'.join(whole)}: not with one block in memory at a time", param_hint="--low-memory"
         )
+    directory = directory and str(expanded(directory))
     if directory is None or not Path(directory).is_dir():
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
     loaded = without_weights(Path(directory))

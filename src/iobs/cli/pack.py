@@ -16,7 +16,12 @@ def pack(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="DIR", help="Where it goes; DIR.packed, or DIR.dense.", show_default=False
+            "--output",
+            "-o",
+            callback=console.at_home,
+            metavar="DIR",
+            help="Where it goes; DIR.packed, or DIR.dense.",
+            show_default=False,
         ),
     ] = None,
     back: Annotated[bool, typer.Option("--unpack", help="Turn a packed directory into dense files again.")] = False,

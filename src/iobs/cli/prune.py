@@ -34,7 +34,14 @@ def prune(
     model: console.Model = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Directory to write; new, or empty.", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            callback=console.at_home,
+            metavar="DIR",
+            help="Directory to write; new, or empty.",
+            show_default=False,
+        ),
     ] = None,
     sparsity: Annotated[
         float | None, _option("SHARE", "Share of zeros in the pruned layers; 0.5 if nothing is given.")

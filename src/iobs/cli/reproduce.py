@@ -23,7 +23,10 @@ def reproduce(
         bool, typer.Option("--stand-in", help="Use a small network or data set in place of one to be fetched.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for pictures and logs.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--output", "-o", callback=console.at_home, help="Folder for pictures and logs.", show_default=False
+        ),
     ] = None,
     model: Annotated[
         str | None, _own("MODEL", "Run on this network instead of the paper's, with the paper's settings.")

@@ -52,7 +52,8 @@ def solve(
         typer.Option(metavar="SECONDS", min=0, help="Bound the distance from the best support; squared loss only."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the model as JSON.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", callback=console.at_home, help="Write the model as JSON.", show_default=False),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw loss and coefficients for every k to a .png.", show_default=False)
