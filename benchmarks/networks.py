@@ -246,8 +246,8 @@ def tables(rows: list[dict[str, Any]]) -> str:
         "round, where the paper draws new ones, and ends with the best round by held-out samples. ResNet-20's two "
         "downsampling convolutions and MobileNet's depthwise ones stay dense and uncounted, for every method. "
         "SparseGPT, CHITA, CBS and WoodFisher are this library's own forms of those methods (`docs/accuracy.md`). "
-        "Rows are of several commits, which `networks.jsonl` names: those of recipes with an allocation from before "
-        "2e48af6 are of an older one (LOG.md).",
+        "Rows are of several commits, which `networks.jsonl` names: of those with an allocation some ablations, of the "
+        "language model, ViT and MobileNet, are from before 2e48af6 and of an older one (LOG.md).",
     ]
     for name, network in NETWORKS.items():
         own = [row for row in rows if row["network"] == name]
