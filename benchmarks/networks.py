@@ -342,7 +342,7 @@ def left_out(rows: list[dict[str, Any]]) -> list[str]:
         compared = {name: table for name, table in compared.items() if len(table) > 1}
         variants = [each for each in (recipe, *ablations) if all(each in table for table in compared.values())]
         compared = {name: {each: table[each] for each in variants} for name, table in compared.items()}
-        for name in compared if len(compared) > 1 else ():
+        for name in compared if len(compared) > 1 and recipe in variants else ():
             others = [table for left, table in compared.items() if left != name]
             ranks = {method: sum(rank(table, method) for table in others) for method in variants}
             winners = [method for method in variants if ranks[method] == min(ranks.values())]
