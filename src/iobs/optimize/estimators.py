@@ -13,11 +13,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from iobs.errors import ProblemError
+from iobs.optimize.arguments import forced_columns
 from iobs.optimize.designs import Array, Indices, variances
 from iobs.optimize.grouped import Groups, labels_to_groups
 from iobs.optimize.multinomial import Multinomial
 from iobs.optimize.objective import Objective
-from iobs.optimize.objectives import LeastSquares, Logistic, Poisson, forced_columns
+from iobs.optimize.objectives import LeastSquares, Logistic, Poisson
 from iobs.optimize.path import Criterion, information, paths
 from iobs.optimize.refit import Fit
 

@@ -10,9 +10,9 @@ from scipy.special import logsumexp, softmax
 
 from iobs.errors import ProblemError
 from iobs.optimize import designs
+from iobs.optimize.arguments import prepare
 from iobs.optimize.designs import Array, Indices
 from iobs.optimize.objective import Objective
-from iobs.optimize.objectives import prepare
 
 
 class Multinomial:

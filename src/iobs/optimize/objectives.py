@@ -22,6 +22,7 @@ from scipy.special import expit, xlogy
 
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.optimize import designs
+from iobs.optimize.arguments import forced_columns, prepare, ridge_vector
 from iobs.optimize.autodiff import TorchObjective as TorchObjective
 from iobs.optimize.autodiff import from_torch as from_torch
 from iobs.optimize.designs import Array, Design, Indices
@@ -47,7 +48,7 @@ class LinearModel(ABC):
         self, design: Design, target: Array, weights: Array, ridge: float | Any, intercept: bool, forced: Any
     ) -> None:
         """With the intercept, where there is one, as the last coordinate."""
-        penalty, always = _ridge(ridge, design.shape[1]), forced_columns(forced, design.shape[1])
+        penalty, always = ridge_vector(ridge, design.shape[1]), forced_columns(forced, design.shape[1])
         if intercept:
             always, penalty = np.append(always, design.shape[1]), np.append(penalty, 0.0)
             design, self.mean = designs.with_intercept(design, weights)
@@ -223,7 +224,7 @@ class LeastSquares(LinearModel):
             design, target = designs.centre(design, root, self.mean), target - root * self.level
         columns = design.shape[1]
         super().__init__(
-            design, target, np.ones(design.shape[0]), _ridge(ridge, columns), forced_columns(forced, columns)
+            design, target, np.ones(design.shape[0]), ridge_vector(ridge, columns), forced_columns(forced, columns)
         )
         _ = self.column_squares
 
@@ -365,48 +366,3 @@ class Poisson(LinearModel):
     def curvatures(self, margin: Array) -> Array:
         """exp(m)."""
         return np.asarray(np.exp(margin))
-
-
-def prepare(X: Any, y: Any, sample_weight: Any) -> tuple[Design, Array, Array]:
-    """Design, target and sample weights as arrays that belong together.
-
-    Raises:
-        ProblemError: lengths differ, negative weights, none above zero, or a target too large to square.
-    """
-    design = designs.as_design(X)
-    n = design.shape[0]
-    target = designs.as_vector(y, "target y", n)
-    weights = np.ones(n) if sample_weight is None else designs.as_vector(sample_weight, "sample weights", n)
-    if weights.min() < 0 or weights.sum() == 0:
-        raise ProblemError("Sample weights must not be negative, and not all zero.")
-    with np.errstate(over="ignore"):
-        if not np.isfinite(weights @ target**2):
-            raise ProblemError("The target y is too large to square; divide it by a constant.")
-    return design, target, weights
-
-
-def _ridge(ridge: float | Any, dimension: int) -> Array:
-    values = np.full(dimension, float(ridge)) if np.ndim(ridge) == 0 else designs.as_vector(ridge, "ridge", dimension)
-    if values.min() < 0 or not np.isfinite(values).all():
-        raise ProblemError("The ridge must be finite and not negative.")
-    return values
-
-
-def forced_columns(forced: Any, features: int) -> Indices:
-    """Column numbers, from numbers or from a boolean mask.
-
-    Raises:
-        ProblemError: neither, or out of range.
-    """
-    chosen = np.atleast_1d(np.asarray([] if forced is None else forced))
-    if chosen.dtype.kind == "f" and (chosen == np.round(chosen)).all():
-        chosen = chosen.astype(np.int64)
-    if chosen.dtype == np.bool_:
-        if chosen.shape != (features,):
-            raise ProblemError(f"Forced features as a mask need {features} entries, got shape {chosen.shape}.")
-        return np.flatnonzero(chosen).astype(np.int64)
-    if chosen.size and (chosen.ndim != 1 or chosen.dtype.kind not in "iu"):
-        raise ProblemError(f"Forced features must be numbers or a boolean mask, got {forced!r}.")
-    if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < features:
-        raise ProblemError(f"Forced features must lie in 0 ... {features - 1}, got {chosen.tolist()}.")
-    return np.unique(chosen).astype(np.int64)
