@@ -104,12 +104,11 @@ def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, chosen: l
         The report of the last method, with the scores of all.
     """
     from iobs.cli.progress import Steps
-    from iobs.cli.results import score
+    from iobs.cli.results import open_evaluation, score
     from iobs.cli.watch import Watch
-    from iobs.data import open_source
     from iobs.prune import prune
 
-    scoring = open_source([], "evaluation", loaded)
+    scoring = open_evaluation(loaded, [])
     length = loaded.window_length(2048)
     dense = {name: value.clone() for name, value in loaded.module.state_dict().items()}
     scores = {"dense": score(loaded, scoring, length, "scoring the dense model")}

@@ -90,8 +90,8 @@ def prune_directory(
         NonFiniteError: NaN or infinity in weights or inputs.
         AuditError: fewer zeros than asked, in memory or in the files written.
         DistributedError: several processes were started, which would all write the same files.
-        ModelError: also where the network cannot be run block by block.
-        ModelError, OutputError, CheckpointError: as `iobs.models.load`, `iobs.models.check_output`, `iobs.prune`.
+        ModelError: as `iobs.models.load`, or the network cannot be run block by block.
+        OutputError, CheckpointError: as `iobs.models.check_output`, `iobs.prune`.
     """
     chosen = one_round(settings)
     require_alone()

@@ -52,10 +52,6 @@ def trials_table(trials: list[Trial], dense: float | None) -> Table:
     return table
 
 
-def _places(trials: list[Trial]) -> list[float]:
-    return [100 * trial.sparsity for trial in trials]
-
-
 @drawn
 def trials_figure(trials: list[Trial], dense: float | None) -> Any:
     """The score against sparsity, one line a method, and the seconds below; hollow points are N:M patterns."""
@@ -66,13 +62,13 @@ def trials_figure(trials: list[Trial], dense: float | None) -> Any:
         marker = _MARKERS[number // len(_COLOURS) % len(_MARKERS)]
         style = {"color": _COLOURS[number % len(_COLOURS)], "marker": marker}
         lines = [trial for trial in own if ":" not in trial.pattern]
-        scores.plot(_places(lines), [trial.score for trial in lines], label=method, **style)
-        times.plot(_places(lines), [trial.seconds for trial in lines], **style)
         # Of the sparsity of other points, but not on their line.
         apart = [trial for trial in own if ":" in trial.pattern]
-        style |= {"markerfacecolor": "none", "linestyle": "none"}
-        scores.plot(_places(apart), [trial.score for trial in apart], **style)
-        times.plot(_places(apart), [trial.seconds for trial in apart], **style)
+        hollow = {"markerfacecolor": "none", "linestyle": "none"}
+        for group, look in ((lines, {**style, "label": method}), (apart, style | hollow)):
+            places = [100 * trial.sparsity for trial in group]
+            scores.plot(places, [trial.score for trial in group], **look)
+            times.plot(places, [trial.seconds for trial in group], **look)
         for trial in apart:
             at = (100 * trial.sparsity, trial.score)
             scores.annotate(trial.pattern, at, xytext=(6, -3), textcoords="offset points", color=INK, fontsize=8)
