@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 THREADS ?= 2
 
-.PHONY: setup demo test test-all lint clean
+.PHONY: setup demo check test test-all golden lint clean
 
 setup: .venv/.installed
 
@@ -17,11 +17,18 @@ setup: .venv/.installed
 demo: setup
 	$(BIN)/iobs demo
 
+check: setup
+	$(BIN)/python -m pytest -q -n $(THREADS) tests/test_floors.py tests/test_words.py tests/core tests/pruning/recipe \
+		tests/pruning/test_rules.py tests/pruning/test_uses.py tests/solvers/test_against_references.py tests/optimize/test_reductions.py
+
 test: setup
 	$(BIN)/python -m pytest -q -n $(THREADS)
 
 test-all: setup
 	$(BIN)/python -m pytest -q -m 'slow or not slow'
+
+golden: setup
+	$(BIN)/python -m pytest -q -n $(THREADS) -m golden tests/golden
 
 lint: setup
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from iobs.prune.memory import MemoryWatch, resident
+from iobs.pruning.runtime.memory import MemoryWatch, resident
 
 SHAPES = ["4096x4096", "11008x4096", "4096x11008"]
 SOLVERS = {

@@ -29,10 +29,8 @@ from torch import Tensor, nn
 
 import iobs
 from iobs import models
-from iobs.core.patterns import parse
 from iobs.evaluate import perplexity
-from iobs.prune.peers import prune_by_fisher
-from iobs.prune.settings import RECIPES
+from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, Recipe, WoodFisher
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES = 1000
@@ -60,7 +58,7 @@ class Network:
     quick: tuple[str, ...]
     score: str
     peers: bool = True  # per-sample gradients of a language model's windows are no peer's setting
-    skip: str | None = None
+    ignore: str | None = None
 
 
 def pictures(name: str, network: str) -> Callable[[Any, Path, int], Case]:
@@ -124,7 +122,7 @@ def windows(tokenizer: Any, texts: list[str]) -> Tensor:
 
 LEVELS = ("0.5", "0.6", "0.7", "0.8", "0.9")
 NETWORKS = {
-    "resnet20": Network(pictures("resnet20", "resnet20"), LEVELS, ("0.8", "0.9"), "accuracy", skip="*downsample*"),
+    "resnet20": Network(pictures("resnet20", "resnet20"), LEVELS, ("0.8", "0.9"), "accuracy", ignore="*downsample*"),
     "mlpnet": Network(digits, ("0.9", "0.95", "0.98"), ("0.95", "0.98"), "accuracy"),
     "vit": Network(pictures("vit_cifar", "vit"), ("0.5", "0.7"), ("0.5", "0.7"), "accuracy"),
     "llama_stories260K": Network(stories, ("0.5", "2:4", "0.7"), ("0.5", "0.7"), "perplexity", peers=False),
@@ -139,41 +137,41 @@ QUOTED = {
 }
 """Figures of peers that were not measured by this script."""
 
-OURS: dict[str, dict[str, Any]] = {
-    "best": {"recipe": "best"},
-    "fast (one shot)": {"recipe": "fast"},
-    "one shot, allocation by error": {"target": "dense", "allocation": "error"},
-    "one shot, allocation by Fisher": {"target": "dense", "allocation": "fisher"},
-    "one shot, uniform": {"target": "dense"},
-    "one shot, target of its own weights": {"recipe": "fast", "target": "current"},
-    "Algorithm 2 to the letter": {"recipe": "paper"},
-    "SparseGPT": {"solver": "sparsegpt"},
+BEST, FAST = Recipe.preset("best"), Recipe.preset("fast")
+OURS: dict[str, Recipe] = {
+    "best": BEST,
+    "fast (one shot)": FAST,
+    "one shot, allocation by error": Recipe(target="dense", allocation="error"),
+    "one shot, allocation by Fisher": Recipe(target="dense", allocation="fisher"),
+    "one shot, uniform": Recipe(target="dense"),
+    "one shot, target of its own weights": FAST.but(target="layer"),
+    "Algorithm 2 to the letter": Recipe.preset("paper"),
+    "SparseGPT": Recipe(solver="sparsegpt"),
 }
-PEERS: dict[str, dict[str, Any]] = {
-    "magnitude": {"method": "magnitude"},
-    "WoodFisher": {"method": "woodfisher"},
-    "CBS": {"method": "cbs"},
-    "CHITA": {"method": "chita"},
-    "CHITA, 15 stages": {"method": "chita", "stages": 15},
+PEERS: dict[str, Recipe] = {
+    "magnitude": Recipe(solver=GlobalMagnitude()),
+    "WoodFisher": Recipe(solver=WoodFisher()),
+    "CBS": Recipe(solver=CBS()),
+    "CHITA": Recipe(solver=CHITA()),
+    "CHITA, 15 stages": Recipe(solver=CHITA(stages=15)),
 }
-_STEP, _POLISH = RECIPES["best"]["step"], RECIPES["best"]["polish"]
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "best, uniform allocation": {"recipe": "best", "allocation": "uniform"},
-    "best, allocation without search": {"recipe": "best", "allocation": iobs.Allocation("auto", generations=0)},
-    "best, target of its own weights": {"recipe": "best", "target": "current"},
-    "best, growing sparsity": {"recipe": "best", "schedule": "cubic"},
-    "best, no polish": {"solver": "admm", "target": "dense", "allocation": "auto"},
-    "best, short polish": {"recipe": "best", "polish": replace(_POLISH, most_steps=None)},
-    "best, task loss": {
-        "recipe": "best",
-        "step": replace(_STEP, loss="task"),
-        "polish": replace(_POLISH, loss="task"),
-    },
-    "best, no augmentation": {
-        "recipe": "best",
-        "step": replace(_STEP, augment=None),
-        "polish": replace(_POLISH, augment=None),
-    },
+
+
+def stepped_by(**changes: Any) -> Recipe:
+    """The recipe "best" with other settings of its gradient steps, between the rounds and after them."""
+    rounds = replace(BEST.rounds, finetune=replace(BEST.rounds.finetune, **changes))
+    return BEST.but(rounds=rounds, finetune=replace(BEST.finetune, **changes))
+
+
+ABLATIONS: dict[str, Recipe] = {
+    "best, uniform allocation": BEST.but(allocation="uniform"),
+    "best, allocation without search": BEST.but(allocation=iobs.Allocation("auto", generations=0)),
+    "best, target of its own weights": BEST.but(target="layer"),
+    "best, growing sparsity": BEST.but(rounds=replace(BEST.rounds, schedule="cubic")),
+    "best, no polish": Recipe(target="dense", allocation="auto"),
+    "best, short polish": BEST.but(finetune=replace(BEST.finetune, most_steps=None)),
+    "best, task loss": stepped_by(loss="task"),
+    "best, no augmentation": stepped_by(augment=None),
 }
 
 JUDGED_OTHERWISE = ("best, no polish", "best, task loss", "best, no augmentation")  # another loss, or other samples
@@ -186,16 +184,14 @@ VARIANTS = {
 
 def run(zoo: Any, folder: Path, name: str, method: str, level: str, seed: int) -> dict[str, Any]:
     """One run as a row."""
-    skip = NETWORKS[name].skip
+    ignore = NETWORKS[name].ignore
     case = NETWORKS[name].load(zoo, folder, seed)
     dense = case.score(case.module)
     answers = log_probabilities(case)
     started = time.perf_counter()
-    if method in PEERS:
-        report = prune_by_fisher(case.module, case.batches, float(level), skip=skip, **PEERS[method])
-    else:
-        choices = {**OURS, **ABLATIONS}[method]
-        report = iobs.prune(case.module, case.batches, parse(level), skip=skip, seed=seed, **choices)
+    recipe = {**OURS, **PEERS, **ABLATIONS}[method]
+    holdout = 0.0 if method in PEERS else 0.1  # the peers use every sample
+    report = iobs.prune(case.module, case.batches, level, recipe, ignore=ignore, holdout=holdout, seed=seed)
     seconds = time.perf_counter() - started
     row = {
         "network": name,

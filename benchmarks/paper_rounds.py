@@ -14,22 +14,16 @@ import torch
 from resnet20_oneshot import load_zoo
 
 import iobs
-from iobs.prune.progress import Quiet
 
 
-class Accuracy(Quiet):
-    """Scores every round's projection: a progress that looks at the model when a round has been measured."""
+class Accuracy(iobs.Callback):
+    """Scores every round's projection."""
 
     def __init__(self, score) -> None:
-        self.score, self.scores, self.layers, self.count = score, [], 0, 0
+        self.score, self.scores = score, []
 
-    def begin(self, rounds, layers) -> None:
-        self.count = len(layers)
-
-    def layer(self, round_index, record) -> None:
-        self.layers += 1
-        if self.layers % self.count == 0:
-            self.scores.append(self.score())
+    def on_round(self, record) -> None:
+        self.scores.append(self.score())
 
 
 def run(zoo, sparsity: float, seed: int, rounds: int):
@@ -39,9 +33,7 @@ def run(zoo, sparsity: float, seed: int, rounds: int):
     model = zoo.resnet20()
     watch = Accuracy(lambda: zoo.accuracy(model, *test))
     batches = [(images[rows], labels[rows]) for rows in drawn.split(125)]
-    report = iobs.prune(
-        model, batches, iobs.Unstructured(sparsity), recipe="paper", rounds=rounds, seed=seed, progress=watch
-    )
+    report = iobs.prune(model, batches, sparsity, "paper", rounds=rounds, seed=seed, callbacks=[watch])
     return report, watch.scores
 
 

@@ -36,9 +36,10 @@ import scipy.sparse as sp
 import torch
 
 import iobs
-from iobs.optimize.certificate import certify
-from iobs.optimize.objectives import LeastSquares, Logistic, Poisson, from_torch
-from iobs.optimize.refit import refit
+from iobs.optimize.bounds.branch_and_bound import certify
+from iobs.optimize.objectives.autodiff import from_torch
+from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
+from iobs.optimize.refit.newton import refit
 
 RESULTS = Path(__file__).parent / "results" / "recovery.md"
 Solver = Callable[[np.ndarray, np.ndarray, int], np.ndarray]

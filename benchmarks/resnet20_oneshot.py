@@ -54,13 +54,8 @@ def main() -> None:
                 drawn = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:1000]
                 model = zoo.resnet20()
                 began = time.perf_counter()
-                report = iobs.prune(
-                    model,
-                    [images[rows] for rows in drawn.split(125)],
-                    iobs.Unstructured(sparsity),
-                    solver=solver,
-                    seed=seed,
-                )
+                batches = [images[rows] for rows in drawn.split(125)]
+                report = iobs.prune(model, batches, sparsity, "one-shot", solver=solver, seed=seed)
                 seconds.append(time.perf_counter() - began)
                 assert len(report.audit) == 22
                 scores.append(zoo.accuracy(model, *test))

@@ -26,23 +26,24 @@ from safetensors.torch import load_file, save_file
 from scale_report import record
 
 import iobs
-from iobs.prune.distributed import joined
+from iobs.pruning.runtime.ranks import joined
 
 FORKED = multiprocessing.get_context("fork")
 Processes = list[multiprocessing.context.ForkProcess]
 
 
 def prune(output: Path, checkpoint: Path) -> None:
-    """The run that is killed: three rounds with gradient steps and a polish on a small perceptron."""
+    """The run that is killed: three rounds with gradient steps and fine-tuning on a small perceptron."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers = [module for _ in range(4) for module in (torch.nn.Linear(96, 96), torch.nn.ReLU())]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(96, 8))
     data = [(torch.randn(128, 96), torch.randint(0, 8, (128,))) for _ in range(4)]
-    step = iobs.GradientStep(lr=1e-3, optimizer="adam", steps=10, loss="kl")
-    polish = iobs.GradientStep(lr=1e-3, optimizer="adam", steps=20, loss="kl", parameters="all")
+    step = iobs.FineTune(lr=1e-3, optimizer="adam", steps=10, loss="kl")
+    last = iobs.FineTune(lr=1e-3, optimizer="adam", steps=20, loss="kl", parameters="all")
     with joined() as ranks:
-        iobs.prune(model, data, iobs.Unstructured(0.7), rounds=3, step=step, polish=polish, checkpoint=checkpoint)
+        rounds = iobs.Rounds(3, finetune=step)
+        iobs.prune(model, data, 0.7, "best", rounds=rounds, finetune=last, checkpoint=checkpoint)
         if ranks.first:
             save_file({name: value.contiguous() for name, value in model.state_dict().items()}, output)
 

@@ -27,13 +27,16 @@ import torch
 from scale_report import record
 
 import iobs
-from iobs.models import streamed, streaming
+from iobs.models import streamed_store
 from iobs.models.shards import Entry, ShardWriter
-from iobs.prune import plan, projection, stream
-from iobs.prune.gram import Gram
-from iobs.prune.memory import resident
-from iobs.prune.progress import Quiet
-from iobs.prune.settings import resolve
+from iobs.models.streamed import StreamedModel
+from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.calibration import replay as stream
+from iobs.pruning.calibration.gram import Gram
+from iobs.pruning.cost import memory_plan as plan
+from iobs.pruning.layerwise import projection
+from iobs.pruning.recipe import Recipe
+from iobs.pruning.runtime.memory import resident
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def make(folder: Path, shape: Shape, layers: int) -> None:
 
 
 @dataclass
-class Clock(Quiet):
+class Clock(iobs.Callback):
     """Seconds of every block, and of the parts of the work that it is told to time."""
 
     device: str
@@ -114,10 +117,10 @@ class Clock(Quiet):
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def begin(self, rounds: int, layers: object) -> None:
+    def on_start(self, model: object, layers: object, rounds: int) -> None:
         self.began = self.now()
 
-    def layer(self, round_index: int, entry: Any) -> None:
+    def on_layer(self, entry: Any, round_index: int) -> None:
         elapsed = self.now() - self.began
         self.ends[entry.name.rsplit(".", 2)[0]] = elapsed
         print(f"{elapsed:8.1f} s  {entry.name}: {entry.seconds:.1f} s, {resident() / 1e6:.0f} MB now", flush=True)
@@ -130,9 +133,10 @@ class Clock(Quiet):
                 (Gram, "add", "Gram products"),
                 (stream.Stream, "run", "forward passes"),
                 (projection, "solve_layer", "solves"),
+                (projection, "solve_together", "solves"),
                 (projection, "relative_output_error", "errors"),
-                (streamed.StreamedModel, "load", "reading"),
-                (streaming._Output, "block", "writing"),
+                (StreamedModel, "load", "reading"),
+                (streamed_store.BlockWriter, "block", "writing"),
             ):
                 stack.enter_context(mock.patch.object(owner, name, self._timed(getattr(owner, name), part)))
             yield
@@ -148,7 +152,7 @@ class Clock(Quiet):
         return timed
 
 
-def expected(selected: Any, tokens: int, settings: Any, blocks: int, device: str) -> str:
+def expected(selected: Any, tokens: int, recipe: Recipe, blocks: int, device: str) -> str:
     """What the plan's matrix products of a block would take at this machine's measured speed."""
     size = 2048 if device == "cpu" else 8192
     # Others' work on the machine does not count on a CPU: the time of all threads, each as fast as the others.
@@ -159,7 +163,7 @@ def expected(selected: Any, tokens: int, settings: Any, blocks: int, device: str
         began = clock()
         float((square @ square)[0, 0])
         speeds.append(2.0 * size**3 / (clock() - began))
-    products = plan._products(selected, tokens, settings) / blocks
+    products = plan._products(selected, tokens, recipe) / blocks
     return (
         f"The plan's products of a block, {products / 1e12:.1f} T multiplications and additions at most, those in "
         f"float64 counted twice, are {products / max(speeds):.0f} s at the {max(speeds) / 1e9:,.0f} G a second of a "
@@ -189,29 +193,19 @@ def main() -> None:
     shutil.rmtree(folder / "pruned", ignore_errors=True)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, shape.vocabulary, (options.samples, options.length), generator=generator)
-    settings = {"solver": options.solver, "budget": options.budget, "holdout": 0.0}
-    model = streamed.StreamedModel.open(folder / "model", device=options.device)
-    chosen = resolve(None, settings)
-    products = expected(model.selection.layers, tokens.numel(), chosen, layers, options.device)
+    batches = [{"input_ids": rows} for rows in tokens.split(options.batch)]
+    recipe = Recipe(solver=iobs.ADMM(options.budget) if options.solver == "admm" else options.solver)
+    model = StreamedModel.open(folder / "model", device=options.device)
+    products = expected(model.select(None, None, False).layers, tokens.numel(), recipe, layers, options.device)
     del model
-    plans: list[plan.Plan] = []
-
-    def announce(told: plan.Plan) -> None:
-        plans.append(told)
-        print(f"predicted: peak {told.peak_bytes / 1e6:.0f} MB, {told.seconds / 60:.1f} min", flush=True)
-
     clock, used = Clock(options.device), time.process_time()
-    with clock.timing():
-        report = streaming.prune_directory(
-            folder / "model",
-            folder / "pruned",
-            [{"input_ids": rows} for rows in tokens.split(options.batch)],
-            iobs.Unstructured(0.5),
-            progress=clock,
-            announce=announce,
-            device=options.device,
-            **settings,
-        )
+    with (
+        clock.timing(),
+        StreamedStore.open(folder / "model", folder / "pruned", device=options.device) as store,
+    ):
+        planned = store.plan(store.select(None, None, False), batches, recipe, 0.0)
+        print(f"predicted: peak {planned.peak_bytes / 1e6:.0f} MB, {planned.seconds / 60:.1f} min", flush=True)
+        report = iobs.prune(store, batches, 0.5, recipe, holdout=0.0, callbacks=[clock])
     on_device = options.device != "cpu"
     peak = torch.cuda.max_memory_allocated() if on_device else report.peak_memory_bytes
     ends = [0.0, *clock.ends.values()]
@@ -224,12 +218,12 @@ def main() -> None:
         "device": torch.cuda.get_device_name()
         if on_device
         else f"{options.threads} thread{'s' * (options.threads > 1)}",
-        "model_mb": plans[0].model_bytes / 1e6,
+        "model_mb": planned.model_bytes / 1e6,
         "peak_mb": peak / 1e6,
-        "predicted_mb": plans[0].peak_bytes / 1e6,
+        "predicted_mb": planned.peak_bytes / 1e6,
         "seconds": report.seconds,
         "processor_seconds": time.process_time() - used,
-        "predicted_seconds": plans[0].seconds,
+        "predicted_seconds": planned.seconds,
         "sparsity": report.sparsity,
         "block_seconds": [after - before for before, after in itertools.pairwise(ends)],
         "parts": {part: seconds / layers for part, seconds in clock.parts.items()},

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import iobs
-from iobs.prune.peers import prune_by_fisher
 
 RESULTS = Path(__file__).parent / "results"
 CLASSES, SIDE = 10, 8
@@ -179,10 +178,8 @@ def run(name: str, method: str, sparsity: float, seed: int) -> dict[str, object]
     dense = accuracy(network, *test)
     calibration = [(inputs[part], labels[part]) for part in drawn(TRAINING, CALIBRATION, seed).split(BATCH)]
     started = time.perf_counter()
-    if method in PEERS:
-        report = prune_by_fisher(network, calibration, sparsity, **PEERS[method])
-    else:
-        report = iobs.prune(network, calibration, iobs.Unstructured(sparsity), seed=seed, **OURS[method])
+    holdout = 0.0 if method in PEERS else 0.1  # the peers use every sample
+    report = iobs.prune(network, calibration, sparsity, {**OURS, **PEERS}[method], holdout=holdout, seed=seed)
     seconds = time.perf_counter() - started
     row = {"network": name, "method": method, "sparsity": sparsity, "seed": seed, "commit": commit()}
     return row | {

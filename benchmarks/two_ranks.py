@@ -27,17 +27,13 @@ from scale_report import record
 import iobs
 from iobs.data import calibration_batches, open_source
 from iobs.models import load
-from iobs.prune.distributed import Ranks, joined
+from iobs.pruning.runtime.ranks import Ranks, joined
 
-RUNS: dict[str, dict[str, Any]] = {
-    "one shot, SparseGPT": {"solver": "sparsegpt"},
-    "one shot, ADMM": {"solver": "admm", "budget": "default"},
-    "three rounds, 10 Adam steps between": {
-        "solver": "sparsegpt",
-        "rounds": 3,
-        "schedule": "constant",
-        "step": iobs.GradientStep(lr=1e-4, optimizer="adam", steps=10, loss="task"),
-    },
+STEP = iobs.FineTune(lr=1e-4, optimizer="adam", steps=10, loss="task")
+RUNS: dict[str, iobs.Recipe] = {
+    "one shot, SparseGPT": iobs.Recipe(solver="sparsegpt"),
+    "one shot, ADMM": iobs.Recipe(solver="admm"),
+    "three rounds, 10 Adam steps between": iobs.Recipe(solver="sparsegpt", rounds=iobs.Rounds(3, finetune=STEP)),
 }
 
 
@@ -67,7 +63,7 @@ def run(name: str, folder: Path) -> None:
                 model, spent = copy.deepcopy(loaded.module), 0.0
                 ranks.wait()
                 began, spent = time.perf_counter(), 0.0
-                iobs.prune(model, batches, iobs.Unstructured(0.5), target="current", holdout=0.0, **RUNS[name])
+                iobs.prune(model, batches, 0.5, RUNS[name], holdout=0.0)
                 seconds = time.perf_counter() - began
         if ranks.first:
             (folder / "times.json").write_text(json.dumps([seconds, spent]))

@@ -1,10 +1,13 @@
 import os
 from pathlib import Path
 
+# Compiled kernels are kept between runs and shared by parallel workers; numba reads the variable when it is imported.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".numba_cache"))
+
 import pytest
 import torch
 
-# Tests are small and run side by side: one thread each, or they wait for one another.
+# One thread for each test process: the tests are small, and parallel processes would compete for the cores.
 torch.set_num_threads(1)
 
 
@@ -14,8 +17,16 @@ def _deterministic():
 
 
 @pytest.fixture(scope="session")
+def embedded():
+    """The language model that comes with the package; tests do not change it."""
+    from iobs import models
+
+    return models.load()
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Folder of real pretrained networks and data; tests that need it skip where it is not."""
+    """Folder of pretrained networks and data; tests that need it are skipped if it does not exist."""
     folder = Path(os.environ.get("IOBS_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
     if not (folder / "zoo.py").exists():
         pytest.skip("the shared networks and data are not here (set IOBS_SHARED_DATA)")

@@ -1,4 +1,4 @@
-"""The house: floors import downwards only, and `import iobs` stays light."""
+"""Imports go downwards only between packages and modules, and `import iobs` loads no heavy library."""
 
 import ast
 import importlib
@@ -9,14 +9,50 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "iobs"
-FLOORS = ["errors", "core", "solvers", "optimize prune", "models", "data evaluate report", "paper", "cli"]
+FLOORS = ["errors", "core", "solvers", "optimize pruning", "models", "data evaluate report", "paper", "cli"]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
-APART = {("optimize", "prune"), ("prune", "optimize")}
+APART = {("optimize", "pruning"), ("pruning", "optimize")}
 LIBRARIES = {
     "transformers": {"models", "data", "evaluate", "paper"},
     "timm": {"models", "data", "evaluate", "paper"},
     "datasets": {"models", "data", "evaluate", "paper"},
     "lm_eval": {"models", "data", "evaluate", "paper"},
+}
+
+
+# Modules of the two large packages; each imports only from earlier lines.
+MODULES = {
+    "pruning": [
+        "keep_sparse",
+        "samples",
+        "report",
+        "recipe",
+        "network",
+        "runtime",
+        "callbacks",
+        "progress",
+        "calibration",
+        "audit",
+        "store",
+        "allocation",
+        "finetune",
+        "layerwise",
+        "workspace",
+        "decisions",
+        "baselines",
+        "cost",
+        "algorithm",
+        "driver",
+    ],
+    "optimize": [
+        "objectives",
+        "problem",
+        "curvature",
+        "refit",
+        "search",
+        "methods bounds estimators",
+        "minimize",
+    ],
 }
 
 
@@ -54,6 +90,26 @@ def test_imports_go_downwards_only(file):
             assert own in LIBRARIES[library], f"{own} imports {library}"
 
 
+@pytest.mark.parametrize("package", MODULES)
+def test_modules_import_downwards_only(package):
+    level = {name: number for number, names in enumerate(MODULES[package]) for name in names.split()}
+    for file in sorted((SOURCE / package).rglob("*.py")):
+        parts = file.relative_to(SOURCE / package).with_suffix("").parts
+        if parts == ("__init__",):
+            continue
+        assert parts[0] in level, f"{file} is missing in MODULES of {package}"
+        for module in imports_of(file):
+            names = module.split(".")
+            if names[:2] == ["iobs", package] and len(names) > 2 and names[2] in level and names[2] != parts[0]:
+                assert level[names[2]] < level[parts[0]], f"{file} imports {module}, which is not below it"
+
+
+def test_modules_of_pruning_are_documented_in_their_order():
+    lines = [line for line in importlib.import_module("iobs.pruning").__doc__.splitlines() if line.startswith("    ")]
+    assert [line.split()[0] for line in lines] == MODULES["pruning"]
+    assert "\n".join(lines) in (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf8")
+
+
 def test_importing_iobs_loads_no_heavy_library():
     heavy = ["transformers", "timm", "datasets", "lm_eval", "sklearn", "matplotlib", "pandas", "torchvision"]
     code = f"import sys, iobs; print([name for name in {heavy} if name in sys.modules])"
@@ -67,7 +123,7 @@ APART_FROM_SOURCE = [
 
 
 @pytest.mark.parametrize("file", APART_FROM_SOURCE, ids=lambda file: file.name)
-def test_what_scripts_import_exists(file):
+def test_names_imported_by_scripts_exist(file):
     for node in ast.walk(ast.parse(file.read_text(encoding="utf8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "iobs":
             module = importlib.import_module(node.module)

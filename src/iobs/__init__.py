@@ -1,35 +1,53 @@
-"""iobs: minimise a loss under a hard sparsity constraint, with second-order information."""
+"""iobs: minimise a loss under a hard sparsity constraint, with second-order information.
+
+Names are imported on first use: `import iobs` is quick, pruning loads no scikit-learn, regression no transformers.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from iobs.core.patterns import NM, Unstructured
-from iobs.core.quadratic import Quadratic, Solution
-from iobs.prune import Allocation, GradientStep, Report, audit, keep_sparse, prune
-from iobs.solvers import solve
-
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
+    from iobs import errors
+    from iobs.core.patterns import NM, Unstructured
+    from iobs.core.quadratic import Quadratic, Solution
+    from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
     from iobs.optimize import objectives
     from iobs.optimize.estimators import SparseClassifier, SparseRegressor
-    from iobs.optimize.minimize import Result, minimize
+    from iobs.optimize.minimize import MinimizeResult, minimize
+    from iobs.pruning import Allocation, Callback, FineTune, Recipe, Report, Rounds, Rule, audit, keep_sparse, prune
+    from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, WoodFisher
+    from iobs.solvers import ADMM, OBC, SparseGPT, solve
 
 __version__ = "0.1.0"
 __all__ = [
+    "ADMM",
+    "CBS",
+    "CHITA",
     "NM",
+    "OBC",
     "Allocation",
-    "GradientStep",
+    "Callback",
+    "FineTune",
+    "GlobalMagnitude",
+    "MinimizeResult",
     "Quadratic",
+    "Recipe",
     "Report",
-    "Result",
+    "Rounds",
+    "Rule",
     "Solution",
     "SparseClassifier",
+    "SparseGPT",
     "SparseRegressor",
     "Unstructured",
+    "WoodFisher",
     "audit",
+    "errors",
     "keep_sparse",
+    "load",
     "load_packed",
     "minimize",
     "objectives",
@@ -38,20 +56,33 @@ __all__ = [
     "solve",
 ]
 
-# Loaded on first use, so that pruning needs no scikit-learn and regression no more than it uses.
-_LAZY = {
-    "load_packed": "iobs.models.packed",
-    "save_packed": "iobs.models.packed",
-    "objectives": "iobs.optimize.objectives",
-    "minimize": "iobs.optimize.minimize",
-    "Result": "iobs.optimize.minimize",
-    "SparseRegressor": "iobs.optimize.estimators",
-    "SparseClassifier": "iobs.optimize.estimators",
+_HOMES = {
+    "iobs.core.patterns": ("NM", "Unstructured"),
+    "iobs.core.quadratic": ("Quadratic", "Solution"),
+    "iobs.models": ("load",),
+    "iobs.models.packed": ("load_packed", "save_packed"),
+    "iobs.optimize.estimators": ("SparseClassifier", "SparseRegressor"),
+    "iobs.optimize.minimize": ("MinimizeResult", "minimize"),
+    "iobs.pruning": (
+        *("Allocation", "Callback", "FineTune", "Recipe", "Report"),
+        *("Rounds", "Rule", "audit", "keep_sparse", "prune"),
+    ),
+    "iobs.pruning.recipe": ("CBS", "CHITA", "GlobalMagnitude", "WoodFisher"),
+    "iobs.solvers": ("ADMM", "OBC", "SparseGPT", "solve"),
 }
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = {"errors": "iobs.errors", "objectives": "iobs.optimize.objectives"}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return _import_module(_MODULES[name])
+    if name not in _HOME:
         raise AttributeError(f"module 'iobs' has no attribute {name!r}")
-    module = import_module(_LAZY[name])
-    return module if name == "objectives" else getattr(module, name)
+    value = getattr(_import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

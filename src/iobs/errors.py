@@ -1,20 +1,20 @@
-"""Every exception and warning of iobs. Each message says what is wrong and what to do about it."""
+"""Exceptions and warnings of iobs. Each message names the fault and its remedy."""
 
 
 class IOBSError(Exception):
-    """Base of all errors that iobs raises on purpose."""
+    """Base class of all errors that iobs raises."""
 
 
 class PatternError(IOBSError, ValueError):
-    """A sparsity pattern is impossible, or does not fit the matrix that it is asked of."""
+    """A sparsity pattern is impossible or does not fit the shape of the matrix."""
 
 
 class ProblemError(IOBSError, ValueError):
-    """A quadratic or an objective is malformed: wrong shapes, wrong dtypes, k larger than d."""
+    """A quadratic, an objective or an option is invalid: wrong shape, wrong dtype, k larger than d, unknown name."""
 
 
 class NonFiniteError(IOBSError, ValueError):
-    """NaN or infinity in weights, inputs or gradients; the message names the layer and the batch."""
+    """Weights, inputs or gradients hold NaN or infinity; the message names the layer and the batch."""
 
 
 class NotPositiveDefiniteError(IOBSError, ArithmeticError):
@@ -22,15 +22,15 @@ class NotPositiveDefiniteError(IOBSError, ArithmeticError):
 
 
 class LayerSelectionError(IOBSError, ValueError):
-    """A name pattern matches no layer, or nothing that can be pruned is left."""
+    """A name pattern matches no layer, or no layer that can be pruned is left."""
 
 
 class CalibrationError(IOBSError, ValueError):
-    """The calibration data is empty, too short, or does not fit the model."""
+    """The calibration data is empty, too short or does not fit the model."""
 
 
 class DataError(IOBSError, ValueError):
-    """A data file or data source cannot be used; the message says which file to put where."""
+    """A data file or data source cannot be used; the message names the missing file and its place."""
 
 
 class ModelError(IOBSError, ValueError):
@@ -38,19 +38,19 @@ class ModelError(IOBSError, ValueError):
 
 
 class OutputError(IOBSError, OSError):
-    """An output cannot be written: it exists already, or the disk is full."""
+    """An output cannot be written: it already exists, or the disk is full."""
 
 
 class CheckpointError(IOBSError, RuntimeError):
-    """A checkpoint does not belong to this run; the message names the difference."""
+    """A checkpoint belongs to another run; the message names the difference."""
 
 
 class DistributedError(IOBSError, RuntimeError):
-    """Another process of a run on several ranks is gone, or there is too little data to share out."""
+    """Another rank has stopped, the calibration data is too small to share, or the run needs a single process."""
 
 
 class AuditError(IOBSError, RuntimeError):
-    """Fewer real zeros were found than were asked for."""
+    """A pruned model has fewer zeros than requested."""
 
 
 class DampingWarning(UserWarning):
@@ -58,18 +58,18 @@ class DampingWarning(UserWarning):
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
-    """What an error of another library says, without the tables and lists that follow; its kind if it says nothing."""
+    """First line of an exception's message; `otherwise`, or else the type's name, if the message is empty."""
     return (str(error).strip().splitlines() or [otherwise or type(error).__name__])[0]
 
 
 def is_a(kind: type, *values: object) -> bool:
-    """Whether all are such numbers: behind a function, since typing knows no numpy number as Real or Integral."""
+    """Check that all values are of a type; a function, because mypy takes no numpy number for a Real."""
     return all(isinstance(value, kind) for value in values)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether numpy, or torch on any device, asked for more memory than there is."""
-    # The CPU's allocator raises a plain RuntimeError, which only its words tell apart.
+    """Check that an exception of numpy or torch, on any device, means that memory ran out."""
+    # The CPU allocator of torch raises a plain RuntimeError, recognised by its message.
     return (
         isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
     )

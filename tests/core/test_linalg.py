@@ -21,7 +21,7 @@ def random_masks(rows, d):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_factors_multiply_back(dtype):
+def test_cholesky_factors_multiply_to_the_matrix(dtype):
     matrix = definite(20, dtype=dtype)
     tolerance = 100 * 20 * torch.finfo(dtype).eps
     lower, upper = linalg.cholesky(matrix), linalg.upper_factor(matrix)
@@ -34,26 +34,14 @@ def test_factors_multiply_back(dtype):
 
 
 @pytest.mark.parametrize("bad", [torch.diag(torch.tensor([1.0, 0.0])), -torch.eye(3), torch.full((2, 2), torch.nan)])
-def test_a_failed_factorisation_is_an_error_never_the_identity(bad):
+def test_factorisations_raise_if_not_positive_definite(bad):
     for function in (linalg.cholesky, linalg.upper_factor, linalg.inverse):
         with pytest.raises(NotPositiveDefiniteError, match="damping"):
             function(bad)
 
 
-def test_removing_a_variable_from_the_inverse():
-    matrix = definite(9)
-    shrunk = linalg.inverse(matrix)
-    left = list(range(9))
-    for index in (4, 0, 7):
-        shrunk = linalg.remove_variable(shrunk, index)
-        left.remove(index)
-        expected = torch.zeros_like(matrix)
-        expected[torch.tensor(left)[:, None], torch.tensor(left)] = torch.linalg.inv(matrix[left][:, left])
-        torch.testing.assert_close(shrunk, expected)
-
-
 @pytest.mark.parametrize("rows", [2, 50])
-def test_solve_on_support_is_a_dense_solve_of_every_row(rows):
+def test_solve_on_support_equals_dense_solves(rows):
     matrix, linear, mask = definite(24), torch.randn(rows, 24, dtype=torch.float64), random_masks(rows, 24)
     solution = linalg.solve_on_support(matrix, linear, mask)
     for row in range(rows):
@@ -64,8 +52,8 @@ def test_solve_on_support_is_a_dense_solve_of_every_row(rows):
     assert (solution[~mask] == 0).all()
 
 
-@pytest.mark.parametrize("condition", [1e2, 1e7])  # conjugate gradients do not converge at the second
-def test_long_supports_are_solved_too(condition):
+@pytest.mark.parametrize("condition", [1e2, 1e7])  # conjugate gradients do not converge at 1e7
+def test_solve_on_support_is_accurate_if_supports_are_long(condition):
     basis = torch.linalg.qr(torch.randn(800, 800, dtype=torch.float64)).Q
     matrix = (basis * torch.logspace(0, math.log10(condition), 800, dtype=torch.float64)) @ basis.T
     linear = torch.randn(3, 800, dtype=torch.float64)
@@ -76,8 +64,8 @@ def test_long_supports_are_solved_too(condition):
         assert not solution[row, ~kept].any()
 
 
-@pytest.mark.parametrize("size", [700, 800])  # the second is left to conjugate gradients
-def test_a_zero_column_matters_inside_the_mask_only(size):
+@pytest.mark.parametrize("size", [700, 800])  # 800 is solved by conjugate gradients
+def test_solve_on_support_raises_only_if_zero_column_is_kept(size):
     matrix, linear = definite(size + 2), torch.randn(2, size + 2, dtype=torch.float64)
     matrix[7], matrix[:, 7] = 0, 0
     mask = torch.ones(2, size + 2, dtype=torch.bool)
@@ -89,7 +77,7 @@ def test_a_zero_column_matters_inside_the_mask_only(size):
         linalg.solve_on_support(matrix, linear, mask)
 
 
-def test_conjugate_gradients_start_from_a_guess_and_stop_when_told():
+def test_conjugate_gradients_use_start_and_tolerance():
     matrix, linear, mask = definite(24), torch.randn(6, 24, dtype=torch.float64), random_masks(6, 24)
     exact = linalg.solve_on_support(matrix, linear, mask)
     solution, residual = linalg.masked_conjugate_gradients(matrix, linear, mask, iterations=200, tolerance=1e-12)
@@ -100,7 +88,7 @@ def test_conjugate_gradients_start_from_a_guess_and_stop_when_told():
     assert (residual <= 1e-12).all()
 
 
-def test_a_singular_support_is_an_error():
+def test_solve_on_support_raises_if_support_is_singular():
     matrix = torch.ones(4, 4, dtype=torch.float64)
     with pytest.raises(NotPositiveDefiniteError):
         linalg.solve_on_support(matrix, torch.ones(1, 4), torch.ones(1, 4, dtype=torch.bool))

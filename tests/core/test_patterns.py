@@ -11,7 +11,7 @@ PATTERNS = [Unstructured(0.5), Unstructured(0.3, per="row"), Unstructured(keep=7
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal"])
-def test_top_mask_is_a_stable_sort_of_each_group(pattern, kind):
+def test_top_mask_equals_a_stable_sort_of_each_group(pattern, kind):
     scores = torch.randn(6, 16).abs()
     if kind == "ties":
         scores = (scores * 2).round()
@@ -25,7 +25,7 @@ def test_top_mask_is_a_stable_sort_of_each_group(pattern, kind):
         assert [i for i in range(groups.size) if chosen[i]] == sorted(order[: groups.keep])
 
 
-def test_top_mask_of_long_groups_is_exact_with_ties():
+def test_top_mask_is_exact_if_long_groups_have_ties():
     scores = torch.randint(0, 4, (40, 50)).float()
     mask = top_mask(scores, Unstructured(0.37))
     assert int(mask.sum()) == keep_count(2000, 0.37)
@@ -36,7 +36,7 @@ def test_top_mask_of_long_groups_is_exact_with_ties():
 
 
 @given(st.integers(1, 10_000), st.integers(0, 999))
-def test_counts_round_half_up_as_decimals(size, thousandths):
+def test_keep_count_rounds_half_up_as_decimal(size, thousandths):
     exact = size * (1000 - thousandths)
     assert keep_count(size, thousandths / 1000) == (exact * 2 + 1000) // 2000
 
@@ -45,17 +45,17 @@ def test_counts_round_half_up_as_decimals(size, thousandths):
     ("text", "pattern"),
     [("2:4", NM(2, 4)), ("0.5", Unstructured(0.5)), ("50%", Unstructured(0.5)), ("0", Unstructured(0.0))],
 )
-def test_patterns_from_text(text, pattern):
+def test_parse_reads_patterns(text, pattern):
     assert parse(text) == pattern
 
 
 @pytest.mark.parametrize("text", ["half", "4:2", "2:4:8", "1.0", "-0.1", "100%", ""])
-def test_text_that_is_no_pattern(text):
+def test_parse_raises_if_text_is_not_a_pattern(text):
     with pytest.raises(PatternError):
         parse(text)
 
 
-def test_impossible_patterns():
+def test_pattern_raises_if_impossible():
     for make in (
         lambda: Unstructured(),
         lambda: Unstructured(0.5, keep=3),

@@ -12,6 +12,6 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
-    """Small systems on many threads only wait for each other."""
+    """Use one thread: on small systems threads only wait for each other."""
     with threadpool_limits(1):
         yield

@@ -1,4 +1,4 @@
-"""Small problems that many tests share."""
+"""Small random problems shared by the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def correlated_design(rng: np.random.Generator, n: int, d: int, rho: float) -> n
 
 
 def sparse_signal(rng: np.random.Generator, d: int, k: int) -> np.ndarray:
-    """k entries of size U(0.5, 1.5) and random sign."""
+    """A vector (d,) with k entries of size U(0.5, 1.5) and random sign."""
     theta = np.zeros(d)
     theta[rng.choice(d, k, replace=False)] = rng.uniform(0.5, 1.5, k) * rng.choice([-1, 1], k)
     return theta

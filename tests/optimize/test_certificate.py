@@ -1,4 +1,4 @@
-"""Branch and bound against enumeration, the theory against measured steps, globalisation of what they assume."""
+"""Certificates against enumeration, and the paper's theory against measured steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sparse_problems import correlated_design, sparse_signal
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import NotPositiveDefiniteError, ProblemError
-from iobs.optimize.boxes import Boxes, lasso
-from iobs.optimize.certificate import certify
+from iobs.optimize.bounds.branch_and_bound import certify
+from iobs.optimize.bounds.tangents import Boxes, lasso
+from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.minimize import minimize
-from iobs.optimize.models import QuadraticObjective
-from iobs.optimize.objectives import LeastSquares, Logistic, Poisson
-from iobs.optimize.refit import refit
-from iobs.optimize.theory import compare, constants_on_segment, quadratic_factors
+from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
+from iobs.optimize.refit.newton import refit
+from iobs.paper.theory import compare, constants_on_segment, quadratic_factors
 
 
 def _small(seed):
@@ -32,12 +32,12 @@ def _small(seed):
     return LeastSquares(X, y, ridge=ridge, forced=[0] if rng.random() < 0.3 else []), int(rng.integers(1, d - 1))
 
 
-# All 5,000 in portions, each within the time that a test may take.
-_PORTIONS = [pytest.param(range(start, start + 500), marks=pytest.mark.slow) for start in range(0, 5000, 500)]
+# All 5,000 seeds in batches, each within the time limit of a test.
+_BATCHES = [pytest.param(range(start, start + 500), marks=pytest.mark.slow) for start in range(0, 5000, 500)]
 
 
-@pytest.mark.parametrize("seeds", [range(60), *_PORTIONS], ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
-def test_enumeration_agrees(seeds):
+@pytest.mark.parametrize("seeds", [range(60), *_BATCHES], ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
+def test_certify_agrees_with_enumeration(seeds):
     for seed in seeds:
         objective, k = _small(seed)
         free = np.setdiff1d(np.arange(objective.dimension), objective.forced)
@@ -51,7 +51,7 @@ def test_enumeration_agrees(seeds):
             assert found.upper <= best * (1 + 1e-4) + found.margin, seed
 
 
-def test_a_larger_problem_closes_and_a_limit_reports_the_gap():
+def test_certify_closes_or_reports_the_gap_at_a_limit():
     rng = np.random.default_rng(3)
     X = correlated_design(rng, 300, 80, 0.5)
     margin = X @ sparse_signal(rng, 80, 8)
@@ -68,7 +68,7 @@ def test_a_larger_problem_closes_and_a_limit_reports_the_gap():
 
 
 def _bound(objective, k, upper):
-    """The bound by tangents alone, and its margin; it aims at nothing above `upper`."""
+    """The bound by tangents alone and its margin; `upper` is the ceiling of its targets."""
     everything = np.arange(objective.dimension)
     hessian = objective.hessian_block(np.zeros(objective.dimension), everything)
     value, gradient = objective.value_and_gradient(np.zeros(objective.dimension))
@@ -77,7 +77,7 @@ def _bound(objective, k, upper):
 
 
 def _any_shape(seed):
-    """Also with fewer samples than columns, and columns of any units."""
+    """A random problem, possibly with fewer samples than columns, with columns of any units."""
     rng = np.random.default_rng(seed)
     d, k = int(rng.integers(4, 10)), int(rng.integers(1, 4))
     n = int(rng.integers(3, 30))
@@ -91,23 +91,23 @@ def _enumerated(objective, k):
     return min(refit(objective, np.array(support, np.int64)).value for support in supports)
 
 
-_TANGENT_PORTIONS = [pytest.param(range(start, start + 50), marks=pytest.mark.slow) for start in range(0, 300, 50)]
+_TANGENT_BATCHES = [pytest.param(range(start, start + 50), marks=pytest.mark.slow) for start in range(0, 300, 50)]
 
 
-@pytest.mark.parametrize("seeds", [range(8), *_TANGENT_PORTIONS], ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
+@pytest.mark.parametrize("seeds", [range(8), *_TANGENT_BATCHES], ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
 def test_tangents_bound_every_support_from_below(seeds):
     shown = []
     for seed in seeds:
         objective, k = _any_shape(seed)
         best = _enumerated(objective, k)
-        for upper in (best, 3 * best):  # with room above the optimum an unsound bound would show
+        for upper in (best, 3 * best):  # a ceiling above the optimum would reveal an unsound bound
             lower, margin = _bound(objective, k, upper)
             assert lower - margin <= best, seed
         shown.append(lower > 0.05 * best > 0)
     assert np.mean(shown) > 0.2
 
 
-def test_tangents_bound_where_the_hessian_is_singular():
+def test_tangents_bound_if_hessian_is_singular():
     rng = np.random.default_rng(8)
     X = correlated_design(rng, 100, 100, 0.5)
     margin = X @ sparse_signal(rng, 100, 4)
@@ -119,7 +119,7 @@ def test_tangents_bound_where_the_hessian_is_singular():
     assert 0.3 * best < scaled - margin <= best
 
 
-def test_the_lasso_of_the_bound_is_the_usual_one(rng):
+def test_lasso_agrees_with_scikit_learn(rng):
     X = correlated_design(rng, 60, 12, 0.5)
     y = X @ sparse_signal(rng, 12, 3) + rng.standard_normal(60)
     theirs = Lasso(alpha=0.1, fit_intercept=False, tol=1e-12, max_iter=100_000).fit(X, y).coef_
@@ -129,7 +129,7 @@ def test_the_lasso_of_the_bound_is_the_usual_one(rng):
     np.testing.assert_allclose(gradient, X.T @ (X @ point - y), atol=1e-8)
 
 
-def test_what_cannot_be_certified_says_so(rng):
+def test_certify_raises_or_reports_no_bound(rng):
     X = rng.standard_normal((20, 30))
     singular = certify(LeastSquares(X, rng.standard_normal(20)), 3, seconds=3)
     assert not singular.closed
@@ -148,7 +148,7 @@ def test_what_cannot_be_certified_says_so(rng):
 @pytest.mark.parametrize("kind", ["logistic", "poisson"])
 @pytest.mark.parametrize("method", ["iobs", "topk_iobs"])
 @pytest.mark.parametrize("seed", range(3))
-def test_local_steps_stay_below_the_bounds(kind, method, seed):
+def test_theory_bounds_hold_for_local_steps(kind, method, seed):
     """Soft labels and noiseless rates: the sparse truth is the global minimiser, as the theorem assumes."""
     rng = np.random.default_rng(seed)
     X = rng.standard_normal((400, 40)) / (1 if kind == "logistic" else 4)
@@ -167,7 +167,7 @@ def test_local_steps_stay_below_the_bounds(kind, method, seed):
         assert step.tight <= step.paper
 
 
-def test_the_printed_ratio_fails_at_k_equal_d_where_the_tight_one_is_newtons():
+def test_theory_tight_factor_is_newtons_if_k_equals_d():
     constants = constants_on_segment(Poisson(np.eye(3), np.ones(3)), np.full(3, 0.5), np.zeros(3))
     assert constants.mu == pytest.approx(1.0)
     assert pytest.approx(np.exp(0.5)) == constants.L
@@ -177,8 +177,8 @@ def test_the_printed_ratio_fails_at_k_equal_d_where_the_tight_one_is_newtons():
     assert quadratic_factors(constants, 3, 0, 0)[2] == pytest.approx(constants.M / (2 * constants.mu))
 
 
-def test_the_projection_of_the_lemma_is_not_a_contraction(rng):
-    """norm(H^-1 H^S) exceeds 1 (an oblique projection); norm(H^-1 H^S H^-1) <= norm(H^-1) is what holds."""
+def test_theory_projection_of_the_lemma_is_no_contraction(rng):
+    """norm(H^-1 H^S) exceeds 1 (an oblique projection); norm(H^-1 H^S H^-1) <= norm(H^-1) is true."""
     norms = []
     for _ in range(50):
         factor = rng.standard_normal((6, 4))
@@ -190,7 +190,7 @@ def test_the_projection_of_the_lemma_is_not_a_contraction(rng):
     assert max(norms) > 1.1
 
 
-def test_a_wide_gap_that_was_asked_for_is_no_proof():
+def test_certify_claims_no_optimum_for_a_wide_requested_gap():
     rng = np.random.default_rng(0)
     X = rng.standard_normal((20, 30))
     objective = LeastSquares(X, X[:, :2].sum(1) + rng.standard_normal(20))
@@ -199,7 +199,7 @@ def test_a_wide_gap_that_was_asked_for_is_no_proof():
     assert found.message.startswith("within") or found.lower >= found.upper - found.margin
 
 
-def test_a_direction_of_hardly_any_curvature_has_no_bound(rng):
+def test_certify_is_sound_if_hessian_is_nearly_singular(rng):
     vectors = np.linalg.qr(rng.standard_normal((6, 6)))[0]
     matrix = (vectors * [5e-14, 1, 1, 1, 1, 2]) @ vectors.T
     linear = vectors @ [1e-6, 0.9, 0.5, 0.3, 0, 0]
@@ -210,7 +210,7 @@ def test_a_direction_of_hardly_any_curvature_has_no_bound(rng):
     assert "global" not in found.message
 
 
-def test_a_certificate_of_a_quadratic_of_one_row_and_of_columns_that_are_all_constant(rng):
+def test_certify_takes_quadratics_and_constant_columns(rng):
     X = rng.standard_normal((30, 5))
     objective = LeastSquares(X, X @ [1, 0, 2, 0, 0] + 0.1 * rng.standard_normal(30))
     hessian, linear = torch.from_numpy(X.T @ X), torch.from_numpy(X.T @ objective.target)[None]
@@ -221,7 +221,7 @@ def test_a_certificate_of_a_quadratic_of_one_row_and_of_columns_that_are_all_con
     assert constant.lower == constant.upper
 
 
-def test_a_fit_of_too_many_coordinates_bounds_nothing(rng):
+def test_certify_raises_if_fit_or_k_is_invalid(rng):
     objective = LeastSquares(rng.standard_normal((20, 6)), rng.standard_normal(20))
     with pytest.raises(ProblemError, match="6 coordinates, which is more than k = 2"):
         certify(objective, 2, fit=refit(objective, np.arange(6)))
@@ -232,7 +232,7 @@ def test_a_fit_of_too_many_coordinates_bounds_nothing(rng):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_forced_column_without_curvature_makes_no_room(seed):
+def test_certify_ignores_forced_columns_without_curvature(seed):
     rng = np.random.default_rng(seed)
     X = rng.standard_normal((40, 10))
     y = X @ rng.standard_normal(10) + rng.standard_normal(40)
@@ -247,3 +247,74 @@ def test_a_forced_column_without_curvature_makes_no_room(seed):
             assert np.setdiff1d(found.fit.support, objective.forced).size <= 3
             assert found.upper == pytest.approx(best, rel=1e-4)
             assert found.lower - found.margin <= best
+
+
+def _ranked(objective, k):
+    """All fits of k coordinates by value, the best first."""
+    fits = [refit(objective, np.array(chosen)) for chosen in itertools.combinations(range(objective.dimension), k)]
+    return sorted(fits, key=lambda fit: fit.value)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3, 0.05])
+@pytest.mark.parametrize("seed", range(4))
+def test_certify_is_sound_if_its_bound_is_tight(seed, noise):
+    """Nearly orthogonal columns, where the joint bound is (nearly) the exact cost of what is removed."""
+    rng = np.random.default_rng(seed)
+    basis = np.linalg.qr(rng.standard_normal((20, 8)))[0] + noise * rng.standard_normal((20, 8))
+    X = basis * 10.0 ** rng.uniform(-1, 1, 8)
+    target = basis @ rng.uniform(0.9, 1.1, 8) + 0.1 * rng.standard_normal(20)
+    objective = LeastSquares(X, target)
+    ranked = _ranked(objective, 3)
+    best = ranked[0].value
+    for start in (ranked[1], ranked[5], ranked[-1]):  # a bound that is too high prunes supports better than the start
+        for limit in (1, 1_000_000):
+            found = certify(objective, 3, fit=start, gap=0.0, max_nodes=limit)
+            assert found.lower - found.margin <= best
+            if limit > 1:
+                assert found.closed
+                assert found.upper == pytest.approx(best, rel=1e-12)
+                assert found.lower >= best - found.margin
+
+
+@pytest.mark.parametrize("limit", [1, 4, 1_000_000])
+def test_certify_message_agrees_with_the_exact_gap(limit):
+    """Pairs of nearly equal columns, so that many supports lie within 1e-3 of the best."""
+    said = set()
+    for seed in range(25):
+        rng = np.random.default_rng(seed)
+        half = rng.standard_normal((30, 4))
+        X = np.column_stack([half, half + 0.02 * rng.standard_normal((30, 4))])
+        objective = LeastSquares(X, half @ rng.uniform(1, 2, 4) + rng.standard_normal(30))
+        ranked = _ranked(objective, 3)
+        best = ranked[0].value
+        near = [fit for fit in ranked[1:] if 1e-7 * best < fit.value - best < 1e-3 * best]
+        for start in [ranked[0], *near[:2], ranked[-1]]:
+            found = certify(objective, 3, fit=start, gap=1e-3, max_nodes=limit)
+            exact = (found.upper - best) / found.upper
+            words = found.message.split()
+            said.add(words[0])
+            if words[:3] == ["a", "global", "minimiser"]:
+                assert found.closed
+                assert found.upper - best <= found.margin, seed
+            elif words[0] == "within":
+                assert found.closed
+                assert exact <= float(words[1]) * 1.01 <= 1.01e-3, seed
+            else:
+                assert words[0] == "gap"
+                assert not found.closed
+                assert exact <= float(words[1]) * 1.01
+                assert float(words[6].rstrip(",")) <= best * (1 + 1e-5)
+                assert best <= float(words[9]) * (1 + 1e-5)
+    assert said == ({"a", "within"} if limit > 4 else {"gap"})
+
+
+def test_certify_closes_only_within_the_requested_gap(rng):
+    X = correlated_design(rng, 30, 8, 0.7)
+    objective = LeastSquares(X, X @ sparse_signal(rng, 8, 5) + rng.standard_normal(30))
+    left = certify(objective, 3, gap=0.0, max_nodes=2).gap
+    assert 0 < left < 0.4
+    narrow, wide = (certify(objective, 3, gap=factor * left, max_nodes=2) for factor in (0.5, 2.0))
+    assert not narrow.closed
+    assert narrow.message.startswith("gap")
+    assert wide.closed
+    assert wide.message.startswith("within")

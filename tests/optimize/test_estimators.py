@@ -1,4 +1,4 @@
-"""The scikit-learn faces: its own checks, known answers, and clear errors."""
+"""The estimators: scikit-learn's checks, known answers, and errors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sparse_problems import correlated_design, sparse_signal
 
 import iobs
 from iobs.errors import ProblemError
-from iobs.optimize.autodiff import from_torch
 from iobs.optimize.estimators import SparseClassifier, SparseRegressor
 from iobs.optimize.minimize import minimize
-from iobs.optimize.multinomial import Multinomial
-from iobs.optimize.objectives import LeastSquares, Logistic, Poisson
-from iobs.optimize.path import information, standard_errors
-from iobs.optimize.refit import minimise_on_all, refit
+from iobs.optimize.objectives.autodiff import from_torch
+from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
+from iobs.optimize.objectives.multinomial import Multinomial
+from iobs.optimize.refit.newton import minimise_on_all, refit
+from iobs.optimize.search.path import information, standard_errors
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -36,8 +36,8 @@ from iobs.optimize.refit import minimise_on_all, refit
     ],
     ids=str,
 )
-def test_scikit_learn_checks(estimator):
-    # Cross-validation folds differ when rows are repeated instead of weighted; scikit-learn marks its own *CV the same.
+def test_estimators_pass_scikit_learns_checks(estimator):
+    # Repeated rows fall into other cross-validation folds than weighted rows; scikit-learn exempts its own *CV too.
     # A Poisson regression cannot have the negative targets that the generic checks draw.
     weights = "sample weights and repeated rows fall into different folds"
     expected = {f"check_sample_weight_equivalence_on_{kind}_data": weights for kind in ("dense", "sparse")}
@@ -50,14 +50,14 @@ def test_scikit_learn_checks(estimator):
     check_estimator(estimator, expected_failed_checks=expected)
 
 
-def test_they_are_public_and_lazy():
+def test_estimators_are_public_and_lazy():
     assert iobs.SparseRegressor is SparseRegressor
     assert iobs.SparseClassifier is SparseClassifier
 
 
 @pytest.mark.parametrize("k", ["cv", "bic", "ebic", 4])
 @pytest.mark.parametrize("convert", [np.asarray, sp.csr_array, sp.csc_array])
-def test_regression_recovers_the_support(k, convert, rng):
+def test_regressor_recovers_the_support(k, convert, rng):
     X = correlated_design(rng, 120, 30, 0.5)
     truth = sparse_signal(rng, 30, 4)
     y = X @ truth + 3.0 + 0.1 * rng.standard_normal(120)
@@ -68,7 +68,7 @@ def test_regression_recovers_the_support(k, convert, rng):
     assert model.score(convert(X), y) > 0.99
 
 
-def test_the_path_is_nested_in_loss_and_best_subset_beats_selection():
+def test_regressor_path_losses_fall_with_k():
     X, y = load_diabetes(return_X_y=True)
     model = SparseRegressor(k="bic", max_k=10).fit(X, y)
     losses = [entry["loss"] for entry in model.path_]
@@ -78,7 +78,7 @@ def test_the_path_is_nested_in_loss_and_best_subset_beats_selection():
     assert model.coef_[0] == 0
 
 
-def test_poisson_loss(rng):
+def test_regressor_recovers_the_support_for_poisson_loss(rng):
     X = 0.5 * correlated_design(rng, 300, 20, 0.3)
     truth = sparse_signal(rng, 20, 3)
     y = rng.poisson(np.exp(X @ truth + 0.5))
@@ -87,7 +87,7 @@ def test_poisson_loss(rng):
     assert (model.predict(X) > 0).all()
 
 
-def test_binary_equals_scikit_learn_on_all_features(rng):
+def test_classifier_equals_scikit_learn_for_two_classes(rng):
     X = correlated_design(rng, 200, 5, 0.3)
     X /= X.std(axis=0)  # our ridge is per standard deviation
     y = np.where(rng.random(200) < 1 / (1 + np.exp(-X[:, 0] + X[:, 2])), "yes", "no")
@@ -98,7 +98,7 @@ def test_binary_equals_scikit_learn_on_all_features(rng):
     assert set(SparseClassifier(k=2).fit(X, y).support_) == {0, 2}
 
 
-def test_multinomial_equals_scikit_learn_on_all_features():
+def test_classifier_equals_scikit_learn_for_more_classes():
     X, y = load_iris(return_X_y=True)
     X /= X.std(axis=0)
     ours = SparseClassifier(k=4, ridge=1.0).fit(X, y)
@@ -111,7 +111,7 @@ def test_multinomial_equals_scikit_learn_on_all_features():
     np.testing.assert_allclose(two.predict_proba(X).sum(axis=1), 1.0)
 
 
-def test_multinomial_derivatives(rng):
+def test_multinomial_derivatives_equal_autodiff(rng):
     X, y, weights = rng.standard_normal((15, 3)), rng.integers(0, 3, 15), rng.random(15) + 0.5
     model = Multinomial(X, y, 3, ridge=0.2, sample_weight=weights)
     centred = X - weights @ X / weights.sum()
@@ -134,7 +134,7 @@ def test_multinomial_derivatives(rng):
     np.testing.assert_allclose(difference - difference[:, :1], 0, atol=1e-12)
 
 
-def test_groups_enter_together_and_forced_features_stay(rng):
+def test_estimators_keep_groups_together_and_forced_features(rng):
     X = rng.standard_normal((150, 24))
     labels = np.arange(24) // 3
     truth = np.where(np.isin(labels, [1, 6]), rng.uniform(0.5, 1, 24), 0.0)
@@ -151,7 +151,7 @@ def test_groups_enter_together_and_forced_features_stay(rng):
     np.testing.assert_array_equal(classes.support_, np.flatnonzero(truth))
 
 
-def test_separable_classes_keep_finite_coefficients(rng):
+def test_classifier_is_finite_if_classes_are_separable(rng):
     X = rng.standard_normal((50, 6))
     for y in (X[:, 1] > 0, np.digitize(X[:, 1], [-0.5, 0.5])):
         model = SparseClassifier(k=1).fit(X, y)
@@ -174,7 +174,7 @@ def test_separable_classes_keep_finite_coefficients(rng):
         (lambda X, y: SparseRegressor().fit(np.array([["a"]] * 20), y), "convert"),
     ],
 )
-def test_errors_say_what_is_wrong(make, message, rng):
+def test_estimators_raise_if_arguments_are_invalid(make, message, rng):
     with pytest.raises((ProblemError, ValueError), match=message):
         make(rng.standard_normal((20, 5)), rng.standard_normal(20))
 
@@ -184,7 +184,7 @@ def logistic_data(rng, n=400):
     return X, (rng.random(n) < 1 / (1 + np.exp(-2 * X[:, 0] + 1.5 * X[:, 1]))).astype(int)
 
 
-def test_standard_errors_are_those_of_the_information_matrix(rng):
+def test_standard_errors_equal_those_of_the_information_matrix(rng):
     X, y = logistic_data(rng)
     columns = np.column_stack([X[:, :2] - X[:, :2].mean(axis=0), np.ones(400)])
     logistic = Logistic(X, y, intercept=True)
@@ -201,7 +201,7 @@ def test_standard_errors_are_those_of_the_information_matrix(rng):
     np.testing.assert_allclose(found.errors, noise * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))[:2])
 
 
-def test_criteria_differ_by_what_a_parameter_costs(rng):
+def test_information_criteria_differ_by_their_penalties(rng):
     X, y = logistic_data(rng)
     objective = Logistic(X, y)
     fit = refit(objective, np.array([0, 1]))
@@ -214,7 +214,7 @@ def test_criteria_differ_by_what_a_parameter_costs(rng):
 
 @pytest.mark.parametrize("origin", [1e5, 1e9])
 @pytest.mark.parametrize("classes", [2, 3])
-def test_the_origin_of_a_column_does_not_matter(rng, origin, classes):
+def test_classifier_does_not_depend_on_column_origins(rng, origin, classes):
     X, y = logistic_data(rng)
     y = y if classes == 2 else np.digitize(2 * X[:, 0] + rng.standard_normal(400), [-1, 1])
     moved = X.copy()
@@ -227,17 +227,17 @@ def test_the_origin_of_a_column_does_not_matter(rng, origin, classes):
 
 @pytest.mark.parametrize("store", [np.asarray, sp.csr_array, torch.from_numpy], ids=["numpy", "csr", "torch"])
 @pytest.mark.parametrize("kind", [LeastSquares, Logistic, Poisson])
-def test_a_distant_column_is_no_constant(rng, kind, store):
+def test_objectives_keep_columns_far_from_zero(rng, kind, store):
     X, y = logistic_data(rng)
     X[:, 0] += 1e7
-    X[:, 5] = 3.7e5  # and this one is
+    X[:, 5] = 3.7e5  # a constant column
     found = minimize(kind(store(X), y, intercept=True), 2)
     assert set(found.support) == {0, 1}
     np.testing.assert_array_equal(kind(store(X), y, intercept=True).constant_coordinates(), [5])
 
 
 @pytest.mark.parametrize("classes", [2, 3])
-def test_the_units_of_a_column_do_not_matter(rng, classes):
+def test_classifier_does_not_depend_on_column_units(rng, classes):
     X, y = logistic_data(rng)
     y = y if classes == 2 else np.digitize(2 * X[:, 0] + rng.standard_normal(400), [-1, 1])
     units = np.array([1e-6, 1e3, 1.0, 1e9, 1.0, 1e-9])
@@ -247,7 +247,7 @@ def test_the_units_of_a_column_do_not_matter(rng, classes):
         np.testing.assert_allclose(found.coef_ * units, plain.coef_, rtol=1e-5, atol=1e-8)
 
 
-def test_only_the_ratios_of_fractional_weights_matter(rng):
+def test_regressor_uses_only_ratios_of_fractional_weights(rng):
     X = rng.standard_normal((100, 20))
     y = 2 * X[:, 0] + 3 * X[:, 1] - X[:, 2] + rng.standard_normal(100)
     weights = 0.5 + rng.random(100)
@@ -263,8 +263,8 @@ def test_only_the_ratios_of_fractional_weights_matter(rng):
     assert weighted.path_[3]["score"] == pytest.approx(repeated.path_[3]["score"])
 
 
-def test_what_a_class_more_costs(rng):
-    """Two classes written as three of which one is never seen: nothing is estimated for it."""
+def test_information_counts_no_parameter_for_unseen_classes(rng):
+    """A multinomial model of two classes has the criterion of the binary model."""
     X, y = logistic_data(rng)
     model = Multinomial(X, y, 2, ridge=1e-9)
     support = np.concatenate([*(model.groups[j] for j in (0, 1)), model.forced])
@@ -273,7 +273,7 @@ def test_what_a_class_more_costs(rng):
     assert two == pytest.approx(information(plain, refit(plain, np.array([0, 1, 6])), "bic", 400, 6, 2), rel=1e-6)
 
 
-def test_forced_features_may_be_a_mask(rng):
+def test_estimators_take_forced_features_as_indices_or_mask(rng):
     X, y = logistic_data(rng)
     three = np.digitize(X[:, 0], [-1, 1])
     mask = np.arange(6) == 4
@@ -290,7 +290,7 @@ def test_forced_features_may_be_a_mask(rng):
             SparseClassifier(**settings).fit(X, three)
 
 
-def test_refits_of_several_classes_stop_at_rounding(rng):
+def test_minimise_on_all_stops_at_rounding_for_multinomial(rng):
     X = rng.standard_normal((100, 5))
     model = Multinomial(X, np.digitize(X[:, 0] + rng.standard_normal(100), [-1, 1]), 3, ridge=1e-3)
     looked = []
@@ -301,7 +301,7 @@ def test_refits_of_several_classes_stop_at_rounding(rng):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_designs_in_half_precision(rng, dtype):
+def test_objectives_accept_half_precision_designs(rng, dtype):
     X, y = logistic_data(rng)
     X[:, 5] = 3.0
     for kind in (LeastSquares, Logistic):
@@ -310,7 +310,7 @@ def test_designs_in_half_precision(rng, dtype):
         assert set(minimize(objective, 2).support) == {0, 1}
 
 
-def test_the_noise_is_that_of_the_data_whatever_the_ridge(rng):
+def test_standard_errors_noise_excludes_the_ridge(rng):
     X = rng.standard_normal((200, 3))
     y = X @ [1.0, 2.0, 3.0] + 0.5 * rng.standard_normal(200)
     objective = LeastSquares(X, y, ridge=100.0)
@@ -319,7 +319,7 @@ def test_the_noise_is_that_of_the_data_whatever_the_ridge(rng):
     assert standard_errors(objective, fit, 200, False).noise == pytest.approx(np.sqrt(rest @ rest / 197))
 
 
-def test_weights_and_targets_that_no_fit_can_take(rng):
+def test_estimators_raise_if_weights_or_targets_are_invalid(rng):
     X, y = rng.standard_normal((40, 4)), np.arange(40) % 3
     with pytest.raises(ProblemError, match="must not be negative"):
         SparseClassifier(2).fit(X, y, sample_weight=np.where(np.arange(40) < 9, -1.0, 1.0))

@@ -1,4 +1,4 @@
-"""The paper's synthetic figures on a few short trials: what they say, and what they write."""
+"""The paper's synthetic figures on a few short trials: their numbers and their files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _rows(results):
     return {(row.setting, row.method): row.measured for row in results.rows}
 
 
-def test_gaussian(tmp_path, monkeypatch):
+def test_figure_gaussian_shows_one_newton_step(tmp_path, monkeypatch):
     monkeypatch.setattr(figure_gaussian, "TRIALS", 2)
     monkeypatch.setattr(figure_gaussian, "STEPS", 120)
     said = []
@@ -31,7 +31,7 @@ def test_gaussian(tmp_path, monkeypatch):
     assert (tmp_path / "figure_gaussian.png").stat().st_size > 5000
 
 
-def test_mnist(tmp_path, monkeypatch):
+def test_figure_mnist_shows_one_newton_step(tmp_path, monkeypatch):
     monkeypatch.setattr(figure_mnist, "TRIALS", 5)
     monkeypatch.setattr(figure_mnist, "STEPS", 20)
     monkeypatch.setattr(figure_mnist, "CHECKED", (1, 10, 20))
@@ -43,7 +43,7 @@ def test_mnist(tmp_path, monkeypatch):
     assert (tmp_path / "figure_mnist.png").stat().st_size > 5000
 
 
-def test_mnist_files(tmp_path, monkeypatch):
+def test_figure_mnist_reads_files_or_says_what_to_do(tmp_path, monkeypatch):
     pictures = np.arange(2 * 784, dtype=np.uint8).reshape(2, 28, 28)
     np.savez(tmp_path / "m.npz", x_train=pictures)
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\x00\x00\x08\x03" + bytes(12) + pictures.tobytes())

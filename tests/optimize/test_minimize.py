@@ -1,4 +1,4 @@
-"""The loop, every method in it, and what must hold whatever the method."""
+"""The loop, every method in it, and properties that hold for all methods."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from sparse_problems import correlated_design, sparse_signal
 
 import iobs
 from iobs.errors import NonFiniteError, NotPositiveDefiniteError, ProblemError
-from iobs.optimize import auto, proposals
-from iobs.optimize.curvature import FullHessian
+from iobs.optimize.curvature.kinds import FullHessian
+from iobs.optimize.curvature.models import ProductModel, QuadraticObjective
+from iobs.optimize.methods.registry import METHODS
 from iobs.optimize.minimize import minimize
-from iobs.optimize.models import ProductModel, QuadraticObjective
-from iobs.optimize.objectives import LeastSquares, Logistic, Poisson, from_torch
-from iobs.optimize.presets import METHODS
+from iobs.optimize.objectives.autodiff import from_torch
+from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit import Fit, newton_direction, refit
+from iobs.optimize.refit.fit import Fit, newton_direction
+from iobs.optimize.refit.newton import refit
+from iobs.optimize.search import auto, pursuits
 
 CASES = {
     "least squares": lambda X, m, rng: LeastSquares(X, m + 0.1 * rng.standard_normal(len(m)), intercept=True),
@@ -42,7 +44,7 @@ def test_baselines_recover_an_easy_signal(method, rng):
     np.testing.assert_allclose(found.theta, truth, atol=1e-5)
 
 
-def test_sampled_gradients_are_unbiased(rng):
+def test_sampled_gradient_is_unbiased(rng):
     objective = Logistic(rng.standard_normal((20, 3)), rng.random(20))
     mean = np.mean([objective.sampled_gradient(np.ones(3), np.array([row])) for row in range(20)], axis=0)
     np.testing.assert_allclose(mean, objective.value_and_gradient(np.ones(3))[1])
@@ -50,7 +52,7 @@ def test_sampled_gradients_are_unbiased(rng):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_gives_a_feasible_answer_with_its_trace(method, case, rng):
+def test_minimize_is_feasible_and_repeatable(method, case, rng):
     objective = _case(case, rng)
     result = minimize(objective, 3, method=method, max_steps=40)
     assert result.support.size <= 3
@@ -59,7 +61,7 @@ def test_every_method_gives_a_feasible_answer_with_its_trace(method, case, rng):
     assert result.history[0].step == 0
     assert len(result.history) <= 41
     full = result.theta
-    if objective.dimension > 14:  # the constant of columns about their means
+    if objective.dimension > 14:  # theta's last entry is the constant at the column means
         full = np.append(full, result.intercept + objective.mean @ full)
     assert objective.value(full) == pytest.approx(result.loss, rel=1e-9)
     again = minimize(objective, 3, method=method, max_steps=40)
@@ -79,7 +81,7 @@ def test_auto_finds_the_best_support_of_small_problems(case, seed):
 
 
 @pytest.mark.parametrize("convert", [np.asarray, sp.csr_array, torch.from_numpy, lambda X: X.astype(np.float32)])
-def test_storage_does_not_matter(convert, rng):
+def test_minimize_does_not_depend_on_storage(convert, rng):
     X = correlated_design(rng, 50, 80, 0.3)
     truth = sparse_signal(rng, 80, 5)
     result = minimize(LeastSquares(convert(X), X @ truth), 5)
@@ -88,7 +90,7 @@ def test_storage_does_not_matter(convert, rng):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_scaling_columns_does_not_change_the_support(case, rng):
+def test_minimize_support_does_not_depend_on_column_units(case, rng):
     X = correlated_design(rng, 60, 30, 0.6)
     margin = X @ sparse_signal(rng, 30, 4)
     factors = 10.0 ** rng.uniform(-3, 3, 30)
@@ -110,7 +112,7 @@ def _targets(case, margin, rng):
     return rng.poisson(np.exp(0.5 * margin)) if case == "poisson" else margin + rng.standard_normal(margin.size)
 
 
-def test_torch_functions_take_the_same_road(rng):
+def test_minimize_recovers_the_support_of_torch_functions(rng):
     X = correlated_design(rng, 80, 25, 0.5)
     truth = sparse_signal(rng, 25, 3)
     soft = 1 / (1 + np.exp(-X @ truth))
@@ -121,7 +123,7 @@ def test_torch_functions_take_the_same_road(rng):
 
 
 @pytest.mark.parametrize("method", ["auto", "topk_iobs", "iobs"])
-def test_torch_functions_that_depend_on_nothing_or_are_not_finite(method):
+def test_minimize_takes_constant_and_refuses_nonfinite_functions(method):
     constant = from_torch(lambda t: torch.tensor(3.0, dtype=t.dtype), 5)
     assert minimize(constant, 2, method=method).loss == 3
     one = minimize(from_torch(lambda t: (t[0] - 1) ** 2, 5), 2, method=method)
@@ -131,7 +133,7 @@ def test_torch_functions_that_depend_on_nothing_or_are_not_finite(method):
             minimize(from_torch(lambda t, f=function: f(t).sum(), 5), 2, method=method)
 
 
-def test_a_likelihood_of_the_wrong_sign_is_no_optimum(rng):
+def test_auto_claims_no_optimum_if_f_is_unbounded(rng):
     X, y = torch.from_numpy(rng.standard_normal((40, 6))), torch.from_numpy(rng.poisson(2.0, 40))
     likelihood = from_torch(lambda t: (y * (X @ t) - torch.exp(X @ t)).sum(), 6)
     assert minimize(likelihood, 2).message == auto.RUNAWAY
@@ -139,7 +141,7 @@ def test_a_likelihood_of_the_wrong_sign_is_no_optimum(rng):
 
 
 @pytest.mark.parametrize(("rho", "k"), [(0.0, 60), (0.0, 70), (0.9, 60)])
-def test_hard_under_determined_recovery(rho, k):
+def test_auto_recovers_hard_under_determined_signals(rho, k):
     rng = np.random.default_rng(77)
     X = correlated_design(rng, 200, 500, rho)
     truth = sparse_signal(rng, 500, k)
@@ -150,7 +152,7 @@ def test_hard_under_determined_recovery(rho, k):
 
 @pytest.mark.parametrize("method", ["regularised_newton", "cubic_newton", "auto"])
 @pytest.mark.parametrize("kind", ["logistic", "poisson"])
-def test_far_starts_reach_the_minimiser(kind, method):
+def test_regularised_methods_converge_from_far_starts(kind, method):
     rng = np.random.default_rng(5)
     X = rng.standard_normal((150, 30)) / (1 if kind == "logistic" else 2)
     truth = sparse_signal(rng, 30, 4)
@@ -164,8 +166,8 @@ def test_far_starts_reach_the_minimiser(kind, method):
 
 
 @pytest.mark.parametrize("method", ["regularised_newton", "cubic_newton"])
-def test_an_exact_fit_is_a_fixed_point_of_damped_newton(method):
-    for seed in range(5):  # the gradient on the support becomes exactly zero in some
+def test_regularised_methods_converge_at_an_exact_fit(method):
+    for seed in range(5):  # for some seeds the gradient on the support becomes exactly zero
         rng = np.random.default_rng(seed)
         objective = LeastSquares(rng.standard_normal((3, 12)), rng.standard_normal(3))
         found = minimize(objective, 5, method=method, max_steps=50)
@@ -173,7 +175,7 @@ def test_an_exact_fit_is_a_fixed_point_of_damped_newton(method):
         assert found.loss < 1e-20
 
 
-def test_forced_coordinates_stay_and_do_not_count(rng):
+def test_minimize_keeps_forced_coordinates_uncounted(rng):
     X = correlated_design(rng, 60, 20, 0.2)
     truth = sparse_signal(rng, 20, 4)
     useless = int(np.flatnonzero(truth == 0)[0])
@@ -187,7 +189,7 @@ def test_forced_coordinates_stay_and_do_not_count(rng):
             assert result.support.size <= 5
 
 
-def test_an_iobs_quadratic_of_one_row_is_an_objective(rng):
+def test_minimize_takes_quadratics_of_one_row(rng):
     hessian = torch.from_numpy(np.cov(rng.standard_normal((10, 30))))
     centre = torch.from_numpy(rng.standard_normal(10))
     result = minimize(iobs.Quadratic.at(centre[None], hessian), 4, method="iobs_exact")
@@ -199,7 +201,7 @@ def test_an_iobs_quadratic_of_one_row_is_an_objective(rng):
 
 @pytest.mark.parametrize("k", [0, 14])
 @pytest.mark.parametrize("case", CASES)
-def test_no_and_all_coordinates(case, k, rng):
+def test_minimize_takes_k_zero_and_k_d(case, k, rng):
     objective = _case(case, rng)
     result = minimize(objective, k)
     assert result.support.size == k
@@ -207,7 +209,7 @@ def test_no_and_all_coordinates(case, k, rng):
     assert result.loss == pytest.approx(full.value, rel=1e-9)
 
 
-def test_duplicate_and_constant_columns(rng):
+def test_minimize_handles_duplicate_and_constant_columns(rng):
     X = correlated_design(rng, 40, 12, 0.3)
     X[:, 5], X[:, 7], X[:, 8] = X[:, 4], 0.0, 2 * X[:, 4]
     truth = np.where(np.isin(np.arange(12), [1, 4, 9]), 1.0, 0.0)
@@ -221,14 +223,14 @@ def test_duplicate_and_constant_columns(rng):
     assert nothing.support.size == 0
 
 
-def test_more_non_zeros_than_samples(rng):
+def test_minimize_fits_exactly_if_k_exceeds_samples(rng):
     X = rng.standard_normal((10, 40))
     result = minimize(LeastSquares(X, rng.standard_normal(10)), 20)
     assert result.loss < 1e-15
     assert result.support.size <= 20
 
 
-def test_separable_classes_and_one_class_end_with_finite_numbers(rng):
+def test_minimize_is_finite_if_classes_are_separable(rng):
     X = rng.standard_normal((40, 6))
     for y in (X[:, 2] > 0, np.ones(40), np.zeros(40)):
         result = minimize(Logistic(X, y, intercept=True), 2)
@@ -237,7 +239,7 @@ def test_separable_classes_and_one_class_end_with_finite_numbers(rng):
     assert 2 in minimize(Logistic(X, X[:, 2] > 0), 1).support
 
 
-def test_callback_can_stop_and_sees_every_step(rng):
+def test_minimize_callback_sees_every_step_and_stops(rng):
     seen = []
     result = minimize(
         _case("logistic", rng), 3, method="iht", callback=lambda record, theta: seen.append(record) or record.step == 4
@@ -247,7 +249,7 @@ def test_callback_can_stop_and_sees_every_step(rng):
     assert "callback" in result.message
 
 
-def test_inputs_are_not_touched(rng):
+def test_minimize_does_not_modify_inputs(rng):
     X, y, start = rng.standard_normal((30, 8)), rng.standard_normal(30), rng.standard_normal(8)
     copies = X.copy(), y.copy(), start.copy()
     for method in METHODS:
@@ -257,7 +259,7 @@ def test_inputs_are_not_touched(rng):
         np.testing.assert_array_equal(before, after)
 
 
-def test_large_sparse_designs_stay_matrix_free(rng):
+def test_minimize_forms_no_hessian_for_large_designs(rng):
     X = sp.random_array((400, 20_000), density=0.01, rng=rng, format="csr")
     truth = np.zeros(20_000)
     truth[rng.choice(20_000, 8, replace=False)] = 3.0
@@ -270,7 +272,7 @@ def test_large_sparse_designs_stay_matrix_free(rng):
     np.testing.assert_allclose(model.hessian_product(point, model.centre()), -gradient, atol=1e-8 * abs(gradient).max())
 
 
-def test_more_supports_than_can_be_tried_are_refused(rng):
+def test_iobs_exact_raises_if_there_are_too_many_supports(rng):
     with pytest.raises(ProblemError, match='use method="iobs"'):
         minimize(LeastSquares(rng.standard_normal((60, 30)), rng.standard_normal(60)), 15, method="iobs_exact")
 
@@ -291,13 +293,13 @@ def test_more_supports_than_can_be_tried_are_refused(rng):
         ({"method": "omp", "theta0": np.ones(14)}, ProblemError, "only adds"),
     ],
 )
-def test_errors_before_any_work(arguments, error, message, rng):
+def test_minimize_raises_if_arguments_are_invalid(arguments, error, message, rng):
     objective = _case("least squares", rng)
     with pytest.raises(error, match=message):
         minimize(objective, **{"k": 3, **arguments})
 
 
-def test_candidates_exclude_what_cannot_help(rng):
+def test_problem_candidates_exclude_forced_and_constant(rng):
     X = rng.standard_normal((20, 5))
     X[:, 3] = 0
     problem = Problem(LeastSquares(X, rng.standard_normal(20), forced=[1]), 4)
@@ -307,7 +309,7 @@ def test_candidates_exclude_what_cannot_help(rng):
 
 
 @pytest.mark.parametrize("case", ["plain", "near duplicates", "far from zero", "wild scales", "wild ridge"])
-def test_the_newton_point_is_right_whatever_single_precision_makes_of_it(case):
+def test_newton_direction_is_right_if_single_precision_fails(case):
     rng = np.random.default_rng(3)
     X = rng.standard_normal((400, 60))
     if case == "near duplicates":
@@ -327,31 +329,31 @@ def test_the_newton_point_is_right_whatever_single_precision_makes_of_it(case):
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_columns_of_zeros_leave_zero(method):
+def test_minimize_returns_zero_if_columns_are_zero(method):
     assert not minimize(LeastSquares(np.zeros((5, 3)), np.ones(5)), 2, method=method).theta.any()
 
 
-def test_the_constant_of_f_does_not_prolong_the_merging_pursuit(rng, monkeypatch):
+def test_merging_pursuit_does_not_depend_on_the_constant_of_f(rng, monkeypatch):
     calls = []
-    original = proposals.refit
-    monkeypatch.setattr(proposals, "refit", lambda *args, **options: calls.append(1) or original(*args, **options))
+    original = pursuits.refit
+    monkeypatch.setattr(pursuits, "refit", lambda *args, **options: calls.append(1) or original(*args, **options))
     X = rng.standard_normal((100, 60))
     y = X[:, :8].sum(axis=1) + rng.standard_normal(100)
     counts = []
     for constant in (0.5 * y @ y, 0.0):  # f is positive, or negative, at its minimum
         problem = Problem(QuadraticObjective(X.T @ X, X.T @ y, constant=constant), 8)
         calls.clear()
-        proposals.compressive_sampling_pursuit(problem, proposals.start(problem))
+        pursuits.compressive_sampling_pursuit(problem, pursuits.start(problem))
         counts.append(len(calls))
     assert counts[0] == counts[1]
 
 
-def test_a_small_effect_beside_a_large_one_is_no_rounding(rng):
+def test_minimize_finds_small_effects_beside_large_ones(rng):
     X = rng.standard_normal((200, 30))
     assert set(minimize(LeastSquares(X, 1e9 * X[:, 0] + X[:, 1]), 2).support) == {0, 1}
 
 
-def test_a_minimum_is_claimed_only_where_there_is_one(rng):
+def test_minimize_claims_a_minimum_only_if_there_is_one(rng):
     objective = LeastSquares(rng.standard_normal((30, 4)), rng.standard_normal(30))
     assert minimize(objective, 0).message.startswith("nothing to choose")
     without_end = from_torch(lambda theta: theta.sum() + 0 * (theta**2).sum(), 4)
@@ -360,19 +362,19 @@ def test_a_minimum_is_claimed_only_where_there_is_one(rng):
         (-torch.eye(3), torch.ones(1, 3)),
         (torch.diag(torch.tensor([1.0, 0, 1])), torch.ones(1, 3)),
     ):
-        with pytest.raises(NotPositiveDefiniteError, match="falls for ever along coordinate"):
+        with pytest.raises(NotPositiveDefiniteError, match="unbounded below along coordinate"):
             minimize(iobs.Quadratic(hessian.double(), linear.double()), 2)
 
 
 @pytest.mark.parametrize("method", ["newton_iht", "woodfisher", "woodtaylor"])
-def test_damping_reaches_the_methods_that_factorise(method, rng):
+def test_minimize_passes_damping_to_factorising_methods(method, rng):
     X = correlated_design(rng, 60, 8, 0.6)
     objective = LeastSquares(X, X[:, :3].sum(1) + 0.1 * rng.standard_normal(60))
     answers = [minimize(objective, 3, method=method, damping=amount, max_steps=1).loss for amount in (None, 100.0)]
     assert answers[0] != answers[1]
 
 
-def test_nothing_to_refit_and_too_much_to_store(rng):
+def test_methods_take_k_zero_and_refuse_large_dense_hessians(rng):
     objective = LeastSquares(rng.standard_normal((30, 4)), rng.standard_normal(30))
     for method in ("nhtp", "fnhtp"):
         assert not minimize(objective, 0, method=method).theta.any()

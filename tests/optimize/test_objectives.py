@@ -9,7 +9,8 @@ import torch
 
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.optimize import objectives
-from iobs.optimize.objectives import LeastSquares, Logistic, Poisson, from_torch
+from iobs.optimize.objectives.autodiff import from_torch
+from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
 
 N, D = 17, 6
 
@@ -49,7 +50,7 @@ STORAGE = {
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("intercept", [False, True])
 @pytest.mark.parametrize("kind", [Logistic, Poisson])
-def test_models_equal_their_formula(kind, intercept, storage):
+def test_linear_models_equal_their_formula(kind, intercept, storage):
     X, y, weights, theta = _data()
     theta = np.append(theta, 0.3) if intercept else theta
     model = kind(STORAGE[storage](X), y, ridge=0.4, intercept=intercept, sample_weight=weights)
@@ -73,7 +74,7 @@ def test_least_squares_equals_its_formula(storage, weighted):
 
 
 @pytest.mark.parametrize("storage", STORAGE)
-def test_least_squares_intercept_is_the_minimiser_over_it(storage):
+def test_least_squares_intercept_is_optimal(storage):
     X, y, weights, theta = _data()
     model = LeastSquares(STORAGE[storage](X), y, intercept=True, sample_weight=weights)
     best = float(weights @ (y - X @ theta) / weights.sum())
@@ -115,7 +116,7 @@ def _check_equal(model, reference, theta, tolerance):
 
 
 @pytest.mark.parametrize("storage", [np.asarray, np.asfortranarray, sp.csr_array, torch.from_numpy])
-def test_the_mean_of_many_rows_in_single_precision(storage):
+def test_column_means_are_exact_for_many_float32_rows(storage):
     rng = np.random.default_rng(0)
     X = np.column_stack([rng.integers(1990, 2021, 200_000), rng.standard_normal(200_000)]).astype(np.float32)
     exact = X.mean(axis=0, dtype=np.float64)
@@ -126,21 +127,21 @@ def test_the_mean_of_many_rows_in_single_precision(storage):
     np.testing.assert_allclose(logistic.mean, exact, rtol=1e-9)
 
 
-def test_torch_restriction_and_its_derivatives():
+def test_torch_objective_restricts_with_its_derivatives():
     function = from_torch(lambda t: (t**4).sum() + t[0] * t[1], 4)
     part = function.restricted(np.array([1, 2]))
     assert part.value(np.array([1.0, 2.0])) == 17
     np.testing.assert_allclose(part.hessian_block(np.array([1.0, 2.0]), np.arange(2)), np.diag([12.0, 48.0]))
 
 
-def test_linear_and_constant_functions_have_zero_curvature():
+def test_torch_objective_of_a_linear_function_has_no_curvature():
     linear = from_torch(lambda t: 3 * t.sum(), 3)
     assert not linear.hessian_product(np.ones(3), np.ones(3)).any()
     constant = from_torch(lambda t: torch.tensor(2.0), 3)
     assert constant.value_and_gradient(np.ones(3))[0] == 2
 
 
-def test_soft_labels_reach_zero_and_tails_do_not_overflow():
+def test_logistic_loss_reaches_zero_without_overflow():
     X = np.eye(3) * 2000.0
     model = Logistic(X, np.array([0.0, 0.5, 1.0]))
     assert model.value(np.array([-1.0, 0.0, 1.0])) == 0.0
@@ -151,7 +152,7 @@ def test_soft_labels_reach_zero_and_tails_do_not_overflow():
 @pytest.mark.parametrize("storage", ["numpy", "csr", "torch"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("kind", [LeastSquares, Logistic, Poisson])
-def test_bad_entries_are_named(kind, bad, storage):
+def test_objectives_raise_with_the_column_of_bad_entries(kind, bad, storage):
     X, y, *_ = _data()
     X[3, 2] = bad
     for intercept in (False, True):
@@ -179,13 +180,13 @@ def test_bad_entries_are_named(kind, bad, storage):
         (lambda X, y: from_torch(lambda t: t.sum(), 0), "at least one"),
     ],
 )
-def test_errors_say_what_is_wrong(make, message):
+def test_objectives_raise_if_arguments_are_invalid(make, message):
     X, y, *_ = _data()
     with pytest.raises(ProblemError, match=message):
         make(X, y)
 
 
-def test_signs_and_constant_columns():
+def test_objectives_take_signs_and_find_constant_columns():
     X, y, *_ = _data()
     signs = np.where(y > 0.5, 1.0, -1.0)
     assert Logistic(X, signs).value(np.ones(D)) == Logistic(X, signs > 0).value(np.ones(D))

@@ -1,4 +1,4 @@
-"""`iobs solve`: files in, a table, a JSON and a picture out; every bad file a clear line."""
+"""`iobs solve`: input files, its table, JSON and figure, and its errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from iobs.cli.solve import solve
+from iobs.data import tables
+from iobs.data.tables import read_table
 from iobs.errors import DataError, IOBSError, NonFiniteError, OutputError
-from iobs.optimize import tabular
-from iobs.optimize.tabular import read_table
 
 app = typer.Typer()
 app.command()(solve)
@@ -41,7 +41,7 @@ def _csv(file, X, y, names=None, separator=","):
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "npz", "npz columns", "parquet", "csv without pandas"])
-def test_every_format_gives_the_same_answer(kind, numbers, tmp_path, monkeypatch):
+def test_solve_does_not_depend_on_the_file_format(kind, numbers, tmp_path, monkeypatch):
     X, y = numbers
     columns = {f"c{j}": X[:, j] for j in range(6)}
     if kind == "parquet":
@@ -56,14 +56,14 @@ def test_every_format_gives_the_same_answer(kind, numbers, tmp_path, monkeypatch
     else:
         file = _csv(tmp_path / f"t.{kind[:3]}", X, y, separator="\t" if kind == "tsv" else ",")
     if "without" in kind:
-        monkeypatch.setattr(tabular.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
     model = json.loads(_run(file, "--target", "y" if kind == "npz" else "price", "-k", 2, "--json"))
     assert {row["name"][-1] for row in model["features"]} == {"1", "4"}
     assert model["intercept"] == pytest.approx(5, abs=0.1)
     assert 0.005 < model["features"][0]["standard_error"] < 0.02
 
 
-def test_table_json_and_picture(numbers, tmp_path):
+def test_solve_writes_table_json_and_picture(numbers, tmp_path):
     file = _csv(tmp_path / "t.csv", *numbers)
     text = _run(file, "--target", "price", "-o", tmp_path / "m.json", "--plot", tmp_path / "p.png", "--certify", 5)
     assert "c4" in text
@@ -77,7 +77,7 @@ def test_table_json_and_picture(numbers, tmp_path):
 
 
 @pytest.mark.parametrize("k", ["cv", 1])
-def test_text_targets_are_classes(k, numbers, tmp_path):
+def test_solve_treats_text_targets_as_classes(k, numbers, tmp_path):
     X, _ = numbers
     file = _csv(tmp_path / "t.csv", X, np.where(X[:, 3] > 0, "yes", "no"))
     text = _run(file, "--target", "price", "-k", k)
@@ -85,7 +85,7 @@ def test_text_targets_are_classes(k, numbers, tmp_path):
     assert "'yes' against 'no'" in text
 
 
-def test_counts(numbers, rng, tmp_path):
+def test_solve_takes_counts_with_poisson_loss(numbers, rng, tmp_path):
     X, _ = numbers
     file = _csv(tmp_path / "t.csv", X, rng.poisson(np.exp(X[:, 2])))
     assert "c2" in _run(file, "--target", "price", "-k", "bic", "--loss", "poisson")
@@ -110,7 +110,7 @@ def test_counts(numbers, rng, tmp_path):
         (lambda t: t.replace(t.split("\n")[3].split(",")[2], "inf"), (), NonFiniteError, "infinite in row 3"),
     ],
 )
-def test_bad_input_is_one_clear_line(change, arguments, error, message, numbers, tmp_path):
+def test_solve_raises_if_input_is_invalid(change, arguments, error, message, numbers, tmp_path):
     X, y = numbers
     file = _csv(tmp_path / "t.csv", np.abs(X), y)
     file.write_text(change(file.read_text()))
@@ -118,7 +118,7 @@ def test_bad_input_is_one_clear_line(change, arguments, error, message, numbers,
         _run(file, "--target", "price", *arguments)
 
 
-def test_a_choice_of_k_needs_enough_of_a_class_and_two_of_them(numbers, tmp_path):
+def test_solve_raises_if_k_cannot_be_chosen(numbers, tmp_path):
     X, _ = numbers
     file = _csv(tmp_path / "t.csv", X[:8], np.arange(8) % 2)
     with pytest.raises(DataError, match="needs 5 rows of one class, there are 4"):
@@ -129,7 +129,7 @@ def test_a_choice_of_k_needs_enough_of_a_class_and_two_of_them(numbers, tmp_path
     assert "c0" in _run(shares, "--target", "price", "--loss", "logistic", "-k", 1)
 
 
-def test_a_column_may_be_left_out_twice_and_a_seed_is_not_negative(numbers, tmp_path):
+def test_solve_drops_a_column_twice_and_refuses_negative_seeds(numbers, tmp_path):
     file = _csv(tmp_path / "t.csv", *numbers)
     assert "of 5 columns" in _run(file, "--target", "price", "--drop", "c0", "--drop", "c0")
     result = CliRunner().invoke(app, [str(file), "--target", "price", "--seed", "-1"])
@@ -138,7 +138,7 @@ def test_a_column_may_be_left_out_twice_and_a_seed_is_not_negative(numbers, tmp_
 
 
 @pytest.mark.parametrize("loss", ["squared", "logistic", "poisson"])
-def test_the_baseline_is_the_intercept_alone_whatever_is_forced_in(loss, numbers, rng, tmp_path):
+def test_solve_baseline_excludes_forced_columns(loss, numbers, rng, tmp_path):
     X, y = numbers
     y = {"squared": y, "logistic": (X[:, 1] + rng.standard_normal(80) > 0) * 1, "poisson": rng.poisson(np.exp(X[:, 1]))}
     file = _csv(tmp_path / "t.csv", X, y[loss])
@@ -153,7 +153,7 @@ def test_the_baseline_is_the_intercept_alone_whatever_is_forced_in(loss, numbers
     assert f"{1 - model['value'] / free['value_without_features']:.1%} of it explained" in text
 
 
-def test_every_target_decides_the_loss_that_auto_takes(rng, tmp_path):
+def test_solve_auto_loss_looks_at_every_target(rng, tmp_path):
     y = np.repeat([0.0, 1.0, 0.0], 1000)
     X = rng.standard_normal((3000, 2))
     assert "logistic loss" in _run(_csv(tmp_path / "t.csv", X, y), "--target", "price", "-k", 0)
@@ -161,7 +161,7 @@ def test_every_target_decides_the_loss_that_auto_takes(rng, tmp_path):
     assert "squared loss" in _run(_csv(tmp_path / "t.csv", X, y), "--target", "price", "-k", 0)
 
 
-def test_classes_and_files_that_cannot_be(numbers, tmp_path, monkeypatch):
+def test_solve_raises_if_classes_or_files_are_invalid(numbers, tmp_path, monkeypatch):
     X, _ = numbers
     three = _csv(tmp_path / "t.csv", X, np.array(["a", "b", "c"])[np.arange(80) % 3])
     with pytest.raises(DataError, match="3 classes"):
@@ -192,26 +192,26 @@ def test_classes_and_files_that_cannot_be(numbers, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("pandas", [True, False])
-def test_a_table_larger_than_memory_is_refused_before_it_is_read(pandas, numbers, tmp_path, monkeypatch):
+def test_read_table_raises_if_file_exceeds_memory(pandas, numbers, tmp_path, monkeypatch):
     file = _csv(tmp_path / "t.csv", *numbers)
-    needed = 80 * 7 * (tabular._BYTES if pandas else tabular._BYTES_AS_TEXT)
+    needed = 80 * 7 * (tables._BYTES if pandas else tables._BYTES_AS_TEXT)
     if not pandas:
-        monkeypatch.setattr(tabular.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(tabular, "_available_memory", lambda: 0.9 * needed)
+        monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tables, "_available_memory", lambda: 0.9 * needed)
     with pytest.raises(DataError, match="GiB are free"):
         read_table(file, "price")
-    # With half of the rows as the sample the estimate is nearly the same; with room for it, the table is read.
-    monkeypatch.setattr(tabular, "_SAMPLE_ROWS", 40)
-    monkeypatch.setattr(tabular, "_available_memory", lambda: 1.1 * needed)
+    # A sample of half of the rows gives nearly the same estimate; with enough memory the table is read.
+    monkeypatch.setattr(tables, "_SAMPLE_ROWS", 40)
+    monkeypatch.setattr(tables, "_available_memory", lambda: 1.1 * needed)
     assert read_table(file, "price").X.shape == (80, 6)
 
 
-def test_memory_is_known():
-    assert tabular._available_memory() > 1 << 20
+def test_available_memory_is_known():
+    assert tables._available_memory() > 1 << 20
 
 
 @pytest.mark.parametrize("ridge", [0.0, 5.0])
-def test_units_of_a_column_change_only_its_coefficient(ridge, rng, tmp_path):
+def test_solve_does_not_depend_on_column_units(ridge, rng, tmp_path):
     X = rng.standard_normal((200, 4))
     y = (rng.random(200) < 1 / (1 + np.exp(-3 * X[:, 0] + X[:, 1]))).astype(int)
     units = np.array([1e-6, 1.0, 1e4, 1.0])
@@ -229,14 +229,14 @@ def test_units_of_a_column_change_only_its_coefficient(ridge, rng, tmp_path):
 @pytest.mark.parametrize(
     "arguments", [("-o", "none/x.json"), ("--plot", "none/x.png"), ("--plot", "x.foo"), ("-o", ".")]
 )
-def test_outputs_that_cannot_be_written_are_found_before_the_table_is_read(arguments, tmp_path, monkeypatch):
+def test_solve_raises_early_if_output_is_not_writable(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tabular, "read_table", lambda *_: pytest.fail("the table was read"))
+    monkeypatch.setattr(tables, "read_table", lambda *_: pytest.fail("the table was read"))
     with pytest.raises(OutputError, match=r"Cannot (write|draw)"):
         _run("t.csv", *arguments)
 
 
-def test_names_of_columns_are_drawn_as_they_are(numbers, tmp_path):
+def test_solve_draws_column_names_verbatim(numbers, tmp_path):
     names = ["a", "_hidden", "c", "d", r"$\frac$", "US$/CA$"]
     file = _csv(tmp_path / "t.csv", *numbers, names=names)
     _run(file, "--target", "price", "-k", 3, "--plot", tmp_path / "p.svg")
@@ -245,7 +245,7 @@ def test_names_of_columns_are_drawn_as_they_are(numbers, tmp_path):
     assert r"<!-- $\frac$ -->" in drawn
 
 
-def test_no_row_left_is_no_standard_error(tmp_path):
+def test_solve_has_no_standard_error_if_no_rows_are_left(tmp_path):
     file = _csv(tmp_path / "t.csv", np.array([[1.0, 2.0], [2.0, 5.0], [4.0, 3.0]]), np.array([1.0, 2.0, 5.0]))
     assert "no rows are left" in _run(file, "--target", "price", "-k", 2)
     features = json.loads(_run(file, "--target", "price", "-k", 2, "--json"))["features"]
@@ -253,7 +253,7 @@ def test_no_row_left_is_no_standard_error(tmp_path):
 
 
 @pytest.mark.parametrize("seconds", ["-5", "nan", "inf"])
-def test_a_certificate_takes_seconds(seconds, numbers, tmp_path):
+def test_solve_refuses_invalid_certificate_seconds(seconds, numbers, tmp_path):
     file = _csv(tmp_path / "t.csv", *numbers)
     result = CliRunner().invoke(app, [str(file), "--target", "price", "--certify", seconds])
     assert result.exit_code == 2

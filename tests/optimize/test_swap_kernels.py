@@ -1,4 +1,4 @@
-"""The compiled loops against refits by brute force and against their plain forms."""
+"""The compiled kernels against refits by brute force and against plain forms."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 from sparse_problems import correlated_design, sparse_signal
 
-from iobs.core import linalg
-from iobs.optimize import kernels, proposals
-from iobs.optimize.models import QuadraticObjective
-from iobs.optimize.objectives import LeastSquares, Logistic
+from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.objectives.linear import LeastSquares, Logistic
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit import inverse_block, refit
-from iobs.optimize.swap import Swapper
+from iobs.optimize.refit.fit import inverse_block
+from iobs.optimize.refit.newton import refit
+from iobs.optimize.search import kernels, pursuits
+from iobs.optimize.search.swaps import Swapper
 
 M, K = 9, 4
 
@@ -35,7 +34,7 @@ def _arrays(state):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("forced", [(), (2,)])
-def test_the_best_swap_is_that_of_all_refits(seed, forced):
+def test_best_swap_agrees_with_all_refits(seed, forced):
     objective, fit, state = _state(np.random.default_rng(seed), forced)
     leaving, entering, change = kernels.best_swap(
         state.inverse, state.projection, state.schur, state.hessian.diagonal().copy(), state.gradient, state.theta,
@@ -54,15 +53,12 @@ def test_the_best_swap_is_that_of_all_refits(seed, forced):
         assert leaving == -1
 
 
-def test_exchanging_updates_all_of_the_state(rng):
+def test_exchange_updates_the_whole_state(rng):
     objective, _, state = _state(rng)
     for step in range(20):
         leaving = int(rng.integers(K))
         entering = int(rng.choice(np.setdiff1d(np.arange(M), state.support)))
-        kernels.exchange(
-            state.hessian, state.support, state.inverse, state.projection, state.schur, state.gradient, state.theta,
-            leaving, entering,
-        )  # fmt: skip
+        kernels.exchange(state, leaving, entering)
         order = np.argsort(state.support)
         fit = refit(objective, state.support[order])
         fresh = Swapper(Problem(objective, K)).state(fit, np.arange(M))
@@ -74,31 +70,32 @@ def test_exchanging_updates_all_of_the_state(rng):
         np.testing.assert_allclose(state.theta[order], theta, atol=1e-9)
 
 
-def test_greedy_removal_is_the_plain_downdate(rng):
+def test_remove_greedily_equals_the_plain_downdate(rng):
     objective, _, state = _state(rng)
     inverse = np.linalg.inv(state.hessian)
     centre = inverse @ objective.linear
-    kept, plain, values = np.ones(M, bool), torch.from_numpy(inverse.copy()), centre.copy()
+    kept, plain, values = np.ones(M, bool), inverse.copy(), centre.copy()
     kernels.remove_greedily(np.ascontiguousarray(inverse), centre, np.zeros(M, bool), kept, 5)
     remaining = list(range(M))
     for _ in range(5):
-        chosen = min(remaining, key=lambda i: values[i] ** 2 / float(plain[i, i]))
-        values = values - plain[chosen].numpy() / float(plain[chosen, chosen]) * values[chosen]
-        plain = linalg.remove_variable(plain, chosen)
+        chosen = min(remaining, key=lambda i: values[i] ** 2 / plain[i, i])
+        values = values - plain[chosen] / plain[chosen, chosen] * values[chosen]
+        plain = plain - np.outer(plain[chosen], plain[chosen]) / plain[chosen, chosen]
+        plain[chosen] = plain[:, chosen] = 0
         remaining.remove(chosen)
     np.testing.assert_array_equal(np.flatnonzero(kept), remaining)
     np.testing.assert_allclose(centre[remaining], values[remaining], rtol=1e-9)
 
 
-def test_pairs_outside_the_block_are_found_for_any_f(rng, monkeypatch):
+def test_swapper_finds_pairs_outside_the_block(rng, monkeypatch):
     X = correlated_design(rng, 120, 150, 0.7)
     objective = Logistic(X, (X[:, 40] - X[:, 90] > 0).astype(float), ridge=0.1)
-    monkeypatch.setattr(Swapper, "_members", lambda self, fit: fit.support)  # a block with nothing to offer
+    monkeypatch.setattr(Swapper, "members", lambda self, fit: fit.support)  # a block without candidates
     start = refit(objective, np.arange(2))
     assert Swapper(Problem(objective, 2)).improve(start)[0].value < 0.9 * start.value
 
 
-def test_blocks_and_the_scan_of_all_pairs_agree(rng, monkeypatch):
+def test_swapper_in_blocks_ends_at_a_one_swap_optimum(rng, monkeypatch):
     """A swapper that forms only a block and then scans in chunks ends where one with the whole Hessian ends."""
     X = correlated_design(rng, 120, 150, 0.7)
     objective = LeastSquares(X, X @ sparse_signal(rng, 150, 6) + rng.standard_normal(120))
@@ -106,8 +103,8 @@ def test_blocks_and_the_scan_of_all_pairs_agree(rng, monkeypatch):
     start = refit(objective, np.arange(6))
     whole, known = Swapper(problem).improve(start)
     assert known
-    monkeypatch.setattr("iobs.optimize.swap._GRAM_LIMIT", 1)
-    monkeypatch.setattr("iobs.optimize.swap._CHUNK", 64)
+    monkeypatch.setattr("iobs.optimize.search.swaps._GRAM_LIMIT", 1)
+    monkeypatch.setattr("iobs.optimize.search.swaps._CHUNK", 64)
     pieces, known = Swapper(problem).improve(start)
     assert known
     assert not Swapper(problem).best_pairs(pieces)
@@ -117,22 +114,34 @@ def test_blocks_and_the_scan_of_all_pairs_agree(rng, monkeypatch):
             assert trial.value >= fit.value * (1 - 1e-8)
 
 
-def test_message_passing_and_adaptive_damping_find_sparse_solutions(rng):
+def test_pursuits_by_scores_recover_sparse_signals(rng):
     columns = rng.standard_normal((100, 250))
     columns /= np.linalg.norm(columns, axis=0)
     truth = sparse_signal(rng, 250, 25)
-    for propose in (proposals.message_passing, proposals.adaptive_damping):
+    for propose in (pursuits.message_passing, pursuits.adaptive_damping):
         scores = propose(columns, columns @ truth, 25)
         np.testing.assert_array_equal(np.sort(np.argsort(-scores)[:25]), np.flatnonzero(truth))
     noisy = columns @ truth + 0.02 * rng.standard_normal(100)
-    scores = proposals.adaptive_damping(columns, noisy, 25, variance=4e-4)
+    scores = pursuits.adaptive_damping(columns, noisy, 25, variance=4e-4)
     assert np.intersect1d(np.argsort(-scores)[:25], np.flatnonzero(truth)).size >= 24
     coherent = correlated_design(rng, 40, 100, 0.99)
     coherent /= np.linalg.norm(coherent, axis=0)
-    assert np.isfinite(proposals.message_passing(coherent, coherent[:, 0], 5)).all()
+    assert np.isfinite(pursuits.message_passing(coherent, coherent[:, 0], 5)).all()
 
 
-def test_duplicates_do_not_break_the_inverse():
+def test_inverse_block_is_finite_if_columns_repeat():
     block = np.ones((3, 3)) + np.diag([0.0, 0.0, 1.0])
     assert np.isfinite(inverse_block(block)).all()
     assert np.isfinite(inverse_block(np.zeros((2, 2)))).all()
+
+
+def test_swapper_members_do_not_depend_on_column_units(rng):
+    X = rng.standard_normal((60, 300))
+    y, units = (rng.random(60) < 0.5).astype(float), 10.0 ** rng.uniform(-3, 3, 300)
+    members = []
+    for scale in (np.ones(300), units):
+        objective = Logistic(X * scale, y)
+        problem = Problem(objective, 3)
+        members.append(Swapper(problem).members(refit(objective, np.arange(3))))
+    assert 3 < members[0].size < 300
+    np.testing.assert_array_equal(*members)

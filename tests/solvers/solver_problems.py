@@ -1,4 +1,4 @@
-"""Problems shared by the solver tests, and slow references that read like their definitions."""
+"""Shared problems and slow references of the solver tests."""
 
 from itertools import combinations, product
 
@@ -8,7 +8,7 @@ import iobs
 
 
 def random_problem(rows=6, columns=16, *, seed=0, dtype=torch.float64, condition=50.0):
-    """A layer problem with correlated inputs: eigenvalues from 1 to `condition`."""
+    """Random layer problem whose Hessian has eigenvalues from 1 to `condition`."""
     generator = torch.Generator().manual_seed(seed)
     basis = torch.linalg.qr(torch.randn(columns, columns, generator=generator, dtype=torch.float64)).Q
     spectrum = torch.logspace(0, torch.log10(torch.tensor(condition)).item(), columns, dtype=torch.float64)
@@ -29,7 +29,7 @@ PATTERNS = [
 
 
 def best_on(problem, mask):
-    """The exact minimiser on a mask, one dense solve a row."""
+    """Exact minimiser on a mask, by one dense solve for each row."""
     weight = torch.zeros_like(problem.linear)
     for row, support in enumerate(mask):
         index = support.nonzero().flatten()
@@ -38,7 +38,7 @@ def best_on(problem, mask):
 
 
 def row_masks(columns, pattern):
-    """Every mask of one row under a pattern within rows."""
+    """All masks of one row under a pattern with groups within rows."""
     groups = pattern.groups((1, columns))
     choices = [torch.zeros(groups.size, dtype=torch.bool) for _ in combinations(range(groups.size), groups.keep)]
     for mask, chosen in zip(choices, combinations(range(groups.size), groups.keep), strict=True):
@@ -56,13 +56,13 @@ def losses_of_masks(hessian, linear, masks):
 
 
 def enumerated_optimum(problem, pattern):
-    """The least total loss under a pattern, by trying everything."""
+    """Least total loss under a pattern, by enumeration of all masks."""
     columns = problem.shape[1]
     groups = pattern.groups(problem.shape)
     if groups.size <= columns:
         masks = row_masks(columns, pattern)
         return sum(float(losses_of_masks(problem.matrix, row, masks).min()) for row in problem.linear)
-    best = {0: 0.0}  # by the number kept in the rows so far
+    best = {0: 0.0}  # least loss by the number of entries kept in the rows so far
     for row in problem.linear:
         options = [
             float(losses_of_masks(problem.matrix, row, row_masks(columns, iobs.Unstructured(keep=k))).min())
@@ -77,7 +77,7 @@ def enumerated_optimum(problem, pattern):
 
 
 def swapped_masks(mask, pattern):
-    """Every mask one swap away from a layer's mask, that the pattern allows."""
+    """All masks that differ from a mask by one swap and fit the pattern."""
     groups = pattern.groups(tuple(mask.shape))
     table = mask.reshape(groups.count, groups.size)
     for group in range(groups.count):

@@ -1,4 +1,4 @@
-"""Each solver against a slow transcription of its definition."""
+"""Solvers compared with slow transcriptions of their definitions."""
 
 import pytest
 import torch
@@ -14,10 +14,13 @@ from solver_problems import (
 import iobs
 from iobs.core import linalg
 from iobs.core.patterns import top_mask
+from iobs.core.quadratic import Solution
+from iobs.solvers.screened_swap import ScreenedSwap
+from iobs.solvers.sparsegpt import _blocks
 
 
 def published_sparsegpt(problem, pattern, block):
-    """Frantar and Alistarh, Algorithm 1, entry by entry, with exact budgets for the blocks."""
+    """Frantar and Alistarh, Algorithm 1, entry by entry, with exact counts for the blocks."""
     weight = problem.centre().double().clone()
     rows, columns = weight.shape
     groups = pattern.groups(problem.shape)
@@ -51,19 +54,41 @@ def test_sparsegpt_equals_the_published_algorithm(columns, pattern, dtype):
     weight, mask = published_sparsegpt(problem, pattern, 16)
     solution = iobs.solve(problem, pattern, "sparsegpt", block=16)
     assert torch.equal(solution.mask, mask)
-    # Condition 50: rounding grows by no more than that on its way through the factor.
+    # Condition 50: the factor amplifies rounding at most 50 times.
     tolerance = 50 * columns * torch.finfo(dtype).eps
     torch.testing.assert_close(solution.weight.double(), weight, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("columns", [132, 258])
+def test_sparsegpt_never_cuts_a_group_of_3_6(columns):
+    """6 does not divide the default block of 128 columns: blocks shrink to 126."""
+    pattern, problem = iobs.NM(3, 6), random_problem(3, columns)
+    blocks = _blocks(columns, 128, pattern.groups((3, columns)))
+    assert [(block.start, block.stop) for block in blocks[:2]] == [(0, 126), (126, min(252, columns))]
+    assert blocks[-1].stop == columns
+    weight, mask = published_sparsegpt(problem, pattern, columns)
+    solution = iobs.solve(problem, pattern, "sparsegpt")
+    assert torch.equal(solution.mask, mask)
+    tolerance = 50 * columns * torch.finfo(torch.float64).eps
+    torch.testing.assert_close(solution.weight, weight, rtol=tolerance, atol=tolerance)
+
+
+def test_sparsegpt_block_grows_to_the_group_size():
+    problem = random_problem(3, 32)
+    weight, mask = published_sparsegpt(problem, iobs.NM(4, 8), 8)
+    solution = iobs.solve(problem, iobs.NM(4, 8), "sparsegpt", block=4)
+    assert torch.equal(solution.mask, mask)
+    torch.testing.assert_close(solution.weight, weight)
+
+
 def greedy(problem, pattern):
-    """Try every single removal that is allowed, do the cheapest, again and again."""
+    """Repeat the cheapest of all allowed single removals, each tried by a dense solve."""
     groups = pattern.groups(problem.shape)
     mask = torch.ones(problem.shape, dtype=torch.bool)
     while (mask.reshape(groups.count, groups.size).sum(1) > groups.keep).any():
         open_groups = mask.reshape(groups.count, groups.size).sum(1, keepdim=True) > groups.keep
         allowed = (mask.reshape(groups.count, groups.size) & open_groups).reshape(mask.shape)
-        # Rows are independent: the change of the total is that of one row.
+        # Rows are independent, so only the loss of the changed row is computed.
         base = problem.loss(best_on(problem, mask))
         best = (torch.inf, 0, 0)
         for row, column in allowed.nonzero().tolist():
@@ -79,12 +104,12 @@ def greedy(problem, pattern):
 @pytest.mark.parametrize(
     "pattern", [iobs.Unstructured(0.5), iobs.Unstructured(0.6, per="row"), iobs.NM(2, 4), iobs.NM(1, 4)], ids=str
 )
-def test_obc_is_the_brute_force_greedy(pattern):
+def test_obc_equals_brute_force_greedy_removal(pattern):
     problem = random_problem(3, 12)
     assert torch.equal(iobs.solve(problem, pattern, "obc").mask, greedy(problem, pattern))
 
 
-def test_obc_goes_on_in_rows_that_are_cheap():
+def test_obc_empties_rows_of_small_weights():
     problem = random_problem(8, 16)
     scale = torch.tensor([1e-3] * 4 + [1.0] * 4, dtype=torch.float64)[:, None]
     problem = iobs.Quadratic.at(problem.centre() * scale, problem.matrix)
@@ -100,13 +125,13 @@ def test_obc_goes_on_in_rows_that_are_cheap():
     [iobs.Unstructured(0.5), iobs.Unstructured(0.6, per="row"), iobs.NM(2, 4), iobs.Unstructured(keep=5)],
     ids=str,
 )
-def test_exact_is_enumeration(pattern, seed):
+def test_exact_equals_enumeration(pattern, seed):
     problem = random_problem(3, 8, seed=seed, condition=1e3)
     found = float(iobs.solve(problem, pattern, "exact").loss.sum())
     assert found == pytest.approx(enumerated_optimum(problem, pattern), rel=1e-10)
 
 
-def test_exact_gives_up_with_advice():
+def test_exact_raises_with_advice_if_limit_is_reached():
     with pytest.raises(iobs.errors.ProblemError, match="admm"):
         iobs.solve(random_problem(2, 30), iobs.Unstructured(0.5, per="row"), "exact", limit=10)
 
@@ -115,7 +140,7 @@ def test_exact_gives_up_with_advice():
 @pytest.mark.parametrize(
     "pattern", [iobs.Unstructured(0.5), iobs.Unstructured(0.6, per="row"), iobs.NM(2, 4), iobs.NM(1, 4)], ids=str
 )
-def test_swap_ends_where_no_swap_helps(pattern, start):
+def test_swap_ends_in_a_1_swap_optimum(pattern, start):
     problem = random_problem(4, 12, condition=1e3)
     solution = iobs.solve(problem, pattern, start, refine="swap")
     assert solution.stats["certified"]
@@ -135,6 +160,34 @@ def test_swap_moves_entries_between_rows():
     assert int(found.mask.sum()) == int(even.mask.sum())
     assert float(found.loss.sum()) < float(even.loss.sum())
     assert not iobs.solvers.Swap(rounds=0)(problem, iobs.Unstructured(0.5), even).stats["certified"]
+
+
+@pytest.mark.parametrize("pattern", [iobs.Unstructured(0.5), iobs.NM(2, 4)], ids=str)
+@pytest.mark.parametrize("refinement", [iobs.solvers.Swap(), ScreenedSwap(candidates=6)])
+def test_swap_tolerance_is_relative_to_the_weights(refinement, pattern):
+    """Scaling by a power of two changes no rounding, so small weights need the same swaps."""
+    problem, unit = random_problem(8, 24, dtype=torch.float32), 2.0**-20
+    small = iobs.Quadratic.at(problem.centre() * unit, problem.matrix)
+    start = iobs.solve(problem, pattern, "magnitude")
+    found = refinement(problem, pattern, start)
+    other = refinement(small, pattern, Solution.of(small, start.weight * unit, start.mask))
+    assert found.stats["swaps"] > 0
+    assert found.stats["exchanges"] > 0 or pattern == iobs.NM(2, 4)
+    assert other.stats.items() <= found.stats.items()  # the start of `found` also has the damping of `solve`
+    assert torch.equal(other.weight, found.weight * unit)
+
+
+def test_swap_is_unchanged_by_units_of_inputs():
+    """Without unit curvatures, squares of entries of the inverse overflow if units differ by 2^600."""
+    problem, pattern = random_problem(4, 12), iobs.Unstructured(0.5)
+    units = 2.0 ** torch.linspace(-300, 300, 12, dtype=torch.float64).round()
+    other = iobs.Quadratic.at(problem.centre() / units, problem.matrix * units * units[:, None])
+    start = iobs.solve(problem, pattern, "magnitude")
+    found = iobs.solvers.Swap()(problem, pattern, start)
+    again = iobs.solvers.Swap()(other, pattern, Solution.of(other, start.weight / units, start.mask))
+    assert found.stats["swaps"] > 0
+    assert torch.equal(again.mask, found.mask)
+    torch.testing.assert_close(again.weight * units, found.weight)
 
 
 @pytest.mark.parametrize("rows", [8, pytest.param(160, marks=pytest.mark.slow)])

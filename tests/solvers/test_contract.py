@@ -1,4 +1,4 @@
-"""What every solver, with every refinement, on every pattern must do."""
+"""Contract of all solvers: product of solvers, refinements and patterns."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from iobs.solvers import REFINEMENTS, SOLVERS, solve_many
 
 EVERY_SOLVER = sorted(SOLVERS)
 EVERY_REFINEMENT = [None, *sorted(REFINEMENTS)]
-SMALL = {"exact": (3, 8)}  # the exact solver proves optima, which takes longer the larger the problem
+SMALL = {"exact": (3, 8)}  # the time of the exact solver grows exponentially with the size
 
 
 def problem_for(solver, **options):
@@ -33,7 +33,7 @@ def pattern_for(solver, pattern):
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("refine", EVERY_REFINEMENT)
 @pytest.mark.parametrize("solver", EVERY_SOLVER)
-def test_counts_are_exact_and_zeros_are_zero(solver, refine, pattern):
+def test_solve_gives_exact_counts_and_zeros(solver, refine, pattern):
     problem, pattern = problem_for(solver), pattern_for(solver, pattern)
     before = [tensor.clone() for tensor in (problem.hessian, problem.linear, problem.anchor)]
     solution = iobs.solve(problem, pattern, solver, refine=refine)
@@ -49,7 +49,7 @@ def test_counts_are_exact_and_zeros_are_zero(solver, refine, pattern):
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("solver", EVERY_SOLVER)
-def test_refit_is_no_worse_and_swap_no_worse_than_refit(solver, pattern):
+def test_refit_and_swap_never_raise_the_loss(solver, pattern):
     problem, pattern = problem_for(solver), pattern_for(solver, pattern)
     plain, refit, swap = (
         float(iobs.solve(problem, pattern, solver, refine=refine).loss.sum()) for refine in (None, "refit", "swap")
@@ -64,7 +64,7 @@ def test_refit_is_no_worse_and_swap_no_worse_than_refit(solver, pattern):
     ("solver", "budget"),
     [(name, "default") for name in EVERY_SOLVER if name != "exact"] + [("admm", "fast"), ("admm", "best")],
 )
-def test_nothing_beats_the_exact_solver(solver, pattern, budget):
+def test_exact_is_never_beaten(solver, pattern, budget):
     problem, pattern = problem_for("exact"), pattern_for("exact", pattern)
     exact = float(iobs.solve(problem, pattern, "exact").loss.sum())
     other = float(iobs.solve(problem, pattern, solver, refine="swap", budget=budget).loss.sum())
@@ -73,9 +73,9 @@ def test_nothing_beats_the_exact_solver(solver, pattern, budget):
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("solver", EVERY_SOLVER)
-def test_with_an_identity_hessian_every_solver_is_magnitude(solver, pattern):
+def test_solver_equals_magnitude_if_hessian_is_identity(solver, pattern):
     if solver == "sparsegpt" and pattern.groups((6, 16)).size >= 16:
-        pattern = iobs.Unstructured(0.5)  # its blocks share out the count: one block here, so the same answer
+        pattern = iobs.Unstructured(0.5)  # SparseGPT gives each block its own count; here there is one block
     problem, pattern = problem_for(solver), pattern_for(solver, pattern)
     centre = problem.centre()
     problem = iobs.Quadratic.at(centre, 3 * torch.eye(problem.shape[1], dtype=centre.dtype))
@@ -85,7 +85,7 @@ def test_with_an_identity_hessian_every_solver_is_magnitude(solver, pattern):
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("solver", EVERY_SOLVER)
-def test_rows_may_come_in_any_order(solver, pattern):
+def test_solver_permutes_with_the_rows(solver, pattern):
     problem, pattern = problem_for(solver), pattern_for(solver, pattern)
     order = torch.randperm(problem.shape[0])
     straight = iobs.solve(problem, pattern, solver)
@@ -95,7 +95,7 @@ def test_rows_may_come_in_any_order(solver, pattern):
 
 
 @pytest.mark.parametrize("solver", EVERY_SOLVER)
-def test_float32_problems_give_float32_answers(solver):
+def test_solver_keeps_float32(solver):
     problem = problem_for(solver, dtype=torch.float32)
     single = iobs.solve(problem, iobs.NM(2, 4), solver)
     double = iobs.solve(problem.to(torch.float64), iobs.NM(2, 4), solver)
@@ -105,7 +105,7 @@ def test_float32_problems_give_float32_answers(solver):
 
 
 @pytest.mark.parametrize("solver", EVERY_SOLVER)
-def test_dead_columns_are_zero_and_their_budget_goes_to_live_ones(solver):
+def test_solve_gives_the_count_of_dead_columns_to_live_ones(solver):
     problem = problem_for(solver)
     columns = problem.shape[1]
     dead = torch.zeros(columns, dtype=torch.bool)
@@ -124,7 +124,7 @@ def test_dead_columns_are_zero_and_their_budget_goes_to_live_ones(solver):
         assert torch.equal(kept, live.clamp_max(groups.keep))
 
 
-def test_a_linear_term_on_a_dead_column_has_no_minimiser_beyond_rounding():
+def test_solve_raises_if_q_falls_along_a_dead_column():
     hessian, linear = torch.diag(torch.tensor([1.0, 0, 2])), torch.tensor([[1.0, 5, 1]])
     with pytest.raises(NotPositiveDefiniteError, match="falls for ever along column 1"):
         iobs.solve(iobs.Quadratic(hessian, linear), iobs.Unstructured(keep=3), damping=0.01)
@@ -134,12 +134,12 @@ def test_a_linear_term_on_a_dead_column_has_no_minimiser_beyond_rounding():
 
 
 @pytest.mark.parametrize("solver", EVERY_SOLVER)
-def test_a_singular_gram_is_damped_with_a_warning(solver):
+def test_solve_damps_with_a_warning_if_gram_is_singular(solver):
     rows, columns = SMALL.get(solver, (6, 16))
     samples = torch.randn(columns // 2, columns, dtype=torch.float64)
     problem = iobs.Quadratic.at(torch.randn(rows, columns, dtype=torch.float64), samples.T @ samples)
     pattern = iobs.Unstructured(0.7)
-    if solver in ("magnitude", "wanda"):  # need no factor
+    if solver in ("magnitude", "wanda"):  # neither needs a factorisation
         assert iobs.solve(problem, pattern, solver).stats["damping"] == 0
     else:
         with pytest.warns(DampingWarning, match="layer 3"):
@@ -150,21 +150,23 @@ def test_a_singular_gram_is_damped_with_a_warning(solver):
     assert solution.stats["damping"] == 0.01
 
 
-def test_damping_is_raised_tenfold_until_there_is_a_factor():
-    hessian = torch.diag(torch.tensor([1.0, 1, 1, -2e-4], dtype=torch.float64))  # definite from 1e-3 on
-    with pytest.warns(DampingWarning) as told:
+def test_solve_raises_damping_tenfold_until_cholesky_succeeds():
+    hessian = torch.diag(
+        torch.tensor([1.0, 1, 1, -2e-4], dtype=torch.float64)
+    )  # positive definite with damping of at least 1e-3
+    with pytest.warns(DampingWarning) as caught:
         found = iobs.solve(iobs.Quadratic(hessian, torch.ones(2, 4).double()), iobs.Unstructured(0.5), "obc")
-    assert [str(one.message).split("trying ")[1] for one in told] == ["1e-06.", "1e-05.", "0.0001.", "0.001."]
+    assert [str(warning.message).split("trying ")[1] for warning in caught] == ["1e-06.", "1e-05.", "0.0001.", "0.001."]
     assert found.stats["damping"] == pytest.approx(1e-3)
 
 
-def test_an_indefinite_hessian_is_an_error_that_names_the_problem():
+def test_solve_error_names_the_problem_if_hessian_is_indefinite():
     hessian = torch.diag(torch.tensor([1.0, 1.0, -100.0, 1.0]))
     with pytest.warns(DampingWarning), pytest.raises(NotPositiveDefiniteError, match="layer 3"):
         iobs.solve(iobs.Quadratic(hessian, torch.ones(2, 4)), iobs.Unstructured(0.5), "obc", name="layer 3")
 
 
-def test_malformed_problems_are_refused():
+def test_solve_raises_if_arguments_are_malformed():
     problem = random_problem()
     with pytest.raises(NonFiniteError):
         iobs.Quadratic.at(torch.full((2, 3), torch.nan), torch.eye(3))
@@ -193,7 +195,7 @@ def test_malformed_problems_are_refused():
 
 @pytest.mark.parametrize("solver", EVERY_SOLVER)
 @pytest.mark.parametrize("keep", [0, 1, 24])
-def test_nothing_one_or_everything_kept(solver, keep):
+def test_solve_keeps_zero_one_or_all_entries(solver, keep):
     problem = random_problem(3, 8)
     solution = iobs.solve(problem, iobs.Unstructured(keep=keep), solver, refine="swap")
     assert int(solution.mask.sum()) == keep
@@ -202,7 +204,7 @@ def test_nothing_one_or_everything_kept(solver, keep):
 
 
 @pytest.mark.parametrize("solver", ["sparsegpt", "obc", "admm"])
-def test_one_and_two_threads_give_the_same_bits(solver):
+def test_solver_gives_equal_masks_on_1_and_2_threads(solver):
     problem = random_problem(64, 48, dtype=torch.float32)
     threads = torch.get_num_threads()
     try:
@@ -212,29 +214,29 @@ def test_one_and_two_threads_give_the_same_bits(solver):
             weights.append(iobs.solve(problem, iobs.Unstructured(0.6), solver, refine="swap").mask)
     finally:
         torch.set_num_threads(threads)
-    # The kernels give the same bits; a matrix product of another library need only agree but for near-ties.
+    # The kernels give equal bits. Matrix products of torch may differ by rounding, which decides near-ties.
     assert (weights[0] == weights[1]).double().mean() >= 0.9999
 
 
 @pytest.mark.parametrize("pattern", [iobs.Unstructured(0.5), iobs.NM(2, 4)], ids=str)
 @pytest.mark.parametrize("solver", sorted(set(SOLVERS) - {"exact"}))
-def test_the_units_of_the_inputs_do_not_matter(solver, pattern):
+def test_solver_does_not_depend_on_units_of_inputs(solver, pattern):
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(400, 64, generator=generator, dtype=torch.float64)
-    centre = torch.randn(130, 64, generator=generator, dtype=torch.float64)  # too large to be polished by swaps
+    centre = torch.randn(130, 64, generator=generator, dtype=torch.float64)  # too large for exact swaps
     units = 2.0 ** torch.tensor([0, 40, -40], dtype=torch.float64)
     plain, *others = (iobs.solve(iobs.Quadratic.at(centre, inputs.T @ inputs * u**2), pattern, solver) for u in units)
     for found, unit in zip(others, units[1:], strict=True):
         assert found.mask.sum() == plain.mask.sum()
-        # The search of "admm" is in float32, where another rounding may end in another support as good.
+        # "admm" searches in float32, where other rounding may give another support of similar loss.
         assert found.loss.sum() / unit**2 == pytest.approx(float(plain.loss.sum()), rel=1e-3)
 
 
 @pytest.mark.parametrize("unit", [2.0**80, 2.0**-80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("solver", EVERY_SOLVER)
-def test_the_units_of_the_weights_do_not_matter(solver, dtype, unit):
-    shapes = [SMALL[solver]] if solver in SMALL else [(6, 16), (130, 64)]  # the second is not polished by swaps
+def test_solver_does_not_depend_on_units_of_weights(solver, dtype, unit):
+    shapes = [SMALL[solver]] if solver in SMALL else [(6, 16), (130, 64)]  # the second is too large for exact swaps
     for shape in shapes:
         problem = random_problem(*shape, dtype=dtype)
         for centred in (True, False):
@@ -250,7 +252,7 @@ def test_the_units_of_the_weights_do_not_matter(solver, dtype, unit):
             assert torch.equal(found.weight, ordinary.weight * unit)
 
 
-def test_inputs_of_very_different_units():
+def test_admm_is_as_good_if_inputs_differ_in_units():
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(400, 64, generator=generator, dtype=torch.float64)
     centre = torch.randn(130, 64, generator=generator, dtype=torch.float64)
@@ -264,7 +266,7 @@ def test_inputs_of_very_different_units():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("solver", EVERY_SOLVER)
-def test_half_precision_is_computed_in_single(solver, dtype):
+def test_solver_computes_half_precision_in_float32(solver, dtype):
     problem = problem_for(solver).to(torch.float32)
     half = iobs.Quadratic((problem.matrix / 16).to(dtype), (problem.linear / 16).to(dtype))
     found = iobs.solve(half, iobs.NM(2, 4), solver)
@@ -273,18 +275,18 @@ def test_half_precision_is_computed_in_single(solver, dtype):
     assert torch.equal(found.weight, wide.weight.to(dtype))
 
 
-def test_an_operator_in_single_precision_has_a_loss():
+def test_loss_of_a_float32_operator_problem_is_accurate():
     problem = random_problem(6, 16).to(torch.float32)
     operator = iobs.Quadratic(DenseHessian(problem.matrix), problem.linear)
     found = iobs.solve(operator, iobs.NM(2, 4))
     torch.testing.assert_close(found.loss, problem.loss(found.weight), rtol=1e-5, atol=1e-5)
 
 
-def test_no_rows_are_an_error():
+def test_solve_raises_if_there_are_no_rows():
     with pytest.raises(ProblemError, match="no rows"):
         iobs.solve(iobs.Quadratic(torch.eye(4), torch.zeros(0, 4)), iobs.NM(2, 4))
 
 
-def test_exact_solves_for_no_count_that_cannot_be():
+def test_exact_skips_impossible_row_counts():
     problem = random_problem(2, 30)
     assert iobs.solve(problem, iobs.Unstructured(keep=57), "exact", limit=5000).mask.sum() == 57

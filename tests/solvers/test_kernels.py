@@ -1,4 +1,4 @@
-"""The numba loops equal their plain torch forms."""
+"""Numba kernels compared with their torch forms."""
 
 import pytest
 import torch
@@ -14,19 +14,19 @@ DTYPES = [torch.float32, torch.float64]
 
 @pytest.mark.parametrize("keep", [1, 2, 500, 999, 1000])
 @pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "tiny"])
-def test_radix_select_is_exact(kind, keep):
+def test_threshold_numba_equals_torch(kind, keep):
     values = torch.randn(10, 100)
     if kind == "ties":
         values = (values * 3).round()
     if kind == "zeros":
         values[:, 20:] = 0
     if kind == "tiny":
-        values *= 1e-42  # subnormal numbers sort too
+        values *= 1e-42  # subnormal numbers
     assert select.threshold_numba(values, keep) == select.threshold_torch(values, keep)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_eliminate(dtype):
+def test_eliminate_numba_equals_torch(dtype):
     factor = linalg.cholesky(random_problem(1, 24).matrix).T.contiguous().to(dtype)
     current, mask = torch.randn(40, 24, dtype=dtype), torch.rand(40, 24) > 0.5
     other, other_mask = current.clone(), mask.clone()
@@ -42,7 +42,7 @@ def test_eliminate(dtype):
 
 
 @pytest.mark.parametrize(("of", "quota"), [(16, 16), (4, 2), (8, 3)])
-def test_greedy(of, quota):
+def test_greedy_removals_numba_equals_torch(of, quota):
     problem = random_problem(20, 16)
     inverse = linalg.inverse(problem.matrix).contiguous()
     steps = torch.arange(20) % (16 // of * quota + 1)
@@ -54,14 +54,16 @@ def test_greedy(of, quota):
 
 
 @pytest.mark.parametrize(("inside", "outside"), [(8, 8), (2, 2), (1, 1)])
-def test_swaps(inside, outside):
+def test_swap_until_optimal_numba_equals_torch(inside, outside):
     problem = random_problem(6, 16, condition=1e3)
     mask = (torch.arange(16) % (inside + outside)) < inside
     for row in problem.linear:
         states = [swaps.RowState.build(problem.matrix, row, mask) for _ in range(2)]
         made = [
             form(state, problem.matrix, inside, outside, 1e-9, 5)
-            for form, state in zip((swaps.polish_torch, swaps.polish_numba), states, strict=True)
+            for form, state in zip(
+                (swaps.swap_until_optimal_torch, swaps.swap_until_optimal_numba), states, strict=True
+            )
         ]
         assert made[0] == made[1]
         for plain, numba in zip(*[vars(state).values() for state in states], strict=True):
@@ -77,14 +79,14 @@ def test_swaps(inside, outside):
 @pytest.mark.parametrize(
     "pattern", [iobs.Unstructured(0.6), iobs.Unstructured(0.6, per="row"), iobs.NM(2, 4), iobs.NM(5, 20)], ids=str
 )
-def test_project(pattern):
+def test_project_numba_equals_torch(pattern):
     groups = pattern.groups((40, 60))
     dense, target, linear = (torch.randn(40, 60) for _ in range(3))
     mask = torch.rand(40, 60) > 0.5
     plain, numba = ([tensor.clone() for tensor in (dense, target, mask)] for _ in range(2))
     project.project_torch(*plain, linear, groups, 0.7, 1.3)
     project.project(*numba, linear, groups, 0.7, 1.3)
-    # The layer-wide threshold of the numba form is interpolated: entries beside it may fall on the other side.
+    # The numba form interpolates the layer-wide threshold, so entries near the threshold may differ.
     agree = plain[2] == numba[2]
     assert agree.double().mean() >= (0.998 if groups.count == 1 else 1)
     torch.testing.assert_close(numba[1], plain[1])
@@ -95,23 +97,23 @@ def test_project(pattern):
     torch.testing.assert_close(numba[0], plain[0])
 
 
-def test_polish_weights():
+def test_improve_weights_equals_exact_and_torch_form():
     problem = random_problem(40, 24, dtype=torch.float32)
     mask = torch.rand(40, 24) > 0.5
     mask[0] = False
     start = problem.centre() * mask
-    numba = conjugate.polish_weights(problem.matrix, problem.linear, mask, start, 12)
+    numba = conjugate.improve_weights(problem.matrix, problem.linear, mask, start, 12)
     plain, _ = linalg.masked_conjugate_gradients(problem.matrix, problem.linear, mask, start, iterations=12)
     torch.testing.assert_close(numba, plain, rtol=1e-3, atol=1e-3)
     exact = linalg.solve_on_support(problem.matrix, problem.linear, mask).float()
-    converged = conjugate.polish_weights(problem.matrix, problem.linear, mask, start, 50)
-    # Condition 50 times the rounding of float32, and room for the last steps of the iteration.
+    converged = conjugate.improve_weights(problem.matrix, problem.linear, mask, start, 50)
+    # Condition 50 times the rounding of float32, and a margin for the last iterations.
     torch.testing.assert_close(converged, exact, rtol=1e-3, atol=1e-3)
-    again = conjugate.polish_weights(problem.matrix, problem.linear, mask, exact, 50)
+    again = conjugate.improve_weights(problem.matrix, problem.linear, mask, exact, 50)
     torch.testing.assert_close(again, exact, rtol=1e-3, atol=1e-3)
 
 
-def test_the_greedy_mask_is_contiguous_as_the_kernels_ask():
+def test_greedy_mask_is_contiguous():
     problem = random_problem(4, 8)
     for pattern in (iobs.Unstructured(0.5), iobs.NM(2, 4)):
         mask = greedy_mask(torch.linalg.inv(problem.matrix), problem.centre(), pattern.groups((4, 8)))

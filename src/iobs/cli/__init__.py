@@ -43,7 +43,7 @@ def _root(
     Start with `iobs demo`.
     """
     if context.invoked_subcommand == "prune":  # which torchrun may have started several times over
-        from iobs.prune.distributed import joined
+        from iobs.pruning.runtime.ranks import joined
 
         context.with_resource(joined())
 

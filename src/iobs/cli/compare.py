@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,52 +15,45 @@ from iobs.cli import console
 if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
     from iobs.models import LoadedModel
+    from iobs.pruning.recipe import Recipe
     from iobs.report.curves import Trial
 
 RESULTS = "comparison.json"
-OURS: dict[str, dict[str, Any]] = {
-    "best": {"recipe": "best"},
-    "fast": {"recipe": "fast"},
-    "paper": {"recipe": "paper"},
-    "admm": {"solver": "admm"},
-    "sparsegpt": {"solver": "sparsegpt"},
-    "obc": {"solver": "obc"},
-    "wanda": {"solver": "wanda"},
-    "magnitude": {"solver": "magnitude"},
-}
+PRESETS = ("best", "fast", "paper")
+SOLVERS = ("admm", "sparsegpt", "obc", "wanda", "magnitude")
 # Methods of the literature, under one global count.
-PEERS: dict[str, dict[str, Any]] = {
-    "magnitude-global": {"method": "magnitude"},
-    "woodfisher": {"method": "woodfisher"},
-    "cbs": {"method": "cbs"},
-    "chita": {"method": "chita"},
-    "chita++": {"method": "chita", "stages": 15},
-}
+PEERS = ("global-magnitude", "woodfisher", "cbs", "chita", "chita++")
+METHODS = (*PRESETS, *SOLVERS, *PEERS)
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """Options for calibration and evaluation data."""
+
+    data: console.Data = None
+    eval_data: Annotated[
+        list[str] | None, typer.Option("--eval-data", help="Evaluation data, as --data; needed with --data.")
+    ] = None
+    samples: Annotated[int, typer.Option(min=1, help="Number of calibration samples.")] = 128
+    seq_len: console.SequenceLength = 2048
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per forward pass.")] = 8
+    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0
+
+
+@console.with_groups
 def compare(
     model: console.Model = None,
     methods: Annotated[
-        str, typer.Option(help=f"With commas between: {', '.join([*OURS, *PEERS])}.")
+        str, typer.Option(help=f"With commas between: {', '.join(METHODS)}.")
     ] = "fast,sparsegpt,magnitude",
     patterns: Annotated[str, typer.Option(help="Sparsities or N:M, with commas between.")] = "0.5,0.6,0.7",
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", callback=console.at_home, help="Folder for comparison.json and comparison.svg."),
     ] = None,
-    data: console.Data = None,
-    eval_data: Annotated[
-        list[str] | None, typer.Option("--eval-data", help="What to score on, as --data; needed with it.")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Calibration samples.")] = 128,
-    seq_len: console.SequenceLength = 2048,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples in one forward pass.")] = 8,
-    skip: Annotated[list[str] | None, typer.Option("--skip", help="Leave these layers dense.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the samples and all else that is drawn.")] = 0,
-    dtype: console.DType = None,
-    device: console.Device = None,
-    allow_pickle: console.AllowPickle = False,
-    trust_remote_code: console.TrustRemoteCode = False,
+    sampling: Sampling = Sampling(),
+    ignore: Annotated[list[str] | None, typer.Option("--ignore", help="Leave these layers dense.")] = None,
+    loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
     as_json: console.AsJson = False,
 ) -> None:
     """Prune MODEL with several methods at several sparsities, and show score and seconds side by side."""
@@ -69,21 +62,19 @@ def compare(
     from iobs.core.patterns import parse
     from iobs.data import open_source
     from iobs.errors import IOBSError
-    from iobs.prune.layers import select
-    from iobs.prune.spread import require_fit
+    from iobs.pruning.layerwise.patterns import require_fit
+    from iobs.pruning.network.selection import select
     from iobs.report.curves import Trial
 
-    if data and not eval_data:
+    if sampling.data and not sampling.eval_data:
         raise typer.BadParameter(
-            "give what to score on: on the calibration data itself the methods that learn it by heart would win",
+            "give evaluation data: on the calibration data, methods that overfit would win",
             param_hint="--eval-data",
         )
     chosen = [*dict.fromkeys(name.strip() for name in methods.split(","))]
-    unknown = [name for name in chosen if name not in {**OURS, **PEERS}]
+    unknown = [name for name in chosen if name not in METHODS]
     if unknown:
-        raise typer.BadParameter(
-            f"{', '.join(unknown)}: choose among {', '.join([*OURS, *PEERS])}", param_hint="--methods"
-        )
+        raise typer.BadParameter(f"{', '.join(unknown)}: choose among {', '.join(METHODS)}", param_hint="--methods")
     wanted = {text.strip(): parse(text.strip()) for text in patterns.split(",")}
     pairs = [(text, name) for text in wanted for name in chosen if name not in PEERS or ":" not in text]
     if len(pairs) < len(wanted) * len(chosen):
@@ -92,23 +83,25 @@ def compare(
         raise typer.BadParameter("none of these methods takes N:M; give sparsities", param_hint="--patterns")
     if output is not None:
         _claim(output)
-    loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
-    selection = select(loaded.module, None, skip)
+    loaded = load_model(model, loading.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
+    selection = select(loaded.module, None, ignore)
     for pattern in wanted.values():
-        require_fit(selection, pattern)
-    scoring = open_evaluation(loaded, eval_data or [])
-    source = open_source(data or [], "calibration", loaded)
-    batches = draw_batches(source, loaded, samples=samples, length=seq_len, seed=seed, batch=batch_size)
+        require_fit(selection.layers, pattern)
+    scoring = open_evaluation(loaded, sampling.eval_data or [])
+    source = open_source(sampling.data or [], "calibration", loaded)
+    batches = draw_batches(
+        source, loaded, samples=sampling.samples, length=sampling.seq_len, seed=sampling.seed, batch=sampling.batch_size
+    )
     _require_targets(loaded, batches, chosen)
-    dense = score(loaded, scoring, seq_len, "scoring the dense model")
+    dense = score(loaded, scoring, sampling.seq_len, "scoring the dense model")
     metric = next(iter(dense))
     original = copy.deepcopy(loaded.module.state_dict())
     trials: list[Trial] = []
     for text, name in pairs:
         loaded.module.load_state_dict(original)
         try:
-            seconds, sparsity = _prune(loaded, batches, name, wanted[text], skip, seed)
-            found = score(loaded, scoring, seq_len, f"scoring {name} at {text}")
+            seconds, sparsity = _prune(loaded, batches, name, wanted[text], ignore, sampling.seed)
+            found = score(loaded, scoring, sampling.seq_len, f"scoring {name} at {text}")
         except IOBSError as error:  # the others go on; what took hours is not lost
             console.say(f"{name} at {text} failed: {error}")
             continue
@@ -124,36 +117,52 @@ def compare(
 
 def _require_targets(loaded: LoadedModel, batches: list[Any], chosen: list[str]) -> None:
     """Before any work: methods that follow the task loss need data that has one."""
-    from iobs.prune.losses import mean_loss, task_loss
-    from iobs.prune.network import evaluating
-    from iobs.prune.parts import Part
+    from iobs.pruning.calibration.losses import mean_loss, task_loss
+    from iobs.pruning.network.modes import evaluating
+    from iobs.pruning.samples.subsets import Samples
 
-    labelled = {name for name, options in PEERS.items() if options["method"] != "magnitude"} | {"paper"}
+    labelled = {*PEERS, "paper"} - {"global-magnitude"}
     if labelled.intersection(chosen):
         with evaluating(loaded.module):
-            mean_loss(loaded.module, Part.of(batches).first(1), task_loss)
+            mean_loss(loaded.module, Samples.of(batches).first(1), task_loss)
 
 
 def _prune(
-    loaded: LoadedModel, batches: list[Any], name: str, pattern: Pattern, skip: list[str] | None, seed: int
+    loaded: LoadedModel, batches: list[Any], name: str, pattern: Pattern, ignore: list[str] | None, seed: int
 ) -> tuple[float, float]:
-    """Prune the module; seconds and real sparsity."""
+    """Prune the module.
+
+    Returns:
+        Seconds and the real sparsity.
+    """
     from iobs.cli.progress import Steps
     from iobs.cli.watch import Watch
-    from iobs.core.patterns import Unstructured
-    from iobs.prune import prune
-    from iobs.prune.peers import prune_by_fisher
+    from iobs.pruning import prune
 
     started = time.perf_counter()
-    if name in PEERS:
-        assert isinstance(pattern, Unstructured)
-        assert pattern.sparsity is not None
-        report = prune_by_fisher(loaded.module, batches, pattern.sparsity, skip=skip, **PEERS[name])
-    else:
-        with Steps(name) as steps:
-            watch = Watch(steps, prefix=f"{name}, ", quiet=True)
-            report = prune(loaded.module, batches, pattern, skip=skip, seed=seed, progress=watch, **OURS[name])
+    holdout = 0.0 if name in PEERS else 0.1  # the methods of the literature use every sample
+    with Steps(name) as steps:
+        watch = Watch(steps, prefix=f"{name}, ", quiet=True)
+        report = prune(
+            loaded.module,
+            batches,
+            pattern,
+            recipe_of(name),
+            ignore=ignore,
+            seed=seed,
+            holdout=holdout,
+            callbacks=[watch],
+        )
     return time.perf_counter() - started, report.sparsity
+
+
+def recipe_of(name: str) -> Recipe:
+    """The recipe of a method."""
+    from iobs.pruning.recipe import CHITA, Recipe
+
+    if name in PRESETS:
+        return Recipe.preset(name)
+    return Recipe(solver=CHITA(stages=15) if name == "chita++" else name)
 
 
 def _claim(output: Path) -> None:

@@ -1,12 +1,17 @@
-"""What all commands share: the terminal, errors as one clear line, common options."""
+"""Shared parts of all commands: console output, one-line errors, common options."""
 
 from __future__ import annotations
 
+import inspect
+import shlex
 import sys
 import warnings
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 from rich.console import Console
@@ -15,33 +20,33 @@ from typer.core import TyperGroup
 
 from iobs.errors import IOBSError, first_line, is_out_of_memory
 
-# Columns of a file or a pipe: names stay whole, so that they can be searched for.
+# Width of output to a file or pipe: names are not cut, so they can be searched.
 _WIDE = 1000
 
 
 def at_home(path: Path | None) -> Path | None:
-    """What a path option names, "~" being the home folder as in MODEL: a shell leaves that of --output=~/x as it is."""
+    """Expand "~" in a path option, as in MODEL: shells do not expand it in --output=~/x."""
     return None if path is None else path.expanduser()
 
 
 def output_console() -> Console:
-    """Where results go."""
+    """Console for results (stdout)."""
     return _console(False, _is_terminal(sys.stdout))
 
 
 def error_console() -> Console:
-    """Where progress, warnings and errors go, so that results can be piped."""
+    """Console for progress, warnings and errors (stderr), so that results can be piped."""
     return _console(True, _is_terminal(sys.stderr))
 
 
-def _is_terminal(stream: Any) -> bool:
-    # While a bar is shown rich stands in for the stream, and before version 14 does not pass this question on.
+def _is_terminal(stream: TextIO) -> bool:
+    # While rich shows a progress bar it replaces the stream; before version 14 its replacement has no isatty.
     return bool(getattr(stream, "rich_proxied_file", stream).isatty())
 
 
-@cache  # what is said while a bar is shown must go through the console that shows it, or it lands in the bar
+@cache  # output must use the console of the progress bar, or it garbles the bar
 def _console(stderr: bool, terminal: bool) -> Console:
-    # Names of files, layers and columns are printed as they are: brackets and colons in them are no commands.
+    # Names of files, layers and columns are printed literally: brackets and colons are not markup.
     return Console(
         stderr=stderr,
         highlight=False,
@@ -53,29 +58,43 @@ def _console(stderr: bool, terminal: bool) -> Console:
 
 
 def talks_for_all() -> bool:
-    """Whether this process shows progress: of several ranks only the first."""
-    from iobs.prune.distributed import current
+    """Check that this process prints messages: with several ranks only the first does."""
+    from iobs.pruning.runtime.ranks import current
 
     return current().first
 
 
 def say(text: str) -> None:
-    """One line about what is being done."""
+    """Print one line of progress to stderr."""
     if talks_for_all():
         error_console().print(text)
 
 
-def print_json(value: Any) -> None:
-    """A result for other programs."""
+def print_json(value: object) -> None:
+    """Print a result as JSON to stdout."""
     from iobs.report.numbers import to_json
 
     sys.stdout.write(to_json(value) + "\n")
 
 
-class ErrorsAsLines(TyperGroup):
-    """A group of commands that shows the errors of iobs as one line, without a traceback, and exits with 1."""
+@contextmanager
+def saying_how_to_continue(checkpoint: Path | None) -> Iterator[None]:
+    """Show, when the user stops a run, what is saved and the command that continues it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        command = shlex.join(["iobs", *sys.argv[1:]])
+        if checkpoint is None:
+            say("Nothing of this run is saved; with --resume a stopped run can be continued.")
+        else:
+            say(f"Finished layers and steps are saved in {checkpoint}. Continue with: {command}")
+        raise
 
-    def invoke(self, ctx: Any) -> Any:
+
+class ErrorsAsLines(TyperGroup):
+    """Command group that prints errors of iobs as one line without a traceback, and exits with code 1."""
+
+    def invoke(self, ctx: Any) -> object:
         """Run the chosen command."""
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -89,9 +108,9 @@ class ErrorsAsLines(TyperGroup):
                     raise
                 _show_error(_OUT_OF_MEMORY.format(first_line(error)))
                 raise typer.Exit(1) from error
-            except BrokenPipeError:  # whoever read the output has enough
+            except BrokenPipeError:  # the reader of the output has closed the pipe
                 raise
-            except OSError as error:  # a full disk or a lost mount where no one knows what it means for the work
+            except OSError as error:  # such as a full disk or a lost mount
                 _show_error(f"{error.filename or 'The output'}: {error.strerror or error}.")
                 raise typer.Exit(1) from error
             except KeyboardInterrupt:
@@ -100,7 +119,7 @@ class ErrorsAsLines(TyperGroup):
 
 
 _OUT_OF_MEMORY = (
-    "The memory is not enough ({}). Lower --batch-size, --samples or --seq-len, take --budget fast, or prune a "
+    "The memory is not enough ({}). Lower --batch-size, --samples or --seq-len, or prune a "
     "directory with --low-memory; nothing was left behind."
 )
 
@@ -109,7 +128,7 @@ def _show_error(text: str) -> None:
     error_console().print(Text.assemble(("Error:", "bold red"), " ", text))
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
     if not issubclass(category, DeprecationWarning | FutureWarning):
         error_console().print(Text.assemble(("Warning:", "yellow"), " ", str(message)))
 
@@ -121,7 +140,7 @@ Model = Annotated[
     str | None,
     typer.Argument(
         metavar="[MODEL]",
-        help="Hugging Face directory or name, timm:NAME, FILE.py:function, or nothing for the embedded model.",
+        help="Hugging Face directory or name, timm:NAME, or FILE.py:function; by default the embedded model.",
         show_default=False,
     ),
 ]
@@ -129,9 +148,9 @@ Data = Annotated[
     list[str] | None,
     typer.Option(
         metavar="SOURCE",
-        help="Text files (.txt, .jsonl, .gz; repeat the option), an .npz, a folder or zip of pictures, "
-        "FILE.py:function that returns batches, or wikitext2, c4, redpajama. Left out: the "
-        "embedded model takes its own text, other language models take C4, or WikiText-2 to be scored on.",
+        help="Text files (.txt, .jsonl, .gz; repeat the option), an .npz, a folder or zip of images, "
+        "FILE.py:function that returns batches, or wikitext2, c4, redpajama. Default: the embedded model uses "
+        "its own text, other language models use C4 for calibration and WikiText-2 for evaluation.",
         show_default=False,
         rich_help_panel=DATA_PANEL,
     ),
@@ -142,7 +161,7 @@ SequenceLength = Annotated[
         "--seq-len",
         min=2,
         metavar="N",
-        help="Tokens in a window; never more than the model's context.",
+        help="Tokens per window; at most the model's context.",
         rich_help_panel=DATA_PANEL,
     ),
 ]
@@ -150,7 +169,7 @@ Device = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="cpu, cuda, ...; the first GPU if there is one.",
+        help="cpu, cuda, ...; by default the first GPU, else the CPU.",
         show_default=False,
         rich_help_panel=MACHINE_PANEL,
     ),
@@ -159,7 +178,7 @@ DType = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="float32, bfloat16 or float16; as stored if not given.",
+        help="float32, bfloat16 or float16; by default as stored.",
         show_default=False,
         rich_help_panel=MACHINE_PANEL,
     ),
@@ -168,7 +187,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 AllowPickle = Annotated[
     bool,
     typer.Option(
-        "--allow-pickle", help="Also read pickled weights, which can run any code.", rich_help_panel=MACHINE_PANEL
+        "--allow-pickle",
+        help="Also read pickled weights; loading them can run any code.",
+        rich_help_panel=MACHINE_PANEL,
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -177,3 +198,46 @@ TrustRemoteCode = Annotated[
         "--trust-remote-code", help="Also run model code that comes with the weights.", rich_help_panel=MACHINE_PANEL
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Options for loading MODEL, shared by the commands that run it."""
+
+    dtype: DType = None
+    device: Device = None
+    allow_pickle: AllowPickle = False
+    trust_remote_code: TrustRemoteCode = False
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn each parameter of a command that is a dataclass of options into one option per field.
+
+    The order of the options is that of the parameters, a dataclass being replaced by its fields.
+
+    Args:
+        command: a function whose parameters are options of typer and dataclasses of such options.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    options: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name not in groups:
+            options.append(parameter.replace(annotation=hints[parameter.name]))
+            continue
+        group = groups[parameter.name]
+        of_group = get_type_hints(group, include_extras=True)
+        for field in fields(group):
+            annotation, kind = of_group[field.name], inspect.Parameter.POSITIONAL_OR_KEYWORD
+            options.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
+
+    @wraps(command)
+    def run(**given: object) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    # Typer reads the options from here.
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,18 +15,19 @@ from iobs.cli import console
 if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
     from iobs.models import LoadedModel
-    from iobs.prune.record import Report
+    from iobs.pruning.recipe import Recipe
+    from iobs.pruning.report import Report
 
 MODEL_FOLDER = "model"
-_OWN_FILES = ("report.html", "report.json", MODEL_FOLDER)
+_OWN_FILES = ("report.html", "report.json", "recipe.yaml", MODEL_FOLDER)
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the comparison: a name and the arguments of `iobs.prune`."""
+    """One row of the comparison: a name and a recipe."""
 
     name: str
-    options: dict[str, Any] = field(default_factory=dict)
+    recipe: Recipe
 
 
 def demo(
@@ -44,6 +45,7 @@ def demo(
     """
     from iobs import models
     from iobs.cli.results import write_results
+    from iobs.cli.run_file import Asked, RunOptions
     from iobs.core.patterns import Unstructured
     from iobs.data import calibration_batches, open_source
     from iobs.models import check_output, output_directory
@@ -61,9 +63,11 @@ def demo(
         f"A language model of {models.parameter_count(loaded.module) / 1e6:.1f} million parameters that knows Python's "
         f"help pages; {sparsity:.0%} of the weights of its layers go.",
     )
-    report = compare(loaded, batches, pattern, methods(rounds), seed)
+    chosen = methods(rounds)
+    report = compare(loaded, batches, pattern, chosen, seed)
     with output_directory(output, replaceable=replaceable) as temporary:
         write_results(loaded, report, temporary, MODEL_FOLDER)
+        Asked(chosen[-1].recipe, RunOptions(pattern, seed=seed, samples=samples, seq_len=256)).write(temporary)
     _show(report)
     _prove(output, loaded, report)
     out.print(f"Done in {time.perf_counter() - started:.0f} s. Look at {output / 'report.html'}")
@@ -73,7 +77,7 @@ def demo(
 
 
 def _is_demo(directory: Path) -> bool:
-    """Whether an earlier demo wrote it, so that it may be replaced: its report says so."""
+    """Check by its report that a directory was written by an earlier demo, which may be replaced."""
     from iobs.errors import DataError
     from iobs.report import read_report
 
@@ -84,16 +88,16 @@ def _is_demo(directory: Path) -> bool:
 
 
 def methods(rounds: int) -> list[Method]:
-    """What is compared: the one-shot solvers, and Algorithm 2 with the best of them, which comes last."""
-    from iobs.prune.steps import GradientStep
+    """The methods of the comparison: one-shot solvers, and last Algorithm 2 with the best of them."""
+    from iobs.pruning.recipe import FineTune, Recipe, Rounds
 
-    step = GradientStep(lr=5e-4, optimizer="adam", steps=12, loss="kl", batch_size=16)
+    step = FineTune(lr=5e-4, optimizer="adam", steps=12, loss="kl", batch_size=16)
     return [
-        Method("magnitude", {"solver": "magnitude"}),
-        Method("Wanda", {"solver": "wanda"}),
-        Method("SparseGPT", {"solver": "sparsegpt"}),
-        Method("ADMM", {"solver": "admm"}),
-        Method(f"I-OBS, {rounds} rounds", {"solver": "admm", "rounds": rounds, "step": step}),
+        Method("magnitude", Recipe(solver="magnitude")),
+        Method("Wanda", Recipe(solver="wanda")),
+        Method("SparseGPT", Recipe(solver="sparsegpt")),
+        Method("ADMM", Recipe(solver="admm")),
+        Method(f"I-OBS, {rounds} rounds", Recipe(solver="admm", rounds=Rounds(rounds, finetune=step))),
     ]
 
 
@@ -106,7 +110,7 @@ def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, chosen: l
     from iobs.cli.progress import Steps
     from iobs.cli.results import open_evaluation, score
     from iobs.cli.watch import Watch
-    from iobs.prune import prune
+    from iobs.pruning import prune
 
     scoring = open_evaluation(loaded, [])
     length = loaded.window_length(2048)
@@ -117,7 +121,7 @@ def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, chosen: l
         loaded.module.load_state_dict(dense)
         with Steps(method.name) as steps:
             watch = Watch(steps, f"{method.name}: ")
-            report = prune(loaded.module, batches, pattern, seed=seed, progress=watch, **method.options)
+            report = prune(loaded.module, batches, pattern, method.recipe, seed=seed, callbacks=[watch])
         scores[method.name] = score(loaded, scoring, length, f"scoring {method.name}")
         scores[method.name]["seconds"] = report.seconds
     assert report is not None
@@ -146,7 +150,7 @@ def _prove(output: Path, original: LoadedModel, report: Report) -> None:
     from iobs.data import open_source
     from iobs.errors import AuditError
     from iobs.evaluate import evaluate
-    from iobs.prune.audit import audit
+    from iobs.pruning.audit import audit
 
     folder = output / MODEL_FOLDER
     zeros, promised = sum(row.zeros for row in audit(folder)), report.zeros

@@ -11,37 +11,37 @@ from rich.table import Table
 from iobs.cli import console
 
 
+@console.with_groups
 def evaluate(
     model: console.Model = None,
     data: console.Data = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks of lm-eval, with commas between.", show_default=False)
-    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="lm-eval tasks, separated by commas.", show_default=False)] = None,
     questions: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Multiple choice as in MMLU: a .jsonl(.gz) with split, subject, question, choices, answer.",
+            help="Multiple-choice questions as in MMLU: .jsonl(.gz) with split, subject, question, choices, answer.",
             show_default=False,
         ),
     ] = None,
     shots: Annotated[
-        int | None, typer.Option(min=0, help="Examples before each question; 5, or as a task says.", show_default=False)
+        int | None,
+        typer.Option(
+            min=0, help="Examples before each question; by default 5, or the default of each task.", show_default=False
+        ),
     ] = None,
     seq_len: console.SequenceLength = 2048,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Windows or samples at most, or questions of a subject or task.")
+        int | None,
+        typer.Option(min=1, help="Maximum number of windows or samples, or of questions per subject or task."),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in one forward pass.")] = None,
-    dtype: console.DType = None,
-    device: console.Device = None,
-    allow_pickle: console.AllowPickle = False,
-    trust_remote_code: console.TrustRemoteCode = False,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
+    loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
     as_json: console.AsJson = False,
 ) -> None:
-    """Score a model: perplexity on text, accuracy on labelled inputs, multiple choice, or tasks of lm-eval.
+    """Evaluate a model: perplexity on text, accuracy on labelled inputs, multiple choice, or lm-eval tasks.
 
-    Without --data the embedded model is scored on its held-out text and any other language model on WikiText-2.
+    Without --data, the embedded model is scored on its held-out text, other language models on WikiText-2.
     """
     from iobs.cli.loading import load_model
     from iobs.cli.progress import Steps
@@ -51,7 +51,7 @@ def evaluate(
     from iobs.evaluate.answers import letter_tokens
     from iobs.report import scores_table
 
-    # What may fail comes before what takes long: a later mistake would cost the scores.
+    # Check everything that may fail before the long computations.
     asked = read_questions(questions, each=limit) if questions else None
     if shots is not None and not (tasks or questions):
         raise typer.BadParameter("examples come before questions: give --questions or --tasks", param_hint="--shots")
@@ -60,7 +60,7 @@ def evaluate(
     named = [task.strip() for task in tasks.split(",")] if tasks else []
     if named:
         check_tasks(named)
-    loaded = load_model(model, dtype, device, allow_pickle, trust_remote_code)
+    loaded = load_model(model, loading.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
     if named or asked:
         tokenizer = loaded.require_tokenizer()
         if asked:

@@ -1,4 +1,4 @@
-"""`iobs inspect`: count what is really zero in a directory."""
+"""`iobs inspect`: count the zeros in a model directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from iobs.cli import console
 
 if TYPE_CHECKING:
-    from iobs.prune.record import AuditRow, Report
+    from iobs.pruning.report import AuditRow, Report
 
 
 def inspect(
@@ -19,17 +19,17 @@ def inspect(
     pattern: Annotated[
         str | None,
         typer.Option(
-            help="Also check this pattern in every layer that was pruned: 2:4, 0.5 (a share that was spread: of all)."
+            help="Also check this pattern in every pruned layer: 2:4, or 0.5 (after an allocation: over all layers)."
         ),
     ] = None,
-    all_layers: Annotated[bool, typer.Option("--all", help="List the dense matrices too.")] = False,
+    all_layers: Annotated[bool, typer.Option("--all", help="Also list matrices without zeros.")] = False,
     trust_remote_code: console.TrustRemoteCode = False,
     as_json: console.AsJson = False,
 ) -> None:
-    """Audit a model directory: the zeros of every matrix, counted one by one; fewer than asked is an error.
+    """Audit a model directory: count the zeros of every matrix; fewer zeros than requested are an error.
 
-    What was asked is read from report.json where there is one, which also says which layers were pruned, and from
-    --pattern.
+    The requested zeros are those in report.json, if it exists, and those of --pattern. report.json also names the
+    pruned layers.
     """
     from rich.text import Text
 
@@ -65,7 +65,7 @@ def inspect(
 
 @dataclass
 class _Findings:
-    """Rows of all matrices, of those that count as pruned, and what was checked of them."""
+    """Audit rows of all matrices and of the pruned matrices, and a description of each check that passed."""
 
     rows: list[AuditRow]
     sparse: list[AuditRow]
@@ -73,21 +73,21 @@ class _Findings:
 
     @property
     def stray(self) -> list[AuditRow]:
-        """Other matrices with zeros."""
+        """Rows of matrices with zeros that do not count as pruned."""
         names = {row.name for row in self.sparse}
         return [row for row in self.rows if row.zeros and row.name not in names]
 
 
 def _audited(directory: Path, pattern: str | None, trust_remote_code: bool) -> _Findings:
-    """Count the zeros, and compare them with the pattern and with the report beside the weights.
+    """Count the zeros, and compare them with the pattern and with report.json.
 
     Raises:
-        AuditError: a layer has fewer zeros than the pattern asks or the report says.
+        AuditError: a layer has fewer zeros than the pattern requires or the report says.
     """
     from iobs import models
     from iobs.core import patterns
-    from iobs.prune.audit import audit, check_together, require_promised
-    from iobs.prune.layers import find_layers
+    from iobs.pruning.audit import audit, check_together, require_promised
+    from iobs.pruning.network.layers import find_layers
 
     file, report = _report(directory)
     promised = {row.name for row in report.audit} if report is not None else set()
@@ -97,7 +97,7 @@ def _audited(directory: Path, pattern: str | None, trust_remote_code: bool) -> _
         known = promised <= {row.name for row in rows}
     else:
         wanted = patterns.parse(pattern)
-        # Through the model, since a file does not tell which way round a matrix is multiplied.
+        # Load the model, because a file does not say whether a matrix is stored transposed.
         module = models.load(directory, trust_remote_code=trust_remote_code).module
         known = promised <= {layer.name for layer in find_layers(module)}
         if report is not None and report.allocation and known and isinstance(wanted, patterns.Unstructured):
@@ -118,7 +118,7 @@ def _audited(directory: Path, pattern: str | None, trust_remote_code: bool) -> _
 
 
 def _report(directory: Path) -> tuple[Path | None, Report | None]:
-    """The report that lies beside the weights, or above a folder `model` as of iobs demo; a foreign one is passed."""
+    """report.json beside the weights, or above a folder named model (iobs demo). Unreadable reports only warn."""
     from iobs.errors import DataError
     from iobs.report import read_report
 

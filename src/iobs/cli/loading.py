@@ -1,17 +1,16 @@
-"""From the options of a command to a model on its device."""
+"""Load models and calibration batches as the options of a command say."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import typer
 
 from iobs import models
 from iobs.cli import console
-from iobs.data import BatchSource, Source, TextSource, calibration_batches
+from iobs.cli.run_file import RunOptions
+from iobs.data import Batch, BatchSource, Source, TextSource, calibration_batches, open_source
 from iobs.models import LoadedModel
-from iobs.prune.parts import Part
+from iobs.pruning.samples.subsets import Samples
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -19,7 +18,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_model(
     spec: str | None, dtype: str | None, device: str | None, allow_pickle: bool, trust_remote_code: bool
 ) -> LoadedModel:
-    """Load MODEL as the options say.
+    """Load MODEL with the options of a command.
 
     Raises:
         typer.BadParameter: an unknown dtype or device.
@@ -34,10 +33,12 @@ def load_model(
     )
 
 
-def draw_batches(source: Source, loaded: LoadedModel, *, samples: int, length: int, seed: int, batch: int) -> list[Any]:
-    """`calibration_batches`, saying so where the source has fewer samples than were asked for."""
+def draw_batches(
+    source: Source, loaded: LoadedModel, *, samples: int, length: int, seed: int, batch: int
+) -> list[Batch]:
+    """`calibration_batches`, with a message if the source has fewer samples than requested."""
     batches = calibration_batches(source, loaded, samples=samples, length=length, seed=seed, batch=batch)
-    found = Part.of(batches).samples
+    found = Samples.of(batches).samples
     if isinstance(source, BatchSource):
         console.say(f"{found} samples to calibrate on: all of {source.name}, as it gives them.")
     elif found < samples:
@@ -47,14 +48,22 @@ def draw_batches(source: Source, loaded: LoadedModel, *, samples: int, length: i
 
 
 def checked_dtype(dtype: str | None) -> torch.dtype | None:
-    """The dtype of a name; None stays None."""
+    """The dtype of a name. Returns None for None.
+
+    Raises:
+        typer.BadParameter: the name is unknown.
+    """
     if dtype is not None and dtype not in _DTYPES:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(_DTYPES)}", param_hint="--dtype")
     return None if dtype is None else _DTYPES[dtype]
 
 
 def checked_device(device: str | None) -> str:
-    """The device as named, or the first GPU if there is one."""
+    """The named device; for None the first GPU if there is one, else the CPU.
+
+    Raises:
+        typer.BadParameter: the device cannot be used.
+    """
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -62,3 +71,13 @@ def checked_device(device: str | None) -> str:
     except (RuntimeError, AssertionError) as error:
         raise typer.BadParameter(f"{device!r} cannot be used here", param_hint="--device") from error
     return device
+
+
+def batches_of_run(loaded: LoadedModel, options: RunOptions) -> tuple[str, int, list[Batch]]:
+    """The name of the calibration data, the tokens per sample, and the batches."""
+    source = open_source([*options.data], "calibration", loaded)
+    window = loaded.window_length(options.seq_len) if isinstance(source, TextSource) else options.seq_len
+    batches = draw_batches(
+        source, loaded, samples=options.samples, length=options.seq_len, seed=options.seed, batch=options.batch_size
+    )
+    return source.name, window, batches

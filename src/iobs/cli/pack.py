@@ -1,4 +1,4 @@
-"""`iobs pack`: a pruned model in little room."""
+"""`iobs pack`: compress the weights of a pruned model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def pack(
             "-o",
             callback=console.at_home,
             metavar="DIR",
-            help="Where it goes; DIR.packed, or DIR.dense.",
+            help="Output directory; DIR.packed by default, DIR.dense with --unpack.",
             show_default=False,
         ),
     ] = None,
-    back: Annotated[bool, typer.Option("--unpack", help="Turn a packed directory into dense files again.")] = False,
+    back: Annotated[bool, typer.Option("--unpack", help="Convert a packed directory back to dense files.")] = False,
 ) -> None:
-    """Store a pruned model as bit masks and values, bit for bit; --unpack turns it back."""
+    """Store a pruned model losslessly as bit masks and nonzero values; --unpack reverses this."""
     from iobs.models import beside, output_directory
     from iobs.models.packed import packed_share, save_packed, unpack
 
@@ -40,4 +40,4 @@ def pack(
     save_packed(directory, target)
     share = packed_share(directory, target)
     again = f"iobs pack --unpack {shlex.quote(str(target))}"
-    out.print(f"Written: {target}, {share:.1%} of the dense bytes (turn back: {again})")
+    out.print(f"Written: {target}, {share:.1%} of the dense bytes (to reverse: {again})")

@@ -1,10 +1,10 @@
-"""`iobs reproduce`: a table or figure of the paper, published and measured side by side."""
+"""`iobs reproduce`: run a table or figure of the paper, and compare it with the published numbers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -13,36 +13,43 @@ from iobs.cli import console
 from iobs.paper import Experiment, Request, Results, experiments, find
 
 
-def _own(metavar: str, text: str) -> Any:
+def _own(metavar: str, text: str) -> object:
     return typer.Option(metavar=metavar, help=text, show_default=False, rich_help_panel="Your own network and data")
 
 
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="Which one; nothing lists them.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Name of the experiment; leave it out to list all.", show_default=False)
+    ] = None,
     stand_in: Annotated[
-        bool, typer.Option("--stand-in", help="Use a small network or data set in place of one to be fetched.")
+        bool, typer.Option("--stand-in", help="Use a small network or data set instead of the paper's.")
     ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", callback=console.at_home, help="Folder for pictures and logs.", show_default=False
+            "--output", "-o", callback=console.at_home, help="Folder for figures and logs.", show_default=False
         ),
     ] = None,
     model: Annotated[
-        str | None, _own("MODEL", "Run on this network instead of the paper's, with the paper's settings.")
+        str | None, _own("MODEL", "Run this network instead of the paper's, with the paper's settings.")
     ] = None,
-    data: Annotated[list[str] | None, _own("SOURCE", "Calibrate on this instead; as in iobs prune.")] = None,
+    data: Annotated[
+        list[str] | None, _own("SOURCE", "Calibration data instead of the paper's; as in iobs prune.")
+    ] = None,
     eval_data: Annotated[
-        list[str] | None, _own("SOURCE", "Score on this instead; for language models one a corpus, in order.")
+        list[str] | None,
+        _own("SOURCE", "Evaluation data instead of the paper's; for language models one per corpus, in order."),
     ] = None,
-    questions: Annotated[Path | None, _own("FILE", "MMLU's questions, .jsonl(.gz); else lm-eval has them.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds, instead of the paper's.")] = None,
+    questions: Annotated[
+        Path | None, _own("FILE", "MMLU questions, .jsonl(.gz); by default lm-eval fetches them.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds instead of the paper's.")] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Pictures, windows, or questions of a subject at most.")
+        int | None, typer.Option(min=1, help="Maximum number of images, windows, or questions per subject.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random choices.")] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep a checkpoint in the folder of -o, and go on from the one there.")
+        bool, typer.Option("--resume", help="Keep a checkpoint in the folder of -o, and continue from an existing one.")
     ] = False,
     as_json: console.AsJson = False,
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal, NotRequired, TypedDict, cast
 
 import typer
 
@@ -14,21 +14,55 @@ from iobs.cli import console
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from iobs.optimize.objective import Objective
-    from iobs.optimize.refit import Fit
-    from iobs.optimize.tabular import Table
+    from iobs.data.tables import Table
+    from iobs.optimize.objectives.base import Objective
+    from iobs.optimize.refit.fit import Fit
+
+
+class FeatureRow(TypedDict):
+    """A chosen column and its coefficient."""
+
+    name: str
+    coefficient: float
+    standard_error: float | None
+    per_standard_deviation: float
+
+
+class PathRow(TypedDict):
+    """The best columns for one k."""
+
+    k: int
+    value: float
+    features: list[str]
+
+
+class ModelReport(TypedDict):
+    """The fitted model as written to JSON; `value` is the loss."""
+
+    loss: str
+    samples: int
+    columns: int
+    k: int
+    value: float
+    value_without_features: float
+    explained: float | None
+    intercept: float
+    classes: list[str]
+    features: list[FeatureRow]
+    path: list[PathRow]
+    certificate: NotRequired[str]
 
 
 def solve(
     data: Annotated[
         Path,
         typer.Argument(
-            help="A .csv or .tsv with a header, a .parquet (by pyarrow), or an .npz with X and y, or columns."
+            help="A .csv or .tsv with a header, a .parquet (pyarrow), or an .npz (X and y, or an array per column)."
         ),
     ],
     target: Annotated[str, typer.Option(help="The column to be explained.")] = "y",
     k: Annotated[
-        str, typer.Option("-k", help="How many columns explain it; or cv, bic, ebic, aic to have it chosen.")
+        str, typer.Option("-k", help="Number of columns that explain it; cv, bic, ebic or aic choose the number.")
     ] = "ebic",
     loss: Annotated[
         str,
@@ -40,12 +74,15 @@ def solve(
         float,
         typer.Option(
             min=0.0,
-            help="Weight of half the squared coefficients, per standard deviation, against the loss summed over rows.",
+            help="Weight of half the squared coefficients, per standard deviation; the loss is summed over rows.",
         ),
     ] = 0.0,
-    drop: Annotated[list[str] | None, typer.Option(help="A column to leave out; repeat.", show_default=False)] = None,
+    drop: Annotated[
+        list[str] | None, typer.Option(help="A column to leave out; repeatable.", show_default=False)
+    ] = None,
     force: Annotated[
-        list[str] | None, typer.Option(help="A column that is always in, not counted; repeat.", show_default=False)
+        list[str] | None,
+        typer.Option(help="A column that is always used and not counted; repeatable.", show_default=False),
     ] = None,
     certify: Annotated[
         float | None,
@@ -56,7 +93,7 @@ def solve(
         typer.Option("--output", "-o", callback=console.at_home, help="Write the model as JSON.", show_default=False),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw loss and coefficients for every k to a .png.", show_default=False)
+        Path | None, typer.Option(help="Plot loss and coefficients for every k to this file.", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
     as_json: console.AsJson = False,
@@ -65,8 +102,8 @@ def solve(
 
     The coefficients are for the columns as they are; scaling a column never changes the choice.
     """
-    from iobs.optimize.path import path, standard_errors
-    from iobs.optimize.tabular import read_table
+    from iobs.data.tables import read_table
+    from iobs.optimize.search.path import path, standard_errors
 
     if certify is not None and not certify < math.inf:
         raise typer.BadParameter("give a number of seconds", param_hint="--certify")
@@ -99,10 +136,10 @@ def solve(
 
 
 def _check_outputs(output: Path | None, plot: Path | None) -> None:
-    """Files that cannot be written are found before any work.
+    """Check that output files can be written, before any work.
 
     Raises:
-        OutputError: the folder is missing or may not be written to, or no picture has that ending.
+        OutputError: the folder is missing or not writable, or matplotlib cannot draw files with that suffix.
     """
     from iobs.errors import OutputError
 
@@ -140,20 +177,20 @@ def _objective(table: Table, loss: str, ridge: float, force: list[str]) -> Objec
     import numpy as np
 
     from iobs.errors import DataError
-    from iobs.optimize.designs import variances
-    from iobs.optimize.objectives import LeastSquares, Logistic, Poisson
+    from iobs.optimize.objectives.centring import variances
+    from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
 
     unknown = [name for name in force if name not in table.names]
     if unknown:
         raise DataError(f"There is no column {unknown[0]!r} to force in.")
     forced = [table.names.index(name) for name in force]
     choices: dict[str, Callable[..., Objective]] = {"squared": LeastSquares, "logistic": Logistic, "poisson": Poisson}
-    spread = variances(table.X, np.ones(len(table.y)), True)  # units do not matter
+    spread = variances(table.X, np.ones(len(table.y)), True)  # so that units do not matter
     return choices[loss](table.X, table.y, ridge=_ridge(loss, ridge) * spread, intercept=True, forced=forced)
 
 
 def _ridge(loss: str, ridge: float) -> float:
-    """Classes that can be separated have no finite coefficients without at least a trace of it."""
+    """The ridge; for the logistic loss at least a tiny one, without which separable classes have no finite fit."""
     return max(ridge, 1e-6) if loss == "logistic" else ridge
 
 
@@ -163,22 +200,26 @@ def _size(table: Table, loss: str, ridge: float, k: str, seed: int, force: list[
 
     free = len(table.names) - len(set(force))
     if k in ("cv", "aic", "bic", "ebic"):
+        choice = cast('Literal["cv", "aic", "bic", "ebic"]', k)
         _refuse_choice(table, loss, k)
-        choice: Any = k
-        forced = [table.names.index(name) for name in force]
-        settings: dict[str, Any] = {"thorough": False, "random_state": seed, "forced": forced}
-        settings["ridge"] = _ridge(loss, ridge)
+        forced, ridge = [table.names.index(name) for name in force], _ridge(loss, ridge)
         if loss == "logistic":
-            return int(SparseClassifier(choice, **settings).fit(table.X, table.y).k_)
-        kind: Any = "poisson" if loss == "poisson" else "squared"
-        return int(SparseRegressor(choice, loss=kind, **settings).fit(table.X, table.y).k_)
+            chooser = SparseClassifier(choice, thorough=False, random_state=seed, forced=forced, ridge=ridge)
+            return int(chooser.fit(table.X, table.y).k_)
+        kind: Literal["poisson", "squared"] = "poisson" if loss == "poisson" else "squared"
+        regressor = SparseRegressor(choice, loss=kind, thorough=False, random_state=seed, forced=forced, ridge=ridge)
+        return int(regressor.fit(table.X, table.y).k_)
     if not k.isdecimal() or int(k) > free:
         raise DataError(f"-k must be a number from 0 to {free}, or cv, aic, bic, ebic; got {k!r}.")
     return int(k)
 
 
 def _refuse_choice(table: Table, loss: str, k: str) -> None:
-    """What choosing k needs of the target beyond what a fit does."""
+    """Refuse a target that choosing k cannot handle.
+
+    Raises:
+        DataError: more than two values with the logistic loss, or too few rows for cross-validation.
+    """
     from collections import Counter
 
     from iobs.errors import DataError
@@ -194,15 +235,15 @@ def _refuse_choice(table: Table, loss: str, k: str) -> None:
 
 def _model(
     table: Table, objective: Objective, fits: list[Fit], loss: str, errors: dict[int, float | None]
-) -> dict[str, Any]:
-    from iobs.optimize.refit import refit
+) -> ModelReport:
+    from iobs.optimize.refit.newton import refit
 
     best = fits[-1]
-    # Forced columns explain, too: the model without any column holds the intercept alone, where it is a coordinate.
+    # The baseline has no column, not even the forced ones: only the intercept, where it is a coordinate.
     constant = refit(objective, objective.forced[objective.forced >= len(table.names)])
     theta, intercept = objective.split(best.theta)
     spread = table.X.std(axis=0)
-    features = [
+    features: list[FeatureRow] = [
         {
             "name": table.names[j],
             "coefficient": float(theta[j]),
@@ -227,8 +268,8 @@ def _model(
 
 
 def _explained(objective: Objective, best: Fit, constant: Fit) -> float | None:
-    """The share of the loss without any column that the columns take away, whatever the ridge costs."""
-    from iobs.optimize.path import unpenalised
+    """The share of the baseline's loss that the columns explain, ridge terms excluded; None if the baseline's is 0."""
+    from iobs.optimize.search.path import unpenalised
 
     empty = unpenalised(objective, constant)
     return 1 - unpenalised(objective, best) / empty if empty > 0 else None
@@ -240,7 +281,7 @@ def _names(table: Table, objective: Objective, fit: Fit) -> list[str]:
 
 def _certificate(objective: Objective, size: int, best: Fit, seconds: float) -> str:
     from iobs.errors import NotPositiveDefiniteError, ProblemError
-    from iobs.optimize.certificate import certify
+    from iobs.optimize.bounds.branch_and_bound import certify
 
     try:
         return certify(objective, size, fit=best, seconds=seconds).message
@@ -248,7 +289,7 @@ def _certificate(objective: Objective, size: int, best: Fit, seconds: float) -> 
         return f"1-swap optimal; no bound: {error}"
 
 
-def _write(file: Path, model: dict[str, Any]) -> None:
+def _write(file: Path, model: ModelReport) -> None:
     from iobs.errors import OutputError
     from iobs.report.numbers import to_json
 
@@ -270,7 +311,7 @@ def _draw(file: Path, table: Table, objective: Objective, fits: list[Fit]) -> No
     sizes = range(len(fits))
     coefficients = [objective.split(fit.theta)[0] * table.X.std(axis=0) for fit in fits]
     chosen = coefficients[-1].nonzero()[0]
-    with mpl.rc_context({"text.parse_math": False}):  # names of columns may hold dollars
+    with mpl.rc_context({"text.parse_math": False}):  # column names may hold dollar signs
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
         left.plot(sizes, [fit.value for fit in fits], marker="o", markersize=3)
         left.set(xlabel="k", ylabel="loss", title="loss of the best k columns")
@@ -279,7 +320,7 @@ def _draw(file: Path, table: Table, objective: Objective, fits: list[Fit]) -> No
         if 0 < len(lines) <= 12:
             legend = right.legend(lines, ["name"] * len(lines), fontsize="small")
             for text, j in zip(legend.get_texts(), chosen, strict=True):
-                text.set_text(table.names[j])  # a label given to legend must not begin with an underscore
+                text.set_text(table.names[j])  # a label passed to legend must not begin with an underscore
         try:
             figure.savefig(file, dpi=130)
         except (OSError, ValueError) as error:
@@ -289,11 +330,11 @@ def _draw(file: Path, table: Table, objective: Objective, fits: list[Fit]) -> No
     console.say(f"Wrote {file}")
 
 
-def _show(model: dict[str, Any], table: Table, noise: float) -> None:
+def _show(model: ModelReport, table: Table, noise: float) -> None:
     from rich.table import Table as RichTable
 
     out = console.output_console()
-    used = len(model["features"])  # k and the forced ones
+    used = len(model["features"])  # k and the forced columns
     title = f"{used} of {model['columns']} columns, {model['samples']:,} rows, {model['loss']} loss"
     shown = RichTable(title=title, title_justify="left", header_style="bold")
     shown.add_column("column")

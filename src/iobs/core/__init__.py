@@ -1,1 +1,1 @@
-"""Pure tensor mathematics: quadratics, sparsity patterns, linear algebra with an explicit failure policy."""
+"""Tensor mathematics without models or data: quadratics, sparsity patterns and linear algebra."""

@@ -1,26 +1,29 @@
-"""Factorisations of one Hessian, shared by its problems: q, k and v, or several sparsities of one layer."""
+"""Cache of the factorisations of one Hessian.
+
+Problems with one Hessian share it: the q, k and v layers of attention, or one layer at several sparsities.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 Value = TypeVar("Value")
 
 
 class Factors:
-    """What was computed from one Hessian, by name.
+    """Cache of values computed from one Hessian, by name.
 
     Args:
-        keep: store what is computed. One problem alone asks for everything once, and memory is better used.
+        keep: store computed values. False for a single problem: it needs each value once, and storing costs memory.
     """
 
     def __init__(self, keep: bool = False) -> None:
         self.keep = keep
-        self._values: dict[Hashable, Any] = {}
+        self._values: dict[Hashable, object] = {}
 
     def get(self, name: Hashable, compute: Callable[[], Value]) -> Value:
-        """The value of that name, computed now unless it is there. Nobody may change it in place."""
+        """Return the stored value of `name`, or compute it. The caller must not change the value in place."""
         if name in self._values:
             return cast(Value, self._values[name])
         value = compute()

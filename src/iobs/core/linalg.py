@@ -1,4 +1,4 @@
-"""Factorisations with an explicit failure policy, inverse down-dates, and exact solves on a support."""
+"""Cholesky factorisations that raise an error on failure, and solves on the support of each row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from iobs.errors import NotPositiveDefiniteError
 
-_BATCH_ELEMENTS = 1 << 25  # entries of one batch of small systems: 256 MB in float64
+_BATCH_ELEMENTS = 1 << 25  # largest number of entries in one batch of small systems: 256 MB in float64
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def cholesky(matrix: Tensor) -> Tensor:
         matrix: (d, d) or (batch, d, d).
 
     Raises:
-        NotPositiveDefiniteError: a pivot is not positive. Nothing is ever replaced by the identity.
+        NotPositiveDefiniteError: a pivot is not positive, or the factor is not finite.
     """
     factor: Tensor
     factor, info = torch.linalg.cholesky_ex(matrix)
@@ -30,12 +30,12 @@ def cholesky(matrix: Tensor) -> Tensor:
 
 
 def upper_factor(matrix: Tensor) -> Tensor:
-    """Upper triangular U with U U^T the given symmetric positive definite (d, d) matrix.
+    """Upper triangular factor U of a symmetric positive definite (d, d) matrix: U U^T = matrix.
 
-    Its inverse is the upper Cholesky factor R of the inverse matrix, matrix^-1 = R^T R, at a third of the price.
+    U^-1 is the upper Cholesky factor R of the inverse, matrix^-1 = R^T R. Computing U costs a third of computing R.
 
     Raises:
-        NotPositiveDefiniteError: as `cholesky`.
+        NotPositiveDefiniteError: see `cholesky`.
     """
     return cholesky(matrix.flip(0, 1)).flip(0, 1)
 
@@ -44,33 +44,19 @@ def inverse(matrix: Tensor) -> Tensor:
     """Inverse of a symmetric positive definite (d, d) matrix.
 
     Raises:
-        NotPositiveDefiniteError: as `cholesky`.
+        NotPositiveDefiniteError: see `cholesky`.
     """
     factor = cholesky(matrix)
-    result: Tensor = torch.cholesky_inverse(factor, out=factor)  # in its place: at scale one such matrix is much
+    result: Tensor = torch.cholesky_inverse(factor, out=factor)  # in place, to save the memory of one (d, d) matrix
     return result
 
 
-def remove_variable(inverse_hessian: Tensor, index: int) -> Tensor:
-    """Inverse of H without row and column `index`, from the inverse of H (OBC, Lemma 1): row and column become zero.
-
-    Args:
-        inverse_hessian: (d, d) inverse of H on the variables that remain, zero elsewhere.
-        index: the variable to remove; its diagonal entry must be positive.
-    """
-    column = inverse_hessian[:, index]
-    updated = inverse_hessian - torch.outer(column, column) / column[index]
-    updated[index] = 0
-    updated[:, index] = 0
-    return updated
-
-
 def solve_on_support(hessian: Tensor, linear: Tensor, mask: Tensor) -> Tensor:
-    """For every row, the exact minimiser of 1/2 v H v^T - b v^T among vectors that live on the row's support.
+    """Exact minimiser of 1/2 v H v^T - b v^T for every row, with v zero outside the row's mask.
 
-    This is Option 2's update of Algorithm 1 for a given mask, in its block form v_Q = H_QQ^-1 b_Q.
-    Small systems are factorised, long ones (where rows of Cholesky factors would cost more) are left to conjugate
-    gradients run to float64 accuracy, with a factorisation for any row that does not get there.
+    This is the update of Algorithm 1, Option 2, for a given mask: v_Q = H_QQ^-1 b_Q. Supports of at most 768 entries
+    are solved by Cholesky. Longer supports are solved by conjugate gradients to a relative residual of 1e-9, with
+    Cholesky for the rows that do not converge.
 
     Args:
         hessian: (d, d) symmetric, positive definite on every support.
@@ -81,8 +67,8 @@ def solve_on_support(hessian: Tensor, linear: Tensor, mask: Tensor) -> Tensor:
         (rows, d) in float64, exactly zero outside the mask.
 
     Raises:
-        NotPositiveDefiniteError: a sub-matrix is singular. On long supports only where b has no minimiser there; where
-            it has many, conjugate gradients find one.
+        NotPositiveDefiniteError: H_QQ of a row is singular. On supports longer than 768 this is raised only if the
+            row has no minimiser; if the row has many, one of them is returned.
     """
     hessian, linear = hessian.double(), linear.double()
     longest = int(mask.sum(1).max()) if mask.numel() else 0
@@ -91,7 +77,7 @@ def solve_on_support(hessian: Tensor, linear: Tensor, mask: Tensor) -> Tensor:
     if longest <= 768:
         return _solve_by_cholesky(hessian, linear, mask)
     solution, residual = masked_conjugate_gradients(hessian, linear, mask, tolerance=1e-11, iterations=600)
-    late = ~(residual <= 1e-9)  # NaN is late, too
+    late = ~(residual <= 1e-9)  # True for NaN
     if bool(late.any()):
         solution[late] = _solve_by_cholesky(hessian, linear[late], mask[late])
     return solution
@@ -100,7 +86,7 @@ def solve_on_support(hessian: Tensor, linear: Tensor, mask: Tensor) -> Tensor:
 def _solve_by_cholesky(hessian: Tensor, linear: Tensor, mask: Tensor) -> Tensor:
     solution = torch.zeros_like(linear)
     counts = mask.sum(1)
-    order = counts.argsort()  # rows with supports of like size share a batch, so little is padded
+    order = counts.argsort()  # rows with supports of similar size share a batch, which keeps the padding small
     start = 0
     while start < len(order):
         size = max(1, int(counts[order[start]]))
@@ -111,7 +97,7 @@ def _solve_by_cholesky(hessian: Tensor, linear: Tensor, mask: Tensor) -> Tensor:
         start += len(rows)
         if size == 0:
             continue
-        # Columns of the support first, padding after it; padded entries become identity rows.
+        # Columns of the support come first, then padding. Padded entries become rows of the identity.
         indices = (~mask[rows]).to(torch.int8).sort(dim=1, stable=True).indices[:, :size]
         real = mask[rows].gather(1, indices)
         systems = hessian[indices[:, :, None], indices[:, None, :]]
@@ -132,23 +118,23 @@ def masked_conjugate_gradients(
     iterations: int,
     tolerance: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Solve every row on its support by conjugate gradients, all rows in one matrix product an iteration.
+    """Solve every row on its support by conjugate gradients with the diagonal of H as preconditioner.
 
-    Preconditioned with the diagonal. Dtype and device are those of `linear`.
+    Each iteration is one matrix product for all rows. Dtype and device are those of `linear`.
 
     Args:
         hessian: (d, d).
         linear: (rows, d).
         mask: boolean (rows, d).
-        start: (rows, d) first guess, zero outside the mask; zero if not given.
-        iterations: at most so many.
-        tolerance: stop when every row's relative residual is below; 0 never stops early.
+        start: (rows, d) initial guess, zero outside the mask; default zero.
+        iterations: largest number of iterations.
+        tolerance: stop once the relative residual of every row is at most this; 0 runs all iterations.
 
     Returns:
-        The solution (rows, d), and each row's relative residual (rows,).
+        The solution (rows, d), and the relative residual of each row, (rows,).
     """
     support = mask.to(linear.dtype)
-    scale = torch.where(mask, 1 / hessian.diagonal(), 0.0)  # a zero outside the mask is nobody's curvature
+    scale = torch.where(mask, 1 / hessian.diagonal(), 0.0)  # the diagonal may be zero outside the mask
     solution = torch.zeros_like(linear) if start is None else start.clone()
     residual = linear * support
     size = residual.norm(dim=1).clamp_min(torch.finfo(linear.dtype).tiny)

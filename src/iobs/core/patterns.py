@@ -1,7 +1,7 @@
-"""Sparsity patterns: scores in, an exact boolean mask out.
+"""Sparsity patterns: from scores to a boolean mask with exact counts.
 
-One idea covers them all. Cut the matrix, read row by row, into consecutive groups of equal size, and keep the same
-number of entries in each: one group is the whole layer (or a row) for unstructured sparsity, `of` neighbouring columns
+Every pattern divides the matrix, read row by row, into consecutive groups of equal size and keeps the same number of
+entries in each group. A group is the whole layer or one row for unstructured sparsity, and `of` neighbouring columns
 for N:M.
 """
 
@@ -20,7 +20,13 @@ from iobs.errors import PatternError, is_a
 
 @dataclass(frozen=True)
 class Groups:
-    """A partition of a (rows, columns) matrix, read row by row, into `count` groups of `size`, `keep` kept in each."""
+    """Partition of a (rows, columns) matrix, read row by row, into equal groups.
+
+    Attributes:
+        count: number of groups.
+        size: entries in each group.
+        keep: entries kept in each group.
+    """
 
     count: int
     size: int
@@ -28,10 +34,10 @@ class Groups:
 
 
 class Pattern(Protocol):
-    """How many entries of a matrix are kept, and where they compete with each other."""
+    """Number of entries that a matrix keeps, and the groups within which entries compete."""
 
     def groups(self, shape: tuple[int, int]) -> Groups:
-        """Partition of a matrix of that shape.
+        """Partition of a matrix of the given shape.
 
         Raises:
             PatternError: the pattern does not fit the shape.
@@ -41,16 +47,16 @@ class Pattern(Protocol):
 
 @dataclass(frozen=True)
 class Unstructured:
-    """Any entry may go: the whole layer (`per="layer"`) or each row (`per="row"`) keeps an exact count.
+    """Unstructured sparsity: the whole layer (`per="layer"`) or each row (`per="row"`) keeps an exact count.
 
     Args:
-        sparsity: share of zeros in [0, 1), read as a decimal; keeps floor(n (1 - sparsity) + 1/2) of n.
-        keep: the exact count to keep instead, for the layer or for each row.
-        per: where entries compete.
+        sparsity: share of zeros in [0, 1), read as a decimal; of n entries floor(n (1 - sparsity) + 1/2) are kept.
+        keep: exact count to keep, for the layer or for each row; alternative to `sparsity`.
+        per: "layer" or "row", where entries compete.
 
     Raises:
-        PatternError: a sparsity that is no number in [0, 1), a count that is no whole number or negative, or not
-            exactly one of the two given.
+        PatternError: `sparsity` is not a number in [0, 1), `keep` is not a non-negative whole number, or both or
+            neither of them are given.
     """
 
     sparsity: float | None = None
@@ -72,7 +78,7 @@ class Unstructured:
             raise PatternError(f'per must be "layer" or "row", got {self.per!r}.')
 
     def groups(self, shape: tuple[int, int]) -> Groups:
-        """One group for the layer, or one for each row."""
+        """One group for the layer, or one group for each row."""
         rows, columns = shape
         count, size = (1, rows * columns) if self.per == "layer" else (rows, columns)
         keep = self.keep if self.sparsity is None else keep_count(size, self.sparsity)
@@ -88,10 +94,10 @@ class Unstructured:
 
 @dataclass(frozen=True)
 class NM:
-    """Keep `keep` of every `of` neighbouring entries along the input columns; NM(2, 4) is the 2:4 of GPUs.
+    """N:M sparsity: keep `keep` of every `of` neighbouring columns in each row; NM(2, 4) is the 2:4 pattern of GPUs.
 
     Raises:
-        PatternError: not 0 < keep <= of; or, later, `of` does not divide a matrix's columns.
+        PatternError: not 0 < keep <= of. `groups` raises it if `of` does not divide the number of columns.
     """
 
     keep: int
@@ -103,12 +109,12 @@ class NM:
             raise PatternError(f"N:M needs whole 0 < keep <= of, got {given}; 2:4 is NM(keep=2, of=4).")
 
     def groups(self, shape: tuple[int, int]) -> Groups:
-        """One group for every `of` neighbouring columns of a row."""
+        """One group for every `of` neighbouring columns of each row."""
         rows, columns = shape
         if columns % self.of:
             raise PatternError(
                 f"The pattern {self} needs a number of columns divisible by {self.of}, got {columns}; "
-                "skip this layer or choose another pattern."
+                "ignore this layer or choose another pattern."
             )
         return Groups(rows * columns // self.of, self.of, self.keep)
 
@@ -122,26 +128,26 @@ class NM:
 
 
 def require_pattern(pattern: object) -> None:
-    """Refuse what is no pattern, as a number or a text.
+    """Check that an object is a pattern, not a number or a string.
 
     Raises:
-        PatternError: it is none.
+        PatternError: the object has no `groups` method.
     """
     if not hasattr(pattern, "groups"):
-        raise PatternError(f"{pattern!r} is no pattern: give Unstructured(0.5) or NM(2, 4), say.")
+        raise PatternError(f"{pattern!r} is no pattern: give a pattern such as Unstructured(0.5) or NM(2, 4).")
 
 
 def keep_count(size: int, sparsity: float) -> int:
-    """floor(size (1 - sparsity) + 1/2) with the sparsity read as the decimal that was typed: 0.3 is 3/10."""
+    """Number of entries to keep, floor(size (1 - sparsity) + 1/2), with the sparsity read as a decimal: 0.3 is 3/10."""
     kept = Decimal(size) * (1 - Decimal(str(float(sparsity))))
     return int(kept.quantize(Decimal(1), rounding=ROUND_HALF_UP))
 
 
 def parse(text: str) -> Pattern:
-    """A pattern from text: "2:4", "0.5", "50%".
+    """Read a pattern from text: "2:4", "0.5" or "50%".
 
     Raises:
-        PatternError: the text is none of these.
+        PatternError: the text is not a pattern.
     """
     try:
         if ":" in text:
@@ -155,14 +161,28 @@ def parse(text: str) -> Pattern:
     return Unstructured(number)
 
 
-def top_mask(scores: Tensor, pattern: Pattern) -> Tensor:
-    """The mask that keeps the highest scores of each group, exactly as many as the pattern says.
+def as_pattern(value: Pattern | float | str) -> Pattern:
+    """A pattern from a Pattern, a sparsity such as 0.5, or text such as "2:4", "0.5" or "50%".
 
-    Ties go to the lower index, so that the same scores always give the same mask.
+    Raises:
+        PatternError: the value is none of these, or the sparsity is not in [0, 1).
+    """
+    if isinstance(value, str):
+        return parse(value)
+    if is_a(Real, value):
+        return Unstructured(float(value))  # type: ignore[arg-type]
+    require_pattern(value)
+    return value  # type: ignore[return-value]
+
+
+def top_mask(scores: Tensor, pattern: Pattern) -> Tensor:
+    """Mask of the highest scores in each group, with the exact counts of the pattern.
+
+    Of equal scores the one with the lower index is kept, so equal scores give equal masks.
 
     Args:
-        scores: (rows, columns), any floating dtype, no NaN.
-        pattern: the pattern.
+        scores: (rows, columns), any floating dtype, not NaN.
+        pattern: the sparsity pattern.
 
     Returns:
         Boolean (rows, columns), True where an entry is kept.
@@ -171,19 +191,19 @@ def top_mask(scores: Tensor, pattern: Pattern) -> Tensor:
 
 
 def top_mask_of(scores: Tensor, groups: Groups) -> Tensor:
-    """`top_mask` for groups that are known already."""
+    """`top_mask` for the groups of a pattern."""
     shape = scores.shape
     table = scores.reshape(groups.count, groups.size)
     if groups.keep == 0:
         return torch.zeros(shape, dtype=torch.bool, device=scores.device)
     if groups.keep == groups.size:
         return torch.ones(shape, dtype=torch.bool, device=scores.device)
-    if groups.size <= 32:  # a stable sort of short groups is one fast batched call
+    if groups.size <= 32:  # one batched stable sort is fastest for short groups
         order = table.sort(dim=1, descending=True, stable=True).indices[:, : groups.keep]
         return torch.zeros_like(table, dtype=torch.bool).scatter_(1, order, True).reshape(shape)
     threshold = table.kthvalue(groups.size - groups.keep + 1, dim=1, keepdim=True).values
     mask = table > threshold
-    # Entries equal to the threshold fill the rest, lowest index first.
+    # Entries equal to the threshold fill the remaining count, lowest index first.
     tied = table == threshold
     missing = groups.keep - mask.sum(1, keepdim=True)
     mask |= tied & (tied.cumsum(1) <= missing)

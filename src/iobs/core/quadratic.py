@@ -1,8 +1,8 @@
-"""The one problem of iobs: quadratics whose rows share a Hessian, and what solvers of them return.
+"""Quadratics whose rows share a Hessian, and the solutions of solvers.
 
     q(v) = 1/2 v H v^T - b v^T     for every row v of V
 
-The linear term b is stored, not the centre c with c H = b: that needs no inverse and serves singular H.
+The linear term b is stored instead of the centre c, c H = b: b needs no inverse of H and exists for singular H.
 """
 
 from __future__ import annotations
@@ -21,43 +21,31 @@ from iobs.errors import NonFiniteError, ProblemError
 
 
 class HessianOperator(Protocol):
-    """A symmetric positive semi-definite matrix that is only multiplied with, never stored.
-
-    Shapes: `matmul` takes and gives (..., d); `columns(support)` is (d, k); `submatrix(support)` is (k, k), for a
-    support given as int64 indices (k,).
-    """
+    """Symmetric positive semi-definite (d, d) matrix given by its products, not by its entries."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(d, d)."""
+        """Shape of the matrix, (d, d)."""
         ...
 
     def matmul(self, vectors: Tensor) -> Tensor:
-        """Rows of `vectors` times the matrix."""
+        """Rows of `vectors` times the matrix, (..., d) -> (..., d)."""
         ...
 
     def diagonal(self) -> Tensor:
-        """(d,)."""
-        ...
-
-    def columns(self, support: Tensor) -> Tensor:
-        """Columns of the matrix, (d, k)."""
-        ...
-
-    def submatrix(self, support: Tensor) -> Tensor:
-        """Rows and columns of the support, (k, k)."""
+        """Diagonal of the matrix, (d,)."""
         ...
 
 
 @dataclass(frozen=True)
 class DenseHessian:
-    """A stored matrix as a `HessianOperator`."""
+    """Dense (d, d) matrix as a `HessianOperator`."""
 
     matrix: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(d, d)."""
+        """Shape of the matrix, (d, d)."""
         return self.matrix.shape[0], self.matrix.shape[1]
 
     def matmul(self, vectors: Tensor) -> Tensor:
@@ -65,31 +53,23 @@ class DenseHessian:
         return vectors @ self.matrix
 
     def diagonal(self) -> Tensor:
-        """(d,)."""
+        """Diagonal of the matrix, (d,)."""
         return self.matrix.diagonal()
-
-    def columns(self, support: Tensor) -> Tensor:
-        """Columns of the matrix, (d, k)."""
-        return self.matrix[:, support]
-
-    def submatrix(self, support: Tensor) -> Tensor:
-        """Rows and columns of the support, (k, k)."""
-        return self.matrix[support][:, support]
 
 
 class Quadratic:
-    """q(v) = 1/2 v H v^T - b v^T for every row of a (rows, d) matrix, all rows sharing H. Never changed once made.
+    """Quadratic q(v) = 1/2 v H v^T - b v^T for every row v of a (rows, d) matrix. Immutable; all rows share H.
 
     Args:
-        hessian: (d, d) symmetric positive semi-definite tensor, or an operator.
-        linear: (rows, d), the rows b; None for a centred problem, which computes anchor H when it is asked for.
+        hessian: (d, d) symmetric positive semi-definite tensor, or a `HessianOperator`.
+        linear: (rows, d), the rows b. None for a centred problem, whose linear term anchor H is computed on demand.
         anchor: (rows, d), the weights that damping pulls towards: the current weights of a layer, or the current
-            iterate. Not part of q. Without it the centre H^-1 b takes its place.
-        centred: the anchor is known to be the centre, so that nobody needs to solve for it.
+            iterate. Not part of q. Default: the centre H^-1 b.
+        centred: the anchor is the centre, which then needs no solve.
 
     Raises:
         ProblemError: shapes or dtypes do not fit together.
-        NonFiniteError: NaN or infinity anywhere.
+        NonFiniteError: an input holds NaN or infinity.
     """
 
     def __init__(
@@ -136,37 +116,40 @@ class Quadratic:
 
     @property
     def _given(self) -> Tensor:
-        """The (rows, d) tensor that was given: linear term or centre."""
+        """Tensor (rows, d) that the problem was made from: the linear term or the centre."""
         given = self.anchor if self._linear is None else self._linear
         assert given is not None
         return given
 
     def _with(self, hessian: Tensor | HessianOperator, linear: Tensor | None, anchor: Tensor | None) -> Quadratic:
-        """A relative of this problem, made of tensors that were checked already."""
+        """Make a problem from changed tensors without checking them; a changed Hessian gets a new cache of factors."""
         changed = object.__new__(Quadratic)
         changed.hessian, changed._linear, changed.anchor, changed.centred = hessian, linear, anchor, self.centred
         changed.factors = self.factors if hessian is self.hessian else Factors(self.factors.keep)
         return changed
 
     def sharing(self) -> Quadratic:
-        """The same problem, whose factorisations are kept for every problem made of it by `rows` or `damped`."""
+        """The same problem with factorisations that are stored and shared with problems made by `rows` or `damped`."""
         shared = self._with(self.hessian, self._linear, self.anchor)
         shared.factors = Factors(keep=True)
         return shared
 
     @classmethod
     def at(cls, centre: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
-        """1/2 (v - c) H (v - c)^T up to a constant: the layer problem min ||W X - V X||^2 with c = W, H = X X^T."""
+        """Quadratic with a given centre: 1/2 (v - c) H (v - c)^T up to a constant.
+
+        The layer problem min ||W X - V X||^2 is `at(W, X X^T)`.
+        """
         _require_tensors(hessian, centre=centre)
         centre = centre.to(hessian.dtype) if isinstance(hessian, Tensor) else centre
         return cls(hessian, None, centre, centred=True)
 
     @classmethod
     def stack(cls, problems: Sequence[Quadratic]) -> Quadratic:
-        """The rows of several problems with one Hessian as one problem.
+        """Concatenate the rows of several problems with one Hessian.
 
         Raises:
-            ProblemError: their Hessians are not the same object.
+            ProblemError: the Hessians are not the same object.
         """
         first = problems[0]
         if any(problem.hessian is not first.hessian for problem in problems):
@@ -181,7 +164,7 @@ class Quadratic:
 
     @property
     def linear(self) -> Tensor:
-        """(rows, d), the rows b."""
+        """Linear term b of every row, (rows, d)."""
         if self._linear is None:
             assert self.anchor is not None
             self._linear = self.operator.matmul(self.anchor)
@@ -189,28 +172,28 @@ class Quadratic:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights that are sought."""
+        """Dtype of the weights."""
         return self._given.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the problem lies."""
+        """Device of the weights."""
         return self._given.device
 
     @classmethod
     def newton(cls, point: Tensor, gradient: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
-        """The second-order model of a smooth f at `point` (paper, eq. WT-iter): its centre is the Newton point."""
+        """Second-order model of a smooth f at `point` (paper, eq. WT-iter). Its centre is the Newton point."""
         _require_tensors(hessian, point=point, gradient=gradient)
         return cls(hessian, _operator(hessian).matmul(point) - gradient, point)
 
     @property
     def operator(self) -> HessianOperator:
-        """The Hessian as an operator, whatever it is stored as."""
+        """The Hessian as a `HessianOperator`."""
         return _operator(self.hessian)
 
     @property
     def matrix(self) -> Tensor:
-        """The Hessian as a dense (d, d) tensor; an operator is multiplied out."""
+        """The Hessian as a dense (d, d) tensor; an operator is multiplied with the identity."""
         if isinstance(self.hessian, Tensor):
             return self.hessian
         identity = torch.eye(self.hessian.shape[0], dtype=self.dtype, device=self.device)
@@ -218,24 +201,24 @@ class Quadratic:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, d) of the matrix that is sought."""
+        """Shape of the weight matrix, (rows, d)."""
         return self._given.shape[0], self._given.shape[1]
 
     def loss(self, weight: Tensor) -> Tensor:
-        """q of every row, (rows,) in float64, whatever dtype the problem is in."""
+        """q of every row, (rows,) in float64 for a problem of any dtype."""
         weight = weight.double()
         product = _double_product(weight, self.hessian, self.dtype)
-        if self.centred:  # (v / 2 - c) H v^T: the same number from one product
+        if self.centred:  # (v / 2 - c) H v^T needs one product with H, not two
             assert self.anchor is not None
             return ((0.5 * weight - self.anchor.double()) * product).sum(1)
         return ((0.5 * product - self.linear.double()) * weight).sum(1)
 
     def gradient(self, weight: Tensor) -> Tensor:
-        """V H - B, (rows, d)."""
+        """Gradient V H - B of q at every row, (rows, d)."""
         return self.operator.matmul(weight) - self.linear
 
     def damped(self, amount: float) -> Quadratic:
-        """With the proximal term 1/2 amount ||v - anchor||^2: H + amount I and b + amount anchor, b never unchanged."""
+        """Add the proximal term 1/2 amount ||v - anchor||^2: H becomes H + amount I and b becomes b + amount anchor."""
         if amount == 0:
             return self
         anchor = self.centre() if self.anchor is None else self.anchor
@@ -245,9 +228,10 @@ class Quadratic:
         return self._with(matrix, linear, anchor)
 
     def centre(self) -> Tensor:
-        """The unconstrained minimiser, (rows, d): B H^-1.
+        """Unconstrained minimiser B H^-1, (rows, d).
 
-        Where H is singular up to rounding, that of least sum of H_ii v_i^2: the units of the variables do not matter.
+        If H is singular up to rounding, the minimiser with the least sum of H_ii v_i^2 is returned. This choice does
+        not depend on the units of the variables.
         """
         if self.centred:
             assert self.anchor is not None
@@ -256,7 +240,7 @@ class Quadratic:
         return solve(self.linear.double()).to(self.linear.dtype)
 
     def to(self, dtype: torch.dtype) -> Quadratic:
-        """The same problem with dense tensors in another dtype."""
+        """The same problem in another dtype, with a dense Hessian; unchanged if the dtype is already right."""
         if dtype == self.dtype == self.matrix.dtype:
             return self
         anchor = None if self.anchor is None else self.anchor.to(dtype)
@@ -266,17 +250,17 @@ class Quadratic:
         return changed
 
     def divided(self, amount: float) -> Quadratic:
-        """q / amount, which has the same minimisers."""
+        """The problem q / amount, which has the same minimisers."""
         linear = None if self.centred else self.linear / amount
         return self._with(self.matrix / amount, linear, self.anchor)
 
     def in_units(self, unit: float) -> Quadratic:
-        """The problem of v / unit, over unit^2: b and the anchor become smaller, H stays."""
+        """The problem of v / unit, divided by unit^2: b and the anchor are divided by `unit`, H is unchanged."""
         linear = None if self.centred else self.linear / unit
         return self._with(self.hessian, linear, None if self.anchor is None else self.anchor / unit)
 
     def without(self, columns: Tensor) -> Quadratic:
-        """Columns (boolean, (d,)) made harmless: unit curvature on the scale of the others, zero target and anchor."""
+        """Decouple columns (boolean, (d,)): mean curvature of the other columns, zero linear term and anchor."""
         matrix = self.matrix.clone()
         matrix[columns] = 0
         matrix[:, columns] = 0
@@ -286,20 +270,20 @@ class Quadratic:
         return self._with(matrix, linear, anchor)
 
     def rows(self, index: Tensor | slice) -> Quadratic:
-        """The problem of some rows only; the Hessian is shared, not copied."""
+        """The problem of the selected rows; the Hessian is shared, not copied."""
         linear = None if self._linear is None else self._linear[index]
         return self._with(self.hessian, linear, None if self.anchor is None else self.anchor[index])
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver found.
+    """Sparse weights found by a solver.
 
     Attributes:
         weight: (rows, d), exactly zero outside the mask.
-        mask: boolean (rows, d).
-        problem: whose q is reported, undamped.
-        stats: whatever the solver wants to tell: iterations, damping used, swaps made, seconds.
+        mask: boolean (rows, d), True where an entry is kept.
+        problem: the undamped quadratic that `loss` reports.
+        stats: statistics of the solver by name, for example the damping used and the number of swaps.
     """
 
     weight: Tensor
@@ -309,38 +293,29 @@ class Solution:
 
     @cached_property
     def loss(self) -> Tensor:
-        """(rows,) float64, q of each row, without the constant that would make it a squared error.
+        """q of each row, (rows,) in float64, without the constant that makes q a squared error.
 
-        Computed when first asked for: it costs a product in float64.
+        Computed on first access, because it costs a float64 product with H.
         """
         return self.problem.loss(self.weight)
 
     @classmethod
     def of(cls, problem: Quadratic, weight: Tensor, mask: Tensor, **stats: Any) -> Solution:
-        """A solution with its zeros made exact."""
+        """Solution with the weights outside the mask set to zero."""
         weight = weight.masked_fill(~mask, 0)
         return cls(weight, mask, problem, stats)
 
 
-def relative_error(problem: Quadratic, weight: Tensor) -> float:
-    """tr((V - C) H (V - C)^T) / tr(C H C^T), under this problem's own Hessian; 0 where C H C^T is zero."""
-    centre = problem.centre().double()
-    difference = weight.double() - centre
-    error = (_double_product(difference, problem.hessian, problem.dtype) * difference).sum()
-    size = (_double_product(centre, problem.hessian, problem.dtype) * centre).sum()
-    return float(error / size) if float(size) > 0 else 0.0
-
-
 def _solver(matrix: Tensor) -> Callable[[Tensor], Tensor]:
-    """Rows B to their centres B H^-1, in float64; H^-1 is the pseudo-inverse where H is singular up to rounding."""
-    # Rounded entries can make a small positive pivot of a zero; where there is none as small, all are real.
+    """Function from rows B to centres B H^-1 in float64; the pseudo-inverse of H if H is singular up to rounding."""
+    # Rounding can turn a zero pivot into a small positive pivot. H is definite if every pivot is larger than that.
     rounding = torch.finfo(matrix.dtype).eps
     factor, info = torch.linalg.cholesky_ex(matrix.double())
     if int(info) == 0 and bool((factor.diagonal().square() > 4 * rounding * matrix.diagonal()).all()):
         return lambda rows: torch.cholesky_solve(rows.T, factor).T
     scale = matrix.diagonal().double().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
-    # With unit curvatures one threshold serves all variables; a large one would bury the others.
+    # Scale to unit curvatures, so that one threshold fits all variables: variables of large scale hide the others.
     unit = matrix.double() / scale / scale[:, None]
     pseudo_inverse: Tensor = torch.linalg.pinv(unit, hermitian=True, atol=len(unit) * rounding, rtol=0.0)
     return lambda rows: rows / scale @ pseudo_inverse / scale
@@ -354,7 +329,7 @@ def _require_tensors(hessian: object, **rows: object) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """A finite sum has finite terms, and a sum is the cheaper thing to compute."""
+    """Check that all entries are finite; a finite sum proves it without a second pass."""
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
@@ -363,7 +338,7 @@ def _operator(hessian: Tensor | HessianOperator) -> HessianOperator:
 
 
 def _double_product(rows: Tensor, hessian: Tensor | HessianOperator, dtype: torch.dtype) -> Tensor:
-    """Rows times the Hessian in float64; an operator computes in the dtype of its problem."""
+    """Rows times the Hessian in float64; an operator multiplies in the dtype of its problem."""
     if isinstance(hessian, Tensor):
         return rows @ hessian.double()
     return hessian.matmul(rows.to(dtype)).double()

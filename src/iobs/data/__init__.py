@@ -1,4 +1,4 @@
-"""Calibration and evaluation data: text, pictures, arrays, or a function of the user's."""
+"""Calibration and evaluation data: text, images, arrays, or batches from a function of the user."""
 
 from iobs.data.documents import CORPORA, Part, read_documents
 from iobs.data.questions import Question, Questions, made_questions, prompt, read_questions

@@ -1,4 +1,4 @@
-"""Documents out of text files and of the corpora that pruning papers calibrate on."""
+"""Read documents from text files and from the corpora that pruning papers use."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
 
 from iobs.errors import DataError
 
 Part = Literal["calibration", "evaluation"]
 
 SEPARATOR = "<|endoftext|>"
-# C4's own files are lines too, although their names end in .json.gz.
+# .json is read as JSON lines too, as in C4, whose files end in .json.gz.
 _LINES = (".jsonl", ".ndjson", ".json")
-# For calibration, a longer document is cut into pieces at ends of lines: one file of gigabytes may be one document.
+# Calibration cuts documents of more characters into pieces, at line ends: a file of gigabytes may be one document.
 PIECE = 1 << 20
 
 
 def read_documents(file: Path, piece: int | None = None) -> Iterator[str]:
-    """Documents of a text file, one after the other, never the whole file at once.
+    """Iterate over the documents of a text file without reading the whole file at once.
 
-    `.jsonl`, `.ndjson` and `.json`: one JSON object with a "text" field a line. Everything else is plain text, whose
-    documents are separated by lines ``<|endoftext|>``. Either may be compressed as `.gz`.
+    `.jsonl`, `.ndjson` and `.json` files hold one JSON object with a "text" field per line. All other files are plain
+    text, with lines ``<|endoftext|>`` between documents. Both may be compressed (`.gz`).
 
     Args:
         file: the file.
-        piece: cut longer documents into pieces of about so many characters; None leaves every document whole.
+        piece: cut longer documents into pieces of about `piece` characters; None keeps documents whole.
 
     Raises:
-        DataError: the file cannot be read, is not UTF-8, or a line is not such an object.
+        DataError: the file cannot be read, is not UTF-8, or holds a line that is not a JSON object with "text".
     """
     try:
         with open_text(file) as opened:
@@ -48,7 +48,7 @@ def read_documents(file: Path, piece: int | None = None) -> Iterator[str]:
 
 
 def open_text(file: Path) -> TextIO:
-    """A UTF-8 file, compressed where it is called `.gz`; the mark that some programs put first is left out."""
+    """Open a UTF-8 text file; `.gz` is decompressed, and a byte order mark is skipped."""
     if file.suffix.lower() == ".gz":
         return gzip.open(file, "rt", encoding="utf-8-sig")
     return file.open(encoding="utf-8-sig")
@@ -91,7 +91,14 @@ def _json_lines(opened: TextIO, file: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A public corpus, read through the `datasets` library."""
+    """A public corpus, read through the `datasets` library.
+
+    Attributes:
+        arguments: positional arguments of `datasets.load_dataset`.
+        files: data file of each part; empty if the corpus has no such option.
+        splits: split of each part.
+        joined: the rows are lines of one document.
+    """
 
     arguments: tuple[str, ...]
     files: dict[Part, str]
@@ -100,7 +107,7 @@ class Corpus:
 
 
 _CORPORA = {
-    # WikiText-2 is one document by convention: all lines joined by empty ones.
+    # WikiText-2 is one document by convention: all lines, joined by empty lines.
     "wikitext2": Corpus(
         ("Salesforce/wikitext", "wikitext-2-raw-v1"), {}, {"calibration": "train", "evaluation": "test"}, True
     ),
@@ -113,7 +120,7 @@ _CORPORA = {
         {"calibration": "train", "evaluation": "train"},
         False,
     ),
-    # The original needs a loading script, which `datasets` no longer runs; this is its cleaned form, SlimPajama.
+    # SlimPajama, the cleaned RedPajama: the original needs a loading script, which `datasets` no longer runs.
     "redpajama": Corpus(("DKYoon/SlimPajama-6B",), {}, {"calibration": "train", "evaluation": "validation"}, False),
 }
 CORPORA = tuple(_CORPORA)
@@ -122,10 +129,10 @@ _EVALUATION_DOCUMENTS = 1100
 
 
 def corpus_documents(name: str, part: Part) -> Iterator[str]:
-    """Documents of a public corpus, streamed.
+    """Iterate over the documents of a public corpus, streamed where possible.
 
     Raises:
-        DataError: `datasets` is not installed, or the corpus is neither cached nor within reach.
+        DataError: `datasets` is not installed, or the corpus is not cached and cannot be fetched.
     """
     corpus = _CORPORA[name]
     instead = f'Give a local file instead: --data {name}.txt (or .jsonl with a "text" field).'
@@ -133,15 +140,13 @@ def corpus_documents(name: str, part: Part) -> Iterator[str]:
         import datasets
     except ImportError as error:
         raise DataError(f"{name} needs the datasets library: pip install 'iobs[eval]'. {instead}") from error
-    options: dict[str, Any] = {"data_files": {corpus.splits[part]: corpus.files[part]}} if corpus.files else {}
+    files = {"data_files": {corpus.splits[part]: corpus.files[part]}} if corpus.files else {}
     try:
-        rows = datasets.load_dataset(
-            *corpus.arguments, split=corpus.splits[part], streaming=not corpus.joined, **options
-        )
+        rows = datasets.load_dataset(*corpus.arguments, split=corpus.splits[part], streaming=not corpus.joined, **files)
         texts = (row["text"] for row in rows)
         if corpus.joined:
             yield "\n\n".join(texts)
         else:
             yield from texts if part == "calibration" else islice(texts, _EVALUATION_DOCUMENTS)
-    except Exception as error:  # connection errors come as many classes, of several libraries
+    except Exception as error:  # connection errors have many types, from several libraries
         raise DataError(f"{name} is neither cached nor within reach ({type(error).__name__}). {instead}") from error

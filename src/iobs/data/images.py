@@ -1,4 +1,4 @@
-"""Pictures and their labels as tensors."""
+"""Read images and their labels as tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -18,32 +18,35 @@ from torch import Tensor
 
 from iobs.errors import DataError
 
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _READ = ", ".join(IMAGE_SUFFIXES)
-# Folders of these names are parts of a set, each with all its classes.
-_PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")
-# The statistics of ImageNet, which most public vision networks were trained with.
+# Folders with these names are splits of a data set, not classes.
+_SPLITS = ("train", "training", "val", "valid", "validation", "test", "testing")
+# Channel statistics of ImageNet, used to train most public vision networks.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 IMAGENET = (IMAGENET_MEAN, IMAGENET_STD)
 
-Transform = Callable[[Any], Tensor]
+Transform: TypeAlias = "Callable[[Picture], Tensor]"
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 
 
 def read_arrays(file: Path, statistics: Statistics = IMAGENET) -> tuple[Tensor, Tensor | None]:
-    """Images (N, C, H, W) float32 and labels of an .npz file; labels are None where it has none.
+    """Read images (N, C, H, W) float32 and labels (None if absent) from an .npz file.
 
-    The arrays are `images` (N, H, W, C) or (N, H, W) or (N, C, H, W), uint8 or floating, and `labels` (N, ...). Bytes
-    are scaled to [0, 1] and normalised, if they have as many channels as the statistics. Floating images are taken as
-    they are. Labels are classes, int64, where all of them are whole numbers, else real, float32.
+    The file holds `images` (N, H, W, C), (N, H, W) or (N, C, H, W), uint8 or floating, and `labels` (N, ...). uint8
+    images are scaled to [0, 1], and normalised if they have as many channels as the statistics. Floating images are
+    not changed. Labels are int64 classes if all are whole numbers, else float32.
 
     Args:
         file: the .npz file.
-        statistics: what the network was trained with.
+        statistics: mean and standard deviation of each channel.
 
     Raises:
-        DataError: the file is damaged, has no array `images` or one of another type, or its labels are not numbers.
+        DataError: the file is damaged, has no array `images` or one of another dtype, or its labels are not numbers.
     """
     try:
         with np.load(file, allow_pickle=False) as archive:
@@ -54,17 +57,17 @@ def read_arrays(file: Path, statistics: Statistics = IMAGENET) -> tuple[Tensor, 
             "arrays of numbers."
         ) from error
     if "images" not in arrays:
-        raise DataError(f"{file} has no array 'images'; name it so, and 'labels' beside it.")
+        raise DataError(f"{file} has no array 'images'; save images under this name, and their labels as 'labels'.")
     labels = _as_labels(file, arrays["labels"]) if "labels" in arrays else None
     images = arrays["images"]
     if labels is not None and len(labels) != len(images):
         raise DataError(f"{file} has {len(images)} images and {len(labels)} labels.")
     if not len(images):
         raise DataError(f"{file} has no images.")
-    if images.dtype != np.uint8 and images.dtype.kind != "f":  # which scale they have is not known
+    if images.dtype != np.uint8 and images.dtype.kind != "f":  # their scale is unknown
         raise DataError(
-            f"{file}: images are of type {images.dtype}; save bytes, 0 to 255, as images.astype(numpy.uint8), and "
-            "anything else as floating numbers, scaled as the network wants them."
+            f"{file}: images are of type {images.dtype}; save bytes, 0 to 255, as images.astype(numpy.uint8), or "
+            "floating numbers with the scale that the network expects."
         )
     if images.ndim == 3:
         images = images[:, None]
@@ -75,13 +78,13 @@ def read_arrays(file: Path, statistics: Statistics = IMAGENET) -> tuple[Tensor, 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures in files, read and transformed when they are asked for: a set of them need not fit into memory.
+    """Images in files, read and transformed on access, so that the set may be larger than memory.
 
-    Args:
-        source: the folder or zip file where they are.
-        names: of each of them.
-        read: the content of the file of a name.
-        transform: makes a (3, H, W) float32 tensor of an RGB picture.
+    Attributes:
+        source: the folder or zip file of the images.
+        names: name of each image inside `source`.
+        read: returns the content of the file with a given name.
+        transform: converts an RGB image to a (3, H, W) float32 tensor.
     """
 
     source: Path
@@ -90,14 +93,14 @@ class Pictures:
     transform: Transform
 
     def __len__(self) -> int:
-        """How many."""
+        """Number of images."""
         return len(self.names)
 
     def __getitem__(self, chosen: Tensor) -> Tensor:
-        """Some of them, (len(chosen), 3, H, W).
+        """Images (len(chosen), 3, H, W) at the positions `chosen`.
 
         Raises:
-            DataError: one is damaged.
+            DataError: an image is damaged.
         """
         names = [self.names[number] for number in chosen.tolist()]
         return torch.stack([self.transform(_picture(self.source, name, self.read)) for name in names])
@@ -106,22 +109,21 @@ class Pictures:
 def read_pictures(
     source: Path, transform: Transform | None = None, statistics: Statistics = IMAGENET
 ) -> tuple[Tensor | Pictures, Tensor | None]:
-    """Pictures of a folder or zip file as (N, 3, H, W) float32, and their labels (N,) int64.
+    """Read images (N, 3, H, W) float32 and labels (N,) int64 (None if absent) from a folder or zip file.
 
-    Pictures in several folders are labelled by the folder: the number that its name is, or its place in alphabetical
-    order. They may lie deeper if they do so alike in all (`CLASS/images/1.png`). In a single folder the label is the
-    number that a picture's name starts with (`207.jpg`, `207_1.png`); names without numbers have none, and labels are
-    None. Hidden files and folders are left out; links are followed.
+    With several folders, each is a class. Its label is its name if all names are numbers, else its position in
+    alphabetical order. Images may lie deeper, at the same place in each class (`CLASS/images/1.png`). In a single
+    folder the label is the number at the start of the file name (`207.jpg`, `207_1.png`). If a name has no number, or
+    all numbers are equal, there are no labels. Hidden files and folders are ignored; links are followed.
 
     Args:
         source: a folder or zip file.
-        transform: a network's own; pictures may then be of any size and are read one batch at a time.
-        statistics: without a transform pictures are all of one size, and normalised with these.
+        transform: transform of the network. Images may then have any size, and are read one batch at a time.
+        statistics: without a transform, all images must have one size and are normalised with these statistics.
 
     Raises:
-        DataError: Pillow is missing, there are no pictures, they differ in size, a class folder has none, or it is not
-            clear which folders are the classes: pictures lie beside them or at several depths, or they are train and
-            val.
+        DataError: Pillow is missing, there are no images, their sizes differ, or a class folder is empty. Also if the
+            class folders are ambiguous: images lie beside them or at several depths, or they are train and val.
     """
     if importlib.util.find_spec("PIL") is None:
         raise DataError("Reading pictures needs Pillow: pip install 'iobs[vision]'.")
@@ -138,7 +140,7 @@ def read_pictures(
 
 
 def _contents(source: Path) -> tuple[Iterable[str], Callable[[str], bytes]]:
-    """The names of what a folder or zip file holds, and what reads a file of such a name.
+    """The names of all entries of a folder or zip file, and a function that reads the file with a given name.
 
     Raises:
         DataError: the zip file is damaged.
@@ -153,12 +155,17 @@ def _contents(source: Path) -> tuple[Iterable[str], Callable[[str], bytes]]:
 
 
 def _entries(folder: Path, prefix: str = "", above: frozenset[Path] = frozenset()) -> Iterator[str]:
-    """The names of all that lies below a folder, written as in a zip file: those of folders end with "/".
+    """The names of all files and folders below a folder, written as in a zip file: folder names end with "/".
 
-    Links are followed, but for those back to a folder that they lie in.
+    Links are followed, except links to a folder that contains them.
+
+    Args:
+        folder: the folder.
+        prefix: prefix of each name, ending with "/" if not empty.
+        above: resolved paths of the folders that contain `folder`.
 
     Raises:
-        DataError: a link leads nowhere.
+        DataError: a link is broken.
     """
     above |= {folder.resolve()}
     with os.scandir(folder) as entries:
@@ -167,7 +174,7 @@ def _entries(folder: Path, prefix: str = "", above: frozenset[Path] = frozenset(
             if _hidden(name):
                 continue
             if entry.is_symlink() and not os.path.exists(entry):
-                raise DataError(f"{entry.path} is a link that leads nowhere; repair it, or remove it.")
+                raise DataError(f"{entry.path} is a broken link; repair it, or remove it.")
             if not entry.is_dir():
                 yield name
             elif Path(entry).resolve() not in above:
@@ -176,10 +183,10 @@ def _entries(folder: Path, prefix: str = "", above: frozenset[Path] = frozenset(
 
 
 def _labelled(source: Path, entries: Iterable[str]) -> tuple[list[str], Tensor | None]:
-    """The names of pictures, in order, and their labels, out of the names of all that `source` holds.
+    """The sorted names of the images among all entries of `source`, and their labels.
 
     Raises:
-        DataError: there are no pictures, or some lie beside the folders of others; or as `_require_classes`.
+        DataError: there are no images, or images lie beside folders of images; or as `_require_classes`.
     """
     seen = [name for name in entries if not _hidden(name)]
     found = sorted(name for name in seen if name[-1] != "/" and PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES)
@@ -195,7 +202,8 @@ def _labelled(source: Path, entries: Iterable[str]) -> tuple[list[str], Tensor |
     if len(holding) > 1:
         stray = next(name for name in found if _folder(name) == root)
         raise DataError(
-            f"{source}: {stray} lies beside folders of pictures, whose names are classes; move it into one, or away."
+            f"{source}: {stray} lies beside folders of pictures, whose names are classes; move it into a class "
+            "folder, or remove it."
         )
     stems = [PurePosixPath(name).stem.split("_")[0].split(".")[0] for name in found]
     numbered = all(stem.isdigit() for stem in stems) and len(set(stems)) > 1
@@ -203,48 +211,50 @@ def _labelled(source: Path, entries: Iterable[str]) -> tuple[list[str], Tensor |
 
 
 def _require_classes(place: Path, classes: set[str], pictures: Sequence[tuple[str, ...]]) -> None:
-    """Whether folders are classes: all hold pictures, all at the same place inside.
+    """Raise unless folders are classes: each holds images, at the same place inside each folder.
 
     Args:
-        place: where the folders are.
-        classes: their names.
-        pictures: of each picture the folders that it lies in, from the class on.
+        place: parent of the folders.
+        classes: names of the folders.
+        pictures: for each image the folders that contain it, starting with the class folder.
 
     Raises:
-        DataError: they are not, or are the parts of a set.
+        DataError: a folder is empty, images lie at different places, or the folders are splits of a data set.
     """
-    parts = sorted(name for name in classes if name.lower() in _PARTS)
+    parts = sorted(name for name in classes if name.lower() in _SPLITS)
     if len(parts) > 1:
-        raise DataError(f"{place} holds {' and '.join(parts)}, which are no classes: give only one of them.")
-    empty = sorted(classes - {folders[0] for folders in pictures})
-    if empty:  # left out, it would shift the labels of those after it
         raise DataError(
-            f"{place / empty[0]} has no pictures ({_READ}), and would be a class as the folders beside it are: convert "
-            "what it holds, or move it away."
+            f"{place} holds {' and '.join(parts)}, which are splits of a data set, not classes; give only one of them."
+        )
+    empty = sorted(classes - {folders[0] for folders in pictures})
+    if empty:  # ignoring it would shift the labels of the classes after it
+        raise DataError(
+            f"{place / empty[0]} has no pictures ({_READ}), but the folders beside it are classes; convert its files "
+            "to these formats, or move the folder away."
         )
     unlike = {folders[1:]: "/".join(folders) for folders in pictures}
-    if len(unlike) > 1:  # CLASS/images is clear, where every class has it
+    if len(unlike) > 1:  # CLASS/images is unambiguous only if every class has it
         one, other = [*unlike.values()][:2]
         raise DataError(
-            f"{place}: pictures lie in {one} and in {other}, so it is not clear which folders are the classes: give "
-            "one whose own folders are."
+            f"{place}: pictures lie in {one} and in {other}, so it is not clear which folders are the classes; "
+            "give a folder whose direct subfolders are the classes."
         )
 
 
 def _folder(name: str) -> tuple[str, ...]:
-    """The folder that a file lies in, or that is meant itself, part by part."""
+    """Path components of the folder of a file name, or of a folder name itself."""
     parts = PurePosixPath(name).parts
     return parts if name.endswith("/") else parts[:-1]
 
 
 def _inside(folder: tuple[str, ...], folders: Iterable[tuple[str, ...]]) -> set[str]:
-    """The names of the folders directly in one of them."""
+    """Names of the direct subfolders of `folder` among `folders`."""
     depth = len(folder)
     return {other[depth] for other in folders if len(other) > depth and other[:depth] == folder}
 
 
 def _numbers(names: Sequence[str], order: Sequence[str]) -> Tensor:
-    """The numbers that names are, or else their places."""
+    """Names as int64: their numbers if all names are numbers, else their positions in `order`."""
     if all(name.isdigit() for name in names):
         return torch.tensor([int(name) for name in names])
     places = {name: place for place, name in enumerate(order)}
@@ -255,11 +265,11 @@ def _hidden(name: str) -> bool:
     return any(part.startswith(".") or part == "__MACOSX" for part in PurePosixPath(name).parts)
 
 
-def _picture(source: Path, name: str, read: Callable[[str], bytes]) -> Any:
-    """A picture of a folder or zip file, in colour.
+def _picture(source: Path, name: str, read: Callable[[str], bytes]) -> Picture:
+    """Read an image from a folder or zip file, and convert it to RGB.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the file is damaged, or not an image.
     """
     from PIL import Image
 
@@ -270,8 +280,8 @@ def _picture(source: Path, name: str, read: Callable[[str], bytes]) -> Any:
         raise DataError(f"{source}: {name} is not a picture, or is damaged.") from error
 
 
-def _in_colour(picture: Any) -> Any:
-    """A picture as RGB of 8 bits; grey of 16 bits is scaled first, since Pillow would only clip it."""
+def _in_colour(picture: Picture) -> Picture:
+    """Convert an image to 8-bit RGB; 16-bit grey is scaled to 8 bits first, since Pillow would clip it."""
     if picture.mode.startswith("I"):
         from PIL import Image
 
@@ -280,10 +290,10 @@ def _in_colour(picture: Any) -> Any:
 
 
 def _as_labels(file: Path, labels: np.ndarray) -> Tensor:
-    """Classes as int64, real numbers as float32.
+    """Labels as int64 if all are whole numbers, else as float32.
 
     Raises:
-        DataError: neither.
+        DataError: labels are not numbers, or not finite.
     """
     if labels.dtype.kind in "biu":
         return torch.from_numpy(labels.astype(np.int64))
@@ -295,7 +305,7 @@ def _as_labels(file: Path, labels: np.ndarray) -> Tensor:
 
 
 def _as_tensor(images: np.ndarray, statistics: Statistics) -> Tensor:
-    """Pictures (N, C, H, W) as float32; bytes scaled to [0, 1], and normalised if the statistics are of as many C."""
+    """Images (N, C, H, W) as float32; uint8 is scaled to [0, 1], and normalised if the statistics have C channels."""
     tensor = torch.from_numpy(images)
     if images.dtype != np.uint8:
         return tensor.float().contiguous()
@@ -307,5 +317,5 @@ def _as_tensor(images: np.ndarray, statistics: Statistics) -> Tensor:
 
 
 def _channels_first(second: int, third: int, last: int) -> bool:
-    """Whether pictures of these dimensions are (C, H, W): one or three channels, square pictures, or fewer than W."""
+    """Guess whether image dimensions are (C, H, W): C is 1 or 3, the images are square, or C <= W."""
     return second in (1, 3) or third == last or (second != third and second <= last)

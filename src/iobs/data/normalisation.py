@@ -1,33 +1,32 @@
-"""How a network wants its pictures, as far as it says so itself."""
+"""Image transforms and normalisation that a network states for its inputs."""
 
 from __future__ import annotations
 
 import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 from iobs.data.images import IMAGENET, Statistics, Transform
 from iobs.errors import DataError
 from iobs.models import LoadedModel
 
-_PREPROCESSOR = "preprocessor_config.json"  # of image models of Hugging Face
+_PREPROCESSOR = "preprocessor_config.json"  # written by Hugging Face for image models
 
 
 def transform_of(model: LoadedModel) -> Transform | None:
-    """How a timm network wants its pictures: resized, cropped and normalised as it was evaluated."""
+    """The evaluation transform (resize, crop, normalise) of a timm network. Returns None for other networks."""
     if getattr(model.module, "pretrained_cfg", None) is None:
         return None
-    timm: Any = importlib.import_module("timm.data")
+    timm = importlib.import_module("timm.data")
     transform: Transform = timm.create_transform(**timm.resolve_data_config({}, model=model.module), is_training=False)
     return transform
 
 
 def statistics_of(model: LoadedModel) -> Statistics:
-    """Mean and standard deviation of the channels that a network was trained with; those of ImageNet if it says none.
+    """Mean and standard deviation of each channel for a network's inputs; those of ImageNet if it states none.
 
     Raises:
-        DataError: the file that states them is damaged.
+        DataError: preprocessor_config.json is damaged.
     """
     timm = getattr(model.module, "pretrained_cfg", None) or {}
     if "mean" in timm and "std" in timm:
@@ -50,7 +49,7 @@ def statistics_of(model: LoadedModel) -> Statistics:
 
 
 def _preprocessor(model: LoadedModel) -> Path | None:
-    """The file beside the weights, in a directory or in the cache of the hub; None where there is none."""
+    """preprocessor_config.json beside the weights, in a directory or the hub cache. Returns None if it is missing."""
     config = getattr(model.module, "config", None)
     origin = getattr(config, "name_or_path", None)
     if not origin:
@@ -64,6 +63,6 @@ def _preprocessor(model: LoadedModel) -> Path | None:
         found = huggingface_hub.try_to_load_from_cache(
             origin, _PREPROCESSOR, revision=getattr(config, "_commit_hash", None)
         )
-    except ValueError:  # no name of the hub
+    except ValueError:  # not a hub name
         return None
     return Path(found) if isinstance(found, str) else None

@@ -1,4 +1,4 @@
-"""Questions with four answers in the shape of MMLU, and the prompts that they become."""
+"""Multiple-choice questions in the format of MMLU (four choices), and their prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LETTERS = "ABCD"
 
 @dataclass(frozen=True)
 class Question:
-    """One question; `answer` is the index of the right choice."""
+    """A multiple-choice question; `answer` is the index of the correct choice."""
 
     subject: str
     question: str
@@ -27,24 +27,24 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions to answer, and by subject the examples that come before them."""
+    """Test questions, and the few-shot examples of each subject."""
 
     test: list[Question]
     examples: dict[str, list[Question]]
 
 
 def read_questions(file: Path, subjects: int | None = None, each: int | None = None) -> Questions:
-    """Questions from a .jsonl or .jsonl.gz with the keys split, subject, question, choices and answer.
+    """Read questions from a .jsonl or .jsonl.gz file with the keys split, subject, question, choices and answer.
 
-    Lines whose split is "dev" are the examples.
+    Lines whose split is "dev" are the few-shot examples.
 
     Args:
         file: the file.
-        subjects: the first so many subjects by name, or all.
-        each: questions a subject at most, or all.
+        subjects: number of subjects, the first by name; None for all.
+        each: maximum number of questions per subject; None for all.
 
     Raises:
-        DataError: the file is not there or not of this kind.
+        DataError: the file does not exist, or a line does not have this format.
     """
     examples: dict[str, list[Question]] = defaultdict(list)
     test: dict[str, list[Question]] = defaultdict(list)
@@ -72,7 +72,7 @@ def read_questions(file: Path, subjects: int | None = None, each: int | None = N
 
 
 def made_questions(subjects: int = 5, each: int = 8) -> Questions:
-    """Sums in the shape of MMLU, for where its questions are not at hand."""
+    """Addition questions in the format of MMLU, a substitute without its file. The first choice is always correct."""
 
     def question(subject: int, index: int) -> Question:
         total = subject + index
@@ -85,7 +85,7 @@ def made_questions(subjects: int = 5, each: int = 8) -> Questions:
 
 
 def prompt(question: Question, examples: Sequence[Question]) -> str:
-    """The usual prompt of MMLU, its examples first; it ends where the answer's letter comes."""
+    """The usual prompt of MMLU: the examples, then the question, ending before the letter of the answer."""
     subject = question.subject.replace("_", " ")
     parts = [f"The following are multiple choice questions (with answers) about {subject}.\n"]
     parts += [f"{_stated(example)} {LETTERS[example.answer]}\n" for example in examples]

@@ -1,11 +1,11 @@
-"""What --data may name, and how it becomes calibration batches."""
+"""Open data sources by name (--data), and draw calibration batches from them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ Batch: TypeAlias = Tensor | tuple[Tensor | Mapping[str, Tensor], Tensor] | Mappi
 
 @dataclass(frozen=True)
 class TextSource:
-    """Documents, which a tokenizer turns into windows."""
+    """Text documents, to be tokenised and cut into windows."""
 
     name: str
     documents: Callable[[], Iterable[str]]
@@ -32,9 +32,9 @@ class TextSource:
 
 @dataclass(frozen=True)
 class ArraySource:
-    """Inputs (N, ...) and, where known, targets: classes (N,) int64, or real numbers (N, ...) float32.
+    """Inputs (N, ...) and, if known, targets: classes (N,) int64, or real numbers (N, ...) float32.
 
-    Pictures in files come when they are asked for.
+    Inputs of type `Pictures` are read from files on access.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ArraySource:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Ready batches, as the user's own function gave them."""
+    """Batches that a function of the user returned."""
 
     name: str
     batches: list[Batch]
@@ -54,13 +54,18 @@ Source: TypeAlias = TextSource | ArraySource | BatchSource
 
 
 def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
-    """What --data names: text files, a corpus, arrays, pictures, FILE.py:function, or nothing (a default).
+    """Open a data source.
 
-    Without any, the embedded model takes the embedded text and every other language model C4 for calibration and
-    WikiText-2 for evaluation, as pruning papers do.
+    Args:
+        specs: text files, or one of: a corpus, an .npz file, a folder or zip file of images, FILE.py:function. Default
+            (empty): the embedded model uses the embedded text; other language models use C4 for calibration and
+            WikiText-2 for evaluation, as pruning papers do.
+        part: part of a corpus to read, and the purpose of the default.
+        model: the model that the data is for.
 
     Raises:
-        DataError: the source does not exist, cannot be read, or several that are not text files were named.
+        DataError: a source does not exist or cannot be read, several sources are not all text files, or `specs` is
+            empty and the model has no default.
     """
     if not specs:
         return _default(part, model)
@@ -89,19 +94,19 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
 def calibration_batches(
     source: Source, model: LoadedModel, *, samples: int, length: int, seed: int, batch: int = 8
 ) -> list[Batch]:
-    """Draw calibration batches from a source; ready batches are taken as they are.
+    """Draw calibration batches from a source. Batches of a `BatchSource` are returned unchanged.
 
     Args:
-        source: what `open_source` gave.
-        model: the model that will see them; gives the tokenizer and the longest window.
-        samples: windows or pictures to draw.
-        length: tokens in a window, shortened to the model's context.
-        seed: of the draw.
-        batch: samples in a batch.
+        source: result of `open_source`.
+        model: the model to calibrate; provides tokenizer, dtype and context length.
+        samples: number of windows or images.
+        length: tokens per window, at most the context of the model.
+        seed: seed of the draw.
+        batch: samples per batch.
 
     Raises:
-        CalibrationError: the source is empty or shorter than one window.
-        ModelError: text was given and the model has no tokenizer.
+        CalibrationError: `samples` is less than 1, or the text is shorter than one window.
+        ModelError: the source is text and the model has no tokenizer.
     """
     if samples < 1:
         raise CalibrationError(f"{samples} calibration samples were asked for; at least 1 is needed.")
@@ -124,7 +129,7 @@ def calibration_batches(
 
 
 def array_batches(source: ArraySource, model: LoadedModel, order: Tensor, batch: int) -> Iterator[Batch]:
-    """Inputs in the model's dtype, with targets where there are any, in the given order, `batch` at a time."""
+    """Iterate over batches of `batch` samples in the given order: inputs in the model's dtype, and targets if known."""
     dtype = next((one.dtype for one in model.module.parameters() if one.is_floating_point()), torch.float32)
     for chosen in torch.split(order, batch):
         inputs = source.inputs[chosen].to(dtype)
@@ -149,18 +154,18 @@ def _all_documents(files: Sequence[Path], piece: int | None) -> Iterator[str]:
         yield from read_documents(file, piece)
 
 
-def _listed(value: Any) -> Any:
-    """What a user's function returned; a generator or loader of batches as a list."""
+def _listed(value: object) -> object:
+    """Convert a generator or data loader of batches to a list; other values are returned unchanged."""
     if isinstance(value, Tensor | Mapping | str) or not isinstance(value, Iterable):
         return value
     return list(value)
 
 
-def _checked(spec: str, batches: Any) -> list[Batch]:
-    """The batches that a user's function returned, checked one by one.
+def _checked(spec: str, batches: object) -> list[Batch]:
+    """Check the batches that a function of the user returned; pairs become tuples.
 
     Raises:
-        CalibrationError: it returned no list, an empty one, or one that holds something else.
+        CalibrationError: the result is not a list, is empty, or holds something that is not a batch.
     """
     if not isinstance(batches, list):
         raise CalibrationError(f"{spec} returned {type(batches).__name__}; it must return a list of batches.")

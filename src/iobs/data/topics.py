@@ -1,4 +1,4 @@
-"""The embedded text: Python's own help topics, split by topic name into training, calibration and held-out parts."""
+"""The embedded text: the help topics of Python, split by topic name into training, calibration and held-out parts."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from iobs.errors import DataError
 
 Split = Literal["train", "calibration", "heldout"]
 
-# A topic's share is the percentile of the hash of its name, so it never moves between splits, whatever the Python.
+# The split of a topic depends on a hash of its name only, so it is the same in every Python version.
 _PERCENTILES: dict[Split, range] = {
     "heldout": range(0, 20),
     "calibration": range(20, 48),
     "train": range(48, 100),
 }
 _TITLE_RULE = re.compile(r"^\s*([*=\-^~\"])\1{3,}\s*$")
-# Shorter paragraphs ("Note:", a lone keyword) recur everywhere and carry no text to leak.
+# Shorter paragraphs ("Note:", a single keyword) occur in many topics, and cannot leak held-out text.
 _SHORTEST_OWNED_PARAGRAPH = 40
 
 
 def embedded_text(split: Split) -> list[str]:
-    """Cleaned help topics of one split, in the order of their names, one document a topic.
+    """Cleaned help topics of one split, sorted by name, one document per topic.
 
-    The topics come from `pydoc_data.topics` of the running Python. Their wording differs a little between Python
-    versions, but the split goes by topic name, so a topic that the embedded model was trained on is never held out.
-    Topics quote one another; a paragraph belongs to the first of held-out, calibration, train that has it and is
-    removed from the others.
+    The topics come from `pydoc_data.topics` of the running Python. Their wording differs slightly between Python
+    versions. The split depends on the topic name only, so topics used to train the embedded model are never held out.
+    Topics quote each other: a paragraph stays in the first split that contains it, in the order held-out, calibration,
+    train, and is removed from the others.
 
-    Raises `DataError` where this Python was installed without its help topics or `split` is not one of the three.
+    Raises:
+        DataError: this Python was installed without its help topics, or `split` is not one of the three.
     """
     if split not in _PERCENTILES:
         raise DataError(f"the embedded text has no split {split!r}; choose one of {', '.join(_PERCENTILES)}")
@@ -45,18 +46,18 @@ def embedded_text(split: Split) -> list[str]:
 
 
 def percentile(name: str) -> int:
-    """A number of 0..99 that depends on the name alone."""
+    """A number in 0..99 that depends on the name only."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest(), "big") % 100
 
 
 def clean(text: str) -> str:
-    """Text without title rules and trailing blanks, with paragraphs separated by one empty line."""
+    """Remove title underlines and trailing spaces; separate paragraphs by one empty line."""
     lines = [line.rstrip() for line in text.expandtabs().splitlines() if not _TITLE_RULE.match(line)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
 
 
 def without_owned(text: str, owned: set[str]) -> str:
-    """Drop the paragraphs that `owned` already has, and add the remaining ones to it."""
+    """Remove the paragraphs of a text that are in `owned`, and add the remaining paragraphs to `owned`."""
     kept = []
     for paragraph in text.split("\n\n"):
         key = " ".join(paragraph.split())

@@ -1,4 +1,4 @@
-"""Text to token windows, by the convention in which perplexities are compared."""
+"""Cut text into token windows, by the usual convention for perplexity."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch import Tensor
 from iobs.errors import CalibrationError, DataError
 from iobs.models import Tokenizer
 
-# Documents tokenised in one call: enough to keep the tokenizer's threads busy, few enough to stop early.
+# Documents per call of the tokenizer: enough to use its threads, few enough to stop early.
 _DOCUMENTS_A_CALL = 64
-# Calibration windows are drawn from this many times as many as asked, so that a huge text is not read whole.
+# Calibration draws from the first _POOL * samples windows, so that a huge text is not read whole.
 _POOL = 8
 
 
 def token_windows(tokenizer: Tokenizer, documents: Iterable[str], length: int, limit: int | None = None) -> Tensor:
     """Cut documents into non-overlapping windows of tokens.
 
-    Each document gets the tokenizer's own special tokens, the documents are concatenated, and the remainder after the
+    Each document gets the special tokens of the tokenizer. The documents are concatenated, and the remainder after the
     last whole window is dropped.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         documents: texts, read only as far as needed.
-        length: tokens in a window.
-        limit: stop after so many windows.
+        length: tokens per window.
+        limit: maximum number of windows; None for all.
 
     Returns:
-        (windows, length), int64.
+        Tokens (windows, length), int64.
 
     Raises:
-        DataError: a window would have fewer than two tokens, or the text is shorter than one window.
+        DataError: `length` is less than 2, or the text is shorter than one window.
     """
     if length < 2:
         raise DataError(f"A window of {length} tokens predicts nothing; ask for at least 2.")
@@ -64,25 +64,25 @@ def calibration_windows(
     batch: int = 8,
     labels: bool = True,
 ) -> list[dict[str, Tensor]]:
-    """Draw windows at random, without repetition, from the beginning of a text.
+    """Draw windows at random, without replacement, from the beginning of a text.
 
-    The draw is among the first `8 * samples` windows, so a text of gigabytes is neither read nor tokenised whole. A
-    text with fewer windows than asked gives all that it has.
+    The windows are drawn from the first `8 * samples` windows, so a text of gigabytes is not read or tokenised whole. A
+    text with fewer than `samples` windows gives all of them.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         documents: texts.
-        samples: windows to draw.
-        length: tokens in a window.
-        seed: of the draw.
-        batch: windows in a batch.
-        labels: give the tokens as labels too, so that a language model returns its loss.
+        samples: number of windows.
+        length: tokens per window.
+        seed: seed of the draw.
+        batch: windows per batch.
+        labels: also return the tokens as labels, so that a language model returns its loss.
 
     Returns:
-        Batches, mappings of int64 tensors (up to `batch`, length).
+        Batches: mappings of int64 tensors (up to `batch`, length).
 
     Raises:
-        CalibrationError: no sample was asked for, or the text is shorter than one window.
+        CalibrationError: `samples` is less than 1, or the text is shorter than one window.
     """
     if samples < 1:
         raise CalibrationError(f"{samples} calibration samples were asked for; at least 1 is needed.")
@@ -98,7 +98,7 @@ def calibration_windows(
 
 
 def _encoded(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[list[int]]:
-    """Token numbers of each document. `verbose=False`: a document longer than the context is expected here."""
+    """Token numbers of each document. With `verbose=False` the tokenizer does not warn about long documents."""
     stream = iter(documents)
     while texts := list(islice(stream, _DOCUMENTS_A_CALL)):
         yield from tokenizer(texts, verbose=False)["input_ids"]

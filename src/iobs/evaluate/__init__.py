@@ -1,4 +1,4 @@
-"""Scores of a model: perplexity, accuracy, multiple choice, and the tasks of lm-eval."""
+"""Metrics of a model: perplexity, accuracy, multiple choice, and lm-eval tasks."""
 
 from iobs.evaluate.answers import answer
 from iobs.evaluate.scores import (

@@ -1,4 +1,4 @@
-"""Multiple choice as in MMLU: which letter is the likeliest after a prompt."""
+"""Multiple-choice accuracy as in MMLU: the most likely letter after the prompt is the answer."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from iobs.models import LoadedModel, Tokenizer
 def answer(
     model: LoadedModel, questions: Questions, *, shots: int = 5, progress: Progress = no_progress
 ) -> tuple[dict[str, float], int]:
-    """MMLU: the share of questions whose right letter is the likeliest of the four after the prompt.
+    """Multiple-choice accuracy (MMLU): share of questions whose correct letter is the most likely of the four.
 
-    A letter of several tokens is as likely as all of them one after another.
+    The log-probability of a letter of several tokens is the sum over its tokens.
 
     Args:
         model: the language model.
-        questions: what to answer, and the examples.
-        shots: examples before each question, of its own subject.
-        progress: told (questions done, questions in all).
+        questions: test questions and examples.
+        shots: number of examples before each question, from the same subject.
+        progress: called with (questions done, total).
 
     Returns:
-        The share by subject and, as `average`, over all questions; and how many prompts were longer than the model's
-        context and lost their beginning.
+        The accuracy (0 to 1) by subject and, as `average`, over all questions; and the number of prompts longer than
+        the model's context, whose beginning was cut off.
 
     Raises:
-        ModelError: the model has no tokenizer, or one whose letters do not follow a prompt as tokens of their own.
+        ModelError: the model has no tokenizer, or its tokenizer does not encode the letters as separate tokens.
         NonFiniteError: a logit is NaN; the message names the question.
     """
     tokenizer = model.require_tokenizer()
@@ -57,10 +57,10 @@ def answer(
 
 
 def letter_tokens(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The tokens of each letter, as they follow a prompt's last word.
+    """The tokens of each letter after "Answer:", the last word of a prompt.
 
     Raises:
-        ModelError: they do not follow it, or do not tell the letters apart.
+        ModelError: the tokens of "Answer:" change when a letter follows, or two letters have the same tokens.
     """
     start, *whole = tokenizer(["Answer:", *(f"Answer: {letter}" for letter in LETTERS)], verbose=False)["input_ids"]
     letters = [tuple(tokens[len(start) :]) for tokens in whole]
@@ -74,9 +74,11 @@ def letter_tokens(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
 
 
 def _likelihoods(model: LoadedModel, tokens: Sequence[int], letters: Sequence[tuple[int, ...]]) -> list[float]:
-    """log p of each letter after a prompt; letters that begin alike share a forward pass."""
+    """Log-probability of each letter after a prompt; letters that share all but the last token share a pass."""
     device = next(model.module.parameters()).device
-    following: dict[tuple[int, ...], Tensor] = {}  # log-probabilities of the last positions, by what was appended
+    following: dict[
+        tuple[int, ...], Tensor
+    ] = {}  # log-probabilities of the last positions, by the tokens appended to the prompt
     for letter in letters:
         if letter[:-1] not in following:
             shown = torch.tensor([[*tokens, *letter[:-1]][-(model.context or 0) :]], device=device)

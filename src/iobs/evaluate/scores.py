@@ -1,29 +1,29 @@
-"""Scores of a network: perplexity on text, accuracy or squared error on labelled inputs."""
+"""Metrics of a network: perplexity on text, accuracy or squared error on labelled inputs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iobs.data import ArraySource, Batch, Source, TextSource, array_batches, token_windows
+from iobs.data import ArraySource, Source, TextSource, array_batches, token_windows
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
-from iobs.prune.batches import called, class_axis, shapes
-from iobs.prune.batches import targets as targets_of
-from iobs.prune.parts import Part, rebatched
+from iobs.pruning.samples.batches import Batch, called, shapes
+from iobs.pruning.samples.outputs import class_axis
+from iobs.pruning.samples.outputs import targets as targets_of
+from iobs.pruning.samples.subsets import Samples, rebatched
 
 Progress = Callable[[int, int], None]
-IGNORED = -100  # the target of what is not to be scored, as cross-entropy takes it too
+IGNORED = -100  # target of tokens or samples that are not scored, as in torch's cross-entropy
 
 
 def no_progress(done: int, total: int) -> None:
-    """Say nothing."""
+    """Ignore progress."""
 
 
 @torch.no_grad()
@@ -34,24 +34,27 @@ def perplexity(
     progress: Progress = no_progress,
     labels: Tensor | None = None,
 ) -> float:
-    """exp of the mean negative log-likelihood of every token but the first of each window; infinite beyond floats.
+    """Perplexity: exp of the mean negative log-likelihood of all tokens except the first of each window.
 
     Args:
         module: a causal language model, called with `input_ids`, whose output has `logits` (batch, length, vocabulary).
         windows: (windows, length) int64, from `token_windows`.
-        batch: windows in one forward pass.
-        progress: told (windows done, windows in all).
-        labels: the windows with `IGNORED` for the tokens that are not scored; None scores all.
+        batch: windows per forward pass.
+        progress: called with (windows done, total).
+        labels: a copy of the windows with `IGNORED` for tokens that are not scored; None scores all tokens.
+
+    Returns:
+        The perplexity; infinity if it overflows.
 
     Raises:
-        DataError: no token is left to score, or the module cannot take a window.
+        DataError: every label is `IGNORED`, or the module rejects a window.
         ModelError: the outputs have no logits.
         NonFiniteError: a logit is NaN; the message names the windows.
     """
     wanted = windows[:, 1:] if labels is None else labels[:, 1:]
     count = int((wanted != IGNORED).sum())
     if not count:
-        raise DataError(f"Every label is {IGNORED}, which stands for none.")
+        raise DataError(f"Every label is {IGNORED} (ignored), so no token is left to score.")
     total, done = 0.0, 0
     device = next(module.parameters()).device
     for part, targets in zip(torch.split(windows, batch), torch.split(wanted, batch), strict=True):
@@ -72,15 +75,16 @@ def perplexity(
 
 @torch.no_grad()
 def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = no_progress) -> float:
-    """Share of targets that have the highest output, in per cent; a single output above 0 stands for class 1.
+    """Accuracy in per cent: share of targets whose class has the highest output.
 
     Args:
-        module: its output, or the `logits` of its output, are (batch, classes), or (batch, classes, ...) as of pixels.
-        batches: (inputs, targets), or mappings with `labels`; targets are integers, `IGNORED` for none.
-        progress: told (batches done, batches in all, 0 where that is unknown).
+        module: its output, or `output.logits`, is (batch, classes) or, for pixels, (batch, classes, ...). A single
+            output is class 1 if it is positive, else class 0.
+        batches: (inputs, targets), or mappings with `labels`; integer targets, `IGNORED` for samples not scored.
+        progress: called with (batches done, total); total is 0 if unknown.
 
     Raises:
-        DataError: a batch has no targets or does not fit the module, or there is none.
+        DataError: there is no batch or no target, or a batch does not fit the module.
         NonFiniteError: an output is NaN; the message names the batch.
     """
     hits = count = 0
@@ -90,20 +94,20 @@ def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = n
         unclear = targets.is_floating_point() or targets.numel() != best.numel()
         if unclear or (axis is None and bool((targets > 1).any())):
             raise DataError(
-                f"Batch {number} has no classes to be right about: outputs are of shape {tuple(logits.shape)}, targets "
+                f"Batch {number} has no classes to score: outputs are of shape {tuple(logits.shape)}, targets "
                 f"of shape {tuple(targets.shape)} and type {targets.dtype}; accuracy takes one integer a sample."
             )
         targets = targets.reshape(best.shape)
         hits += int(((best == targets) & (targets != IGNORED)).sum())
         count += int((targets != IGNORED).sum())
     if not count:
-        raise DataError(f"Every target is {IGNORED}, which stands for none.")
+        raise DataError(f"Every target is {IGNORED} (ignored), so no sample is left to score.")
     return 100 * hits / count
 
 
 @torch.no_grad()
 def squared_error(module: nn.Module, batches: Iterable[Batch], progress: Progress = no_progress) -> float:
-    """Mean squared distance of outputs from targets that are real numbers; arguments and errors as of `accuracy`."""
+    """Mean squared error of outputs against real-valued targets. Arguments and errors are those of `accuracy`."""
     total, count = 0.0, 0
     for number, outputs, targets in _answers(module, batches, progress):
         if outputs.numel() != targets.numel():
@@ -117,14 +121,14 @@ def squared_error(module: nn.Module, batches: Iterable[Batch], progress: Progres
 
 
 def _answers(module: nn.Module, batches: Iterable[Batch], progress: Progress) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Of every batch its number from 1 on, what the module says, and its targets."""
+    """Iterate over (batch number from 1, logits, targets) of all batches."""
     total = len(batches) if isinstance(batches, Sequence) else 0
     number = 0
     for number, batch in enumerate(batches, 1):
         targets = targets_of(batch)
         if targets is None:
             raise DataError(f"Batch {number} has no targets to compare with.")
-        if isinstance(batch, Mapping):  # its own loss is not asked for
+        if isinstance(batch, Mapping):  # without labels the module computes no loss
             batch = {name: value for name, value in batch.items() if name != "labels"}
         logits = output_logits(called(module, batch, f"batch {number}, {shapes(batch)}", DataError))
         if torch.isnan(logits).any():
@@ -135,11 +139,11 @@ def _answers(module: nn.Module, batches: Iterable[Batch], progress: Progress) ->
         raise DataError("There is no batch to score the model on.")
 
 
-def output_logits(output: Any) -> Tensor:
-    """The tensor of scores in a module's output: itself, or its `logits`.
+def output_logits(output: object) -> Tensor:
+    """The logits of a module's output: the output itself if it is a tensor, else `output.logits`.
 
     Raises:
-        ModelError: it is neither.
+        ModelError: the output has no logits.
     """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
@@ -156,21 +160,24 @@ def evaluate(
     batch: int | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, float]:
-    """Score a model on a source: perplexity on text, accuracy on labelled inputs, squared error where labels are real.
+    """Evaluate a model on a source: perplexity on text, accuracy for classes, mean squared error for real targets.
 
     Args:
         model: the model.
-        source: what `iobs.data.open_source` gave.
-        length: tokens in a window, shortened to the model's context.
-        limit: windows or samples at most; of arrays and pictures a draw that is always the same.
-        batch: samples in one forward pass; by default so many that it holds about 4,096 tokens, or 64 pictures;
-            ready batches that are no windows of text stay as they are by default.
-        progress: told (done, in all).
+        source: result of `iobs.data.open_source`.
+        length: tokens per window, at most the context of the model.
+        limit: maximum number of windows or samples; a fixed random subset of arrays and images. None for all.
+        batch: samples per forward pass. Default: about 4,096 tokens of text, or 64 images; batches of a function are
+            unchanged, except for a language model, which takes 8 windows.
+        progress: called with (done, total).
+
+    Returns:
+        The metric, and the number of tokens or samples, by name.
 
     Raises:
-        DataError: the text is shorter than one window, the inputs have no targets, labels of tokens are neither these
-            nor `IGNORED`, or `batch` was given for ready batches whose samples differ in shape.
-        ModelError: text was given and the model has no tokenizer or no language head.
+        DataError: the text is shorter than one window, the inputs have no targets, token labels are neither the tokens
+            nor `IGNORED`, or `batch` is given for batches whose samples differ in shape.
+        ModelError: the source is text, and the model has no tokenizer or is not a causal language model.
     """
     if isinstance(source, TextSource):
         tokenizer = model.require_tokenizer()
@@ -184,9 +191,9 @@ def evaluate(
         order = _spread(len(source.inputs), limit)
         size = batch or 64
         arrays = array_batches(source, model, order, size)
-        told = partial(_told_of, progress, math.ceil(len(order) / size))
-        return {**_of_targets(model.module, arrays, source.targets, told), "samples": float(len(order))}
-    part = Part.of(source.batches) if limit is None else Part.of(source.batches).first(limit)
+        report = partial(_with_total, progress, math.ceil(len(order) / size))
+        return {**_of_targets(model.module, arrays, source.targets, report), "samples": float(len(order))}
+    part = Samples.of(source.batches) if limit is None else Samples.of(source.batches).first(limit)
     if model.task == "causal-lm":
         windows, labels = _stacked_windows(part.batches)
         return {
@@ -202,7 +209,7 @@ def evaluate(
 
 
 def _spread(count: int, limit: int | None) -> Tensor:
-    """Which of so many samples are scored: all, or a draw, as the first of class folders are all of one class."""
+    """Indices of the samples to score: all, or `limit` at random, since the first images are all of one class."""
     if limit is None or limit >= count:
         return torch.arange(count)
     return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:limit].sort().values
@@ -211,21 +218,22 @@ def _spread(count: int, limit: int | None) -> Tensor:
 def _of_targets(
     module: nn.Module, batches: Iterable[Batch], targets: Tensor | None, progress: Progress
 ) -> dict[str, float]:
-    """The squared error where targets are real numbers, else the accuracy."""
+    """Mean squared error for floating targets, else accuracy."""
     if targets is not None and targets.is_floating_point():
         return {"mean squared error": squared_error(module, batches, progress)}
     return {"accuracy": accuracy(module, batches, progress)}
 
 
-def _told_of(progress: Progress, total: int, done: int, _: int) -> None:
+def _with_total(progress: Progress, total: int, done: int, _: int) -> None:
+    """Report progress with a known total, in place of the total of an iterator, which is unknown."""
     progress(done, total)
 
 
 def _stacked_windows(batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-    """Token windows of ready batches, and their labels.
+    """Concatenate the token windows of batches, and their labels.
 
     Raises:
-        DataError: they are no windows of one length, hold padding, or labels are neither the tokens nor `IGNORED`.
+        DataError: windows differ in length or hold padding, or labels are neither the tokens nor `IGNORED`.
     """
     windows = [batch["input_ids"] for batch in batches if isinstance(batch, Mapping) and "input_ids" in batch]
     if len(windows) != len(batches) or len({window.shape[1] for window in windows}) != 1:

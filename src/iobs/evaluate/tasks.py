@@ -1,41 +1,44 @@
-"""The tasks of lm-eval, which is asked to run them."""
+"""Evaluate a model on lm-eval tasks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from iobs.errors import DataError
 from iobs.models import LoadedModel
 
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
 
 def check_tasks(tasks: Sequence[str]) -> None:
-    """Find out, before any work, whether lm-eval is there and knows these tasks.
+    """Check, before any work, that lm-eval is installed and knows these tasks.
 
     Raises:
-        DataError: it is not installed, or a task is neither one of its own nor a file.
+        DataError: lm-eval is not installed, or a task is neither a known name nor a file.
     """
     known = set(_manager().all_tasks)
     unknown = [task for task in tasks if task not in known and not Path(task).exists()]
     if unknown:
-        raise DataError(f"lm-eval has no task {', '.join(unknown)}; its own documentation lists those that it has.")
+        raise DataError(f"lm-eval has no task {', '.join(unknown)}; its documentation lists its tasks.")
 
 
 def evaluate_tasks(
     model: LoadedModel, tasks: Sequence[str], *, shots: int | None = None, limit: int | None = None
 ) -> dict[str, float]:
-    """Scores of lm-eval tasks, as `task/metric`.
+    """Metrics of lm-eval tasks, by the name `task/metric`.
 
     Args:
         model: the language model.
-        tasks: names of lm-eval's tasks.
-        shots: examples before each question; None is what a task says.
-        limit: questions of each task at most.
+        tasks: names of lm-eval tasks.
+        shots: examples before each question; None for the default of each task.
+        limit: maximum number of questions per task; None for all.
 
     Raises:
-        DataError: lm-eval is not installed, does not know a task, or cannot reach its data.
+        DataError: lm-eval is not installed, does not know a task, or cannot fetch its data.
         ModelError: the model has no tokenizer.
     """
     tokenizer = model.require_tokenizer()
@@ -52,7 +55,7 @@ def evaluate_tasks(
             bootstrap_iters=0,
             task_manager=_manager(),
         )
-    except Exception as error:  # unreachable data and what a task needs besides come as many classes
+    except Exception as error:  # data that cannot be fetched and missing packages raise many types
         raise DataError(f"lm-eval cannot run {', '.join(tasks)}: {type(error).__name__}: {error}") from error
     return {
         f"{task}/{metric.split(',')[0]}": float(value)
@@ -62,8 +65,8 @@ def evaluate_tasks(
     }
 
 
-@cache  # it reads some thousand files
-def _manager() -> Any:
+@cache  # it reads several thousand files
+def _manager() -> TaskManager:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:

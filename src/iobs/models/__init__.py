@@ -1,4 +1,4 @@
-"""Where libraries are met: everything that MODEL may be on the command line becomes a `LoadedModel`."""
+"""Load a model from any source that MODEL can name on the command line: `load` returns a `LoadedModel`."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ def load(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Load what MODEL names: a directory, a Hugging Face name, `timm:NAME`, `FILE.py:function`, or None (embedded).
+    """Load a model by its name.
 
     Args:
-        spec: MODEL.
-        dtype: of the weights; None keeps the stored one, but makes float16 float32 on a CPU.
-        device: where the weights go.
-        allow_pickle: also read pickled weights, which can run any code while they load.
+        spec: a directory, a Hugging Face name, `timm:NAME`, `FILE.py:function`, or None for the embedded model.
+        dtype: dtype of the weights; None keeps the stored dtype, except that float16 becomes float32 on a CPU.
+        device: device of the weights.
+        allow_pickle: also read pickled weights. Loading them can run arbitrary code.
         trust_remote_code: also run code that comes with the weights.
 
     Raises:
-        ModelError: nothing is there, it is damaged (the message says which file), or it asks for code of its own.
+        ModelError: the model does not exist, a file is damaged (the message names the file), or the model needs code of
+            its own and `trust_remote_code` is False.
     """
     if spec is None:
         return load(EMBEDDED, dtype=dtype, device=device)
@@ -84,5 +85,5 @@ def _moved(loaded: LoadedModel, dtype: torch.dtype | None, device: str) -> Loade
 
 
 def _reads_like_a_path(text: str) -> bool:
-    """Hub names are NAME or OWNER/NAME; everything else was meant as a path."""
+    """Check that `text` is not a hub name (NAME or OWNER/NAME), so the user must have meant a path."""
     return text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text or text.endswith("/") or " " in text

@@ -1,4 +1,4 @@
-"""What lies in a model directory beside the weights: it goes along to wherever the weights are written."""
+"""Companion files of a model (tokenizer, code, licence, ...), copied to where its weights are written."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import warnings
 from collections.abc import Collection
 from pathlib import Path
 
-from iobs.prune.audit import weight_index
+from iobs.core.files import weight_index
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".packed")
-REPORTS = ("report.json", "report.html")  # of what was pruned into a directory
-# A key at the beginning of a line, and the list that may follow it on lines of its own.
+REPORTS = ("report.json", "report.html")  # describe the run that wrote a directory
+# A key at the start of a line, with the list items or continuation lines that may follow it.
 _LICENCE = re.compile(r"^license(?:_name|_link)?:.*(?:\n[ -].*)*", flags=re.MULTILINE)
 
 
 def copy_companions(source: Path, target: Path, keep_index: bool = False, leave: Collection[str] = ()) -> None:
-    """Copy all but the weights: tokenizer, code, licence, templates, whatever the format of tomorrow brings.
+    """Copy all files and folders of a model directory except its weights.
 
-    Hidden files and folders with weights of their own (another model, or another format of this one) stay behind. A
-    config.json that `target` has already stays too: it describes the weights that were written there.
+    Not copied: hidden files, and folders that hold weights (another model, or another format of this model). A
+    config.json in `target` is kept, because it describes the weights there. A file that cannot be copied only warns.
 
     Args:
         source: a model directory.
         target: an existing directory.
-        keep_index: also copy the index of the weights, if they have one: they are written under the same names.
-        leave: names that stay behind.
+        keep_index: also copy the index of the weights, for weights that are written to shards of the same names.
+        leave: names that are not copied.
     """
     for entry in source.iterdir():
         if entry.name in leave or _stays_behind(entry):
@@ -36,7 +36,7 @@ def copy_companions(source: Path, target: Path, keep_index: bool = False, leave:
                 _copy(entry, target)
             elif not _leads_to(entry, target) and not _holds_weights(entry):
                 shutil.copytree(entry, target / entry.name, ignore=_left_of)
-        except OSError as error:  # what was computed is worth more than what lies beside it
+        except OSError as error:  # the computed weights are worth more than a companion file
             warnings.warn(f"{entry} could not be copied to {target}: {error}.", stacklevel=2)
     index = weight_index(source)
     if keep_index and index is not None:
@@ -44,11 +44,14 @@ def copy_companions(source: Path, target: Path, keep_index: bool = False, leave:
 
 
 def with_licence(card: str, original: Path) -> str:
-    """A model card with the licence that another card states.
+    """Add the licence of the original model card to a new card.
 
     Args:
-        card: a card that starts with a header between lines of dashes.
-        original: the README.md that may state a licence; it need not exist.
+        card: the new card; it starts with a YAML header between lines of dashes.
+        original: README.md of the original model; it may be missing or state no licence.
+
+    Returns:
+        The new card, unchanged if no licence is found.
     """
     text = original.read_text(encoding="utf8", errors="replace") if original.is_file() else ""
     header = re.match(r"---\r?\n(.*?)\r?\n---", text, flags=re.DOTALL)
@@ -69,7 +72,7 @@ def _left_of(folder: str, names: list[str]) -> list[str]:
 
 
 def _stays_behind(path: Path) -> bool:
-    """Hidden entries, links to folders (which may lead round in a circle), pipes and the like."""
+    """Check for entries that are never copied: hidden, caches, links to folders (may be circular), pipes, sockets."""
     if path.name.startswith(".") or path.name == "__pycache__":
         return True
     return path.is_symlink() if path.is_dir() else not path.is_file()
@@ -84,5 +87,5 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def _leads_to(folder: Path, target: Path) -> bool:
-    """Whether the target is that folder, or lies somewhere inside it."""
+    """Check that the target is this folder, or lies inside it."""
     return target.resolve().is_relative_to(folder.resolve())

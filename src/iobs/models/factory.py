@@ -1,4 +1,4 @@
-"""Networks that a Python function or timm builds, and the small directory format they are saved in."""
+"""Load networks that a Python function or timm builds, and the directory format that they are saved in."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from safetensors import SafetensorError
 from torch import nn
@@ -23,19 +23,20 @@ from iobs.models.weights import read_weights, write_weights
 
 CONFIG_NAME = "iobs.json"
 WEIGHTS_NAME = "model.safetensors"
+Value = TypeVar("Value")
 _FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)$")
 
 
 def is_function_spec(spec: str) -> bool:
-    """Whether `spec` reads FILE.py:function."""
+    """Check that `spec` has the form FILE.py:function."""
     return _FUNCTION.match(spec) is not None
 
 
-def load_function(spec: str) -> Callable[[], Any]:
-    """The function that FILE.py:function names. The file is run, as `python FILE.py` would, but not as `__main__`.
+def load_function(spec: str) -> Callable[[], object]:
+    """Import the function FILE.py:function. This runs the file, but not as `__main__`.
 
     Raises:
-        ModelError: no such file, an error while it runs, or no such function in it.
+        ModelError: the file does not exist, fails while it runs, or has no such function.
     """
     match = _FUNCTION.match(spec)
     if match is None:
@@ -47,11 +48,11 @@ def load_function(spec: str) -> Callable[[], Any]:
     assert definition is not None
     assert definition.loader is not None
     module = importlib.util.module_from_spec(definition)
-    sys.modules[definition.name] = module  # dataclasses look their module up here
+    sys.modules[definition.name] = module  # dataclasses look up their module here
     try:
         with _neighbours(file):
             _with_torchvision(partial(definition.loader.exec_module, module))
-    except (Exception, SystemExit) as error:  # a script may end itself
+    except (Exception, SystemExit) as error:  # a script may call sys.exit
         raise ModelError(f"{file} fails when it is run: {type(error).__name__}: {error}") from error
     function = vars(module).get(name)
     if not callable(function):
@@ -59,16 +60,16 @@ def load_function(spec: str) -> Callable[[], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def call_function(spec: str, finish: Callable[[Any], Any] = lambda value: value) -> Any:
-    """What FILE.py:function returns.
+def call_function(spec: str, finish: Callable[[object], object] = lambda value: value) -> object:
+    """Call FILE.py:function without arguments, and return its result.
 
     Args:
         spec: FILE.py:function.
-        finish: applied to what it returns. What runs the user's code once more, as drawing from a generator does, goes
-            here: there it may import what lies beside the file, and its errors are named as the file's.
+        finish: applied to the result. Further steps that run the user's code (such as drawing from a generator) belong
+            here: inside `finish` that code can import its neighbours, and its errors name the file.
 
     Raises:
-        ModelError: as `load_function`, or the function itself or `finish` fails.
+        ModelError: as `load_function`, or the function or `finish` fails.
     """
     function = load_function(spec)
     try:
@@ -84,7 +85,7 @@ def _file_of(spec: str) -> Path:
 
 @contextmanager
 def _neighbours(file: Path) -> Iterator[None]:
-    """While a file's code runs it may import what lies beside it."""
+    """Let code import modules from the folder of its file."""
     sys.path.insert(0, str(file.parent))
     try:
         yield
@@ -92,8 +93,8 @@ def _neighbours(file: Path) -> Iterator[None]:
         sys.path.remove(str(file.parent))
 
 
-def _with_torchvision(call: Callable[[], Any]) -> Any:
-    """Call, and once more where torchvision, which timm needs, could not be imported as it is."""
+def _with_torchvision(call: Callable[[], Value]) -> Value:
+    """Call; if torchvision, which timm needs, cannot be imported, repair it and call again."""
     try:
         return call()
     except RuntimeError as error:
@@ -104,10 +105,10 @@ def _with_torchvision(call: Callable[[], Any]) -> Any:
 
 
 def load_from_function(spec: str) -> LoadedModel:
-    """The module that FILE.py:function returns.
+    """Load the module that FILE.py:function returns.
 
     Raises:
-        ModelError: as `call_function`, or what it returns is not a module.
+        ModelError: as `call_function`, or the result is not a module.
     """
     module = call_function(spec)
     if not isinstance(module, nn.Module):
@@ -117,10 +118,10 @@ def load_from_function(spec: str) -> LoadedModel:
 
 
 def load_from_timm(name: str, pretrained: bool = True) -> LoadedModel:
-    """A timm network by its name, with its pretrained weights.
+    """Load a timm network by name, with its pretrained weights by default.
 
     Raises:
-        ModelError: timm is not installed, does not know the name, or cannot reach the weights.
+        ModelError: timm is not installed, does not know the name, or cannot fetch the weights.
     """
     ensure_torchvision()
     try:
@@ -138,15 +139,15 @@ def load_from_timm(name: str, pretrained: bool = True) -> LoadedModel:
 
 
 def load_directory(directory: Path, trust_remote_code: bool = False) -> LoadedModel:
-    """A directory that was written for a network of `load_from_function` or `load_from_timm`.
+    """Load a directory that was saved from a network of `load_from_function` or `load_from_timm`.
 
     Args:
-        directory: what was written.
-        trust_remote_code: also run a factory that comes with the directory.
+        directory: the saved directory, with iobs.json.
+        trust_remote_code: also run a factory file that lies inside the directory.
 
     Raises:
-        ModelError: the factory is gone or comes with the directory, or the weights are missing, damaged or do not fit
-            the module.
+        ModelError: the factory file is missing or lies inside the directory, or the weights are missing, damaged or do
+            not fit the module.
     """
     try:
         config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf8"))
@@ -175,12 +176,12 @@ def load_directory(directory: Path, trust_remote_code: bool = False) -> LoadedMo
 
 
 def _comes_with(directory: Path, factory: str) -> bool:
-    """Whether a factory is no file of the user's own: those are written in full, and lie outside."""
+    """Check that a factory is not a file of the user: those have absolute paths outside the directory."""
     in_full = Path(factory).expanduser().is_absolute()
     return not in_full or _file_of(factory).is_relative_to(directory.resolve())
 
 
-def _loaded(module: nn.Module, source: str, config: dict[str, Any], task: Task) -> LoadedModel:
+def _loaded(module: nn.Module, source: str, config: Mapping[str, object], task: Task) -> LoadedModel:
     def write(model: LoadedModel, directory: Path) -> None:
         with stored_as_half(model.module):
             write_weights(model.module, directory / WEIGHTS_NAME)

@@ -1,4 +1,4 @@
-"""float16 on a CPU, where its arithmetic is extremely slow: computed in float32, and written as float16 again."""
+"""float16 models on a CPU: computed in float32, since float16 arithmetic is very slow there, saved as float16."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-# The names of what was float16, by network.
+# Names of the tensors that were float16, by network.
 _HALVES: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
 def widen(module: nn.Module) -> None:
-    """Make float16 parameters and buffers float32, and remember which they were."""
+    """Convert float16 parameters and buffers to float32, and remember their names."""
     halves = {name: tensor for name, tensor in _tensors(module) if tensor.dtype == torch.float16}
     for tensor in halves.values():
         tensor.data = tensor.data.float()
@@ -23,7 +23,7 @@ def widen(module: nn.Module) -> None:
 
 @contextmanager
 def stored_as_half(module: nn.Module) -> Iterator[None]:
-    """What was widened in float16 while it is written; it keeps the rounded values, which are what was written."""
+    """Convert widened tensors to float16 while they are saved. Afterwards they keep the rounded, saved values."""
     widened = [*_widened(module)]
     for tensor in widened:
         tensor.data = tensor.data.half()
@@ -35,12 +35,12 @@ def stored_as_half(module: nn.Module) -> Iterator[None]:
 
 
 def bytes_saved(module: nn.Module) -> int:
-    """How much smaller what was widened is in the files."""
+    """Bytes that saving the widened tensors as float16 saves."""
     return sum(tensor.nbytes - 2 * tensor.numel() for tensor in _widened(module))
 
 
 def _widened(module: nn.Module) -> Iterator[Tensor]:
-    """What was widened and has stayed so: whoever has converted the network since wants it as it is."""
+    """Tensors converted from float16 that are still float32; tensors the user has converted again are left alone."""
     halves = _HALVES.get(module, frozenset())
     return (tensor for name, tensor in _tensors(module) if name in halves and tensor.dtype == torch.float32)
 

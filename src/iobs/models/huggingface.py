@@ -1,27 +1,35 @@
-"""Hugging Face directories and names: safetensors only, nothing of theirs executed, nothing silently initialised."""
+"""Load Hugging Face models from a directory or by hub name.
+
+By default only safetensors are read and no code of the model is run. Missing weights are an error: transformers would
+initialise them at random.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from iobs.core.files import packed_hint, weight_files
 from iobs.errors import ModelError, first_line
 from iobs.models.companions import REPORTS, copy_companions
 from iobs.models.halves import stored_as_half, widen
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
 from iobs.models.shards import read_entries
 from iobs.models.vision_shim import ensure_torchvision
-from iobs.prune.audit import packed_hint, weight_files
 
-# Any of these makes a directory one with a tokenizer.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# A directory with at least one of these files has a tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -37,18 +45,19 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def load_pretrained(
     source: str | Path, *, dtype: torch.dtype | None, device: str, allow_pickle: bool, trust_remote_code: bool
 ) -> LoadedModel:
-    """A Hugging Face directory or hub name, of the class that its configuration states.
+    """Load a Hugging Face model, as the class that its configuration names.
 
     Args:
         source: directory or hub name.
-        dtype: of the weights; None keeps the stored one, but makes float16 float32 on a CPU, which is far faster.
-        device: where the weights go.
-        allow_pickle: also read pickled weights, which can run any code while they load.
+        dtype: dtype of the weights; None keeps the stored dtype, except that float16 becomes float32 on a CPU, where
+            float16 arithmetic is very slow.
+        device: device of the weights.
+        allow_pickle: also read pickled weights. Loading them can run arbitrary code.
         trust_remote_code: also run model code that comes with the weights.
 
     Raises:
-        ModelError: nothing there, no weights, damaged or missing weights, pickled weights, a class unknown to
-            transformers, or a hub that cannot be reached.
+        ModelError: the model does not exist, its weights are missing, damaged or pickled, transformers does not know
+            its class, or the hub cannot be reached.
     """
     is_directory = Path(source).is_dir()
     files = check_directory(Path(source), allow_pickle) if is_directory else []
@@ -56,50 +65,30 @@ def load_pretrained(
     ensure_torchvision()
     import transformers
 
-    shared: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    safe = {} if allow_pickle else {"use_safetensors": True}
     with _quiet(transformers):
         try:
-            config = transformers.AutoConfig.from_pretrained(source, **shared)
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
             chosen = _model_class(transformers, config, trust_remote_code)
-            if not allow_pickle:
-                shared["use_safetensors"] = True
             if dtype is None and not is_directory and getattr(config, "quantization_config", None) is None:
-                config.dtype = None  # "auto" is then what the files hold, not what the configuration states
+                config.dtype = None  # makes "auto" the dtype of the files, not the dtype in the configuration
             module, info = chosen.from_pretrained(
                 source,
                 config=config,
                 dtype=dtype or stored or "auto",
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name: transformers' own error hides it in a table
-                **shared,
+                ignore_mismatched_sizes=True,  # `_check_loaded` raises, with a clearer message than transformers
+                trust_remote_code=trust_remote_code,
+                **safe,
             )
         except ModelError:
             raise
-        except Exception as error:  # transformers raises every kind, from OSError to RuntimeError
+        except Exception as error:  # transformers raises many types, from OSError to RuntimeError
             here = "" if Path(source).is_dir() else f" (and there is no directory {source} here)"
             raise ModelError(f"{source} cannot be loaded: {first_line(error)}{here}") from error
-    mismatched = sorted(info["mismatched_keys"])
-    if mismatched:
-        name, found, wanted = mismatched[0]
-        raise ModelError(
-            f"{source}: weight {name!r} has shape {tuple(found)} where {type(module).__name__} needs {tuple(wanted)}; "
-            "the files do not belong to config.json."
-        )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelError(
-            f"{source} lacks {len(missing)} of the weights that {type(module).__name__} needs, {missing[0]} the first; "
-            "they would be random. Complete the files or correct 'architectures' in config.json."
-        )
-    unexpected = sorted(info["unexpected_keys"])
-    if unexpected:
-        warnings.warn(
-            f"{source} holds {len(unexpected)} tensors that {type(module).__name__} has no place for, {unexpected[0]} "
-            "the first; they are not loaded, and what is written will lack them.",
-            stacklevel=2,
-        )
+    _check_loaded(source, type(module).__name__, info)
     if dtype is None and stored is not None:
-        _tell_narrowed(source, module, files)
+        _warn_narrowed(source, module, files)
     if dtype is None and module.dtype == torch.float16 and torch.device(device).type == "cpu":
         widen(module)
     tokenizer = load_tokenizer(source, trust_remote_code) if not is_directory or has_tokenizer(Path(source)) else None
@@ -110,7 +99,7 @@ def load_pretrained(
         with _quiet(transformers), stored_as_half(model.module):
             model.module.save_pretrained(directory)  # type: ignore[operator]
         if companions is not None:
-            copy_companions(companions, directory, leave=REPORTS)  # which told of other weights
+            copy_companions(companions, directory, leave=REPORTS)  # reports of the weights before this run
         if model.tokenizer is not None and not has_tokenizer(directory):
             model.tokenizer.save_pretrained(directory)
 
@@ -118,16 +107,49 @@ def load_pretrained(
     return LoadedModel(module.to(device).eval(), tokenizer, str(source), task, context_of(config, tokenizer), write)
 
 
-def _stored_dtype(files: Sequence[Path]) -> torch.dtype | None:
-    """The floating dtype of most numbers in safetensors files, whatever the configuration beside them states.
+def _check_loaded(source: str | Path, network: str, info: Mapping[str, Any]) -> None:
+    """Check that the files held exactly the weights of the network.
 
-    None where there are no safetensors, or where they are packed in a way of their own.
+    Args:
+        source: directory or hub name, for messages.
+        network: class name of the network, for messages.
+        info: the loading info of `from_pretrained`.
+
+    Raises:
+        ModelError: a weight is missing from the files, or has another shape there. Unexpected tensors only warn.
+    """
+    mismatched = sorted(info["mismatched_keys"])
+    if mismatched:
+        name, found, wanted = mismatched[0]
+        raise ModelError(
+            f"{source}: weight {name!r} has shape {tuple(found)} where {network} needs {tuple(wanted)}; "
+            "the files do not belong to config.json."
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{source} lacks {len(missing)} of the weights that {network} needs, {missing[0]} the first; "
+            "they would be random. Complete the files or correct 'architectures' in config.json."
+        )
+    unexpected = sorted(info["unexpected_keys"])
+    if unexpected:
+        warnings.warn(
+            f"{source} holds {len(unexpected)} tensors that {network} has no place for, {unexpected[0]} "
+            "the first; they are not loaded, and what is written will lack them.",
+            stacklevel=3,
+        )
+
+
+def _stored_dtype(files: Sequence[Path]) -> torch.dtype | None:
+    """The floating dtype with the most entries in safetensors files; the configuration may state another.
+
+    Returns None without files, or if a file holds dtypes that only transformers can read (quantised weights).
     """
     counts: Counter[torch.dtype] = Counter()
     for file in files:
         try:
             entries = read_entries(file)[0]
-        except ModelError:  # kinds of numbers that only transformers can unpack
+        except ModelError:  # dtypes that only transformers can read
             return None
         for entry in entries.values():
             if entry.dtype.is_floating_point:
@@ -136,8 +158,8 @@ def _stored_dtype(files: Sequence[Path]) -> torch.dtype | None:
     return most[0][0] if most and most[0][0] in _DTYPES else None
 
 
-def _tell_narrowed(source: str | Path, module: nn.Module, files: Sequence[Path]) -> None:
-    """Warn of weights that the files hold in a wider dtype than most others, since a network is loaded in one."""
+def _warn_narrowed(source: str | Path, module: nn.Module, files: Sequence[Path]) -> None:
+    """Warn about weights that are rounded: the files hold them in a wider dtype than the network is loaded in."""
     state = module.state_dict()
     entries = {name: entry for file in files for name, entry in read_entries(file)[0].items() if name in state}
     narrowed = [name for name, entry in entries.items() if entry.dtype.itemsize > state[name].dtype.itemsize]
@@ -151,26 +173,26 @@ def _tell_narrowed(source: str | Path, module: nn.Module, files: Sequence[Path])
         )
 
 
-def _snapshot(name: str, config: Any) -> Path | None:
-    """The folder of the cache that holds a hub name's files, with the small ones that no loader asks for fetched.
+def _snapshot(name: str, config: PreTrainedConfig) -> Path | None:
+    """The cache folder of a hub name, after fetching the small files that no loader asks for (licence, card, code).
 
-    None where the cache cannot be found.
+    Returns None if the folder cannot be fetched or found.
     """
     import huggingface_hub
 
-    # In the root folder only, and the kinds that are small: weights of other formats may take many gigabytes.
+    # Only small file types, in the root folder only: weights in other formats may take many gigabytes.
     kinds = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.md", "LICEN*", "NOTICE*", "USE_POLICY*"]
     revision = getattr(config, "_commit_hash", None)
     try:
         return Path(
             huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=kinds, ignore_patterns=["*/*"])
         )
-    except Exception:  # of the network or the cache; the weights have been loaded all the same
+    except Exception:  # network or cache; the weights are already loaded
         return None
 
 
 def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> Tokenizer | None:
-    """The tokenizer of a directory or hub name; None where a hub name has none.
+    """Load the tokenizer of a directory or hub name. Returns None if it cannot be loaded from a hub name.
 
     Raises:
         ModelError: the tokenizer's files are damaged.
@@ -191,10 +213,11 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> Token
 
 
 def check_directory(directory: Path, allow_pickle: bool) -> list[Path]:
-    """Look at a model directory's files before anything is loaded.
+    """Check the files of a model directory before loading, and return its safetensors files.
 
     Raises:
-        ModelError: no config.json, no weights, pickled weights only, a missing or damaged shard.
+        ModelError: config.json or the weights are missing, a shard is missing or damaged, or all weights are
+            pickled and `allow_pickle` is False.
     """
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory} has no config.json, so it is not a Hugging Face model directory.")
@@ -223,8 +246,8 @@ def _check_shard(file: Path) -> None:
         raise ModelError(f"{file} is damaged or cut short ({error}); copy it again.") from error
 
 
-def _model_class(transformers: Any, config: Any, trust_remote_code: bool) -> Any:
-    """The class that the configuration states, else the most specific automatic class that knows the configuration."""
+def _model_class(transformers: ModuleType, config: PreTrainedConfig, trust_remote_code: bool) -> Any:
+    """The class that the configuration names, else the most specific automatic class for this configuration."""
     if trust_remote_code:
         own = _own_class(transformers, config)
         if own is not None:
@@ -240,23 +263,23 @@ def _model_class(transformers: Any, config: Any, trust_remote_code: bool) -> Any
     return next((auto for auto in automatic if type(config) in auto._model_mapping), transformers.AutoModel)
 
 
-def _own_class(transformers: Any, config: Any) -> Any:
-    """The automatic class under which a model's own code is registered; None where it has none.
+def _own_class(transformers: ModuleType, config: PreTrainedConfig) -> Any:
+    """The automatic class that runs the model's own code. Returns None if the model has no code of its own.
 
-    Code may be registered under several, first perhaps that of a bare network without a head: what the configuration
-    states as its architecture comes first, then a language model.
+    Code may be registered under several automatic classes, perhaps first under one without a head. Classes that the
+    configuration lists as architectures have priority, then AutoModelForCausalLM.
     """
     own = {name: str(where) for name, where in (getattr(config, "auto_map", None) or {}).items()}
     names = [name for name in own if name.startswith("AutoModel") and hasattr(transformers, name)]
     stated = [name for name in names if own[name].rpartition(".")[2] in (config.architectures or ())]
-    # One class may be stated twice, as a bare network and as a language model, and is then the latter.
+    # A class that is registered both without a head and as a language model is loaded as a language model.
     stated.sort(key=lambda name: name != "AutoModelForCausalLM")
     names.sort(key=lambda name: name != "AutoModelForCausalLM")
     return next((getattr(transformers, name) for name in (*stated, *names)), None)
 
 
-def _task(transformers: Any, class_name: str, automatic: str) -> Task:
-    """What a network's outputs mean, by its class or by the automatic class that it was asked of."""
+def _task(transformers: ModuleType, class_name: str, automatic: str) -> Task:
+    """The task of a network, from its class or from the automatic class that loaded it."""
     auto = transformers.models.auto.modeling_auto
     if class_name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or automatic == "AutoModelForCausalLM":
         return "causal-lm"
@@ -266,8 +289,8 @@ def _task(transformers: Any, class_name: str, automatic: str) -> Task:
     return "other"
 
 
-def context_of(config: Any, tokenizer: Any) -> int | None:
-    """The positions that the network has; failing that what the tokenizer states, unless that is its 'no limit'."""
+def context_of(config: PreTrainedConfig, tokenizer: Tokenizer | None) -> int | None:
+    """Context length of a network: from its configuration, else from its tokenizer. Returns None if unlimited."""
     text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
@@ -278,13 +301,13 @@ def context_of(config: Any, tokenizer: Any) -> int | None:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory holds a tokenizer's files."""
+    """Check that a directory holds tokenizer files."""
     return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """No loading bars and reports: what matters of them becomes an error."""
+def _quiet(transformers: ModuleType) -> Iterator[None]:
+    """Suppress loading bars and reports of transformers; `_check_loaded` raises for what matters in them."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

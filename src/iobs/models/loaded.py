@@ -1,11 +1,11 @@
-"""What every loader returns: a module, its tokenizer where it has one, and how it is written back."""
+"""`LoadedModel`, the result of every loader: a module, its tokenizer if any, and a function that writes both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -17,14 +17,14 @@ Task = Literal["causal-lm", "image-classification", "other"]
 
 
 class Tokenizer(Protocol):
-    """The little that iobs needs of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that iobs uses."""
 
-    def __call__(self, text: list[str], *, verbose: bool) -> Any:
-        """A mapping whose `input_ids` are lists of token numbers, special tokens included."""
+    def __call__(self, text: list[str], *, verbose: bool) -> Mapping[str, list[list[int]]]:
+        """Tokenise texts: `input_ids` holds one list of token numbers per text, special tokens included."""
         ...
 
-    def save_pretrained(self, save_directory: str | Path) -> Any:
-        """Write the tokenizer's files."""
+    def save_pretrained(self, save_directory: str | Path) -> object:
+        """Write the tokenizer files."""
         ...
 
 
@@ -35,9 +35,9 @@ class LoadedModel:
     Attributes:
         module: the network.
         tokenizer: its tokenizer, or None.
-        source: the MODEL that it was loaded from, as the user wrote it.
-        task: what its outputs mean, where that is known.
-        context: the most tokens that it may see at once, or None where it has no such limit.
+        source: the MODEL argument, as the user wrote it.
+        task: the meaning of its outputs; "other" if unknown.
+        context: maximum number of tokens in a window; None without a limit.
         writer: writes module and tokenizer into an existing empty directory.
     """
 
@@ -49,23 +49,23 @@ class LoadedModel:
     writer: Callable[[LoadedModel, Path], None]
 
     def save(self, directory: str | Path) -> None:
-        """Write a directory that `iobs.models.load` reads back; all of it appears at once, or nothing does.
+        """Write a directory that `iobs.models.load` reads; it appears complete or not at all.
 
         Raises:
-            OutputError: the directory exists and is not empty, or cannot be written.
+            OutputError: the directory is not empty, or cannot be written.
         """
         with output_directory(Path(directory)) as temporary:
             self.writer(self, temporary)
 
     def write(self, directory: Path) -> None:
-        """Write into an existing directory, one that `output_directory` made."""
+        """Write into an existing empty directory, such as one from `output_directory`."""
         self.writer(self, directory)
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer, where text has to become tokens.
+        """The tokenizer.
 
         Raises:
-            ModelError: there is none.
+            ModelError: the model has no tokenizer.
         """
         if self.tokenizer is None:
             raise ModelError(
@@ -75,16 +75,16 @@ class LoadedModel:
         return self.tokenizer
 
     def window_length(self, asked: int) -> int:
-        """Tokens in a window: as asked, but never more than the model's context."""
+        """Tokens in a window: `asked`, or the context of the model if that is shorter."""
         return asked if self.context is None else min(asked, self.context)
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Number of parameters, shared ones counted once."""
+    """Number of parameters; tied parameters count once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def size_in_bytes(module: nn.Module) -> int:
-    """Bytes of all parameters and buffers as they are saved, which is about what the file needs."""
+    """Bytes of all parameters and buffers in the dtypes they are saved in: about the size of the weight file."""
     tensors: Sequence[Tensor] = [*module.parameters(), *module.buffers()]
     return sum(tensor.nbytes for tensor in tensors) - bytes_saved(module)

@@ -1,4 +1,4 @@
-"""Output directories that appear complete or not at all."""
+"""Output directories, written atomically: complete or not at all."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from iobs.errors import OutputError
-from iobs.prune.checkpoint import locked
+from iobs.pruning.runtime.checkpoint import locked
 
 _PARTIAL = ".partial"
 
 
 def check_output(directory: Path, needed_bytes: int = 0, replaceable: Collection[str] = ()) -> None:
-    """Find out before any work whether an output directory could be written.
+    """Check, before any work, that an output directory can be written.
 
     Args:
-        directory: the directory to be.
-        needed_bytes: what will be written, about.
-        replaceable: an existing directory that holds nothing but these names may be replaced.
+        directory: the output directory.
+        needed_bytes: approximate size of the output.
+        replaceable: names that may already be in the directory and will be replaced.
 
     Raises:
-        OutputError: it exists and is not empty, it or its parent cannot be written, or the disk has too little room.
+        OutputError: the directory is not empty, it or its parent cannot be written, or the disk is too full.
     """
     _require_empty(directory, replaceable)
     target = _target(directory)
@@ -44,14 +44,18 @@ def check_output(directory: Path, needed_bytes: int = 0, replaceable: Collection
 
 @contextmanager
 def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iterator[Path]:
-    """A temporary directory to write into, which becomes `directory` at the end and is removed on failure or Ctrl-C.
+    """Yield a temporary directory that becomes `directory` on success and is removed on failure or Ctrl-C.
 
-    A new directory appears by one renaming. One that exists already may be a mount point, the current directory or
-    what a link leads to, none of which can be renamed: it stays, and what was written is moved into it at the end.
-    What a killed process left of the same output is removed at the start: a living one keeps its directory locked.
+    A new directory appears by one rename. An existing directory may be a mount point, the current directory or the
+    target of a link, which cannot be renamed: the files are moved into it at the end. Temporary directories that killed
+    processes left for the same output are removed at the start; a running process keeps its directory locked.
+
+    Args:
+        directory: the output directory.
+        replaceable: names that may already be in the directory and will be replaced.
 
     Raises:
-        OutputError: as `check_output`, or the disk filled up while writing.
+        OutputError: as `check_output`, or the disk became full.
     """
     check_output(directory, replaceable=replaceable)
     target = _target(directory)
@@ -67,7 +71,7 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
         yield temporary
         _make_readable(temporary)
         if place == target:
-            _require_empty(directory, replaceable)  # another process may have been quicker
+            _require_empty(directory, replaceable)  # another process may have filled it meanwhile
             _move_up(temporary, target)
         else:
             temporary.rename(target)
@@ -82,14 +86,14 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
 
 
 def make_folder(output: Path) -> None:
-    """Make the folder of the results before any work.
+    """Create the results folder before any work, and check that it can be written.
 
     Raises:
-        OutputError: it cannot be made, or nothing can be written there.
+        OutputError: the folder cannot be created, or no file can be written in it.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
-        # Permissions do not tell of every place that takes no files, and nothing binds the superuser: try it.
+        # Write a file instead of asking for permissions: these do not bind the superuser and miss read-only mounts.
         with tempfile.NamedTemporaryFile(dir=output, prefix=".iobs-"):
             pass
     except OSError as error:
@@ -100,30 +104,30 @@ def make_folder(output: Path) -> None:
 
 
 def beside(directory: Path, suffix: str) -> Path:
-    """A directory's neighbour: its own name, a dot and the suffix; "." has a name too, if not of its own."""
+    """The path `directory.suffix` in the same parent folder; "." is resolved to its real name first."""
     here = Path(os.path.abspath(expanded(directory)))
     return here.with_name(f"{here.name}.{suffix}")
 
 
 def expanded(path: str | Path) -> Path:
-    """A path whose "~" is the home folder, also where no shell has seen it; kept as it is where there is no home."""
+    """Expand "~" to the home folder. Returns the path unchanged if there is no home folder."""
     return Path(os.path.expanduser(path))
 
 
 def _target(directory: Path) -> Path:
-    """The directory itself, in full, where a link leads to it."""
+    """The absolute path of a directory, links resolved."""
     return Path(os.path.realpath(expanded(directory)))
 
 
 def _require_empty(directory: Path, replaceable: Collection[str]) -> None:
-    """Refuse a directory that holds anything but what may be replaced and what is no one's.
+    """Raise if a directory holds anything but replaceable names and abandoned temporary directories.
 
     Raises:
-        OutputError: it does, or it is a file, or cannot be looked into.
+        OutputError: the directory holds something else, is a file, or cannot be read.
     """
     target = _target(directory)
     if not target.is_dir():
-        if target.exists() or target.is_symlink():  # still a link: one that leads round in a circle
+        if target.exists() or target.is_symlink():  # still a link after resolving: a circular link
             raise OutputError(f"{directory} is a file; choose another output directory.")
         return
     try:
@@ -131,20 +135,20 @@ def _require_empty(directory: Path, replaceable: Collection[str]) -> None:
     except OSError as error:
         raise OutputError(f"{directory} cannot be read; choose another output directory.") from error
     if target.is_mount():
-        names = [name for name in names if name != "lost+found"]  # which new file systems come with
+        names = [name for name in names if name != "lost+found"]  # part of every new ext file system
     if set(names) - set(replaceable):
         raise OutputError(f"{directory} exists and is not empty; remove it or choose another output directory.")
 
 
 def _is_partial(entry: Path, name: str) -> bool:
-    """Whether this is the temporary directory of an output of that name."""
+    """Check that an entry is a temporary directory of the output `name`."""
     return entry.name.startswith(f".{name}.") and entry.name.endswith(_PARTIAL) and entry.is_dir()
 
 
 def _remove_abandoned(place: Path, name: str) -> None:
     for entry in place.iterdir():
         if _is_partial(entry, name):
-            with suppress(OSError):  # of a living process, or of another user
+            with suppress(OSError):  # belongs to a running process, or to another user
                 handle = locked(entry)
                 if handle is not None:
                     shutil.rmtree(entry, ignore_errors=True)
@@ -152,16 +156,16 @@ def _remove_abandoned(place: Path, name: str) -> None:
 
 
 def _make_readable(temporary: Path) -> None:
-    """The temporary directory, and the weights that safetensors writes, start out readable by their owner alone."""
+    """Set the usual permissions: tempfile and safetensors create files that only their owner can read."""
     mask = _umask()
-    with suppress(PermissionError):  # a file system that knows no such modes
+    with suppress(PermissionError):  # a file system without such modes
         temporary.chmod(0o777 & ~mask)
         for file in temporary.rglob("*"):
             file.chmod((0o777 if file.is_dir() else 0o666) & ~mask)
 
 
 def _move_up(temporary: Path, directory: Path) -> None:
-    """Put what was written into the directory around it, in place of what may be replaced; all of it or nothing."""
+    """Move the new files up into `directory`, replacing its replaceable entries; undo all moves if one fails."""
     new = sorted(temporary.iterdir())
     old = temporary / ".replaced"
     old.mkdir()

@@ -1,7 +1,7 @@
-"""Pruned weights in little room: a bit for every entry and the values that are not zero, in safetensors.
+"""Packed storage of sparse weights in safetensors files: one mask bit per entry, and the nonzero values.
 
-At 50 % sparsity a bfloat16 matrix takes 1/16 + 1/2 = 56 % of its dense bytes. Whatever would not become smaller stays
-as it is. Packing and unpacking go through the files tensor by tensor.
+At 50 % sparsity a bfloat16 matrix takes 1/16 + 1/2 = 56 % of its dense bytes. Tensors that packing would not shrink are
+stored unchanged. Packing and unpacking hold one tensor at a time in memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from iobs.core.files import weight_files, weight_index
 from iobs.errors import ModelError
 from iobs.models.companions import copy_companions
 from iobs.models.factory import WEIGHTS_NAME
@@ -23,8 +24,7 @@ from iobs.models.loaded import LoadedModel
 from iobs.models.output import expanded, output_directory
 from iobs.models.shards import Entry, ShardWriter, read_entries
 from iobs.models.weights import same_tensors, write_weights
-from iobs.prune.audit import weight_files, weight_index
-from iobs.prune.layers import library_class
+from iobs.pruning.network.layers import library_class
 
 SUFFIX = ".packed"
 _MASK, _VALUES, _SHAPES = ":mask", ":values", "iobs_shapes"
@@ -32,15 +32,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def save_packed(model: nn.Module | LoadedModel | str | Path, path: str | Path) -> Path:
-    """Write a model, or the files of a model directory, packed into a new directory.
+    """Write the packed weights of a model, with its other files, into a new directory.
 
     Args:
-        model: a module, what `iobs.models.load` gave, or a directory with safetensors in it.
-        path: the directory to write; it must not exist, or be empty.
+        model: a module, a `LoadedModel`, or a directory of safetensors files.
+        path: the output directory; it must not exist, or must be empty.
 
     Raises:
-        ModelError: the directory holds no safetensors file, or one is damaged.
-        OutputError: the output exists, or cannot be written.
+        ModelError: the model directory holds no safetensors file, or a damaged one.
+        OutputError: the output directory is not empty, or cannot be written.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source = expanded(model) if isinstance(model, str | Path) else _written(model, Path(scratch))
@@ -55,15 +55,18 @@ def save_packed(model: nn.Module | LoadedModel | str | Path, path: str | Path) -
 
 
 def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
-    """Read what `save_packed` wrote, bit for bit.
+    """Load a model that `save_packed` wrote, bit for bit.
 
     Args:
         path: a packed directory.
-        into: a module of the right shape that takes the weights; needed where the directory does not say by itself
-            what module it holds.
+        into: a module to fill with the weights, whose names and shapes must match. Required if the directory has
+            neither config.json nor iobs.json, which describe the module. Default: build the module.
+
+    Returns:
+        `into`, or the new module.
 
     Raises:
-        ModelError: no packed file there, one is damaged or missing, or the weights do not fit.
+        ModelError: the directory holds no packed file, a packed file is damaged or missing, or the weights do not fit.
     """
     with tempfile.TemporaryDirectory() as scratch:
         unpack(path, Path(scratch))
@@ -80,7 +83,7 @@ def unpack(path: str | Path, directory: Path) -> None:
     """Write the dense files of a packed directory into an existing directory.
 
     Raises:
-        ModelError: no packed file there, or one is damaged or missing.
+        ModelError: the packed directory holds no packed file, or one is damaged or missing.
     """
     source = expanded(path)
     files = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
@@ -95,7 +98,7 @@ def unpack(path: str | Path, directory: Path) -> None:
 
 
 def _indexed(directory: Path) -> set[str]:
-    """The packed files of the shards that an index names; none where there is no index."""
+    """Names of the packed files of all shards in the index. Empty without an index."""
     index = weight_index(directory)
     if index is None:
         return set()
@@ -107,13 +110,13 @@ def _indexed(directory: Path) -> set[str]:
 
 
 def packed_share(source: str | Path, packed: str | Path) -> float:
-    """Bytes of the packed weights over bytes of the dense ones."""
+    """Size of the packed weight files divided by the size of the dense weight files."""
     dense = sum(os.path.getsize(file) for file in weight_files(expanded(source)))
     return sum(os.path.getsize(file) for file in expanded(packed).glob(f"*{SUFFIX}")) / dense
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The entries as integers, flat: only the true zero is 0, minus zero and NaN are kept as values."""
+    """Flat integer view of the bits of a tensor. Only +0.0 maps to 0, so -0.0 and NaN count as values."""
     return tensor.contiguous().flatten().view(_BITS[tensor.element_size()])
 
 
@@ -131,16 +134,15 @@ def _pack(shard: Path, target: Path) -> None:
                 shapes[name] = list(entry.shape)
             else:
                 packed[name] = entry
-        writer = ShardWriter(target, packed, {**metadata, _SHAPES: json.dumps(shapes)})
-        for name in entries:
-            tensor = opened.get_tensor(name)
-            if name not in shapes:
-                writer.put(name, tensor)
-                continue
-            mask = _bits(tensor) != 0
-            writer.put(name + _MASK, torch.from_numpy(np.packbits(mask.numpy(), bitorder="little")))
-            writer.put(name + _VALUES, tensor.flatten()[mask])
-        writer.close()
+        with ShardWriter(target, packed, {**metadata, _SHAPES: json.dumps(shapes)}) as writer:
+            for name in entries:
+                tensor = opened.get_tensor(name)
+                if name not in shapes:
+                    writer.put(name, tensor)
+                    continue
+                mask = _bits(tensor) != 0
+                writer.put(name + _MASK, torch.from_numpy(np.packbits(mask.numpy(), bitorder="little")))
+                writer.put(name + _VALUES, tensor.flatten()[mask])
 
 
 def _unpack(file: Path, target: Path) -> None:
@@ -157,13 +159,11 @@ def _unpack(file: Path, target: Path) -> None:
         elif name.removesuffix(_VALUES) not in shapes:
             dense[name] = entry
     try:
-        with safe_open(file, framework="pt") as opened:
-            writer = ShardWriter(target, dense, metadata)
+        with safe_open(file, framework="pt") as opened, ShardWriter(target, dense, metadata) as writer:
             for name, entry in dense.items():
                 stored = [name + _MASK, name + _VALUES] if name in shapes else [name]
                 tensors = {part: opened.get_tensor(part) for part in stored}
                 writer.put(name, _expanded(tensors, name, entry) if name in shapes else tensors[name])
-            writer.close()
     except SafetensorError as error:
         raise ModelError(f"{file} is damaged ({error}); copy or pack it again.") from error
 

@@ -1,4 +1,4 @@
-"""Read and write safetensors a tensor at a time, so that no file has to fit into memory."""
+"""Read and write safetensors files one tensor at a time, so that files may be larger than the memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -35,14 +35,14 @@ DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: its dtype and shape."""
+    """Dtype and shape of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Size in the file."""
+        """Size in bytes."""
         size = self.dtype.itemsize
         for extent in self.shape:
             size *= extent
@@ -50,10 +50,10 @@ class Entry:
 
 
 def read_entries(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """What a safetensors file holds, from its header alone, and its metadata.
+    """Read the header of a safetensors file: its tensors by name, and its metadata.
 
     Raises:
-        ModelError: the file is damaged, cut short, or holds a dtype that is not known.
+        ModelError: the file is damaged, cut short, or holds an unknown dtype.
     """
     try:
         with file.open("rb") as opened:
@@ -75,16 +75,18 @@ def read_entries(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 class ShardWriter:
-    """Writes one safetensors file whose tensors come in any order; the header is written first.
+    """Writer of one safetensors file, which takes the tensors in any order. The header is written first.
+
+    As a context manager it closes the file at the end, also after an error.
 
     Args:
-        file: the file.
-        entries: what will be written, in the order of the file.
-        metadata: strings for the header.
+        file: the file to write.
+        entries: dtypes and shapes of all tensors, in the order of the file.
+        metadata: metadata of the header.
     """
 
     def __init__(self, file: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         self.entries, self.places, offset = dict(entries), {}, 0
         for name, entry in entries.items():
             header[name] = {
@@ -101,8 +103,17 @@ class ShardWriter:
         self.opened.write(len(text).to_bytes(8, "little") + text)
         self.opened.truncate(self.start + offset)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.opened.close()
+
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor; its dtype and shape are those that were announced."""
+        """Write one tensor, whose dtype and shape must be those of its entry."""
         entry = self.entries[name]
         assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), name
         self.opened.seek(self.start + self.places[name])
@@ -111,6 +122,6 @@ class ShardWriter:
         self.missing.discard(name)
 
     def close(self) -> None:
-        """End the file; every announced tensor has been written."""
+        """Close the file; every tensor must have been written."""
         assert not self.missing, self.missing
         self.opened.close()

@@ -1,4 +1,4 @@
-"""A model directory as a module without weights, and the files that they are read from, a block at a time."""
+"""Streamed model: a module whose blocks read their weights from the files of a model directory, one at a time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ from iobs.models.huggingface import check_directory
 from iobs.models.output import expanded
 from iobs.models.shards import Entry, read_entries
 from iobs.models.vision_shim import ensure_torchvision
-from iobs.prune.layers import Layer, Selection, select
-from iobs.prune.trace import Block, inside
+from iobs.pruning.calibration.blocks import Block, inside
+from iobs.pruning.network.layers import Layer, find_layers
+from iobs.pruning.network.selection import Selection, select
+from iobs.pruning.store import Names
 
 
 @dataclass
 class Directory:
-    """The tensors of a model directory by name, read one at a time."""
+    """The tensors of a model directory by name, which are read one at a time.
+
+    Args:
+        path: of the directory.
+        shards: for every file its tensors by name.
+        metadata: of every file.
+    """
 
     path: Path
     shards: dict[Path, dict[str, Entry]] = field(default_factory=dict)
@@ -37,13 +45,13 @@ class Directory:
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """Every tensor of every file."""
+        """All tensors of all files, by name."""
         return {name: entry for entries in self.shards.values() for name, entry in entries.items()}
 
     def read(
         self, names: Sequence[str], device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """The named tensors on a device, floating ones in another dtype where one is given."""
+        """Read tensors to a device, in the order of files; floating tensors are converted to `dtype` if given."""
         wanted = set(names)
         for file, entries in self.shards.items():
             present = wanted & entries.keys()
@@ -59,42 +67,42 @@ class Directory:
 class StreamedModel:
     """A module whose blocks have no weights yet; everything else is loaded.
 
-    Blocks are loaded in `arithmetic`, what they are computed in; the files keep the dtypes that they had.
+    Args:
+        directory: files with the weights.
+        module: the module.
+        blocks: its blocks, in order.
+        device: of the loaded weights.
+        arithmetic: dtype in which blocks are loaded and computed; the dtypes in the files are not changed.
+        surplus: names of tensors in the files that the module does not have.
     """
 
     directory: Directory
     module: nn.Module
     blocks: list[Block]
-    selection: Selection
     device: torch.device
     arithmetic: torch.dtype
-    surplus: frozenset[str] = frozenset()  # tensors of the files that the module has no place for
+    surplus: frozenset[str] = frozenset()
 
     @classmethod
     def open(
         cls,
         path: Path,
-        include: Any = None,
-        skip: Any = None,
         *,
         device: str = "cpu",
         arithmetic: torch.dtype | None = None,
     ) -> StreamedModel:
-        """Build the module of a directory and load what lies outside its blocks.
+        """Build the module of a directory, and load the weights outside its blocks.
 
         Args:
             path: the directory.
-            include: name patterns of layers to prune.
-            skip: name patterns of layers that stay dense.
-            device: where blocks are computed.
-            arithmetic: what blocks are computed in; by default the widest dtype of the weights to be pruned, so that
-                none of them is rounded further, but float32 on processors that would have to imitate 16-bit numbers,
-                which takes several times as long.
+            device: of the computations.
+            arithmetic: dtype of the computations in blocks. The default is the widest dtype of the prunable weights, so
+                that no weight is rounded further. CPUs without 16-bit instructions use float32, since emulation takes
+                several times as long.
 
         Raises:
-            ModelError: the directory is damaged, its files name their tensors otherwise than the module does, or the
-                module has no list of equal blocks, or its weights are quantised.
-            LayerSelectionError: no chosen layer is inside a block.
+            ModelError: the directory is damaged, names its tensors differently than the module, or holds quantised
+                weights; or the module has no list of blocks.
         """
         path = expanded(path)
         directory = Directory(path)
@@ -108,17 +116,28 @@ class StreamedModel:
         _tie(module)
         parameters = module.named_parameters(remove_duplicate=False)
         _require_all(directory, [name for name, one in parameters if one.is_meta and not name.startswith(prefixes)])
-        chosen = select(module, include, skip, check_finite=False)
-        layers = tuple(one for one in chosen.layers if any(inside(one, block.path) for block in blocks))
+        place, dtypes = torch.device(device), {}
+        for layer in find_layers(module):
+            if any(inside(layer, block.path) for block in blocks) and layer.key in directory.entries:
+                dtypes[layer.key] = directory.entries[layer.key].dtype
+        widest = _widest(dtypes) if dtypes else torch.float32
+        return cls(directory, module, blocks, place, arithmetic or _native(widest, place), surplus)
+
+    def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
+        """Choose the layers to prune, all of them inside blocks.
+
+        Raises:
+            LayerSelectionError: no chosen layer is inside a block, or a name pattern matches nothing.
+        """
+        chosen = select(self.module, include, ignore, depthwise=depthwise, check_finite=False)
+        layers = tuple(one for one in chosen.layers if any(inside(one, block.path) for block in self.blocks))
         dropped = {one.name: "outside the blocks" for one in chosen.layers if one not in layers}
         if not layers:
             raise LayerSelectionError(
                 f"Block by block only layers inside the blocks are pruned, and {', '.join(dropped)} is outside; choose "
-                "others, or prune the network in memory."
+                "others, or prune the model in memory."
             )
-        selection = Selection(layers, {**chosen.skipped, **dropped})
-        place, widest = torch.device(device), _widest({one.key: directory.entries[one.key].dtype for one in layers})
-        return cls(directory, module, blocks, selection, place, arithmetic or _native(widest, place), surplus)
+        return Selection(layers, {**chosen.skipped, **dropped})
 
     def names(self, block: Block) -> list[str]:
         """The names of a block's tensors."""
@@ -126,26 +145,30 @@ class StreamedModel:
         return sorted(name for name in names if name.startswith(f"{block.path}."))
 
     def load(self, block: Block) -> None:
-        """Bring a block's weights into memory."""
+        """Load the weights of a block."""
         _fill(self.module, self.directory.read(self.names(block), self.device, self.arithmetic))
 
     def drop(self, block: Block) -> None:
-        """Let a block's weights go."""
+        """Drop the weights of a block."""
         self.module.get_submodule(block.path).to("meta")
 
     def drop_outside(self) -> None:
-        """Let all weights go: the embedding has been run, and the head is not run at all."""
+        """Drop all loaded weights: the embedding has been run, and the head is never run."""
         for holder in self.module.modules():
             for name, parameter in holder._parameters.items():
                 holder._parameters[name] = None if parameter is None else nn.Parameter(parameter.to("meta"), False)
 
     def rounded(self, layer: Layer, weight: Tensor) -> Tensor:
-        """A weight as the layer's file can hold it."""
+        """A weight, rounded to the dtype of the layer in its file."""
         return weight.to(self.directory.entries[layer.key].dtype)
 
 
 def _widest(stored: Mapping[str, torch.dtype]) -> torch.dtype:
-    """The dtype that holds the numbers of all the named weights: of bfloat16 and float16 together that is float32."""
+    """The narrowest dtype that holds the numbers of all weights; for bfloat16 and float16 together it is float32.
+
+    Raises:
+        ModelError: a weight is quantised; names it.
+    """
     for name, dtype in stored.items():
         if dtype.itemsize < 2:
             raise ModelError(f"{name} is quantised ({dtype}); prune the weights that it was made from.")
@@ -153,7 +176,7 @@ def _widest(stored: Mapping[str, torch.dtype]) -> torch.dtype:
 
 
 def _native(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype itself, or float32 where a CPU has no instructions for it."""
+    """The dtype itself, or float32 on a CPU without instructions for it."""
     if device.type != "cpu" or stored not in (torch.bfloat16, torch.float16):
         return stored
     able = torch.cpu.get_capabilities()
@@ -162,7 +185,7 @@ def _native(stored: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def _skeleton(path: Path) -> nn.Module:
-    """The module with parameters that take no memory and buffers that are real."""
+    """The module with parameters on the meta device and real buffers."""
     ensure_torchvision()
     import transformers
 
@@ -171,13 +194,14 @@ def _skeleton(path: Path) -> nn.Module:
         with _parameters_on_meta():
             factory: Any = transformers.AutoModelForCausalLM
             module: nn.Module = factory.from_config(config, dtype=config.dtype)
-    except Exception as error:  # transformers raises every kind
+    except Exception as error:  # transformers raises exceptions of every kind
         raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
     return module.eval()
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
+    """Register new parameters of all modules on the meta device, where they take no memory."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -193,22 +217,26 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _surplus(module: nn.Module, directory: Directory) -> frozenset[str]:
-    """The tensors that the module has no place for, once all that it needs is there."""
+    """The names of tensors in the files that the module does not have.
+
+    Raises:
+        ModelError: the files lack tensors of the module, or a tensor has another shape.
+    """
     state, entries = module.state_dict(), directory.entries
-    strange = [name for name in entries if name not in state]
+    unknown = [name for name in entries if name not in state]
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    there = {id(parameters[name]) for name in entries if name in parameters}  # under all names of what is tied
-    missing = [name for name in state if name not in entries and id(parameters.get(name)) not in there]
-    if strange and missing:
+    present = {id(parameters[name]) for name in entries if name in parameters}  # tied parameters under all names
+    missing = [name for name in state if name not in entries and id(parameters.get(name)) not in present]
+    if unknown and missing:
         raise ModelError(
-            f"{directory.path} names its tensors otherwise than {type(module).__name__} does ({strange[0]}), so it "
+            f"{directory.path} names its tensors otherwise than {type(module).__name__} does ({unknown[0]}), so it "
             "cannot be pruned block by block; prune it in memory instead."
         )
     _require_all(directory, missing)
-    if strange:
+    if unknown:
         warnings.warn(
-            f"{directory.path} holds {len(strange)} tensors that {type(module).__name__} has no place for, "
-            f"{strange[0]} the first; they are not used, and are written as they are.",
+            f"{directory.path} holds {len(unknown)} tensors that {type(module).__name__} has no place for, "
+            f"{unknown[0]} the first; they are not used, and are written unchanged.",
             stacklevel=2,
         )
     wrong = [name for name, entry in entries.items() if name in state and tuple(state[name].shape) != entry.shape]
@@ -217,16 +245,17 @@ def _surplus(module: nn.Module, directory: Directory) -> frozenset[str]:
             f"{wrong[0]} has the shape {entries[wrong[0]].shape} in the files of {directory.path} and "
             f"{tuple(state[wrong[0]].shape)} by its configuration; one of them is wrong."
         )
-    return frozenset(strange)
+    return frozenset(unknown)
 
 
 def _require_all(directory: Directory, missing: Sequence[str]) -> None:
+    """Raise ModelError if names of weights are missing."""
     if missing:
         raise ModelError(f"{directory.path} lacks {len(missing)} weights, {missing[0]} the first; complete the files.")
 
 
 def _blocks(module: nn.Module) -> list[Block]:
-    """The elements of the module's list that holds the most weights: its decoder blocks."""
+    """The elements of the ModuleList with the most weights: the decoder blocks."""
     lists = {path: found for path, found in module.named_modules() if isinstance(found, nn.ModuleList)}
     if not lists:
         raise ModelError(f"{type(module).__name__} has no list of blocks; prune it in memory instead.")
@@ -235,6 +264,7 @@ def _blocks(module: nn.Module) -> list[Block]:
 
 
 def _fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Replace parameters and buffers of the module by tensors of the same names."""
     for name, tensor in tensors:
         path, _, last = name.rpartition(".")
         holder = module.get_submodule(path)
@@ -251,5 +281,5 @@ def _move_buffers(module: nn.Module, device: str) -> None:
 
 
 def _tie(module: nn.Module) -> None:
-    """Give weights that the files hold once to every module that uses them."""
+    """Tie weights: the files hold shared weights once."""
     module.tie_weights()  # type: ignore[operator]

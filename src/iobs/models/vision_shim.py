@@ -1,4 +1,4 @@
-"""Make a torchvision whose compiled operators do not match this torch importable.
+"""Make torchvision importable if its compiled operators do not match this torch.
 
 The torchvision wheel of the public registry is a CUDA build. Beside a CPU build of torch its import raises
 ``RuntimeError: operator torchvision::nms does not exist``, and with it every import of timm and of every transformers
@@ -19,7 +19,7 @@ State = Literal["native", "shimmed", "absent"]
 
 
 def ensure_torchvision() -> State:
-    """Import torchvision if it is installed, declaring the missing operators where its import fails for them."""
+    """Import torchvision if it is installed; if the import fails for missing operators, declare them."""
     try:
         importlib.import_module("torchvision")
     except ImportError:
@@ -39,7 +39,7 @@ def ensure_torchvision() -> State:
 
 @functools.cache
 def _declared_operators() -> torch.library.Library:
-    """The declarations live as long as this object, hence the cache."""
+    """Declare the missing operators. The declarations last as long as the returned object, so it is cached."""
     library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The weights of a module in one safetensors file, whatever its tensors share with each other."""
+"""Write and read all weights of a module as one safetensors file; tensors may share memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,28 +13,27 @@ from torch import Tensor, nn
 
 
 def write_weights(module: nn.Module, file: Path) -> None:
-    """Write every tensor of a module, those of several names once.
+    """Write every tensor of a module, tied tensors once.
 
-    safetensors' own `save_model` refuses a tensor that is a part of another one's memory, as queries, keys and values
-    that are chunks of one matrix; here each part is written by itself.
+    safetensors' `save_model` rejects tensors that overlap in memory, such as queries, keys and values that are chunks
+    of one matrix. Here each tensor is written separately.
     """
     state = module.state_dict()
     tensors = {names[0]: _alone(state[names[0]]) for names in same_tensors(state)}
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if others:
         warnings.warn(
-            f"{', '.join(others)}: no tensor, so not written; whoever reads the weights keeps that of the module that "
-            "they are read into.",
+            f"{', '.join(others)}: not a tensor, so not written; a module that reads the file keeps its own value.",
             stacklevel=2,
         )
     save_file(tensors, file, metadata={"format": "pt"})
 
 
 def read_weights(module: nn.Module, file: Path) -> None:
-    """Fill a module with what `write_weights` wrote of one like it, in the floating dtypes that were written.
+    """Load weights that `write_weights` wrote into a module of the same architecture, in the stored floating dtypes.
 
     Raises:
-        RuntimeError: names or shapes do not agree.
+        RuntimeError: names or shapes differ.
         safetensors.SafetensorError: the file is damaged.
     """
     stored = load_file(file)
@@ -51,18 +49,18 @@ def read_weights(module: nn.Module, file: Path) -> None:
     module.load_state_dict({**stored, **kept}, strict=True)
 
 
-def same_tensors(state: Mapping[str, Any]) -> list[list[str]]:
-    """The names of tensors, together where several stand for the very same entries."""
-    groups: dict[Any, list[str]] = defaultdict(list)
+def same_tensors(state: Mapping[str, object]) -> list[list[str]]:
+    """Group the names of a state dict by tensor: tied tensors (same memory, shape, strides, dtype) share a group."""
+    groups: dict[object, list[str]] = defaultdict(list)
     for name, value in state.items():
         if isinstance(value, Tensor):
-            # Tensors without entries have no place in memory that could be the same.
-            place: Any = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
+            # Empty tensors all have the same address, so they are never tied.
+            place: object = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
             groups[place].append(name)
     return [*groups.values()]
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """A tensor in memory of its own."""
+    """A contiguous tensor that is alone in its storage; a copy only if needed."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor.contiguous() if whole else tensor.clone(memory_format=torch.contiguous_format)

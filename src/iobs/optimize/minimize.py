@@ -1,4 +1,4 @@
-"""`iobs.minimize`: one loop for every method, with a trace.
+"""`iobs.minimize`: one loop for every method, with a history of its steps.
 
 minimise f(theta)   subject to   norm(theta)_0 <= k
 """
@@ -15,14 +15,14 @@ from threadpoolctl import ThreadpoolController
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import NonFiniteError, ProblemError
-from iobs.optimize.designs import Array, Indices, as_vector
-from iobs.optimize.methods import Method, State
-from iobs.optimize.models import QuadraticObjective
-from iobs.optimize.objective import Objective
-from iobs.optimize.presets import METHODS
+from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.methods.base import Method, State
+from iobs.optimize.methods.registry import METHODS
+from iobs.optimize.objectives.base import Objective
+from iobs.optimize.objectives.design import Array, Indices, as_vector
 from iobs.optimize.problem import Problem
 
-_ONE_THREAD = 4_000_000  # entries of a design below which linear algebra stays on one thread
+_ONE_THREAD = 4_000_000  # most entries of a design for which linear algebra uses a single thread
 
 
 @cache
@@ -35,12 +35,12 @@ class Record:
     """One step of a run.
 
     Attributes:
-        step: 0 is the start.
+        step: number of the step; 0 is the start.
         loss: f after the step.
-        support_changes: coordinates that entered or left the support.
+        support_changes: number of coordinates that entered or left the support.
         step_norm: norm of the change of theta.
-        seconds: since the run began.
-        note: what the method says about the step.
+        seconds: time since the start of the run.
+        note: the method's note on the step.
     """
 
     step: int
@@ -52,17 +52,17 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Result:
-    """What `minimize` found.
+class MinimizeResult:
+    """The result of `minimize`.
 
     Attributes:
-        theta: (d,) float64, at most k non-zeros besides forced coordinates; without the intercept.
+        theta: (d,) float64 without the intercept; at most k non-zeros, forced coordinates not counted.
         support: sorted indices of the non-zeros.
         loss: f(theta).
         converged: whether the method stopped by its own criterion.
-        message: why it stopped, and what holds at the answer.
-        history: one `Record` a step, the start included.
-        intercept: the constant of the model, 0 without one.
+        message: why the run stopped, and which optimality is known.
+        history: one `Record` per step, the start included.
+        intercept: the constant of the model; 0 if it has none.
     """
 
     theta: Array
@@ -85,24 +85,24 @@ def minimize(
     tol: float = 1e-10,
     seed: int = 0,
     callback: Callable[[Record, Array], bool | None] | None = None,
-) -> Result:
+) -> MinimizeResult:
     """Minimise a smooth function under a hard limit on the number of non-zeros.
 
     Args:
         objective: one of `iobs.objectives`, any `Objective`, or an `iobs.Quadratic` of one row.
-        k: at most so many non-zeros; forced coordinates (an intercept) come on top.
-        method: "auto" (best known) or a name of `iobs.optimize.presets.METHODS`, or an instance with its own settings.
-        theta0: (d,) start; zero if not given. It may be dense.
-        damping: relative to mean diag(H), for methods that factorise H or its like; None lets them choose. The
-            Newton methods that adapt it or do without ("regularised_newton", "cubic_newton", "nhtp", "fnhtp") do not
-            ask for it.
-        max_steps: at most so many steps.
-        tol: stop once a step changes theta by less than this, relative to its norm.
-        seed: of everything random.
-        callback: called with the record and theta of every step; returning True stops the run.
+        k: largest number of non-zeros; forced coordinates (such as an intercept) are not counted.
+        method: "auto" (best known), a name in `iobs.optimize.methods.registry.METHODS`, or an instance.
+        theta0: start (d,), possibly dense; zero if not given.
+        damping: relative to mean diag(H), for methods that factorise H or an approximation of it; None lets the method
+            choose. "regularised_newton", "cubic_newton", "nhtp" and "fnhtp" adapt their damping or have none, and
+            ignore it.
+        max_steps: largest number of steps.
+        tol: stop once the norm of a step is at most `tol` times the norm of theta.
+        seed: seed of every random choice.
+        callback: called with the record and theta after every step; returning True stops the run.
 
     Returns:
-        The feasible iterate of least loss after the start, with the trace of all.
+        The feasible iterate with the lowest loss after the start, and the history of all steps.
 
     Raises:
         ProblemError: k outside [0, d], an unknown method, a start of the wrong length, tol or max_steps out of range.
@@ -113,8 +113,8 @@ def minimize(
     if max_steps < 1 or not tol >= 0:
         raise ProblemError(f"max_steps must be at least 1 and tol not negative, got {max_steps} and {tol}.")
     problem = Problem(objective, k, damping, np.random.default_rng(seed))
-    # Overflow far from a minimiser is met everywhere by looking at the value, never by a warning. Threads only wait for
-    # each other on small systems: on a busy machine they cost a factor of a hundred.
+    # Overflow far from a minimiser is detected by the value, not by a warning. On small systems threads only wait for
+    # each other; on a busy machine they are a hundred times slower.
     limit = 1 if objective.rank * objective.dimension <= _ONE_THREAD else None
     with _blas().limit(limits=limit, user_api="blas"), np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         _require_finite(problem)
@@ -128,8 +128,8 @@ def run(
     max_steps: int,
     tol: float,
     callback: Callable[[Record, Array], bool | None] | None = None,
-) -> Result:
-    """The loop."""
+) -> MinimizeResult:
+    """Run a method: its start, then steps until it is done, theta stops changing, or the callback stops it."""
     begun = time.perf_counter()
     state = method.begin(problem, theta0)
     history = [Record(0, state.value, 0, 0.0, time.perf_counter() - begun, state.message)]
@@ -164,9 +164,9 @@ def _record(number: int, old: State, new: State, seconds: float) -> Record:
     return Record(number, new.value, changes, float(np.linalg.norm(new.theta - old.theta)), seconds, new.message)
 
 
-def _result(problem: Problem, best: State, converged: bool, message: str, history: list[Record]) -> Result:
+def _result(problem: Problem, best: State, converged: bool, message: str, history: list[Record]) -> MinimizeResult:
     theta, intercept = problem.objective.split(best.theta)
-    return Result(theta, np.flatnonzero(theta), best.value, converged, message, history, intercept)
+    return MinimizeResult(theta, np.flatnonzero(theta), best.value, converged, message, history, intercept)
 
 
 def _method(method: str | Method) -> Method:
@@ -178,7 +178,11 @@ def _method(method: str | Method) -> Method:
 
 
 def _require_finite(problem: Problem) -> None:
-    """Sparse vectors lie about zero, and methods measure from there, wherever they start."""
+    """Require a finite f and gradient at zero, to which methods compare, whatever their start.
+
+    Raises:
+        NonFiniteError: f or its gradient is not finite at zero.
+    """
     value, gradient = problem.at_zero
     if not (np.isfinite(value) and np.isfinite(gradient).all()):
         raise NonFiniteError("f or its gradient is NaN or infinite at zero; give a function that is finite there.")
@@ -193,5 +197,5 @@ def _start(objective: Objective, theta0: Array | None) -> Array | None:
         raise ProblemError(f"The start theta0 must have {features} entries, got {theta.size}.")
     if theta.size == features:
         return np.concatenate([theta, np.zeros(objective.dimension - features)])
-    theta[-1] += theta[-1] - objective.split(theta)[1]  # the constant where columns are about their means
+    theta[-1] += theta[-1] - objective.split(theta)[1]  # theta's last entry is the constant at the column means
     return theta

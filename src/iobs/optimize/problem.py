@@ -1,4 +1,4 @@
-"""The problem that every method is given: an objective, a sparsity, and what may and must be in the support."""
+"""The problem that a method solves: an objective, k, and the coordinates that may or must be in the support."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from numbers import Integral
 import numpy as np
 
 from iobs.errors import ProblemError, is_a
-from iobs.optimize.autodiff import TorchObjective
-from iobs.optimize.designs import Array, Booleans, Indices
-from iobs.optimize.objective import Objective
+from iobs.optimize.objectives.autodiff import TorchObjective
+from iobs.optimize.objectives.base import Objective
+from iobs.optimize.objectives.design import Array, Booleans, Indices
 
-DENSE_LIMIT = 4096  # no d x d array is formed for more coordinates than this
-_EXACT_SCALE = 64  # variables up to which d products for an exact diagonal are cheap
+DENSE_LIMIT = 4096  # most coordinates for which a d x d array is formed
+_EXACT_SCALE = 64  # most variables for which d Hessian products for an exact diagonal are cheap
 _ROUNDS, _PROBES = 3, 8
-_EVEN = 10.0  # estimates that lie within this factor of their median may as well be equal
+_EVEN = 10.0  # estimates within this factor of their median count as equal
 
 
 @dataclass(frozen=True)
 class Problem:
-    """minimise f(theta) subject to norm(theta)_0 <= k, not counting forced coordinates.
+    """minimise f(theta) subject to norm(theta)_0 <= k, forced coordinates not counted.
 
     Attributes:
         objective: f.
-        k: how many free coordinates may be non-zero.
+        k: largest number of free coordinates that are not zero.
         damping: relative to mean diag(H); None lets the method choose.
         rng: the only source of randomness.
-        allowed: boolean (d,), which coordinates may compete for the support; None is all.
+        allowed: boolean (d,), true where a coordinate may enter the support; None allows all.
 
     Raises:
-        ProblemError: k is no integer, negative, or larger than the number of free coordinates.
+        ProblemError: k is not an integer, negative, or larger than the number of free coordinates; or the damping is
+            negative or not finite.
     """
 
     objective: Objective
@@ -60,17 +61,17 @@ class Problem:
         return self.objective.forced
 
     def damping_or(self, own: float | None) -> float | None:
-        """A method's own damping where it has one, else what was asked for."""
+        """The method's own damping if not None, else the requested one."""
         return self.damping if own is None else own
 
     @property
-    def dear(self) -> bool:
-        """Whether every column of the Hessian costs a differentiation of its own."""
+    def expensive_columns(self) -> bool:
+        """Each column of the Hessian takes a differentiation of its own."""
         return isinstance(self.objective, TorchObjective)
 
     @cached_property
     def scale(self) -> Array:
-        """sqrt(diag H) at zero, (d,): theta * scale is free of the units of the columns; 1 where H_jj is zero."""
+        """sqrt(diag H) at zero (d,), 1 where H_jj is zero: theta * scale does not depend on units of columns."""
         if isinstance(self.objective, TorchObjective) and self.dimension > _EXACT_SCALE:
             return _equilibrated(self.objective)
         diagonal = self.objective.hessian_diagonal(np.zeros(self.dimension))
@@ -79,7 +80,7 @@ class Problem:
 
     @cached_property
     def candidates(self) -> Booleans:
-        """(d,) true where a coordinate competes for the support: allowed, neither forced nor constant."""
+        """Boolean (d,), true where a coordinate may enter the support: allowed, not forced, not constant."""
         mask = np.ones(self.dimension, dtype=np.bool_) if self.allowed is None else self.allowed.copy()
         mask[self.forced] = False
         mask[self.objective.constant_coordinates()] = False
@@ -92,18 +93,18 @@ class Problem:
 
     @cached_property
     def first_slope(self) -> float:
-        """The largest entry of the gradient at zero, free of the units of the columns."""
+        """The largest entry of the scaled gradient at zero, which does not depend on the units of the columns."""
         return float(np.abs(self.at_zero[1] / self.scale).max(initial=0.0))
 
     @property
     def size(self) -> int:
-        """How many free coordinates a support can really hold."""
+        """The number of free coordinates that a support can hold."""
         return min(self.k, int(self.candidates.sum()))
 
     def top(self, scores: Array, count: int | None = None) -> Indices:
-        """The support of the `count` (k) largest scores among the candidates, and the forced ones; sorted.
+        """The sorted support of the `count` (default k) largest scores among the candidates, plus forced coordinates.
 
-        Ties go to the lower index, so equal scores always give the same support.
+        Ties go to the lower index, so that equal scores always give the same support.
         """
         count = self.size if count is None else min(count, int(self.candidates.sum()))
         if count == 0:
@@ -115,32 +116,36 @@ class Problem:
         return np.sort(np.concatenate([above, tied, self.forced])).astype(np.int64)
 
     def truncate(self, theta: Array, scores: Array | None = None, count: int | None = None) -> Array:
-        """T_k: theta with all but its `count` (k) largest free entries set to zero; forced entries stay."""
+        """T_k: theta with all but its `count` (default k) largest free entries set to zero; forced entries stay."""
         support = self.top(np.abs(theta) if scores is None else scores, count)
         truncated = np.zeros_like(theta)
         truncated[support] = theta[support]
         return truncated
 
     def feasible(self, theta: Array) -> bool:
-        """Whether theta has at most k non-zero free entries."""
+        """Check that theta has at most k non-zero free entries."""
         return int(np.count_nonzero(theta)) - int(np.count_nonzero(theta[self.forced])) <= self.k
 
 
 def require_storable(what: str, dimension: int) -> None:
-    """Refuse to store H of too many coordinates.
+    """Refuse to store H for too many coordinates.
+
+    Args:
+        what: the beginning of the error's message.
+        dimension: number of coordinates.
 
     Raises:
-        ProblemError: there are more than `DENSE_LIMIT`; says what would store it.
+        ProblemError: there are more than `DENSE_LIMIT` coordinates.
     """
     if dimension > DENSE_LIMIT:
         raise ProblemError(f"{what}: at most {DENSE_LIMIT} coordinates, got {dimension}.")
 
 
 def _equilibrated(objective: TorchObjective) -> Array:
-    """Estimate of sqrt(diag H) from products with random signs, repeated in the scaled variables.
+    """Estimate sqrt(diag H) from products with random signs, repeated in the scaled variables.
 
-    One round is Hutchinson's estimate of the diagonal, which large coordinates drown out where units differ; each
-    further round removes half of the difference that is left, in logarithms.
+    One round is Hutchinson's estimate of the diagonal. Its noise comes from the largest coordinates where units differ;
+    each further round halves the remaining error in logarithms.
     """
     rng = np.random.default_rng(0)
     scale = np.ones(objective.dimension)
@@ -154,6 +159,6 @@ def _equilibrated(objective: TorchObjective) -> Array:
             return np.ones(objective.dimension)
         if estimate.max() < _EVEN * typical and estimate.min() > typical / _EVEN:
             return np.full(objective.dimension, np.sqrt(typical)) * scale
-        # Never more than a factor of ten below the typical entry at once: an estimate can come out near zero by chance.
+        # At most a factor of ten below the typical entry per round: an estimate can be near zero by chance.
         scale = scale * np.sqrt(np.maximum(estimate, 0.01 * typical))
     return scale

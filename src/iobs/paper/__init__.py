@@ -1,4 +1,4 @@
-"""Tables and figures of the paper, one file each: settings, published numbers, how to run them."""
+"""Tables and figures of the paper, one file each: settings, published numbers, and the code that runs them."""
 
 from iobs.paper.registry import Experiment, Request, Results, Row, experiments, find
 

@@ -11,20 +11,21 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from iobs.optimize.designs import Array
+    from iobs.optimize.objectives.design import Array
 
 D, K_STAR, N, K = 128, 16, 256, 64
 STEPS, TRIALS = 750, 20
 
 FACTOR_NOTE = (
-    "The text takes L = norm(y - X theta)^2 and calls X^T X its Hessian, which is half of it. With that mix the Newton "
-    "step is theta - 2 (theta - theta*): from 0 the iterates go 0, 2 theta*, 0, ... for ever. Here gradient and "
-    "Hessian belong to the same function (either factor gives the same iterates), and one undamped step is exact."
+    "The paper states L = norm(y - X theta)^2 and the Hessian X^T X, which is half of the true Hessian. With that mix "
+    "the Newton step is theta - 2 (theta - theta*): from 0 the iterates are 0, 2 theta*, 0, ... for ever. Here the "
+    "gradient and the Hessian belong to the same function (either factor gives the same iterates), and one undamped "
+    "step is exact."
 )
 
 
 def run(request: Request) -> Results:
-    """20 trials of 750 steps: loss and distance to the signal, step by step."""
+    """Run 20 trials of 750 steps; measure loss and distance to the signal after every step."""
     import numpy as np
 
     curves = {name: np.zeros((2, STEPS + 1)) for name in ("k-IHT", "Top-k-I-OBS")}
@@ -71,11 +72,11 @@ def _problem(rng: np.random.Generator) -> tuple[Array, Array]:
 
 
 def _curves(X: Array, truth: Array, method: str) -> tuple[Array, Array]:
-    """norm(y - X theta_t)^2 and norm(theta_t - theta*) for t = 0 ... STEPS, held once the method has stopped."""
+    """norm(y - X theta_t)^2 and norm(theta_t - theta*) for t = 0 ... STEPS, constant after the method has stopped."""
     import numpy as np
 
     from iobs.optimize.minimize import minimize
-    from iobs.optimize.objectives import LeastSquares
+    from iobs.optimize.objectives.linear import LeastSquares
 
     distances = [float(np.linalg.norm(truth))]
     result = minimize(
@@ -92,7 +93,7 @@ def _curves(X: Array, truth: Array, method: str) -> tuple[Array, Array]:
 
 
 def _mixed_factors(X: Array, truth: Array) -> float:
-    """Distance after STEPS steps with the gradient of norm(y - X theta)^2 and the "Hessian" X^T X."""
+    """Distance to the signal after STEPS steps with the gradient of norm(y - X theta)^2 and the "Hessian" X^T X."""
     import numpy as np
 
     hessian, target = X.T @ X, X.T @ (X @ truth)
@@ -104,7 +105,7 @@ def _mixed_factors(X: Array, truth: Array) -> float:
 
 
 def write(folder: Path, name: str, curves: dict[str, Array]) -> None:
-    """The curves as CSV and as a picture."""
+    """Write the curves as a CSV file and as a PNG figure."""
     import csv
 
     import matplotlib as mpl

@@ -1,4 +1,4 @@
-"""Figure 1, right: a picture of a digit as the sparse signal, recovered by k-IHT and by Top-k-I-OBS."""
+"""Figure 1, right: the image of a digit as the sparse signal, recovered by k-IHT and by Top-k-I-OBS."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from iobs.paper.figure_gaussian import FACTOR_NOTE
 from iobs.paper.registry import Experiment, Request, Results, Row
 
 if TYPE_CHECKING:
-    from iobs.optimize.designs import Array
+    from iobs.optimize.objectives.design import Array
 
 D, N = 784, 1568
 STEPS, TRIALS = 4000, 20
@@ -19,7 +19,7 @@ CHECKED = (1, 10, 50, 100, 200, 400, STEPS)
 
 
 def run(request: Request) -> Results:
-    """20 pictures, 4,000 steps each; relative distance to the picture."""
+    """Run 4,000 steps on each of 20 images; measure the relative distance to the image."""
     import numpy as np
 
     pictures, source = _pictures(request.stand_in)
@@ -56,18 +56,18 @@ def run(request: Request) -> Results:
 
 
 def _count(picture: Array) -> int:
-    """k = 2 k*, at most d."""
+    """k = 2 k*, at most d, where k* is the number of nonzero pixels."""
     import numpy as np
 
     return min(D, 2 * int(np.count_nonzero(picture)))
 
 
 def _recover(X: Array, picture: Array, method: str) -> tuple[Array, Array]:
-    """Relative distances at CHECKED steps, and the picture after 10 steps."""
+    """Relative distances to the image at the CHECKED steps, and the image after 10 steps."""
     import numpy as np
 
     from iobs.optimize.minimize import minimize
-    from iobs.optimize.objectives import LeastSquares
+    from iobs.optimize.objectives.linear import LeastSquares
 
     size = float(np.linalg.norm(picture))
     distances: list[float] = []
@@ -84,10 +84,10 @@ def _recover(X: Array, picture: Array, method: str) -> tuple[Array, Array]:
 
 
 def _pictures(stand_in: bool) -> tuple[Array, str]:
-    """MNIST's training pictures from a file, or scikit-learn's digits enlarged to 28 x 28.
+    """Images (count, 784) and their description: MNIST from a file, or scikit-learn's digits enlarged to 28 x 28.
 
     Raises:
-        DataError: no file is named, or it holds no such pictures.
+        DataError: $IOBS_MNIST is not set, or its file holds no MNIST images.
     """
     import numpy as np
 
@@ -106,16 +106,16 @@ def _pictures(stand_in: bool) -> tuple[Array, str]:
     small = load_digits().images * (255.0 / 16.0)
     index = (np.arange(28) * 8) // 28
     large = small[:, index][:, :, index]
-    # Faint grey is background in MNIST: without it an enlarged digit would hardly be sparse.
+    # Set faint grey to 0, the background in MNIST: otherwise an enlarged digit is hardly sparse.
     large[large < 64] = 0.0
     return large.reshape(len(large), D), "digits of scikit-learn enlarged to 28 x 28"
 
 
 def _read_mnist(file: Path) -> Array:
-    """train-images-idx3-ubyte (.gz), or .npz with x_train or images.
+    """Read MNIST images from train-images-idx3-ubyte(.gz), or from an .npz file with x_train or images.
 
     Raises:
-        DataError: the file is neither.
+        DataError: the file has neither format.
     """
     import gzip
     import zipfile
@@ -127,7 +127,7 @@ def _read_mnist(file: Path) -> Array:
 
     try:
         if file.suffix == ".npz":
-            # Opened here: numpy leaves a damaged file open.
+            # Open the file here, because numpy does not close a damaged file.
             with file.open("rb") as opened, np.load(opened) as archive:
                 name = next(name for name in ("x_train", "images", "train_images", "X") if name in archive.files)
                 return np.asarray(archive[name], dtype=np.float64).reshape(-1, D)

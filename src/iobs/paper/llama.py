@@ -1,4 +1,4 @@
-"""The appendix's variant for Llama: prune, one epoch of Adam without a mask, prune again; ten rounds."""
+"""The paper's variant for Llama (appendix): ten rounds of pruning and one epoch of Adam without a mask."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from iobs.data import Questions
     from iobs.models import LoadedModel
 
-# 8 million tokens of RedPajama; the sparsity is not stated, 50 % as everywhere in the paper.
+# 8 million tokens of RedPajama. The paper does not state the sparsity; 50 % is used elsewhere in the paper.
 SETTINGS = {
     "Llama-2": Settings(
         "meta-llama/Llama-2-7b-hf", "redpajama", 2000, 4096, 0.5, 10, 1e-5, "adam", 16, every_parameter=True
@@ -37,7 +37,7 @@ SETTINGS = {
         "meta-llama/Meta-Llama-3-8B", "redpajama", 1000, 8192, 0.5, 10, 1e-5, "adam", 8, every_parameter=True
     ),
 }
-# MMLU with five examples, share of right answers: dense, then after each round.
+# Five-shot MMLU accuracy: dense, then after each round.
 PUBLISHED = {
     "Llama-2": (0.4584, 0.3878, 0.3950, 0.3932, 0.3943, 0.3946, 0.3929, 0.3919, 0.3893, 0.3903, 0.3863),
     "Llama-3": (0.6525, 0.5476, 0.5577, 0.5582, 0.5605, 0.5553, 0.5521, 0.5444, 0.5449, 0.5403, 0.5375),
@@ -46,9 +46,9 @@ CORPORA = ("wikitext2", "c4")
 
 
 def scores_of(name: str, request: Request) -> tuple[list[Scores], list[str]]:
-    """Perplexity and MMLU of the dense model and of every round; both the table and the figure are read off them."""
+    """Perplexity and MMLU accuracy of the dense model and of every round, for table and figure; and notes."""
     ((_, settings),) = chosen({name: SETTINGS[name]}, request).items()
-    # The table and the figure of a model share one file of scores.
+    # Table and figure of a model share one file of scores.
     measured = Measured(request, name.lower())
     notes = ["The number of zeros is not stated in the paper for these runs; 50 % here."]
     if request.stand_in:
@@ -89,7 +89,7 @@ def scores_of(name: str, request: Request) -> tuple[list[Scores], list[str]]:
 
 
 def table(name: str) -> Callable[[Request], Results]:
-    """The MMLU table of a model."""
+    """Return the function that runs the MMLU table of a model."""
 
     def run(request: Request) -> Results:
         scores, notes = scores_of(name, request)
@@ -107,7 +107,7 @@ def table(name: str) -> Callable[[Request], Results]:
 
 
 def figure(name: str, file: str) -> Callable[[Request], Results]:
-    """The curves of perplexity over rounds of a model; the paper prints no numbers."""
+    """Return the function that runs the perplexity figure of a model; the paper prints no numbers for it."""
 
     def run(request: Request) -> Results:
         scores, notes = scores_of(name, request)
@@ -127,7 +127,7 @@ def figure(name: str, file: str) -> Callable[[Request], Results]:
 
 
 def experiment(name: str, place: str, kind: str) -> Experiment:
-    """The registry's entry for a table or figure of one of the models."""
+    """The experiment for the table or figure (`kind`) of a model."""
     short = f"{kind}-{name.lower().replace('-', '')}"
     title = f"{name} over ten rounds, {'MMLU' if kind == 'table' else 'perplexity'}"
     return Experiment(
@@ -142,12 +142,12 @@ def experiment(name: str, place: str, kind: str) -> Experiment:
 
 
 def _label(name: str, request: Request) -> str:
-    """Whose scores these are: the paper's model, its stand-in, or the user's own where it is another."""
+    """Label of the measured model: the paper's model, its stand-in, or the user's model."""
     return next(iter(chosen({name: SETTINGS[name]}, request))) + (STAND_IN if request.stand_in else "")
 
 
 def _mmlu(loaded: LoadedModel, request: Request) -> Callable[[], Scores]:
-    """Scores the model on MMLU with five examples: on a file of questions, or with lm-eval, which fetches them."""
+    """Return a function that measures five-shot MMLU accuracy, on a file of questions or with lm-eval."""
     from iobs.evaluate import answer, evaluate_tasks
 
     _, read = _questions(request)
@@ -163,7 +163,7 @@ def _mmlu(loaded: LoadedModel, request: Request) -> Callable[[], Scores]:
 
 
 def _questions(request: Request) -> tuple[str, Callable[[], Questions] | None]:
-    """What is asked, in words and as what reads it; lm-eval has the questions where nothing here reads them."""
+    """Description of the questions, and a function that reads them; None if lm-eval fetches them."""
     from iobs.data import made_questions, read_questions
 
     folder, given = stand_in_folder(), request.questions

@@ -1,7 +1,7 @@
-"""The registry that `iobs reproduce` reads: every module of this package that defines `EXPERIMENT`.
+"""Registry of experiments for `iobs reproduce`: every module of this package that defines `EXPERIMENT`.
 
-Adding a table or figure is adding one file. Its import must be cheap: networks, data and solvers are imported inside
-`run`, since the list of experiments imports every file.
+To add a table or figure, add a file. Its import must be cheap, because listing the experiments imports every file:
+import networks, data and solvers inside `run`.
 """
 
 from __future__ import annotations
@@ -14,28 +14,26 @@ from pathlib import Path
 
 from iobs.errors import DataError
 
-# Of a request, what only some experiments read.
+# Fields of a request that only some experiments use.
 OPTIONS = ("model", "data", "eval_data", "questions", "rounds", "limit", "resume")
 
 
 @dataclass(frozen=True)
 class Request:
-    """How to run an experiment.
+    """Options of an experiment. Those from `model` on are used by some experiments only (`Experiment.reads`).
 
     Attributes:
-        stand_in: run the small stand-in for a network or data set that has to be fetched first.
-        seed: of every random choice.
-        output: folder for pictures and logs, or None to write nothing.
-        say: told, in one line each, what is being done.
-        model: MODEL to run on instead of the paper's.
-        data: calibration data instead of the paper's, as --data has it.
-        eval_data: what to score on instead; of language models one for each corpus of the table.
-        questions: a file of MMLU's questions; without it lm-eval fetches them.
-        rounds: rounds instead of the paper's.
-        limit: pictures or windows scored at most, or questions of a subject.
-        resume: keep a checkpoint in `output` while a network is measured, and go on from one that is there.
-
-    Those from `model` on are read by some experiments only (`Experiment.reads`).
+        stand_in: use a small network or data set instead of the paper's.
+        seed: seed of all random choices.
+        output: folder for figures and logs, or None to write nothing.
+        say: called with one line of progress.
+        model: MODEL instead of the paper's.
+        data: calibration data instead of the paper's, as in --data.
+        eval_data: evaluation data instead of the paper's; for language models one per corpus of the table.
+        questions: file of MMLU questions; None to fetch them with lm-eval.
+        rounds: number of rounds instead of the paper's.
+        limit: maximum number of images or windows, or of questions per subject.
+        resume: keep a checkpoint in `output` while a network is measured, and continue from an existing one.
     """
 
     stand_in: bool
@@ -53,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Row:
-    """One number of the paper beside the one measured; None where there is none."""
+    """A published number and the measured number; None if missing."""
 
     setting: str
     method: str
@@ -63,12 +61,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """What an experiment gave.
+    """Results of an experiment.
 
     Attributes:
-        measure: what the numbers are, with their unit and direction.
+        measure: description of the numbers, with unit and direction.
         rows: the numbers.
-        notes: what a reader must know to compare them, one sentence each.
+        notes: facts that matter for the comparison, one sentence each.
     """
 
     measure: str
@@ -81,13 +79,13 @@ class Experiment:
     """One table or figure of the paper.
 
     Attributes:
-        name: what the command line calls it, such as "table-llm".
-        place: where it is in the paper, such as "Table 2".
-        title: what it shows, in a few words.
-        run: runs it.
-        stand_in: what is used with --stand-in, or "" where nothing needs to be replaced.
-        reads: which of `OPTIONS` it reads.
-        stand_in_reads: and which with --stand-in.
+        name: name on the command line, such as "table-llm".
+        place: place in the paper, such as "Table 2".
+        title: short title.
+        run: function that runs the experiment.
+        stand_in: description of what --stand-in uses; "" if the experiment has no stand-in.
+        reads: names in `OPTIONS` that the experiment uses.
+        stand_in_reads: names in `OPTIONS` that it uses with --stand-in.
     """
 
     name: str
@@ -99,10 +97,10 @@ class Experiment:
     stand_in_reads: tuple[str, ...] = ()
 
     def check(self, request: Request) -> None:
-        """Refuse what this experiment would ignore.
+        """Raise if the request sets options that this experiment ignores.
 
         Raises:
-            DataError: the request holds an option that is not read, or wants to resume without a folder.
+            DataError: an option is set that the experiment does not use, or `resume` is set without `output`.
         """
         reads = self.stand_in_reads if request.stand_in else self.reads
         unread = [name for name in OPTIONS if getattr(request, name) and name not in reads]
@@ -120,7 +118,7 @@ def _as_options(names: Iterable[str]) -> str:
 
 
 def experiments() -> list[Experiment]:
-    """Every experiment, by name."""
+    """All experiments, sorted by name."""
     package = Path(__file__).parent
     found = []
     for module in pkgutil.iter_modules([str(package)]):
@@ -131,10 +129,10 @@ def experiments() -> list[Experiment]:
 
 
 def find(name: str) -> Experiment:
-    """The experiment of that name.
+    """The experiment with a given name.
 
     Raises:
-        DataError: there is none; the message lists those that there are.
+        DataError: the name is unknown; the message lists all names.
     """
     known = {entry.name: entry for entry in experiments()}
     if name not in known:

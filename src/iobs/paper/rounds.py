@@ -1,4 +1,4 @@
-"""What the paper's tables of networks share: Algorithm 2 to the letter, scored after every projection."""
+"""Algorithm 2 to the letter, scored after every projection: shared by the paper's tables of networks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from iobs.models import LoadedModel
+    from iobs.pruning.recipe import Recipe
+    from iobs.pruning.report import RoundRecord
 
 Scores = dict[str, float]
 EMBEDDED = ""  # the model, or the text, that comes with the package
@@ -67,28 +69,52 @@ def iterate(
     settings: Settings,
     score: Callable[[nn.Module], Scores],
     say: Callable[[str], None],
-    skip: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     scored: Collection[int] | None = None,
     seed: int = 0,
     checkpoint: Path | None = None,
 ) -> list[Scores]:
-    """Project, score, step without a mask, and again; scores of the dense network first, then of every projection.
+    """Algorithm 2 to the letter, scored after every projection.
 
-    Only the rounds in `scored` are scored where it is given; the others' scores are empty. The seed is that of every
-    random choice: the order of the samples in the steps, and what the projections draw. A folder as `checkpoint` holds
-    the layers of the round that is under way, and what the steps before it left.
+    Args:
+        model: the dense model; left with the weights of its best round.
+        batches: calibration data, none of it held out.
+        settings: of the table.
+        score: scores of a model.
+        say: shows a line.
+        ignore: names of layers that stay dense.
+        scored: rounds to score, from 1; None: all. The scores of the others are empty.
+        seed: of every random choice.
+        checkpoint: folder to resume from, or None.
+
+    Returns:
+        Scores of the dense model first, then of every projection.
     """
-    from iobs import GradientStep, Unstructured, prune
-    from iobs.prune.batches import size
-    from iobs.prune.checkpoint import Journal, identity_of
-    from iobs.prune.layers import select
-    from iobs.prune.losses import task_loss
-    from iobs.prune.network import state
-    from iobs.prune.parts import Part
-    from iobs.prune.steps import Trainer
+    from iobs import prune
+
+    scorer = _scorer(score, say, settings.rounds, scored, checkpoint)
+    prune(
+        model,
+        batches,
+        settings.sparsity,
+        recipe_of(settings, batches),
+        ignore=[*ignore] or None,
+        holdout=0.0,
+        seed=seed,
+        callbacks=[scorer],
+        checkpoint=None if checkpoint is None else checkpoint / "run",
+    )
+    scores: list[Scores] = scorer.scores
+    return scores
+
+
+def recipe_of(settings: Settings, batches: Sequence[Any]) -> Recipe:
+    """The recipe of a table: SparseGPT, and between two rounds one pass of gradient steps on the task loss."""
+    from iobs import FineTune, Recipe, Rounds
+    from iobs.pruning.samples.batches import size
 
     count = sum(size(batch) for batch in batches)
-    step = GradientStep(
+    step = FineTune(
         lr=settings.lr,
         optimizer="adam" if settings.optimizer == "adam" else "sgd",
         steps=1 if settings.batch_size is None else max(1, count // settings.batch_size),
@@ -96,57 +122,65 @@ def iterate(
         parameters="all" if settings.every_parameter else "prunable",
         batch_size=settings.batch_size,
     )
-    chosen = {layer.key for layer in select(model, skip=[*skip] or None).layers}
-    named = dict(model.named_parameters())
-    stepped = {name: value for name, value in named.items() if settings.every_parameter or name in chosen}
-    trainer = None  # whose masters take memory
-    if settings.rounds > 1:
-        trainer = Trainer(model, stepped, step, task_loss, settings.rounds * step.steps, seed)
-    part = Part.of(batches)
-    journal, last = None, 0
-    if checkpoint is not None:
-        run = asdict(settings) | {"skip": [*skip], "seed": seed}
-        journal = Journal(checkpoint / "rounds", identity_of(run, state(model), part.batches, []))
-        last = max((index for index in range(settings.rounds) if _after(index) in journal), default=0)
-    if journal is not None and trainer is not None and last:
-        tensors, values = journal.get(_after(last))
-        trainer.restore(tensors, values["taken"])
-        scores: list[Scores] = values["scores"]
-        say(f"rounds up to {last}: taken from {checkpoint}")
-    else:
-        scores = [score(model)]
-    for index in range(last + 1, settings.rounds + 1):
-        layers = None if checkpoint is None else checkpoint / f"round {index}"
-        prune(
-            model,
-            batches,
-            Unstructured(settings.sparsity),
-            solver="sparsegpt",
-            damping=settings.damping,
-            target="current",
-            allocation="uniform",
-            holdout=0.0,
-            skip=[*skip] or None,
-            seed=seed,
-            checkpoint=layers,
-        )
-        scores.append(score(model) if scored is None or index in scored else {})
-        say(f"round {index} of {settings.rounds}{': ' if scores[-1] else ''}{_shown(scores[-1])}")
-        if trainer is None or index == settings.rounds:
-            break
-        trainer.adopt()
-        model.requires_grad_(True)
-        trainer.run(part, lambda done, total, loss: None)
-        if journal is not None and layers is not None:
-            journal.put(_after(index), trainer.snapshot(), {"taken": trainer.taken, "scores": scores})
-            journal.discard(_after(index - 1))
-            shutil.rmtree(layers)
-    return scores
+    rounds = Rounds(settings.rounds, finetune=step) if settings.rounds > 1 else Rounds()
+    return Recipe(solver="sparsegpt", damping=settings.damping, rounds=rounds)
 
 
-def _after(index: int) -> str:
-    """The journal's key of what the steps after a round left."""
-    return f"steps after round {index}"
+def _scorer(
+    score: Callable[[nn.Module], Scores],
+    say: Callable[[str], None],
+    rounds: int,
+    scored: Collection[int] | None,
+    checkpoint: Path | None,
+) -> Any:
+    """A callback that scores the dense model and every projection; `scores` holds the results.
+
+    Scores are kept in the checkpoint: a resumed run repeats no scoring.
+    """
+    from iobs import Callback
+    from iobs.pruning.runtime.checkpoint import RUN
+
+    file = None if checkpoint is None else checkpoint / "scores.json"
+    begun = checkpoint is not None and (checkpoint / "run" / RUN).is_file()  # else the scores are of another run
+
+    class Scorer(Callback):
+        def __init__(self) -> None:
+            self.scores: list[Scores] = []
+            self.known = _read_run_scores(file) if file is not None and begun and file.is_file() else []
+            if len(self.known) > 1:
+                say(f"rounds up to {len(self.known) - 1}: scores taken from {file}")
+
+        def on_start(self, model: nn.Module, layers: Sequence[str], rounds: int) -> None:
+            self.model = model
+            self._add(True)
+
+        def on_round(self, record: RoundRecord) -> None:
+            number = record.index + 1
+            known = self._add(scored is None or number in scored)
+            if not known:
+                say(f"round {number} of {rounds}{': ' if self.scores[-1] else ''}{_shown(self.scores[-1])}")
+
+        def _add(self, wanted: bool) -> bool:
+            """Add the scores of the model as it is; returns whether they were known."""
+            if len(self.scores) < len(self.known):
+                self.scores.append(self.known[len(self.scores)])
+                return True
+            self.scores.append(score(self.model) if wanted else {})
+            if file is not None:
+                partial = file.with_suffix(".partial")
+                partial.write_text(json.dumps(self.scores))
+                partial.replace(file)
+            return False
+
+    return Scorer()
+
+
+def _read_run_scores(file: Path) -> list[Scores]:
+    try:
+        found: list[Scores] = json.loads(file.read_text())
+    except ValueError as error:
+        raise DataError(f"{file} is damaged ({error}); remove {file.parent} to begin the run anew.") from error
+    return found
 
 
 class Measured:
@@ -191,7 +225,7 @@ class Measured:
         return self.known[full]
 
     def checkpoint(self, key: str) -> Path | None:
-        """Where the work under a key goes on from, if that was asked for; `get` removes it at the end.
+        """The folder to resume the work under a key from, if resuming was asked for; `get` removes it at the end.
 
         Whatever else was asked for is a part of its name: rounds that were scored on other data are not taken up.
         """

@@ -1,4 +1,4 @@
-"""The table of language models: OPT-125M and Phi-1.5 at 50 %, three rounds."""
+"""Table 2, language models: OPT-125M and Phi-1.5 at 50 %, three rounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PUBLISHED = {
 
 
 def run(request: Request) -> Results:
-    """Both models, the user's own, or a small one under both columns of settings."""
+    """Run both models, or the model of the user; a small stand-in model runs once with the settings of each."""
     measured, rows = Measured(request, "table-llm"), []
     for name, stated in chosen(SETTINGS, request).items():
         settings = stood_in(stated, samples=32) if request.stand_in else stated

@@ -1,4 +1,4 @@
-"""The table of vision transformers: DeiT at 50 %, up to 100 rounds."""
+"""Table 1, vision transformers: DeiT at 50 %, up to 100 rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SETTINGS = {
     for name, size in (("DeiT-Tiny", "tiny"), ("DeiT-Small", "small"), ("DeiT-Base", "base"))
 }
 ITERATIONS = (1, 10, 25, 50, 75, 100)
-# Top-1 accuracy in per cent: dense, then after so many rounds.
+# Top-1 accuracy in per cent: dense, then after each number of rounds in ITERATIONS.
 PUBLISHED = {
     "DeiT-Tiny": (72.08, 62.98, 63.61, 64.01, 64.11, 64.13, 64.05),
     "DeiT-Small": (79.81, 76.07, 76.28, 76.36, 76.50, 76.57, 76.57),
@@ -29,7 +29,7 @@ SAME_SAMPLES = (
 
 
 def run(request: Request) -> Results:
-    """The three DeiT or the user's own network on pictures, or a small transformer for ten rounds."""
+    """Run the three DeiT or the user's network on images, or a small transformer for ten rounds."""
     measured = Measured(request, "table-vit")
     if request.stand_in:
         settings = replace(SETTINGS["DeiT-Tiny"], rounds=request.rounds or 10)
@@ -47,7 +47,7 @@ def _rows(
     name: str, settings: Settings, network: Network, request: Request, measured: Measured
 ) -> tuple[list[Row], str]:
     module, batches, accuracy, origin = network
-    from iobs.prune.layers import find_layers
+    from iobs.pruning.network.layers import find_layers
 
     at = {*ITERATIONS, settings.rounds} if settings.rounds > 10 else set(range(1, settings.rounds + 1))
     dense = [part for part in DENSE_PARTS if any(fnmatch(layer.name, part) for layer in find_layers(module))]

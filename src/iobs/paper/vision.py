@@ -1,24 +1,29 @@
-"""Networks and pictures for the tables of vision models, and the small ones that stand in for them."""
+"""Networks and images for the tables of vision models, and small stand-ins for both."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from iobs.errors import DataError
 from iobs.paper.registry import Request
 from iobs.paper.rounds import Settings, calibration, stand_in_folder
 
-# The module, its calibration batches, what scores it (top-1 in per cent), and where all this comes from.
-Network = tuple[Any, list[Any], Callable[[Any], float], str]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from iobs.data import Batch
+
+# Module, calibration batches, function that returns top-1 accuracy in per cent, and description of the origin.
+Network: TypeAlias = "tuple[nn.Module, Sequence[Batch], Callable[[nn.Module], float], str]"
 
 
 def on_pictures(settings: Settings, request: Request) -> Network:
-    """A network on the user's pictures, through its own transforms where it is one of timm's.
+    """The network of a table with the user's images; a timm network uses its own transform.
 
     Raises:
-        DataError: no pictures to calibrate or to score on were named.
+        DataError: --data or --eval-data is missing.
     """
     if not request.data or not request.eval_data:
         raise DataError(
@@ -34,19 +39,19 @@ def on_pictures(settings: Settings, request: Request) -> Network:
     loaded = load(settings.model)
     test = open_source([*request.eval_data], "evaluation", loaded)
 
-    def accuracy(module: Any) -> float:
+    def accuracy(module: nn.Module) -> float:
         return evaluate(replace(loaded, module=module), test, limit=request.limit)["accuracy"]
 
     return loaded.module, calibration(loaded, settings, request, batch=16), accuracy, settings.model
 
 
 def stand_in(kind: str, request: Request, samples: int) -> Network:
-    """A small network with pictures: a real one where $IOBS_SHARED_DATA has it, else one that is made here.
+    """A small network with images: a real network from $IOBS_SHARED_DATA if set, else one that is trained here.
 
     Args:
         kind: "vit" or "mobilenet".
-        request: its seed draws the made network.
-        samples: calibration samples.
+        request: its seed determines the network that is trained here.
+        samples: number of calibration samples.
     """
     folder = stand_in_folder()
     if folder is None:
@@ -65,7 +70,7 @@ def stand_in(kind: str, request: Request, samples: int) -> Network:
     import torch
 
     images, labels = zoo.imagenet_samples()
-    # They lie class by class: uncalibrated kinds would be scored alone.
+    # The images are sorted by class: without shuffling, calibration and evaluation would see different classes.
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(request.seed))
     images, labels = images[order], labels[order]
     scored = _accuracy_on(_batches(images[-200:], labels[-200:], 16))
@@ -73,18 +78,18 @@ def stand_in(kind: str, request: Request, samples: int) -> Network:
     return zoo.mobilenet_v1(), pictures, scored, "MobileNetV1 of width 0.75, scored on 200 pictures"
 
 
-def _accuracy_on(pictures: list[Any]) -> Callable[[Any], float]:
+def _accuracy_on(pictures: Sequence[Batch]) -> Callable[[nn.Module], float]:
     from iobs.evaluate import accuracy
 
     return lambda module: accuracy(module, pictures)
 
 
-def _batches(images: Any, labels: Any, size: int = 64) -> list[Any]:
+def _batches(images: Tensor, labels: Tensor, size: int = 64) -> list[Batch]:
     return [(images[start : start + size], labels[start : start + size]) for start in range(0, len(images), size)]
 
 
 def _made(kind: str, request: Request, samples: int) -> Network:
-    """A tiny network trained for a moment to tell noisy patterns apart."""
+    """A tiny network, trained briefly to classify noisy random patterns."""
     import torch
     from torch import nn
     from torch.nn import functional
@@ -95,7 +100,7 @@ def _made(kind: str, request: Request, samples: int) -> Network:
         network = _TinyTransformer() if kind == "vit" else _tiny_convolutional()
     patterns = torch.randn(10, 3, 8, 8, generator=generator)
 
-    def draw(count: int) -> tuple[Any, Any]:
+    def draw(count: int) -> tuple[Tensor, Tensor]:
         labels = torch.randint(0, 10, (count,), generator=generator)
         return patterns[labels] + 1.5 * torch.randn(count, 3, 8, 8, generator=generator), labels
 
@@ -110,7 +115,7 @@ def _made(kind: str, request: Request, samples: int) -> Network:
     return network.eval(), _batches(*draw(samples)), scored, f"a tiny {kind} trained on made patterns"
 
 
-def _tiny_convolutional() -> Any:
+def _tiny_convolutional() -> nn.Module:
     from torch import nn
 
     return nn.Sequential(
@@ -125,7 +130,7 @@ def _tiny_convolutional() -> Any:
     )
 
 
-def _TinyTransformer() -> Any:
+def _TinyTransformer() -> nn.Module:
     from torch import nn
 
     class Block(nn.Module):
@@ -134,10 +139,11 @@ def _TinyTransformer() -> Any:
             self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
             self.fc1, self.fc2, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
 
-        def forward(self, hidden: Any) -> Any:
+        def forward(self, hidden: Tensor) -> Tensor:
             query, key, value = self.qkv(self.norm(hidden)).chunk(3, -1)
             hidden = hidden + self.proj(nn.functional.scaled_dot_product_attention(query, key, value))
-            return hidden + self.fc2(self.fc1(hidden).relu())
+            hidden = hidden + self.fc2(self.fc1(hidden).relu())
+            return hidden
 
     class Transformer(nn.Module):
         def __init__(self) -> None:
@@ -146,10 +152,11 @@ def _TinyTransformer() -> Any:
             self.place = nn.Parameter(nn.init.normal_(nn.Parameter(self.patch.weight.new_empty(1, 16, 32)), std=0.5))
             self.blocks = nn.ModuleList(Block() for _ in range(2))
 
-        def forward(self, images: Any) -> Any:
+        def forward(self, images: Tensor) -> Tensor:
             hidden = self.patch(images).flatten(2).transpose(1, 2) + self.place
             for block in self.blocks:
                 hidden = block(hidden)
-            return self.head(hidden.mean(1))
+            scores: Tensor = self.head(hidden.mean(1))
+            return scores
 
     return Transformer()

@@ -1,11 +1,11 @@
-"""A run's report: tables on a terminal, `report.json`, and `report.html` with its pictures inside."""
+"""Report of a run: tables on a terminal, `report.json`, and `report.html` with embedded figures."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from iobs.errors import DataError
-from iobs.prune.record import Report
+from iobs.pruning.report import Report
 from iobs.report.card import render_card
 from iobs.report.numbers import from_json, to_json
 from iobs.report.page import render_page
@@ -34,10 +34,13 @@ def read_report(file: Path) -> Report:
     """Read a `report.json`.
 
     Raises:
-        DataError: the file is missing or is not such a report.
+        DataError: the file is missing, or is not a report of iobs.
     """
     try:
-        return Report.from_dict(from_json(file.read_text(encoding="utf8")))
+        values = from_json(file.read_text(encoding="utf8"))
+        if not isinstance(values, dict):
+            raise TypeError(f"{type(values).__name__} in place of an object")
+        return Report.from_dict(values)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -1,19 +1,19 @@
-"""The model card of a pruned network."""
+"""Model card of a pruned network."""
 
 from __future__ import annotations
 
-from iobs.prune.record import Report
+from iobs.pruning.report import Report
 from iobs.report.numbers import percent, score
 from iobs.report.tables import score_names
 
 
 def render_card(report: Report, base_model: str, library: str | None) -> str:
-    """README.md of an output directory: what was done, what is zero, what it scores.
+    """Render the model card (README.md) of an output directory: settings, number of zeros, scores.
 
     Args:
         report: the run's report.
-        base_model: what was pruned, as the user named it.
-        library: "transformers" where the directory loads with it.
+        base_model: the pruned model, as the user named it.
+        library: "transformers" if transformers can load the directory, else None.
     """
     settings = report.settings
     front = ["---", "tags:", "- sparse", "- pruned", "- iobs"]
@@ -25,13 +25,13 @@ def render_card(report: Report, base_model: str, library: str | None) -> str:
         f"# {base_model}, {percent(report.sparsity)} sparse",
         "",
         f"{base_model} with {report.zeros:,} of the {report.weights:,} weights in {len(report.audit)} layers set to "
-        f"zero (pattern: {settings.get('pattern')}; solver: {settings.get('solver')}; "
-        f"rounds: {settings.get('rounds')}).",
+        f"zero (pattern: {settings.get('pattern')}; solver: {settings.get('recipe', {}).get('solver')}; "
+        f"rounds: {len(report.rounds)}).",
         "The zeros are stored as ordinary zeros, so the directory loads like any other; `iobs inspect` counts them.",
         "",
     ]
     lines += _scores(report)
-    lines += ["`report.html` tells the whole story, `report.json` holds it for programs.", ""]
+    lines += ["`report.html` shows all results, `report.json` holds the same for programs.", ""]
     return "\n".join(lines)
 
 

@@ -1,9 +1,9 @@
-"""Several methods over several sparsities: what each reaches and how long it takes."""
+"""Comparison of methods over sparsities: table and figure of scores and times."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -11,13 +11,16 @@ from rich.text import Text
 from iobs.report.numbers import duration, higher_is_better, score
 from iobs.report.plots import BLUE, GREEN, GREY, INK, ORANGE, drawn, figure_of, logarithmic
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _COLOURS = (GREEN, BLUE, ORANGE, INK, "#7b4fa3", "#b3423a", "#2a9d9a", "#8a6d3b")
-_MARKERS = ("o", "s", "^")  # where there are more methods than colours
+_MARKERS = ("o", "s", "^")  # change when there are more methods than colours
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One method at one pattern: what it scored, on what, and how long it took."""
+    """Result of one method at one pattern: metric, score, and seconds."""
 
     method: str
     pattern: str
@@ -28,7 +31,7 @@ class Trial:
 
 
 def trials_table(trials: list[Trial], dense: float | None) -> Table:
-    """Methods by patterns; every cell has the score and the seconds, the best of each pattern is bold."""
+    """Table of methods (rows) by patterns (columns): score and time; the best score of a pattern is bold."""
     metric = trials[0].metric
     title = f"{metric} after pruning" + ("" if dense is None else f" (dense {score(dense)})")
     table = Table(title=title, title_justify="left")
@@ -53,16 +56,16 @@ def trials_table(trials: list[Trial], dense: float | None) -> Table:
 
 
 @drawn
-def trials_figure(trials: list[Trial], dense: float | None) -> Any:
-    """The score against sparsity, one line a method, and the seconds below; hollow points are N:M patterns."""
+def trials_figure(trials: list[Trial], dense: float | None) -> Figure:
+    """Figure of score (top) and seconds (bottom) over sparsity, one line per method; hollow points are N:M patterns."""
     figure, (scores, times) = figure_of(6.4, rows=2)
     metric = trials[0].metric
     for number, method in enumerate(dict.fromkeys(trial.method for trial in trials)):
         own = sorted((trial for trial in trials if trial.method == method), key=lambda trial: trial.sparsity)
         marker = _MARKERS[number // len(_COLOURS) % len(_MARKERS)]
-        style = {"color": _COLOURS[number % len(_COLOURS)], "marker": marker}
+        style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "marker": marker}
         lines = [trial for trial in own if ":" not in trial.pattern]
-        # Of the sparsity of other points, but not on their line.
+        # N:M points share a sparsity with others, but are not part of the line.
         apart = [trial for trial in own if ":" in trial.pattern]
         hollow = {"markerfacecolor": "none", "linestyle": "none"}
         for group, look in ((lines, {**style, "label": method}), (apart, style | hollow)):

@@ -1,13 +1,14 @@
-"""Numbers as people read them, and as other programs do."""
+"""Format numbers for readers, and as JSON for programs."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias, cast
 
-_INFINITE = {json.dumps(value): value for value in (math.inf, -math.inf, math.nan)}  # JSON has no numbers for them
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+_INFINITE = {json.dumps(value): value for value in (math.inf, -math.inf, math.nan)}  # JSON has no such numbers
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -16,7 +17,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """Three significant digits, a dash for None; scientific only where a plain number would be unreadable."""
+    """`digits` significant digits, "–" for None; scientific notation only below 1e-4 and from 1e6 on."""
     if value is None:
         return "–"
     if value != 0 and not 1e-4 <= abs(value) < 1e6:
@@ -26,8 +27,8 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 
 def score(value: float) -> str:
-    """A perplexity, an accuracy, a count: two or three decimals, none where they say nothing."""
-    if float(value).is_integer() and abs(value) >= 100:  # infinity is none
+    """A metric or a count: two or three decimals, none for whole numbers from 100 on."""
+    if float(value).is_integer() and abs(value) >= 100:  # infinity is not an integer
         return f"{value:,.0f}"
     if abs(value) >= 1e5:
         return significant(value)
@@ -35,7 +36,7 @@ def score(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12.3 s, 4 min 05 s, 2 h 10 min."""
+    """A time as 12.3 s, 4 min 05 s or 2 h 10 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -45,37 +46,39 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in MB or GB."""
+    """A number of bytes in MB or GB."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 def higher_is_better(metric: str) -> bool:
-    """Whether a larger value of a metric is the better one."""
+    """Check that larger values of a metric are better."""
     return not any(word in metric for word in ("perplexity", "loss", "kl", "error", "seconds"))
 
 
-def to_json(value: Any) -> str:
-    """Plain values as JSON that every parser reads; what is not finite becomes "Infinity", "-Infinity" or "NaN"."""
+def to_json(value: object) -> str:
+    """Plain values as standard JSON; non-finite numbers become "Infinity", "-Infinity" or "NaN"."""
     return json.dumps(
         _mapped(value, lambda leaf: json.dumps(leaf) if _is_infinite(leaf) else leaf), indent=1, default=str
     )
 
 
-def from_json(text: str) -> Any:
-    """Read what `to_json` wrote.
+def from_json(text: str) -> JSON:
+    """Read JSON that `to_json` wrote.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: the text is not JSON.
     """
-    return _mapped(json.loads(text), lambda leaf: _INFINITE.get(leaf, leaf) if isinstance(leaf, str) else leaf)
+    return cast(
+        JSON, _mapped(json.loads(text), lambda leaf: _INFINITE.get(leaf, leaf) if isinstance(leaf, str) else leaf)
+    )
 
 
-def _is_infinite(value: Any) -> bool:
+def _is_infinite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A tree of dictionaries and lists with every leaf changed."""
+def _mapped(value: object, change: Callable[[object], object]) -> object:
+    """Apply `change` to every leaf of a tree of dictionaries and lists."""
     if isinstance(value, dict):
         return {key: _mapped(entry, change) for key, entry in value.items()}
     if isinstance(value, list | tuple):

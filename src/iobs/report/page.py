@@ -1,4 +1,4 @@
-"""The report as one self-contained page of HTML."""
+"""The report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from iobs.prune.record import WORTH, Report
+from iobs.pruning.report import WORTH, Report
 from iobs.report import plots
 from iobs.report.numbers import duration, percent, score, significant, size
 from iobs.report.tables import (
@@ -22,7 +22,7 @@ from iobs.report.tables import (
 
 
 def render_page(report: Report) -> str:
-    """HTML with its style and pictures inside; nothing is fetched from anywhere."""
+    """Render the HTML page, with style and figures embedded; it fetches nothing."""
     title = f"{report.settings.get('model', 'model')} at {percent(report.sparsity)} zeros"
     sections = [
         _facts(report),
@@ -30,7 +30,7 @@ def render_page(report: Report) -> str:
         _rounds(report),
         _errors(report),
         _sparsity(report),
-        _picture("Where the zeros went, and why", _ALLOCATION_CAPTION, plots.allocation(report))
+        _picture("Where the zeros went: allocation over layers", _ALLOCATION_CAPTION, plots.allocation(report))
         if report.allocation
         else "",
         _seconds(report),
@@ -48,8 +48,8 @@ def render_page(report: Report) -> str:
 
 
 def _facts(report: Report) -> str:
-    facts = [(percent(report.sparsity, 2), f"zeros, counted one by one: {report.zeros:,} of {report.weights:,}")]
-    # The last score is that of the model the report is about; the others are what it is compared with.
+    facts = [(percent(report.sparsity, 2), f"zeros: {report.zeros:,} of {report.weights:,} weights, each counted")]
+    # The last entry is the pruned model; the others are for comparison.
     dense, pruned = report.scores.get("dense", {}), next(reversed(report.scores.values()), {})
     facts += [
         (f"{score(dense[metric])} → {score(pruned[metric])}", f"{metric}, dense → pruned")
@@ -62,8 +62,8 @@ def _facts(report: Report) -> str:
         facts.append((significant(report.best.loss_heldout, 4), text))
     if len(report.rounds) > 1:
         kind = "calibration" if report.best.loss_heldout is None else "held-out"
-        facts.append((round_name(report.best).capitalize(), f"the best by {kind} samples"))
-    facts.append((duration(report.seconds), f"and {size(report.peak_memory_bytes)} of memory at the peak"))
+        facts.append((round_name(report.best).capitalize(), f"best by loss on {kind} samples"))
+    facts.append((duration(report.seconds), f"total time; peak memory {size(report.peak_memory_bytes)}"))
     cards = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in facts)
     return f'<div class="facts">{cards}</div>'
 
@@ -92,7 +92,7 @@ def _scores(report: Report) -> str:
 
 
 def _rounds(report: Report) -> str:
-    if len(report.rounds) < 2 or report.best.loss_calibration is None:  # the peers measure no loss
+    if len(report.rounds) < 2 or report.best.loss_calibration is None:  # one-shot baselines measure no loss
         return ""
     rows = [
         [
@@ -107,10 +107,11 @@ def _rounds(report: Report) -> str:
     ]
     headings = ["round", "zeros", f"{report.loss_name}, calibration", "held-out", "mean layer error", "time"]
     judges = "calibration samples" if report.best.loss_heldout is None else heldout_samples(report)
-    caption = f"The starred round has the lowest loss on {judges} among those at the asked sparsity; "
-    caption += "its weights are the answer."
-    if any(record.kind == "polish" for record in report.rounds):
-        caption += f" A polish must gain {100 * WORTH:.0f} % to win, and measures no layer errors."
+    caption = f"★ marks the round with the lowest loss on {judges} among the rounds at the requested sparsity; "
+    caption += "its weights are the result."
+    if any(record.kind == "finetune" for record in report.rounds):
+        caption += f" Fine-tuning must lower the loss by {100 * WORTH:.0f} % to be chosen. "
+        caption += "It measures no layer errors."
     return _picture("Rounds", caption, plots.rounds(report), after=_table(headings, rows))
 
 
@@ -118,8 +119,8 @@ def _errors(report: Report) -> str:
     if not report.best.layers:
         return ""
     caption = _ERROR_CAPTION.format(escape(measured_in(report.best)))
-    if report.best.kind == "polish":
-        caption += " The polish changed these weights; no errors are measured after it."
+    if report.best.kind == "finetune":
+        caption += " Fine-tuning changed these weights afterwards; errors are not measured again."
     return _picture(of_round("Error by layer", report), caption, plots.error_by_layer(report))
 
 
@@ -133,7 +134,7 @@ def _seconds(report: Report) -> str:
 def _sparsity(report: Report) -> str:
     if not report.best.layers:
         return ""
-    caption = "Share of zeros that each layer was asked for, and that it really has."
+    caption = "Requested and actual share of zeros in each layer."
     return _picture("Zeros by layer", caption, plots.sparsity_by_layer(report))
 
 
@@ -169,7 +170,11 @@ def _layers(report: Report) -> str:
 
 
 def _settings(report: Report) -> str:
-    rows = [[escape(name), escape(_setting(value))] for name, value in report.settings.items()]
+    sections = [("", {name: value for name, value in report.settings.items() if name not in ("recipe", "decided")})]
+    sections += [(f"{name}: ", report.settings.get(name, {})) for name in ("recipe", "decided")]
+    rows = [
+        [escape(prefix + name), escape(_setting(value))] for prefix, some in sections for name, value in some.items()
+    ]
     return f"<section><h2>Settings</h2>{_table(['setting', 'value'], rows, words=True)}</section>"
 
 
@@ -189,7 +194,7 @@ def _image(svg: str, text: str) -> str:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: bool = False) -> str:
-    """Cells are HTML already; headings are text. The wrapper scrolls sideways on a narrow screen."""
+    """HTML table; cells are HTML, headings are plain text. It scrolls sideways on a narrow screen."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     kind = ' class="words"' if words else ""
@@ -197,14 +202,15 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: bool =
 
 
 _ERROR_CAPTION = (
-    "‖VX − Y‖² / ‖Y‖² of each layer's sparse weight V in {}, on the samples it was solved for and on samples held "
-    "out. After gradient steps the target Y is that of the round's own weights; “against dense” takes the "
-    "output of the dense network's weights instead."
+    "Relative error ‖VX − Y‖² / ‖Y‖² of each layer's sparse weight V in {}, on calibration and on held-out "
+    "samples. Y is the output of the weights that were pruned in this round, which gradient steps may have changed; "
+    "“against dense” uses the output of the dense weights."
 )
 
 _ALLOCATION_CAPTION = (
-    "Left: the zeros that each layer was allotted; dashed, the share of the whole network. Right: what a zero would "
-    "cost in each layer if all had that share, by the measured curves, relative to the mean: the dearer, the fewer."
+    "Left: share of zeros allocated to each layer; the dashed line is the share of the whole network. Right: predicted "
+    "cost per zero in each layer at that common share, from the measured error curves, relative to the mean. Layers "
+    "with a higher cost get fewer zeros."
 )
 
 _STYLE = """

@@ -1,4 +1,4 @@
-"""The pictures of a report, each a self-contained SVG. matplotlib is used without pyplot, so nothing global changes."""
+"""Figures of a report as self-contained SVG; matplotlib is used without pyplot, so no global state changes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ import math
 import textwrap
 import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
-from iobs.prune.record import Report
+from iobs.pruning.report import Report
 from iobs.report.numbers import higher_is_better, score
 from iobs.report.tables import mean_error, round_name
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 BLUE, ORANGE, GREEN, GREY, INK = "#2f6f9f", "#d9822b", "#3d8b5f", "#9aa5b1", "#243b53"
-# Above this many layers their names would be unreadable and positions stand for them.
+# With more layers, names would be unreadable: the axis shows positions instead.
 _NAMED_LAYERS = 40
 _NUMBERED_ROUNDS = 10
 
 Arguments = ParamSpec("Arguments")
 
 
-def drawn(draw: Callable[Arguments, Any]) -> Callable[Arguments, str]:
-    """Make a function that draws a figure return it as an SVG in the style of the report.
+def drawn(draw: Callable[Arguments, Figure]) -> Callable[Arguments, str]:
+    """Decorate a function that draws a figure: the result is an SVG string in the style of the report.
 
-    The style holds from the first text, which takes it as it is made, to the last tick, which is made on saving.
+    The style must hold until the figure is saved: texts take the style when they are created, ticks when they are
+    saved. A figure that fails only warns, and is replaced by a placeholder.
     """
 
     @functools.wraps(draw)
@@ -37,7 +42,7 @@ def drawn(draw: Callable[Arguments, Any]) -> Callable[Arguments, str]:
             with rc_context(_STYLE):
                 draw(*arguments, **options).savefig(buffer, format="svg", metadata={"Date": None})
             return buffer.getvalue()
-        except Exception as error:  # whatever it is: the weights of a long run are written together with its report
+        except Exception as error:  # any error: it must not stop the weights of a long run from being written
             warnings.warn(f"The picture {draw.__name__} could not be drawn: {error}", stacklevel=2)
             return _NOT_DRAWN
 
@@ -45,8 +50,11 @@ def drawn(draw: Callable[Arguments, Any]) -> Callable[Arguments, str]:
 
 
 @drawn
-def error_by_layer(report: Report) -> Any:
-    """Relative output error of every layer on calibration and on held-out samples, in the best round or before it."""
+def error_by_layer(report: Report) -> Figure:
+    """Relative output error of every layer on calibration and held-out samples, in the best round.
+
+    If the best round is a fine-tuning round, the errors are those of the projection before it.
+    """
     layers = report.best.layers
     heldout = [layer.error_heldout for layer in layers]
     series = [("calibration", [layer.error_calibration for layer in layers], BLUE)]
@@ -55,13 +63,13 @@ def error_by_layer(report: Report) -> Any:
     if len(report.rounds) > 1:
         series.append(("against dense", [layer.error_dense for layer in layers], GREEN))
     positive = all(value > 0 for _, values, _ in series for value in values)
-    label = "relative output error" + ("\nbefore the polish" if report.best.kind == "polish" else "")
+    label = "relative output error" + ("\nbefore fine-tuning" if report.best.kind == "finetune" else "")
     return _by_layer([layer.name for layer in layers], series, label, positive)
 
 
 @drawn
-def sparsity_by_layer(report: Report) -> Any:
-    """Share of zeros of every layer, asked and got."""
+def sparsity_by_layer(report: Report) -> Figure:
+    """Share of zeros of every layer: requested and actual."""
     layers = report.best.layers
     series = [
         ("asked", [100 * layer.asked for layer in layers], GREY),
@@ -71,8 +79,8 @@ def sparsity_by_layer(report: Report) -> Any:
 
 
 @drawn
-def allocation(report: Report) -> Any:
-    """The zeros that each layer was allotted, and what a zero of it costs, were all layers as sparse as the network."""
+def allocation(report: Report) -> Figure:
+    """Share of zeros allocated to each layer (left), and its cost per zero at the sparsity of the network (right)."""
     records = report.allocation
     sizes = [record.shape[0] * record.shape[1] for record in records]
     share = sum(record.chosen * size for record, size in zip(records, sizes, strict=True)) / sum(sizes)
@@ -101,32 +109,32 @@ def allocation(report: Report) -> Any:
 
 
 @drawn
-def seconds_by_layer(report: Report) -> Any:
-    """Time spent on every layer by the projection."""
+def seconds_by_layer(report: Report) -> Figure:
+    """Projection time of every layer."""
     layers = report.best.layers
     series = [("seconds", [layer.seconds for layer in layers], BLUE)]
-    label = "seconds" + (" before the polish" if report.best.kind == "polish" else "")
+    label = "seconds" + (" before fine-tuning" if report.best.kind == "finetune" else "")
     return _by_layer([layer.name for layer in layers], series, label)
 
 
 @drawn
-def rounds(report: Report) -> Any:
-    """Loss of every round with the best starred, and beneath it the layers' mean error against the dense weights.
+def rounds(report: Report) -> Figure:
+    """Loss of every round with a star at the best (top), and mean layer error against the dense weights (bottom).
 
-    A line joins the rounds; the polishes stand apart, since each sets out from a projection and not from another.
+    A line joins the projections. Fine-tuning rounds are separate points, since each starts from a projection.
     """
     projections = [record for record in report.rounds if record.kind == "projection"]
-    polishes = [record for record in report.rounds if record.kind != "projection"]
-    # Beside many rounds, which stand close, the names of the polishes need more room than a round has.
-    room = max(1.0, len(projections) / 4) if polishes else 1.0
+    tuned = [record for record in report.rounds if record.kind != "projection"]
+    # With many rounds their spacing is narrow, and the labels of the fine-tuning rounds need more of it.
+    room = max(1.0, len(projections) / 4) if tuned else 1.0
     places = {record.index: float(number) for number, record in enumerate(projections)}
-    places |= {record.index: len(projections) - 1 + room * (number + 1) for number, record in enumerate(polishes)}
+    places |= {record.index: len(projections) - 1 + room * (number + 1) for number, record in enumerate(tuned)}
     figure, (upper, lower) = figure_of(5.4, rows=2)
     for label, colour, values in (
         ("calibration", BLUE, {record.index: record.loss_calibration for record in report.rounds}),
         ("held-out", ORANGE, {record.index: record.loss_heldout for record in report.rounds}),
     ):
-        for records, line, name in ((projections, "-", label), (polishes, "none", None)):
+        for records, line, name in ((projections, "-", label), (tuned, "none", None)):
             known = [(places[record.index], values[record.index]) for record in records]
             known = [(place, value) for place, value in known if value is not None]
             if known:
@@ -148,7 +156,7 @@ def rounds(report: Report) -> Any:
     )
     lower.set_ylabel("mean layer error\nagainst dense")
     lower.set_xlabel("round", loc="left")
-    named = [*projections[:: math.ceil(len(projections) / _NUMBERED_ROUNDS)], *polishes]
+    named = [*projections[:: math.ceil(len(projections) / _NUMBERED_ROUNDS)], *tuned]
     labels = [textwrap.fill(round_name(record).removeprefix("round "), 7) for record in named]
     upper.tick_params(labelbottom=False)
     for axes in (upper, lower):
@@ -158,8 +166,8 @@ def rounds(report: Report) -> Any:
 
 
 @drawn
-def comparison(scores: dict[str, dict[str, float]], metric: str) -> Any:
-    """One metric of several methods as bars, the dense network in grey."""
+def comparison(scores: dict[str, dict[str, float]], metric: str) -> Figure:
+    """Bar chart of one metric over methods; the dense network is grey, the best method green."""
     entries = {name: values[metric] for name, values in scores.items() if metric in values}
     best = (max if higher_is_better(metric) else min)(
         (name for name in entries if name != "dense"), key=lambda name: entries[name], default=""
@@ -178,13 +186,15 @@ def comparison(scores: dict[str, dict[str, float]], metric: str) -> Any:
     return figure
 
 
-def _by_layer(names: list[str], series: list[tuple[str, list[float], str]], label: str, positive: bool = False) -> Any:
+def _by_layer(
+    names: list[str], series: list[tuple[str, list[float], str]], label: str, positive: bool = False
+) -> Figure:
     named = len(names) <= _NAMED_LAYERS
     figure, (axes,) = figure_of(1.1 + 0.23 * (len(names) + label.count("\n")) if named else 3.2)
     positions = list(range(len(names)))
     for name, values, colour in series:
         if named:
-            # A ring for what was asked, so that it shows around what was got.
+            # A ring for the requested share stays visible around the point of the actual share.
             look = {"markersize": 9, "markerfacecolor": "none"} if name == "asked" else {"markersize": 5.5}
             axes.plot(values, positions, marker="o", linestyle="none", color=colour, label=name, **look)
         else:
@@ -209,7 +219,7 @@ def _by_layer(names: list[str], series: list[tuple[str, list[float], str]], labe
 
 
 def _short_names(names: list[str], longest: int = 26) -> list[str]:
-    """Names without the path that all of them begin with, cut from the left where still long."""
+    """Remove the common path prefix of all names, and shorten long names from the left."""
     paths = [name.split(".") for name in names]
     shared = 0
     while len(names) > 1 and all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):
@@ -218,8 +228,8 @@ def _short_names(names: list[str], longest: int = 26) -> list[str]:
     return [name if len(name) <= longest else "…" + name[-longest:] for name in short]
 
 
-def figure_of(height: float, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
-    """A figure 5 inches wide: its text stays readable when a phone shows it 360 points wide."""
+def figure_of(height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure 5 inches wide with its axes; the text stays readable on a phone, 360 points wide."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.0, height), layout="constrained")
@@ -229,11 +239,11 @@ def figure_of(height: float, rows: int = 1, columns: int = 1) -> tuple[Any, list
     return figure, axes
 
 
-def logarithmic(axes: Any, name: str) -> None:
-    """Make the axis "x" or "y" logarithmic, its numbers plain text: matplotlib's own are TeX, which no text here is."""
+def logarithmic(axes: Axes, name: str) -> None:
+    """Make the "x" or "y" axis logarithmic with plain-text numbers: TeX is switched off in reports."""
     from matplotlib.ticker import LogFormatter
 
-    class Plain(LogFormatter):  # which ticks are named stays matplotlib's choice
+    class Plain(LogFormatter):  # matplotlib still chooses which ticks have labels
         def __call__(self, x: float, pos: int | None = None) -> str:
             return f"{x:g}" if super().__call__(x, pos) else ""
 
@@ -245,7 +255,7 @@ def logarithmic(axes: Any, name: str) -> None:
 
 _NOT_DRAWN = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 360 40">'
-    '<text x="8" y="25" font-family="sans-serif" font-size="12">This picture could not be drawn.</text></svg>\n'
+    '<text x="8" y="25" font-family="sans-serif" font-size="12">This figure could not be drawn.</text></svg>\n'
 )
 
 _STYLE: Any = {
@@ -262,7 +272,7 @@ _STYLE: Any = {
     "grid.color": "#e4e7eb",
     "grid.linewidth": 0.8,
     "svg.hashsalt": "iobs",
-    # Names of layers, methods and scores are text, dollars and all.
+    # Names of layers, methods and scores are plain text, also if they contain dollar signs.
     "text.parse_math": False,
     "text.usetex": False,
     "axes.formatter.use_mathtext": False,

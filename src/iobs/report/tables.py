@@ -1,4 +1,4 @@
-"""The report on a terminal."""
+"""Tables of a report for the terminal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from iobs.prune.record import AuditRow, LayerRecord, Report, RoundRecord
+from iobs.pruning.report import AuditRow, LayerRecord, Report, RoundRecord
 from iobs.report.numbers import duration, higher_is_better, percent, score, significant, size
 
-# What accompanies a score rather than being one.
+# Entries among the scores that are counts, not metrics.
 COUNTS = ("tokens", "samples")
 
 
 def summary_lines(report: Report) -> list[str]:
-    """What the run amounts to, in a few lines."""
+    """Summary of a run in a few lines: zeros, loss, best round, time and memory."""
     counted = f"{report.zeros:,} of {report.weights:,} weights in {len(report.audit)} layers"
     lines = [f"{percent(report.sparsity, 2)} zeros: {counted}"]
     if report.best.loss_heldout is not None:
@@ -30,7 +30,7 @@ def summary_lines(report: Report) -> list[str]:
 
 
 def layers_table(report: Report, limit: int | None = None) -> Table:
-    """The layers of the best round; with a limit, those with the largest errors."""
+    """Table of the layers of the best round; with `limit`, only the `limit` layers with the largest errors."""
     layers = report.best.layers
     chosen = layers
     title = of_round("Layers", report)
@@ -57,7 +57,7 @@ def layers_table(report: Report, limit: int | None = None) -> Table:
 
 
 def rounds_table(report: Report) -> Table:
-    """Every round: its losses, the mean error of its layers against the dense weights, its time."""
+    """Table of rounds: losses, mean layer error against the dense weights, time."""
     table = _table("Rounds")
     table.add_column("round", justify="right")
     for name in ("zeros", f"{report.loss_name}, calibration", "held-out", "layer error", "seconds"):
@@ -77,7 +77,7 @@ def rounds_table(report: Report) -> Table:
 
 
 def scores_table(scores: dict[str, dict[str, float]], title: str = "Scores", counts: bool = False) -> Table:
-    """Methods by metrics, the best of each metric among the sparse ones in bold; with `counts`, what was scored too."""
+    """Table of models by metrics, the best sparse model per metric in bold; `counts` adds tokens or samples."""
     metrics = (
         score_names(scores) if not counts else list(dict.fromkeys(name for each in scores.values() for name in each))
     )
@@ -97,7 +97,7 @@ def scores_table(scores: dict[str, dict[str, float]], title: str = "Scores", cou
 
 
 def audit_table(rows: list[AuditRow]) -> Table:
-    """Zeros of every matrix of an audited model."""
+    """Table of the zeros in every matrix of an audited model."""
     table = _table("Audit: zeros counted one by one")
     table.add_column("layer", overflow="fold", min_width=24)
     for name in ("shape", "weights", "zeros", "share"):
@@ -110,12 +110,12 @@ def audit_table(rows: list[AuditRow]) -> Table:
 
 
 def score_names(scores: dict[str, dict[str, float]]) -> list[str]:
-    """The metrics in order, without the counts of what was scored."""
+    """Names of the metrics in order, without counts."""
     return list(dict.fromkeys(name for values in scores.values() for name in values if name not in COUNTS))
 
 
 def best_of(scores: dict[str, dict[str, float]], metric: str) -> str | None:
-    """The best sparse entry of a metric, where there are at least two to choose from."""
+    """The best sparse model by a metric. Returns None with fewer than two sparse models, and for seconds."""
     entries = {name: values[metric] for name, values in scores.items() if name != "dense" and metric in values}
     if len(entries) < 2 or metric == "seconds":
         return None
@@ -123,34 +123,35 @@ def best_of(scores: dict[str, dict[str, float]], metric: str) -> str | None:
 
 
 def round_name(record: RoundRecord) -> str:
-    """ "round 2", or "polish of 600 steps" for those that follow the last projection."""
+    """Name of a round: "round 2", or "fine-tuning of 600 steps" after the last projection."""
     if record.kind == "projection":
         return f"round {record.index + 1}"
-    return f"{record.kind} of {len(record.step_losses)} steps"
+    return f"fine-tuning of {len(record.step_losses)} steps"
 
 
 def measured_in(record: RoundRecord) -> str:
-    """Where the layers of a record were measured: in "round 2", or before a polish, which measures none."""
+    """The source of a record's layer errors: "round 2", or the projection before a fine-tuning."""
     if record.kind == "projection":
         return round_name(record)
-    start = "the projection" if record.polished_round is None else f"round {record.polished_round + 1}"
+    start = "the projection" if record.parent is None else f"round {record.parent + 1}"
     return f"{start}, before the {round_name(record)}"
 
 
 def of_round(title: str, report: Report) -> str:
-    """A title of what was measured layer by layer, with the round where there are several."""
+    """Title of a per-layer table or figure; it names the round if there are several."""
     return f"{title} of {measured_in(report.best)}" if len(report.rounds) > 1 else title
 
 
 def heldout_samples(report: Report) -> str:
-    """What the held-out losses are taken on, the dense network's too."""
-    step = report.settings.get("polish") or report.settings.get("step")
+    """Description of the samples behind all held-out losses, also that of the dense network."""
+    decided = report.settings.get("decided", {})
+    step = decided.get("finetune") or decided.get("rounds", {}).get("finetune")
     altered = isinstance(step, dict) and step.get("augment") is not None
     return "held-out samples" + (" (altered like those of the gradient steps)" if altered else "")
 
 
 def mean_error(record: RoundRecord) -> float | None:
-    """Mean over layers of the error against the dense weights; None where a record has measured no layers itself."""
+    """Mean error of the layers against the dense weights. Returns None for fine-tuning rounds, which measure none."""
     if record.kind != "projection" or not record.layers:
         return None
     return sum(layer.error_dense for layer in record.layers) / len(record.layers)

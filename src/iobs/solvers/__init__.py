@@ -1,19 +1,33 @@
-"""Solvers of quadratics under a sparsity pattern, one algorithm a file, one door: `solve`."""
+"""Solvers of quadratics under a sparsity pattern: one file for each algorithm, one entry point, `solve`."""
 
-from iobs.solvers.base import Budget, Refinement, Solver
-from iobs.solvers.door import REFINEMENTS, SOLVERS, require_known, solve, solve_many
-from iobs.solvers.heldout import solve_by_held_out
+from iobs.solvers.admm import ADMM
+from iobs.solvers.exact import Exact
+from iobs.solvers.interface import REFINEMENTS, SOLVERS, require_known, solve, solve_many
+from iobs.solvers.magnitude import Magnitude
+from iobs.solvers.obc import OBC
+from iobs.solvers.protocols import Budget, Refinement, Solver
+from iobs.solvers.refit import Refit
+from iobs.solvers.screened_swap import ScreenedSwap
+from iobs.solvers.sparsegpt import SparseGPT
 from iobs.solvers.swap import Swap
+from iobs.solvers.wanda import Wanda
 
 __all__ = [
+    "ADMM",
+    "OBC",
     "REFINEMENTS",
     "SOLVERS",
     "Budget",
+    "Exact",
+    "Magnitude",
     "Refinement",
+    "Refit",
+    "ScreenedSwap",
     "Solver",
+    "SparseGPT",
     "Swap",
+    "Wanda",
     "require_known",
     "solve",
-    "solve_by_held_out",
     "solve_many",
 ]

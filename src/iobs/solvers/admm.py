@@ -1,4 +1,4 @@
-"""ADMM on the exact sparsity constraint, ended by a solve on the support that it settles on."""
+"""ADMM on the exact sparsity constraint, followed by a solve on the final support."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from iobs.core import linalg
 from iobs.core.factors import Factors
 from iobs.core.patterns import Groups, Pattern
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.solvers.base import Budget
-from iobs.solvers.candidates import best_of, polished
-from iobs.solvers.kernels.conjugate import polish_weights
+from iobs.solvers.best_of import best_of, candidates
+from iobs.solvers.kernels.conjugate import improve_weights
 from iobs.solvers.kernels.inverse import shifted_inverse
 from iobs.solvers.kernels.project import project, restart
 from iobs.solvers.kernels.select import largest
-from iobs.solvers.weights import is_cheap, scaled
+from iobs.solvers.options import require_budget
+from iobs.solvers.protocols import Budget
+from iobs.solvers.refit_weights import is_cheap, scaled
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the penalty grows, and what the rest costs.
+    """Growth of the penalty and number of iterations for one budget.
 
     Attributes:
-        penalties: of the first and of the last stage; the stages between them grow geometrically.
-        stages: one factorisation each, where rows are at least as many as half the columns.
-        iterations: at most, in all; the stages share them evenly.
+        penalties: penalty of the first and of the last stage; it grows geometrically between them.
+        stages: number of penalties, each with one factorisation; 5/8 of it with fewer rows than half the columns.
+        iterations: largest total number of iterations, shared evenly by the stages.
         relaxation: over-relaxation of the dense step.
-        refit: conjugate gradient steps on the last support.
+        refit: conjugate gradient steps on the final support.
     """
 
     penalties: tuple[float, float]
@@ -45,34 +46,42 @@ SCHEDULES = {
     "default": Schedule((0.25, 2.0), stages=10, iterations=40, relaxation=1.0, refit=6),
     "best": Schedule((0.2, 2.0), stages=16, iterations=200, relaxation=1.0, refit=6),
 }
-_BALANCED = 0.7  # penalty from which a support that rests has settled; a little below the one that balances the scale
-_REST = 1e-3  # share of the kept entries that still change sides when a support rests
+_BALANCED = 0.7  # penalty from which an unchanged support ends the search; a little below the balanced penalty, 1
+_REST = 1e-3  # mask entries that changed, relative to the kept entries, up to which a support counts as unchanged
 
 
 @dataclass(frozen=True)
 class ADMM:
-    """Alternating direction method of multipliers: a dense least-squares step, a projection, a multiplier.
+    """Alternating direction method of multipliers: dense least-squares step, projection, multiplier update.
 
-    Variables are scaled by (H_ii / [H^-1]_ii)^(1/4), the geometric mean of the diagonal's metric and that of OBS. In
-    that scale the curvature of a variable, alone or with all others free to follow, is k or 1/k: the penalty that sits
-    between them is about 1 whatever the layer, which is how it adapts. It grows in stages, one factorisation each, so
-    that the support first moves freely and then settles. The search runs in float32.
+    Variables are scaled by (H_ii / [H^-1]_ii)^(1/4), the geometric mean of the metrics of diag(H) and of OBS. In this
+    scale, variable i has curvature k_i if the others are fixed and 1/k_i if the others are free. A penalty near 1 lies
+    between the two for every layer, so the penalty needs no tuning. It grows in stages, each with one factorisation:
+    the support first moves freely and then settles. The search runs in float32.
 
-    With budget "best", and on problems so small that it costs nothing, the answer is polished with exact 1-swaps and
-    has to win against the supports of plain magnitude and of exact greedy removal; on large ones "best" takes swaps
-    that a screening proposes, and no competitors.
+    On small problems, whatever the budget, exact 1-swaps improve the solution, and the refitted magnitude support
+    competes with it. Budget "best" adds exact greedy removal there, and screened swaps on large problems.
+
+    Args:
+        budget: "fast", "default" or "best", time against error.
+
+    Raises:
+        ProblemError: any other budget.
     """
 
     budget: Budget = "default"
 
+    def __post_init__(self) -> None:
+        require_budget(self.budget)
+
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
-        """The best support found, with its exact weights (small problems) or those of conjugate gradients."""
+        """The best support found, with exact weights if they are cheap, else weights from conjugate gradients."""
         groups = pattern.groups(problem.shape)
         if groups.keep in (0, groups.size):
             mask = torch.full(problem.shape, groups.keep > 0, device=problem.device)
             return Solution.of(problem, problem.centre(), mask)
         found = self._search(problem, groups)
-        return best_of(problem, pattern, polished(problem, pattern, found, self.budget))
+        return best_of(problem, pattern, candidates(problem, pattern, found, self.budget))
 
     def _search(self, problem: Quadratic, groups: Groups) -> Solution:
         schedule = SCHEDULES[self.budget]
@@ -82,27 +91,27 @@ class ADMM:
         if is_cheap(mask):
             weight = linalg.solve_on_support(problem.matrix, problem.linear, mask)
         else:
-            weight = polish_weights(hessian, linear, mask, target.mul_(mask), schedule.refit).div_(scale)
+            weight = improve_weights(hessian, linear, mask, target.mul_(mask), schedule.refit).div_(scale)
         return Solution.of(problem, weight.to(problem.dtype), mask)
 
 
 def alternate(
     hessian: Tensor, linear: Tensor, start: Tensor, groups: Groups, schedule: Schedule, factors: Factors
 ) -> tuple[Tensor, Tensor]:
-    """The iteration itself, in float32, until the support has settled or the schedule ends.
+    """Run ADMM in float32 until the support has settled or the schedule ends.
 
-    It starts as if the centre had just been projected: the multiplier is what the projection took away.
+    It starts from the projected centre. The initial multiplier is the part that the projection removed.
 
     Args:
         hessian: (d, d), scaled.
         linear: (rows, d) contiguous, scaled.
         start: (rows, d) contiguous, the scaled centre; overwritten.
-        groups: of the pattern; not trivial.
-        schedule: of the penalty.
-        factors: where the factorisations of the stages are shared.
+        groups: groups of the pattern, with 0 < keep < size.
+        schedule: penalties and iterations.
+        factors: cache for the factorisations of the stages.
 
     Returns:
-        The last projection's mask, exact in its counts, and its target.
+        The mask of the last projection, with exact counts, and the target that was projected.
     """
     stages = schedule.stages if 2 * len(linear) >= len(hessian) else max(2, schedule.stages * 5 // 8)
     low, high = schedule.penalties
@@ -121,9 +130,9 @@ def alternate(
             dense, right = right, dense
             if before is not None:
                 changed = int((mask != before).sum())
-                # Twice in a row: the first iteration of a stage may change little only because it is the first.
+                # Require two iterations in a row: the first iteration of a stage may change little in any case.
                 resting = resting + 1 if changed <= _REST * groups.count * groups.keep else 0
                 if resting == 2:
                     return largest(target, groups), target
-        del solver  # before the next is made: at 5,632 columns one takes 127 MB
+        del solver  # free it before the next inverse is computed: 127 MB at 5,632 columns
     return largest(target, groups), target

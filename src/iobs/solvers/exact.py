@@ -1,7 +1,7 @@
 """Exact solution of small problems: branch and bound over removals, in float64.
 
-A node knows which variables remain and which of those must stay. Removing a set of variables costs at least as much
-as removing its dearest member alone, so of the next r removals one costs at least the r-th cheapest single removal.
+A node holds the remaining variables and the variables that must stay. Removing a set of variables costs at least as
+much as removing any one of them alone. So r further removals cost at least the r-th cheapest single removal.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from iobs.core import linalg
 from iobs.core.patterns import Groups, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import ProblemError
+from iobs.solvers.options import require_whole
 
 Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -23,19 +24,22 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Exact:
-    """The optimum, proven: for problems of a few dozen columns at most.
+    """Proven optimum, for problems of at most a few dozen columns.
 
     Args:
-        limit: nodes of the search tree that a row may open, before the problem counts as too large.
+        limit: largest number of nodes of one row's search tree.
 
     Raises:
-        ProblemError: the limit was reached.
+        ProblemError: `limit` is not a positive whole number, or, when called, a row needs more nodes.
     """
 
     limit: int = 200_000
 
+    def __post_init__(self) -> None:
+        require_whole("limit", self.limit, 1, "200,000 nodes prove most rows of two dozen columns")
+
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
-        """The best support of all; where rows compete for a common count, also the best way to share it."""
+        """The optimal support of every row; if rows share one count, also the optimal number of entries in each row."""
         groups = pattern.groups(problem.shape)
         d = problem.shape[1]
         inverse = linalg.inverse(problem.matrix.double()).cpu().numpy()
@@ -50,9 +54,11 @@ class Exact:
 
 
 def _share(inverse: Array, centres: Array, keep: int, limit: int) -> Bools:
-    """Rows share `keep` entries: the best support of every row for every count, and dynamic programming over rows."""
+    """Masks of rows that share `keep` entries: optimum of each row for each count, then dynamic programming."""
     d = centres.shape[1]
-    counts = range(max(0, keep - (len(centres) - 1) * d), min(d, keep) + 1)  # what the other rows can leave
+    counts = range(
+        max(0, keep - (len(centres) - 1) * d), min(d, keep) + 1
+    )  # a row keeps at least what does not fit into the other rows
     tables = [{k: best_support(inverse, row, Groups(1, d, k), limit) for k in counts} for row in centres]
     best = np.full(keep + 1, np.inf)
     best[0] = 0.0
@@ -72,13 +78,16 @@ def _share(inverse: Array, centres: Array, keep: int, limit: int) -> Bools:
 
 
 def best_support(inverse: Array, centre: Array, groups: Groups, limit: int) -> tuple[float, Bools]:
-    """Least loss above the unconstrained minimum that a support of one row can have, and that support.
+    """Optimal support of one row, and its loss above the unconstrained minimum.
 
     Args:
         inverse: (d, d) inverse Hessian.
         centre: (d,) unconstrained minimiser.
-        groups: every `groups.size` neighbours keep `groups.keep`.
-        limit: nodes that may be opened.
+        groups: each `groups.size` neighbouring columns keep `groups.keep`.
+        limit: largest number of nodes.
+
+    Raises:
+        ProblemError: the search needs more nodes.
     """
     search = _Search(groups.size, limit)
     quota = np.full(centre.size // groups.size, groups.size - groups.keep)
@@ -96,7 +105,15 @@ class _Search:
         self.support: Bools | None = None
 
     def visit(self, inverse: Array, centre: Array, loss: float, fixed: Bools, quota: NDArray[np.int64]) -> None:
-        """Search below a node: `fixed` variables stay or are gone, each group still loses `quota` of the others."""
+        """Search below a node.
+
+        Args:
+            inverse: (d, d) inverse Hessian of the remaining variables, zero elsewhere.
+            centre: (d,) minimiser on the remaining variables, zero elsewhere.
+            loss: added by the removals so far.
+            fixed: boolean (d,), variables that are removed or must stay.
+            quota: (groups,), removals left in each group.
+        """
         self.nodes += 1
         if self.nodes > self.limit:
             raise ProblemError(
@@ -110,7 +127,7 @@ class _Search:
         fixed = fixed | np.repeat(quota == 0, self.of)
         diagonal = np.where(fixed, 1.0, np.diag(inverse))
         cost = np.where(fixed, np.inf, 0.5 * centre**2 / diagonal)
-        # The quota-th cheapest removal of each group is a lower bound on what its removals add.
+        # The quota-th cheapest removal of a group is a lower bound on the loss that its removals add.
         bounds = np.sort(cost.reshape(-1, self.of), axis=1)[quota > 0, quota[quota > 0] - 1]
         if loss + bounds.max() >= self.loss:
             return

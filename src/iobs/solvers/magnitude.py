@@ -1,4 +1,4 @@
-"""Magnitude: keep the largest entries of the centre, as they are."""
+"""Magnitude pruning: keep the largest entries of the centre without an update."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from iobs.core.quadratic import Quadratic, Solution
 
 @dataclass(frozen=True)
 class Magnitude:
-    """T_k of the centre: k-IHT when H = I / step, Topk-I-OBS (Algorithm 1, Option 1) when H is the Hessian.
+    """Top-k of the centre, without refit.
 
-    Truncates, does not refit.
+    This is k-IHT if H = I / step, and Topk-I-OBS (Algorithm 1, Option 1) if H is the Hessian.
     """
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
-        """The centre with all but its largest entries set to zero."""
+        """Keep the largest entries of the centre and set the others to zero."""
         centre = problem.centre()
         return Solution.of(problem, centre, top_mask(centre.abs(), pattern))

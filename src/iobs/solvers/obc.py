@@ -1,4 +1,4 @@
-"""Optimal Brain Compression (Frantar and Alistarh, 2022): exact greedy removal, one entry of a row at a time."""
+"""Optimal Brain Compression (Frantar and Alistarh, 2022): greedy removal of single entries."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from iobs.core import linalg
 from iobs.core.patterns import Groups, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.greedy import greedy_removals
-from iobs.solvers.weights import solve_weights
+from iobs.solvers.refit_weights import solve_weights
 
 
 @dataclass(frozen=True)
 class OBC:
-    """Always remove the entry that raises its row's loss least, with the exact update of the rest.
+    """Remove the entry that raises the loss of its row least, update the other entries exactly, and repeat.
 
-    Where rows compete for a common count, the layer's next removal is the cheapest next removal of any row. The
-    weights are solved for anew on the mask that is left. The order of removals is found in the dtype of the linear
-    term.
+    If rows share one count, the next removal is the cheapest next removal of all rows. The order of removals is
+    computed in the dtype of the linear term. Finally the weights are solved for on the mask.
     """
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
-        """Greedy removals until the pattern's count is left."""
+        """Remove entries greedily until the count of the pattern is left."""
         centre = problem.centre().contiguous()
         inverse = problem.factors.get(
             ("inverse", centre.dtype), lambda: linalg.inverse(problem.matrix.to(centre.dtype)).contiguous()
@@ -35,7 +34,16 @@ class OBC:
 
 
 def greedy_mask(inverse: Tensor, centre: Tensor, groups: Groups) -> Tensor:
-    """What exact greedy removal leaves, boolean (rows, d), from the inverse Hessian and the centre."""
+    """Mask of the entries that greedy removal leaves.
+
+    Args:
+        inverse: (d, d) inverse Hessian.
+        centre: (rows, d) unconstrained minimisers.
+        groups: groups of the pattern.
+
+    Returns:
+        Boolean (rows, d), contiguous.
+    """
     rows, d = centre.shape
     if groups.size > d:
         return _across_rows(inverse, centre, rows * d - groups.keep)
@@ -46,7 +54,10 @@ def greedy_mask(inverse: Tensor, centre: Tensor, groups: Groups) -> Tensor:
 
 
 def _across_rows(inverse: Tensor, centre: Tensor, removals: int) -> Tensor:
-    """Rows go on only as far as the common price takes them: those stopped too early start again with more steps."""
+    """Greedy removal across all rows: `removals` of the cheapest removals of the layer.
+
+    Each row computes a guessed number of removals. Rows that need more are repeated with twice as many.
+    """
     rows, d = centre.shape
     steps = torch.full((rows,), min(d, math.ceil(1.2 * removals / rows) + 4), device=centre.device)
     order = torch.full((rows, d), -1, device=centre.device)
@@ -55,7 +66,7 @@ def _across_rows(inverse: Tensor, centre: Tensor, removals: int) -> Tensor:
     while True:
         part, cost = greedy_removals(inverse, centre[todo].contiguous(), steps[todo], d, d)
         order[todo, : part.shape[1]] = part
-        # A cheap removal that only a dear one makes possible comes right after it: its price is the dear one's.
+        # A removal is only possible after those before it in its row: its price is the running maximum of the costs.
         price[todo, : part.shape[1]] = cost.cummax(1).values
         taken = price.flatten().sort(stable=True).indices[:removals] // d
         counts = torch.bincount(taken, minlength=rows)
@@ -66,7 +77,9 @@ def _across_rows(inverse: Tensor, centre: Tensor, removals: int) -> Tensor:
 
 
 def _without(order: Tensor, counts: Tensor, d: int) -> Tensor:
-    mask = torch.ones(len(order), d + 1, dtype=torch.bool, device=order.device)  # one spare column for no removal
+    mask = torch.ones(
+        len(order), d + 1, dtype=torch.bool, device=order.device
+    )  # the spare column takes the index of "no removal"
     taken = torch.arange(order.shape[1], device=order.device) < counts[:, None]
     mask.scatter_(1, torch.where(taken, order, d), False)
     return mask[:, :d].contiguous()

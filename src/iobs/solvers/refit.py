@@ -1,4 +1,4 @@
-"""Refit: the exact minimiser on a given support (Algorithm 1, Option 2, for a fixed mask)."""
+"""Exact minimiser on a given support (Algorithm 1, Option 2, for a fixed mask)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from iobs.core.quadratic import Quadratic, Solution
 
 @dataclass(frozen=True)
 class Refit:
-    """Keep the mask, solve every row on its support exactly, in float64."""
+    """Keep the mask and solve every row on its support in float64."""
 
     def __call__(self, problem: Quadratic, pattern: Pattern, solution: Solution) -> Solution:
-        """The best weights that live on the solution's mask."""
+        """Return the optimal weights on the mask of the solution."""
         weight = linalg.solve_on_support(problem.matrix, problem.linear, solution.mask)
         return Solution.of(problem, weight.to(problem.dtype), solution.mask, **solution.stats)

@@ -1,8 +1,8 @@
-"""SparseGPT (Frantar and Alistarh, 2023): one pass over the columns, errors spread over those not yet seen.
+"""SparseGPT (Frantar and Alistarh, 2023): one pass over the columns that spreads each error over later columns.
 
 The published form inverts H, factorises the inverse as R^T R, and after every block updates all columns to its right.
-Here H = U U^T is factorised once, from the bottom right; then R = U^-1, and with D the change made to the columns
-before block b, the block's current weights are W_b + D U[:, b] R_bb: only the small triangles are ever inverted.
+Here H = U U^T is factorised once, so R = U^-1. With D the change of the columns before block b, the current weights
+of the block are W_b + D U[:, b] R_bb. Only the triangles U_bb of the blocks are inverted.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ from torch import Tensor
 from iobs.core import linalg
 from iobs.core.patterns import Groups, Pattern
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.errors import ProblemError
 from iobs.solvers.kernels.eliminate import eliminate, eliminate_groups
 from iobs.solvers.kernels.select import largest
+from iobs.solvers.options import require_whole
 
-_ACCURATE = 2048  # columns up to which H is factorised in float64: ill-conditioned layers get other masks otherwise
-_PANEL = 4  # blocks whose share of earlier columns is multiplied out together: wide products run faster
+_ACCURATE = 2048  # columns up to which H is factorised in float64: float32 changes masks of ill-conditioned layers
+_PANEL = 4  # blocks whose products with earlier columns are computed together: wide products run faster
 
 
 @dataclass(frozen=True)
 class SparseGPT:
-    """Block-wise one-shot pruning with the optimal update of the columns that are still to come.
+    """Block-wise one-shot pruning with the optimal update of the columns to the right.
 
     Args:
-        block: columns whose mask is chosen together. A group of N:M is never cut: blocks shrink to a multiple of it.
-            Unstructured blocks get cumulative budgets that sum to the pattern's count exactly.
+        block: columns whose mask is chosen together. For N:M it shrinks to a multiple of the group size. Unstructured
+            blocks get cumulative counts that sum exactly to the count of the pattern.
+
+    Raises:
+        ProblemError: `block` is not a positive whole number.
     """
 
     block: int = 128
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ProblemError(f"block must be at least 1 column, got {self.block}; 128 is usual.")
+        require_whole("block", self.block, 1, "128 columns are usual")
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
-        """Arithmetic is in the dtype of the linear term; H, where it is not too wide, is factorised in float64."""
+        """Prune in the dtype of the linear term; up to 2,048 columns H is factorised in float64."""
         groups = pattern.groups(problem.shape)
         centre = problem.centre()
         upper = problem.factors.get(("upper", centre.dtype), lambda: _upper(problem.matrix, centre.dtype))
@@ -60,7 +62,7 @@ def _blocks(columns: int, block: int, groups: Groups) -> list[slice]:
 
 def _prune(centre: Tensor, upper: Tensor, groups: Groups, blocks: list[slice]) -> tuple[Tensor, Tensor]:
     weight = torch.empty_like(centre)
-    change = torch.empty_like(centre)  # centre minus weight, for the columns already done
+    change = torch.empty_like(centre)  # centre minus weight, for finished columns
     mask = torch.zeros_like(centre, dtype=torch.bool)
     for first in range(0, len(blocks), _PANEL):
         panel = blocks[first : first + _PANEL]
@@ -80,7 +82,7 @@ def _prune(centre: Tensor, upper: Tensor, groups: Groups, blocks: list[slice]) -
 
 
 def _remove(current: Tensor, factor: Tensor, scale: Tensor, groups: Groups, block: slice, shape: torch.Size) -> Tensor:
-    """Prune one block's current weights in place; the saliency of an entry is its square over R_ii^2 = (w U_ii)^2."""
+    """Prune the weights of one block in place and return its mask; the saliency is (w / R_ii)^2 = (w U_ii)^2."""
     if groups.size < shape[1]:
         mask = torch.empty_like(current, dtype=torch.bool)
         eliminate_groups(current, factor, mask, groups.keep, groups.size)

@@ -1,4 +1,4 @@
-"""Swap: exact 1-swaps, weights solved for anew each time, until no swap that the pattern allows helps."""
+"""Exact 1-swaps with optimal weights, until no swap that the pattern allows lowers the loss."""
 
 from __future__ import annotations
 
@@ -10,44 +10,59 @@ from torch import Tensor
 
 from iobs.core.patterns import Groups, Pattern
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.solvers.kernels.swaps import RowState, polish
+from iobs.solvers.kernels.swaps import RowState, swap_until_optimal
+from iobs.solvers.options import require_whole
 
-_REBUILD = 64  # swaps after which a row's state is computed afresh, so that rounding does not build up
+_REBUILD = 64  # swaps after which the state of a row is recomputed, so that rounding does not build up
 
 
 @dataclass(frozen=True)
 class Swap:
-    """Local search over supports. What it ends in is certified: a 1-swap optimum, proven from a fresh factorisation.
+    """Local search over supports that ends in a certified 1-swap optimum: a new factorisation of every row proves it.
 
-    Swaps stay within a row, or within an N:M group; where the whole layer shares a count, one row may also give an
-    entry to another.
+    Swaps stay within a row, or within an N:M group. If the whole layer shares one count, rows also exchange entries.
 
     Args:
-        rounds: exchanges between rows, each at most one entry given or taken a row; None goes on to the end.
+        rounds: largest number of rounds of exchanges between rows, each with at most one exchange for each row; None
+            continues until no exchange lowers the loss.
+
+    Raises:
+        ProblemError: `rounds` is negative or not a whole number.
     """
 
     rounds: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.rounds is not None:
+            require_whole("rounds", self.rounds, 0, "None exchanges entries until no exchange helps")
+
     def __call__(self, problem: Quadratic, pattern: Pattern, solution: Solution) -> Solution:
-        """A solution at least as good; `stats["swaps"]` are those made, `stats["certified"]` says that none is left."""
+        """Return a solution of at most the same loss.
+
+        `stats` counts its "swaps" and its "exchanges" between rows; "certified" is True if no exchange is left.
+        """
         groups = pattern.groups(problem.shape)
         hessian, linear, scale = _scaled(problem)
         search = _Search(hessian, linear, groups)
         mask = solution.mask.clone()
         weight = torch.zeros_like(linear)
-        search.polish_rows(mask, weight, range(len(mask)))
+        search.swap_in_rows(mask, weight, range(len(mask)))
         certified = groups.size <= problem.shape[1] or search.exchange(mask, weight, self.rounds)
         weight = (weight / scale).to(problem.dtype)
         stats = {**solution.stats, "swaps": search.swaps, "exchanges": search.exchanges}
         stats["certified"] = certified
         found = Solution.of(problem, weight, mask, **stats)
-        if float(found.loss.sum()) > float(solution.loss.sum()):  # equal but for the rounding of the dtype
+        if float(found.loss.sum()) > float(solution.loss.sum()):  # rounding to the dtype can raise the loss
             return replace(solution, stats=stats)
         return found
 
 
 def _scaled(problem: Quadratic) -> tuple[Tensor, Tensor, Tensor]:
-    """The problem with unit curvatures, which keeps the small inverses accurate, and the scale of its variables."""
+    """Scale the problem to unit curvatures, which keeps the inverses of sub-matrices accurate.
+
+    Returns:
+        Hessian (d, d), linear term (rows, d) and scale (d,), float64.
+    """
     scale = problem.matrix.diagonal().double().sqrt()
     hessian = problem.matrix.double() / scale
     hessian /= scale[:, None]
@@ -55,13 +70,13 @@ def _scaled(problem: Quadratic) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Search:
-    """Best single removal and admission of every row, kept up to date as rows change."""
+    """State of the search: the best single removal and the best single admission of every row."""
 
     def __init__(self, hessian: Tensor, linear: Tensor, groups: Groups) -> None:
         self.hessian = hessian
         self.linear = linear
         self.groups = groups
-        self.tolerance = 1e-10  # of the row's own scale, b H^-1 b on its support
+        self.tolerance = 1e-10  # least gain, relative to the row's b H^-1 b on its support
         self.swaps = 0
         self.exchanges = 0
         rows = len(linear)
@@ -71,17 +86,17 @@ class _Search:
         self.leaves = torch.zeros(rows, dtype=torch.int64)
         self.enters = torch.zeros(rows, dtype=torch.int64)
 
-    def polish_rows(self, mask: Tensor, weight: Tensor, rows: Iterable[int]) -> None:
-        """Swap within rows; mask and weight are changed."""
+    def swap_in_rows(self, mask: Tensor, weight: Tensor, rows: Iterable[int]) -> None:
+        """Swap within rows until no swap helps; `mask` and `weight` are changed in place."""
         for row in rows:
-            state = self._polish_row(mask, row)
+            state = self._swap_in_row(mask, row)
             weight[row] = 0
             weight[row, state.support] = state.weight
             self.removal[row], self.leaves[row] = first(state.removals(), state.support, torch.inf)
             admission, self.enters[row] = first(-state.admissions(), state.rest, 0.0)
             self.admission[row] = -admission
 
-    def _polish_row(self, mask: Tensor, row: int) -> RowState:
+    def _swap_in_row(self, mask: Tensor, row: int) -> RowState:
         inside, outside = self.groups.keep, self.groups.size - self.groups.keep
         while True:
             state = RowState.build(self.hessian, self.linear[row], mask[row])
@@ -89,20 +104,20 @@ class _Search:
                 inside, outside = len(state.support), len(state.rest)
             self.scale[row] = float(state.weight @ self.linear[row, state.support])
             least = self.tolerance * float(self.scale[row])
-            made = polish(state, self.hessian, inside, outside, least, _REBUILD)
+            made = swap_until_optimal(state, self.hessian, inside, outside, least, _REBUILD)
             if made:
                 self.swaps += made
                 mask[row] = False
                 mask[row, state.support] = True
-            # Where swaps were made, rounding may have built up: only a fresh state that needs none is a certificate.
+            # After swaps rounding may have built up: only a new state without an improving swap is a certificate.
             if made == 0:
                 return state
 
     def exchange(self, mask: Tensor, weight: Tensor, rounds: int | None) -> bool:
-        """Entries move from row to row while that helps: the cheapest to lose pays for the best to gain.
+        """Exchange entries between rows, the cheapest removals for the best admissions, while the loss falls.
 
         Returns:
-            Whether no exchange is left that helps.
+            True if no exchange is left that lowers the loss.
         """
         limit = mask.numel() if rounds is None else rounds
         for _ in range(limit + 1):
@@ -115,32 +130,37 @@ class _Search:
             mask[givers, self.leaves[givers].to(mask.device)] = False
             mask[takers, self.enters[takers].to(mask.device)] = True
             self.exchanges += len(givers)
-            self.polish_rows(mask, weight, [*givers.tolist(), *takers.tolist()])
+            self.swap_in_rows(mask, weight, [*givers.tolist(), *takers.tolist()])
         return False
 
 
 def exchange_pairs(removal: Tensor, admission: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """Rows that give and rows that take, matched best with best; each row does one thing at a time.
+    """Match rows that give an entry with rows that take one, best with best; each row gives or takes at most once.
 
     Args:
-        removal: (rows,), what the cheapest removal costs.
-        admission: (rows,), what the best admission gains.
-        least: gain that an exchange has to exceed.
+        removal: (rows,), cost of the cheapest removal in each row.
+        admission: (rows,), gain of the best admission in each row.
+        least: an exchange must gain more than this.
+
+    Returns:
+        Indices of the giving rows and of the taking rows, int64 (exchanges,) each.
     """
     by_cost = removal.argsort(stable=True).tolist()
     by_gain = admission.argsort(descending=True, stable=True).tolist()
     busy: set[int] = set()
     givers, takers = [], []
-    cheap, dear = iter(by_cost), iter(by_gain)
-    giver, taker = next(cheap, None), next(dear, None)
+    costs, gains = iter(by_cost), iter(by_gain)
+    giver, taker = next(costs, None), next(gains, None)
     while giver is not None and taker is not None:
         if giver in busy:
-            giver = next(cheap, None)
+            giver = next(costs, None)
         elif taker in busy:
-            taker = next(dear, None)
-        elif giver == taker:  # one row leads both lists: it takes or gives, whichever gains more with the next best
-            other_giver = next((row for row in cheap if row not in busy), None)
-            other_taker = next((row for row in dear if row not in busy), None)
+            taker = next(gains, None)
+        elif (
+            giver == taker
+        ):  # one row is first in both orders: it takes or gives, whichever gains more with the next row
+            other_giver = next((row for row in costs if row not in busy), None)
+            other_taker = next((row for row in gains if row not in busy), None)
             if other_giver is None or other_taker is None:
                 break
             takes = admission[taker] - removal[other_giver]
@@ -161,7 +181,7 @@ def exchange_pairs(removal: Tensor, admission: Tensor, least: float) -> tuple[Te
 
 
 def first(values: Tensor, names: Tensor, empty: float) -> tuple[float, int]:
-    """The least value and its name."""
+    """The least value and its name; `empty` and 0 for no values."""
     if len(values) == 0:
         return empty, 0
     best = int(values.argmin())

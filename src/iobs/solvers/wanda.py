@@ -1,4 +1,4 @@
-"""Wanda: magnitude in the metric of the Hessian's diagonal, weights kept as they are (Sun et al., 2023)."""
+"""Wanda (Sun et al., 2023): magnitude pruning in the metric of diag(H), without an update of the weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from iobs.core.quadratic import Quadratic, Solution
 
 @dataclass(frozen=True)
 class Wanda:
-    """Keep the entries with the largest c_ij^2 H_jj: |weight| times the norm of its input.
+    """Keep the entries of largest c_ij^2 H_jj: |weight| times the norm of the input.
 
-    This is also OBD on a quadratic. As published, rows compete on their own: use `Unstructured(s, per="row")`.
+    This is OBD on a quadratic. The published method prunes each row separately: use `Unstructured(s, per="row")`.
     """
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
-        """The centre with the entries of least diagonal saliency set to zero."""
+        """Set the entries of the centre with the least saliency to zero."""
         centre = problem.centre()
         scores = centre.square() * problem.operator.diagonal()
         return Solution.of(problem, centre, top_mask(scores, pattern))

@@ -1,4 +1,4 @@
-"""Hot loops. Each has a plain torch form that runs on every device and a numba form for the CPU that must equal it.
+"""Inner loops of the solvers, each in two forms with equal results: torch for any device, numba for the CPU.
 
-numba is imported on the first call, never by `import iobs`.
+numba is imported on the first call, not by `import iobs`.
 """

@@ -1,14 +1,12 @@
-"""Row loops of `conjugate.py`."""
+"""Numba loops of `conjugate.py`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-Floats = NDArray[Any]
+Floats = NDArray[np.floating]
 Bools = NDArray[np.bool_]
 
 
@@ -24,7 +22,7 @@ def begin(
     direction: Floats,
     slope: Floats,
 ) -> None:
-    """First residual and direction, from the product of the first guess."""
+    """First residual and direction, from the product of the initial guess with H."""
     for r in range(start, stop):
         total = scale[0] * 0
         for j in range(scale.size):
@@ -47,7 +45,7 @@ def step(
     direction: Floats,
     slope: Floats,
 ) -> None:
-    """One iteration, from the product of the direction; a row that has converged stays where it is."""
+    """One iteration, from the product of the direction with H; converged rows are not changed."""
     zero = scale[0] * 0
     for r in range(start, stop):
         curvature = zero

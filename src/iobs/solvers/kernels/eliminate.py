@@ -1,4 +1,4 @@
-"""SparseGPT inside one block of columns: remove entries left to right, each error spread over the columns after it."""
+"""SparseGPT inside one block: remove entries from left to right and spread each error over the later columns."""
 
 from __future__ import annotations
 
@@ -9,41 +9,43 @@ from iobs.solvers.kernels.threads import over_rows
 
 
 def eliminate(current: Tensor, factor: Tensor, mask: Tensor) -> None:
-    """Remove every entry outside the mask, column after column, in place.
+    """Remove every entry outside the mask, one column at a time, in place.
 
-    Removing entry i of a row adds -(current_i / R_ii) R_i to the row, with R the upper Cholesky factor of the inverse
-    Hessian of the block's columns given those after it.
+    Removing entry i of a row adds -(current_i / R_ii) R_i to the row. R is the upper Cholesky factor of the inverse
+    Hessian of the columns of the block, for fixed earlier columns and free later columns.
 
     Args:
-        current: (rows, n) contiguous, changed.
+        current: (rows, n) contiguous weights, changed in place.
         factor: (n, n) upper triangular R, contiguous.
-        mask: boolean (rows, n), contiguous, True where an entry stays.
+        mask: boolean (rows, n), contiguous, True where an entry is kept.
     """
     (eliminate_numba if current.device.type == "cpu" else eliminate_torch)(current, factor, mask)
 
 
 def eliminate_groups(current: Tensor, factor: Tensor, mask: Tensor, keep: int, of: int) -> None:
-    """The same, and the mask is chosen on the way: at the first of every `of` columns, the `keep` most salient.
+    """`eliminate` with an N:M mask chosen on the way: the `keep` entries of largest saliency in each group.
+
+    The mask of a group is chosen when its first column is reached.
 
     Args:
-        current: (rows, n) contiguous, changed; n is a multiple of `of`.
+        current: (rows, n) contiguous weights, changed in place; n is a multiple of `of`.
         factor: (n, n) upper triangular R, contiguous.
-        mask: boolean (rows, n), contiguous, written.
+        mask: boolean (rows, n), contiguous, overwritten.
         keep: entries kept in each group.
-        of: size of a group.
+        of: columns in each group.
     """
     chosen = eliminate_groups_numba if current.device.type == "cpu" else eliminate_groups_torch
     chosen(current, factor, mask, keep, of)
 
 
 def eliminate_torch(current: Tensor, factor: Tensor, mask: Tensor) -> None:
-    """The plain form of `eliminate`."""
+    """Torch form of `eliminate`."""
     for i in range(current.shape[1]):
         _remove_column(current, factor, mask[:, i], i)
 
 
 def eliminate_groups_torch(current: Tensor, factor: Tensor, mask: Tensor, keep: int, of: int) -> None:
-    """The plain form of `eliminate_groups`."""
+    """Torch form of `eliminate_groups`."""
     for first in range(0, current.shape[1], of):
         group = slice(first, first + of)
         saliency = (current[:, group] / factor.diagonal()[group]).abs()
@@ -60,7 +62,7 @@ def _remove_column(current: Tensor, factor: Tensor, kept: Tensor, i: int) -> Non
 
 
 def eliminate_numba(current: Tensor, factor: Tensor, mask: Tensor) -> None:
-    """The CPU form of `eliminate`: a row stays in the cache, kept columns cost nothing."""
+    """Numba form of `eliminate`."""
     from iobs.solvers.kernels import eliminate_numba as kernel
 
     arrays = current.numpy(), factor.numpy(), mask.numpy()
@@ -68,7 +70,7 @@ def eliminate_numba(current: Tensor, factor: Tensor, mask: Tensor) -> None:
 
 
 def eliminate_groups_numba(current: Tensor, factor: Tensor, mask: Tensor, keep: int, of: int) -> None:
-    """The CPU form of `eliminate_groups`."""
+    """Numba form of `eliminate_groups`."""
     from iobs.solvers.kernels import eliminate_numba as kernel
 
     arrays = current.numpy(), factor.numpy(), mask.numpy()

@@ -1,26 +1,24 @@
-"""Loops for `eliminate.py`.
+"""Numba loops of `eliminate.py`.
 
-Rows go in strips of 64, side by side in memory. Every lane does its own row's arithmetic in the same order, so
-neither strips nor threads change a bit.
+Rows are processed in strips of 64, stored side by side. Each lane of a strip is one row with a fixed order of
+arithmetic, so the result does not depend on strips or threads.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-Floats = NDArray[Any]
+Floats = NDArray[np.floating]
 Bools = NDArray[np.bool_]
 
-_LANES = 64  # long enough for full vector registers, and a strip of 128 columns stays in the first cache
+_LANES = 64  # fills the vector registers, and a strip of 128 columns fits into the first-level cache
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def _remove(strip: Floats, factor: Floats, kept: Bools, error: Floats, i: int) -> None:
-    """Remove entry i of the lanes that do not keep it."""
+    """Remove entry i in the lanes that do not keep it."""
     pivot = factor[i, i]
     for k in range(_LANES):
         value = strip[i, k]
@@ -34,7 +32,7 @@ def _remove(strip: Floats, factor: Floats, kept: Bools, error: Floats, i: int) -
 
 @njit(nogil=True, cache=True)
 def eliminate(start: int, stop: int, current: Floats, factor: Floats, mask: Bools) -> None:
-    """Rows start to stop of `eliminate.eliminate`."""
+    """Rows `start` to `stop` of `eliminate.eliminate`."""
     n = factor.shape[0]
     strip = np.zeros((n, _LANES), current.dtype)
     kept = np.ones((n, _LANES), np.bool_)
@@ -54,7 +52,7 @@ def eliminate(start: int, stop: int, current: Floats, factor: Floats, mask: Bool
 
 @njit(nogil=True, cache=True)
 def eliminate_groups(start: int, stop: int, current: Floats, factor: Floats, mask: Bools, keep: int, of: int) -> None:
-    """Rows start to stop of `eliminate.eliminate_groups`."""
+    """Rows `start` to `stop` of `eliminate.eliminate_groups`."""
     n = factor.shape[0]
     strip = np.zeros((n, _LANES), current.dtype)
     kept = np.ones((n, _LANES), np.bool_)

@@ -1,35 +1,34 @@
-"""The exact greedy order of removals of Optimal Brain Surgeon, for every row of a quadratic.
+"""Greedy order of removals of Optimal Brain Surgeon (OBS), for every row of a quadratic.
 
-Removing variable p from a row costs w_p^2 / (2 M_pp), M the inverse Hessian of what remains; then w and M lose their
-components along column p of M. That is a Cholesky factorisation of the inverse Hessian whose pivots the greedy rule
-picks: only the factor's columns are kept (d^3 / 6 multiplications a row), never a matrix a row.
+Removing variable p from a row costs w_p^2 / (2 M_pp), with M the inverse Hessian of the remaining variables. The
+removal projects w and M along column p of M. This is a Cholesky factorisation of the inverse Hessian with pivots
+chosen by the greedy rule. Only the columns of the factor are stored: d^3 / 6 multiplications for each row, and no
+(d, d) matrix for each row.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from iobs.solvers.kernels.threads import over_rows
 
-_BATCH_ELEMENTS = 1 << 26  # entries of the factors that the plain form holds at once
+_BATCH_ELEMENTS = 1 << 26  # largest number of entries of factors in one batch of the torch form
 
 
 def greedy_removals(inverse: Tensor, centre: Tensor, steps: Tensor, of: int, quota: int) -> tuple[Tensor, Tensor]:
-    """The order in which each row loses its variables, always the cheapest first.
+    """Remove variables from every row, always the cheapest variable first, and return the order.
 
     Args:
         inverse: (d, d) inverse Hessian, contiguous, symmetric.
         centre: (rows, d) contiguous, the unconstrained minimisers.
-        steps: int64 (rows,), removals wanted in each row.
-        of: columns in a group; no group of `of` neighbouring columns loses more than `quota`.
-        quota: see `of`.
+        steps: int64 (rows,), number of removals in each row.
+        of: columns in each group.
+        quota: largest number of removals in each group of `of` neighbouring columns.
 
     Returns:
-        Indices removed, int64 (rows, max steps), and what each removal added to the row's loss, (rows, max steps) in
-        the dtype of the centre. A row's entries after its own steps are -1 and infinity.
+        Indices of the removed variables, int64 (rows, max steps), and the loss added by each removal, (rows, max steps)
+        in the dtype of the centre. After the steps of a row the entries are -1 and infinity.
     """
     longest = int(steps.max()) if len(steps) else 0
     order = torch.full((len(centre), longest), -1, dtype=torch.int64, device=centre.device)
@@ -42,13 +41,13 @@ def greedy_removals(inverse: Tensor, centre: Tensor, steps: Tensor, of: int, quo
 def _numba(inverse: Tensor, centre: Tensor, steps: Tensor, of: int, quota: int, order: Tensor, cost: Tensor) -> None:
     from iobs.solvers.kernels import greedy_numba
 
-    arrays: Any = tuple(tensor.numpy() for tensor in (inverse, centre, steps, order, cost))
-    kernel: Any = greedy_numba.greedy
-    over_rows(lambda start, stop: kernel(start, stop, *arrays, of, quota), len(centre))
+    matrix, rows, wanted = inverse.numpy(), centre.numpy(), steps.numpy()
+    found, price, greedy = order.numpy(), cost.numpy(), greedy_numba.greedy
+    over_rows(lambda start, stop: greedy(start, stop, matrix, rows, wanted, found, price, of, quota), len(rows))
 
 
 def _torch(inverse: Tensor, centre: Tensor, steps: Tensor, of: int, quota: int, order: Tensor, cost: Tensor) -> None:
-    """The plain form: all rows of a batch take a step together."""
+    """Torch form: all rows of a batch take each step together."""
     size = max(1, _BATCH_ELEMENTS // max(1, order.shape[1] * centre.shape[1]))
     for start in range(0, len(centre), size):
         part = slice(start, start + size)

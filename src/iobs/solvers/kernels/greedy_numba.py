@@ -1,27 +1,25 @@
-"""The row loop of `greedy.py`: a left-looking pivoted Cholesky factorisation that shrinks as variables leave.
+"""Numba loop of `greedy.py`: left-looking pivoted Cholesky factorisation that shrinks with each removal.
 
-The factor is kept step by step, each step's entries side by side for the variables that are still in play, so that all
-work runs along them. Lengths are padded to whole groups of vector registers: the padding holds stale, finite numbers.
+Row s of the factor holds the entries of step s for the active variables side by side, so that inner loops run along
+them. Lengths are padded to whole groups of vector registers; the padding holds old, finite numbers.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-Floats = NDArray[Any]
+Floats = NDArray[np.floating]
 Integers = NDArray[np.int64]
 
 _PAD = 64
-_TOGETHER = 4  # steps multiplied out in one pass over the variables
+_TOGETHER = 4  # steps subtracted in one pass over the variables
 
 
 @njit(nogil=True, cache=True)
 def _cheapest(weight: Floats, diagonal: Floats, index: Integers, active: int) -> int:
-    """Position of the least w^2 / M_pp, compared as products; the lower variable wins a tie."""
+    """Position of the least w^2 / M_pp, compared as products; of equal values the lower variable is taken."""
     best = 0
     square, variance = weight[0] * weight[0], diagonal[0]
     for a in range(1, active):
@@ -34,7 +32,7 @@ def _cheapest(weight: Floats, diagonal: Floats, index: Integers, active: int) ->
 
 @njit(nogil=True, cache=True)
 def _drop(position: int, active: int, steps: int, state: tuple[Floats, Floats, Floats, Integers]) -> None:
-    """The last active variable takes the place of one that is no longer needed."""
+    """Remove a position by moving the last active variable there."""
     weight, diagonal, factor, index = state
     last = active - 1
     if position != last:
@@ -54,7 +52,7 @@ def _subtract(column: Floats, factor: Floats, coefficients: Floats, steps: int, 
 
 @njit(nogil=True, cache=True)
 def _close_group(group: int, of: int, active: int, steps: int, state: tuple[Floats, Floats, Floats, Integers]) -> int:
-    """The rest of a group that has lost its quota stays for good: it needs no more updates."""
+    """Drop the remaining variables of a group that has reached its quota; return the new number of active ones."""
     index = state[3]
     a = 0
     while a < active:
@@ -85,7 +83,7 @@ def _row(
         weight[a], diagonal[a], index[a] = centre[a], inverse[a, a], a
     removed = np.zeros(d // of, np.int64)
     active = d
-    floor = np.finfo(factor.dtype).eps  # rounding must not turn a conditional variance negative
+    smallest = np.finfo(factor.dtype).eps  # rounding must not make a conditional variance negative
     for t in range(steps):
         p = _cheapest(weight, diagonal, index, active)
         variable, scale = index[p], np.sqrt(diagonal[p])
@@ -108,7 +106,7 @@ def _row(
             entry = column[a] / scale
             factor[t, a] = entry
             weight[a] -= entry * value
-            diagonal[a] = max(diagonal[a] - entry * entry, floor * diagonal[a])
+            diagonal[a] = max(diagonal[a] - entry * entry, smallest * diagonal[a])
 
 
 @njit(nogil=True, cache=True)
@@ -123,7 +121,7 @@ def greedy(
     of: int,
     quota: int,
 ) -> None:
-    """Rows start to stop of `greedy.greedy_removals`."""
+    """Rows `start` to `stop` of `greedy.greedy_removals`."""
     padded = centre.shape[1] + _PAD
     one = np.ones(padded, centre.dtype)
     factor = np.zeros((order.shape[1] + _TOGETHER, padded), centre.dtype)

@@ -1,4 +1,4 @@
-"""The inverse of a well-conditioned matrix, made of matrix products."""
+"""Inverse of a well-conditioned matrix by matrix products."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 from iobs.core import linalg
 
-_LEAF = 384  # columns up to which LAPACK's own routines are as fast
+_LEAF = 384  # columns up to which LAPACK is as fast
 
 
 def shifted_inverse(hessian: Tensor, shift: float) -> Tensor:
-    """(H + shift I)^-1, (d, d), by halves: the inverse of one half, and that of the other's Schur complement.
+    """Inverse (H + shift I)^-1, (d, d), from the inverses of the leading half and of its Schur complement.
 
-    A third more arithmetic than by a Cholesky factorisation, but all of it products, which run several times faster.
-    Rounding grows with the condition number of the leading half, so a shift that is small against the diagonal is not
-    for this function: the penalties of ADMM are of its size.
+    This takes a third more arithmetic than a Cholesky factorisation, but matrix products run several times faster.
+    Rounding grows with the condition number of the leading half, so the shift must not be small against the diagonal.
+    The penalties of ADMM are of the size of the diagonal.
 
     Raises:
-        NotPositiveDefiniteError: as `linalg.cholesky`.
+        NotPositiveDefiniteError: see `linalg.cholesky`.
     """
     shifted = hessian.clone()
     shifted.diagonal().add_(shift)

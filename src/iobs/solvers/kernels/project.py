@@ -1,15 +1,16 @@
-"""One ADMM iteration's entrywise half: the new target, its projection on the pattern, the next right-hand side.
+"""Entrywise half of an ADMM iteration: new target, its projection on the pattern, next right-hand side.
 
-With u the scaled multiplier and s the projected point, one array holds both: the target t is s where an entry is kept
-and u where it is not. The over-relaxed dense solution x moves it to a x + (1 - a) s + u, the projection keeps its
-largest entries, and the next dense step solves for B + penalty (s - u), which is B + penalty t or B - penalty t.
+Let u be the scaled multiplier and s the projected point. One array, the target t, holds both: t = s where an entry is
+kept and t = u where it is not. With the dense solution x and over-relaxation a, the new target is
+a x + (1 - a) s + u. The projection keeps its largest entries. The next right-hand side is B + penalty (s - u), which
+equals B + penalty t where an entry is kept and B - penalty t elsewhere.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from iobs.core.patterns import Groups, top_mask_of
@@ -19,19 +20,19 @@ from iobs.solvers.kernels.threads import over_rows
 def project(
     dense: Tensor, target: Tensor, mask: Tensor, linear: Tensor, groups: Groups, penalty: float, relaxation: float
 ) -> None:
-    """Replace the dense solution by the next right-hand side, and bring target and mask up to date, all in place.
+    """Update target and mask, and replace the dense solution by the next right-hand side, all in place.
 
-    The numba form finds a layer-wide threshold from a histogram of 15 bits, interpolated inside its bucket: the count
-    kept on the way may be off by a few in a hundred thousand.
+    The numba form interpolates a layer-wide threshold in a histogram of 15 bits. Its count of kept entries may be off
+    by a few in a hundred thousand.
 
     Args:
-        dense: float32 (rows, d) contiguous: the dense solution; on return B + penalty (s - u).
-        target: as dense: t.
-        mask: boolean (rows, d) contiguous: the entries where t is s.
-        linear: as dense: B.
-        groups: the pattern's groups.
-        penalty: of the next dense step.
-        relaxation: a, between 1 and 2.
+        dense: float32 (rows, d) contiguous, the dense solution; on return B + penalty (s - u).
+        target: float32 (rows, d) contiguous, t.
+        mask: boolean (rows, d) contiguous, True where t = s.
+        linear: float32 (rows, d) contiguous, B.
+        groups: groups of the pattern.
+        penalty: penalty of the next dense step.
+        relaxation: over-relaxation a, between 1 and 2.
     """
     if dense.device.type != "cpu":
         project_torch(dense, target, mask, linear, groups, penalty, relaxation)
@@ -42,28 +43,27 @@ def project(
 
 
 def restart(right: Tensor, target: Tensor, mask: Tensor, linear: Tensor, shrink: float, penalty: float) -> None:
-    """Begin a stage: the scaled multiplier shrinks as the penalty grows; the right-hand side of its first dense step.
+    """Begin a stage: rescale the multiplier to the new penalty and write the first right-hand side.
 
     Args:
-        right: float32 (rows, d) contiguous, written: B + penalty (s - u).
-        target: as `project`, changed.
-        mask: as `project`.
-        linear: as `project`.
-        shrink: old penalty over new.
-        penalty: the new one.
+        right: float32 (rows, d) contiguous, overwritten with B + penalty (s - u).
+        target: see `project`; changed in place.
+        mask: see `project`.
+        linear: see `project`.
+        shrink: old penalty divided by new penalty.
+        penalty: new penalty.
     """
     if right.device.type != "cpu":
         restart_torch(right, target, mask, linear, shrink, penalty)
         return
     from iobs.solvers.kernels import project_numba
 
-    arrays: Any = tuple(tensor.numpy() for tensor in (right, target, mask, linear))
-    kernel: Any = project_numba.restart
-    over_rows(lambda start, stop: kernel(start, stop, *arrays, shrink, penalty), len(right))
+    x, t, kept, b = right.numpy(), target.numpy(), mask.numpy(), linear.numpy()
+    over_rows(lambda start, stop: project_numba.restart(start, stop, x, t, kept, b, shrink, penalty), len(x))
 
 
 def restart_torch(right: Tensor, target: Tensor, mask: Tensor, linear: Tensor, shrink: float, penalty: float) -> None:
-    """The plain form."""
+    """Torch form of `restart`."""
     target.mul_(torch.where(mask, 1.0, shrink))
     torch.addcmul(linear, target, torch.where(mask, penalty, -penalty), out=right)
 
@@ -71,7 +71,7 @@ def restart_torch(right: Tensor, target: Tensor, mask: Tensor, linear: Tensor, s
 def project_torch(
     dense: Tensor, target: Tensor, mask: Tensor, linear: Tensor, groups: Groups, penalty: float, relaxation: float
 ) -> None:
-    """The plain form."""
+    """Torch form of `project`."""
     target.mul_(torch.where(mask, 1 - relaxation, 1.0)).add_(dense, alpha=relaxation)
     mask.copy_(top_mask_of(target.abs(), groups))
     torch.addcmul(linear, target, torch.where(mask, penalty, -penalty), out=dense)
@@ -83,15 +83,14 @@ def _layer_numba(
     from iobs.solvers.kernels import project_numba
 
     x, t, kept, b = dense.numpy(), target.numpy(), mask.numpy(), linear.numpy()
-    move: Any = project_numba.move
-    pull: Any = project_numba.pull
-    histograms: list[Any] = []
+    move, pull = project_numba.move, project_numba.pull
+    histograms: list[NDArray[np.int32]] = []
 
     def first(start: int, stop: int) -> None:
         histograms.append(move(start, stop, x, t, kept, relaxation))
 
     over_rows(first, len(x))
-    level = project_numba.level(sum(histograms), groups.keep)
+    level = project_numba.level(sum(histograms[1:], start=histograms[0]), groups.keep)
     over_rows(lambda start, stop: pull(start, stop, x, t, kept, b, level, penalty), len(x))
 
 
@@ -100,8 +99,6 @@ def _local_numba(
 ) -> None:
     from iobs.solvers.kernels import project_numba
 
-    arrays: Any = tuple(tensor.numpy() for tensor in (dense, target, mask, linear))
-    kernel: Any = project_numba.local
-    over_rows(
-        lambda start, stop: kernel(start, stop, *arrays, groups.size, groups.keep, penalty, relaxation), len(dense)
-    )
+    x, t, kept, b = dense.numpy(), target.numpy(), mask.numpy(), linear.numpy()
+    size, keep, local = groups.size, groups.keep, project_numba.local
+    over_rows(lambda start, stop: local(start, stop, x, t, kept, b, size, keep, penalty, relaxation), len(x))

@@ -1,8 +1,6 @@
-"""Loops for `project.py`."""
+"""Numba loops of `project.py`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numba import njit
@@ -12,13 +10,13 @@ Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
-_SHIFT = 16  # buckets are 15 bits: the exponent and 7 of the mantissa, so that two histograms stay in cache
+_SHIFT = 16  # a bucket is 15 bits, exponent and 7 bits of mantissa: two histograms fit into the cache
 _BUCKETS = 1 << 15
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
-def move(start: int, stop: int, dense: Floats, target: Floats, mask: Bools, relaxation: float) -> Any:
-    """Move the target; count its magnitudes by their leading bits."""
+def move(start: int, stop: int, dense: Floats, target: Floats, mask: Bools, relaxation: float) -> NDArray[np.int32]:
+    """Update the target, and count its magnitudes by their leading bits."""
     a, rest = np.float32(relaxation), np.float32(1 - relaxation)
     one = np.float32(1)
     shift = np.uint32(_SHIFT)
@@ -30,12 +28,13 @@ def move(start: int, stop: int, dense: Floats, target: Floats, mask: Bools, rela
         bits = row.view(np.uint32)
         for j in range(row.size):
             histogram[j & 1, (bits[j] & _MAGNITUDE) >> shift] += 1
-    return histogram[0] + histogram[1]
+    total: NDArray[np.int32] = histogram[0] + histogram[1]
+    return total
 
 
 @njit(cache=True)
-def level(histogram: NDArray[np.int32], keep: int) -> Any:
-    """The magnitude that about `keep` entries reach: exact to a bucket, interpolated inside it."""
+def level(histogram: NDArray[np.int32], keep: int) -> float:
+    """Magnitude that about `keep` entries reach, interpolated inside its bucket of the histogram."""
     above = 0
     bucket = _BUCKETS - 1
     while bucket > 0 and above + histogram[bucket] < keep:
@@ -43,14 +42,15 @@ def level(histogram: NDArray[np.int32], keep: int) -> Any:
         bucket -= 1
     edges = np.array([bucket << _SHIFT, (bucket + 1) << _SHIFT], np.uint32).view(np.float32)
     inside = max(1, histogram[bucket])
-    return edges[1] - (edges[1] - edges[0]) * np.float32((keep - above) / inside)
+    bound: float = edges[1] - (edges[1] - edges[0]) * np.float32((keep - above) / inside)
+    return bound
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def pull(
     start: int, stop: int, dense: Floats, target: Floats, mask: Bools, linear: Floats, least: float, penalty: float
 ) -> None:
-    """Keep what reaches `least`; write the next right-hand side over the dense solution."""
+    """Keep entries of magnitude at least `least`; write the next right-hand side over the dense solution."""
     up, down, bound = np.float32(penalty), np.float32(-penalty), np.float32(least)
     for r in range(start, stop):
         x, row, kept, b = dense[r], target[r], mask[r], linear[r]
@@ -71,7 +71,7 @@ def restart(
     shrink: float,
     penalty: float,
 ) -> None:
-    """Scale the multiplier to a new penalty; write the next right-hand side."""
+    """Rescale the multiplier to a new penalty; write the next right-hand side."""
     up, down, factor, one = np.float32(penalty), np.float32(-penalty), np.float32(shrink), np.float32(1)
     for r in range(start, stop):
         x, row, kept, b = right[r], target[r], mask[r], linear[r]
@@ -93,7 +93,7 @@ def local(
     penalty: float,
     relaxation: float,
 ) -> None:
-    """All at once, where groups lie within rows."""
+    """Target, projection and next right-hand side in one pass, for groups within rows."""
     a, rest = np.float32(relaxation), np.float32(1 - relaxation)
     one = np.float32(1)
     up, down = np.float32(penalty), np.float32(-penalty)
@@ -114,7 +114,7 @@ def local(
 
 @njit(nogil=True, cache=True)
 def _rank_fours(row: Floats, kept: Bools, keep: int) -> None:
-    """`_rank_groups` for the commonest size, in six comparisons a group that the compiler turns into vectors."""
+    """`_rank_groups` for groups of 4, in six comparisons that the compiler vectorises."""
     count = np.int32(keep)
     for i in range(row.size // 4):
         a, b, c, d = abs(row[4 * i]), abs(row[4 * i + 1]), abs(row[4 * i + 2]), abs(row[4 * i + 3])

@@ -1,14 +1,13 @@
-"""1-swaps among some columns of each row, all other members of the support following.
+"""1-swaps among candidate columns of each row; the other members of the support are always at their optimum.
 
-With F the members that take no part, Q the columns that do and H_FF = L L^T, the quadratic on Q alone, its F always at
-their optimum, has the Hessian H_QQ - X^T X and the linear term b_Q - X^T L^-1 b_F, where X = L^-1 H_FQ.
+Let Q be the candidate columns, F the other members and H_FF = L L^T. Let X = L^-1 H_FQ. Minimised
+over F, the quadratic on Q has the Hessian H_QQ - X^T X and the linear term b_Q - X^T L^-1 b_F.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,21 +15,21 @@ from torch import Tensor
 from iobs.core import linalg
 from iobs.core.patterns import Groups
 from iobs.errors import NotPositiveDefiniteError
-from iobs.solvers.kernels.swaps import RowState, polish
+from iobs.solvers.kernels.swaps import RowState, swap_until_optimal
 from iobs.solvers.kernels.threads import over_rows
 
 
 @dataclass
 class Rows:
-    """All rows, changed in place.
+    """State of the search in all rows, changed in place.
 
     Attributes:
         mask: boolean (rows, d) contiguous.
-        weight: float32 (rows, d) contiguous, the optimum on the mask once a row has been searched.
-        prices: float32 (rows, 3): twice what the cheapest removal of a candidate costs, twice what the best admission
-            gains, and the row's scale b H^-1 b on its support.
-        names: int64 (rows, 2): the columns of that removal and that admission.
-        swaps: int64 (rows,), made.
+        weight: float32 (rows, d) contiguous, the optimum on the mask for rows that were searched.
+        prices: float32 (rows, 3): twice the cost of the cheapest removal, twice the gain of the best admission, and
+            the scale b H^-1 b of the row on its support.
+        names: int64 (rows, 2): columns of the cheapest removal and of the best admission.
+        swaps: int64 (rows,), number of swaps made.
     """
 
     mask: Tensor
@@ -41,7 +40,7 @@ class Rows:
 
     @classmethod
     def of(cls, mask: Tensor, weight: Tensor) -> Rows:
-        """Before any search; the tensors are kept, not copied."""
+        """State before the search; the tensors are not copied."""
         rows = len(mask)
         prices = torch.tensor([torch.inf, 0.0, 0.0], device=mask.device).repeat(rows, 1)
         names = torch.zeros(rows, 2, dtype=torch.int64, device=mask.device)
@@ -51,19 +50,19 @@ class Rows:
 def swap_rows(
     rows: Rows, hessian: Tensor, linear: Tensor, slots: Tensor, groups: Groups, tolerance: float, limit: int
 ) -> None:
-    """Make the best swap among a row's columns until none gains more than the tolerance; a row at a time.
+    """In each row make the best swap among its candidate columns until no swap gains more than the tolerance.
 
-    A row whose members cannot be factorised stays as it is.
+    Rows with members that cannot be factorised are left unchanged.
 
     Args:
-        rows: to search.
+        rows: state to change.
         hessian: float32 (d, d) contiguous.
         linear: float32 (rows, d) contiguous.
-        slots: int64 (rows, slots): the columns of each row, its members first, for N:M in whole groups; -1 for none. A
-            row without any rests.
-        groups: of the pattern.
-        tolerance: least gain, relative to the row's scale.
-        limit: swaps in a row.
+        slots: int64 (rows, slots): candidate columns of each row, members first, for N:M in whole groups; -1 is
+            padding. Rows with padding only are skipped.
+        groups: groups of the pattern.
+        tolerance: least gain of a swap, relative to the scale of the row.
+        limit: largest number of swaps in each row.
     """
     if hessian.device.type == "cpu":
         swap_rows_numba(rows, hessian, linear, slots, groups, tolerance, limit)
@@ -74,20 +73,26 @@ def swap_rows(
 def swap_rows_numba(
     rows: Rows, hessian: Tensor, linear: Tensor, slots: Tensor, groups: Groups, tolerance: float, limit: int
 ) -> None:
-    """The CPU form."""
+    """Numba form of `swap_rows`."""
     from iobs.solvers.kernels import screen_numba
 
-    problem: Any = tuple(tensor.numpy() for tensor in (hessian, linear, rows.mask, rows.weight, slots.contiguous()))
-    found: Any = tuple(tensor.numpy() for tensor in (rows.prices, rows.names, rows.swaps))
-    kernel: Any = screen_numba.swap_rows
-    options = (groups.keep, groups.size, tolerance, limit)
-    over_rows(lambda start, stop: kernel(start, stop, *problem, *options, *found), len(linear))
+    matrix, right, columns = hessian.numpy(), linear.numpy(), slots.contiguous().numpy()
+    mask, weight, prices = rows.mask.numpy(), rows.weight.numpy(), rows.prices.numpy()
+    names, swaps = rows.names.numpy(), rows.swaps.numpy()
+    keep, size = groups.keep, groups.size
+
+    def part(start: int, stop: int) -> None:
+        screen_numba.swap_rows(
+            start, stop, matrix, right, mask, weight, columns, keep, size, tolerance, limit, prices, names, swaps
+        )
+
+    over_rows(part, len(right))
 
 
 def swap_rows_torch(
     rows: Rows, hessian: Tensor, linear: Tensor, slots: Tensor, groups: Groups, tolerance: float, limit: int
 ) -> None:
-    """The plain form."""
+    """Torch form of `swap_rows`."""
     for row, columns in enumerate(slots):
         inside, outside = groups.keep, groups.size - groups.keep
         columns = columns[columns >= 0]
@@ -96,7 +101,7 @@ def swap_rows_torch(
         if groups.size >= len(hessian):
             inside = int(rows.mask[row, columns].sum())
             outside = len(columns) - inside
-        with suppress(NotPositiveDefiniteError):  # raised before anything of the row is written
+        with suppress(NotPositiveDefiniteError):  # raised before the row is changed
             _swap_row_torch(rows, row, hessian, linear[row], columns, (inside, outside), tolerance, limit)
 
 
@@ -124,7 +129,7 @@ def _swap_row_torch(
     reduced = linear[columns] - own @ towards
     state = RowState.build(small, reduced, inner)
     scale = float(own @ own) + float(state.weight @ reduced[inner])
-    rows.swaps[row] += polish(state, small, *slots, tolerance * scale, limit)
+    rows.swaps[row] += swap_until_optimal(state, small, *slots, tolerance * scale, limit)
     members, rest = columns[state.support], columns[state.rest]
     mask[rest], mask[members] = False, True
     rows.weight[row] = 0

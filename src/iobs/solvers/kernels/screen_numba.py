@@ -1,16 +1,14 @@
-"""The loop of `screen.py`."""
+"""Numba loops of `screen.py`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from iobs.solvers.kernels.swaps_numba import polish
+from iobs.solvers.kernels.swaps_numba import swap_until_optimal
 
-Floats = NDArray[Any]
+Floats = NDArray[np.floating]
 Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -19,7 +17,7 @@ Bools = NDArray[np.bool_]
 def _eliminate(
     hessian: Floats, linear: Floats, others: Integers, lower: Floats, half: Floats, columns: Integers
 ) -> bool:
-    """L of H_FF = L L^T, and L^-1 [H_FQ, b_F]; False where a pivot is not positive."""
+    """Compute L of H_FF = L L^T and L^-1 [H_FQ, b_F] in place; False if a pivot is not positive."""
     q = columns.size
     for i in range(others.size):
         row = hessian[others[i]]
@@ -33,7 +31,7 @@ def _eliminate(
             if j < i:
                 lower[i, j] = total * lower[j, j]
             elif total > 0:
-                lower[i, i] = 1 / np.sqrt(total)  # its inverse is what the rest needs
+                lower[i, i] = 1 / np.sqrt(total)  # stored inverted, as all later uses divide by it
             else:
                 return False
         for j in range(i):
@@ -47,7 +45,7 @@ def _eliminate(
 
 @njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
 def _reduce(hessian: Floats, linear: Floats, half: Floats, columns: Integers, small: Floats, right: Floats) -> None:
-    """Schur complement and linear term on the columns."""
+    """Write the Schur complement and the linear term of the candidate columns."""
     q = columns.size
     for a in range(q):
         right[a] = linear[columns[a]]
@@ -63,7 +61,7 @@ def _reduce(hessian: Floats, linear: Floats, half: Floats, columns: Integers, sm
 
 @njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
 def _invert(matrix: Floats) -> bool:
-    """Gauss-Jordan in place; False where a pivot is not positive."""
+    """Invert by Gauss-Jordan elimination in place; False if a pivot is not positive."""
     n = len(matrix)
     for p in range(n):
         pivot = matrix[p, p]
@@ -96,12 +94,12 @@ def swap_row(
     prices: Floats,
     names: Integers,
 ) -> int:
-    """`screen._swap_row_torch`, in place. `prices` are those of the best removal and admission and the row's scale."""
+    """`screen._swap_row_torch`, in place; returns the number of swaps. See `screen.Rows` for `prices` and `names`."""
     q = columns.size
-    in_race = np.zeros(mask.size, np.bool_)
+    is_candidate = np.zeros(mask.size, np.bool_)
     for t in range(q):
-        in_race[columns[t]] = True
-    others = np.flatnonzero(mask & ~in_race)
+        is_candidate[columns[t]] = True
+    others = np.flatnonzero(mask & ~is_candidate)
     lower = np.empty((others.size, others.size), hessian.dtype)
     half = np.empty((others.size, q + 1), hessian.dtype)
     small, right = np.empty((q, q), hessian.dtype), np.empty(q, hessian.dtype)
@@ -132,7 +130,7 @@ def swap_row(
     support, rest = np.arange(members), np.arange(members, q)
     made = 0
     if members and q > members:
-        made = polish(
+        made = swap_until_optimal(
             support, rest, inverse, spread, schur, gradient, value, small, inside, outside, tolerance * total, limit
         )
     _write(mask, weight, columns, support, rest, value, others, lower, half)
@@ -159,7 +157,7 @@ def _write(
     lower: Floats,
     half: Floats,
 ) -> None:
-    """The new mask, and weights: those that follow by back substitution."""
+    """Write the new mask and weights; weights of members outside the candidates come from back substitution."""
     q = columns.size
     weight[:] = 0
     mask[columns[rest]] = False
@@ -194,7 +192,7 @@ def swap_rows(
     names: Integers,
     swaps: Integers,
 ) -> None:
-    """Rows `start` to `stop`."""
+    """Rows `start` to `stop` of `screen.swap_rows`."""
     for r in range(start, stop):
         columns = slots[r][slots[r] >= 0]
         if columns.size == 0:

@@ -1,4 +1,4 @@
-"""The k-th largest magnitude of many numbers, without sorting them."""
+"""The k-th largest magnitude of a tensor, without sorting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from iobs.core.patterns import Groups, top_mask_of
 
 @dataclass(frozen=True)
 class Threshold:
-    """The k-th largest magnitude, how many entries lie above it, and how many are equal to it."""
+    """The k-th largest magnitude, the number of entries above it and the number of entries equal to it."""
 
     value: float
     above: int
@@ -20,11 +20,11 @@ class Threshold:
 
 
 def largest(values: Tensor, groups: Groups) -> Tensor:
-    """`top_mask_of` the magnitudes, through the threshold alone where one group spans everything and ties are decided.
+    """`top_mask_of` the magnitudes; for one group without ties only the threshold is computed.
 
     Args:
-        values: (rows, columns), no NaN.
-        groups: of the pattern.
+        values: (rows, columns), not NaN.
+        groups: groups of the pattern.
     """
     if groups.count == 1 and 0 < groups.keep < groups.size:
         found = threshold(values.contiguous(), groups.keep)
@@ -34,11 +34,11 @@ def largest(values: Tensor, groups: Groups) -> Tensor:
 
 
 def threshold(values: Tensor, keep: int) -> Threshold:
-    """The `keep`-th largest of |values|, exactly.
+    """Exact `keep`-th largest of |values|.
 
     Args:
-        values: contiguous, float32 or float64, any shape, no NaN.
-        keep: 1 <= keep <= number of entries.
+        values: contiguous, float32 or float64, any shape, not NaN.
+        keep: rank, from 1 to the number of entries.
     """
     assert 1 <= keep <= values.numel()
     if values.device.type == "cpu" and values.dtype == torch.float32:
@@ -47,14 +47,14 @@ def threshold(values: Tensor, keep: int) -> Threshold:
 
 
 def threshold_torch(values: Tensor, keep: int) -> Threshold:
-    """The plain form, on any device and in any dtype."""
+    """Torch form of `threshold`, for any device and dtype."""
     magnitudes = values.abs().flatten()
     value = magnitudes.kthvalue(magnitudes.numel() - keep + 1).values
     return Threshold(float(value), int((magnitudes > value).sum()), int((magnitudes == value).sum()))
 
 
 def threshold_numba(values: Tensor, keep: int) -> Threshold:
-    """Radix select on the bits of float32: positive floats sort as the integers that their bits spell."""
+    """Numba form of `threshold`: radix select on bits, which order non-negative floats as integers."""
     from iobs.solvers.kernels import select_numba
 
     bits, above, equal = select_numba.kth_largest(values.detach().numpy().reshape(-1).view("uint32"), keep)

@@ -1,4 +1,4 @@
-"""Radix select for `select.py`."""
+"""Numba loop of `select.py`: radix select."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOW = np.uint32(0xFFFF)
 def kth_largest(bits: NDArray[np.uint32], keep: int) -> tuple[int, int, int]:
     """Bits of the keep-th largest magnitude, the number of entries above it, and the number equal to it.
 
-    Two passes of 16 bits. Four interleaved counters a bucket keep runs of alike values from waiting on each other.
+    Two passes of 16 bits. Each bucket has four interleaved counters, so that runs of similar values do not stall.
     """
     high = np.zeros((4, 1 << 15), np.int64)
     for i in range(bits.size):

@@ -1,14 +1,13 @@
-"""Exact 1-swaps inside one row, in closed form, until none helps.
+"""Exact 1-swaps inside one row, in closed form, until no swap lowers the loss.
 
-Let S be the support of a row at its own optimum w = A b_S with A = H_SS^-1, P the rest, T = H_PS A, s the diagonal of
-the Schur complement H_PP - T H_SP, and g = b_P - H_PS w. Admitting j gains g_j^2 / (2 s_j), and then removing i costs
-(w_i - T_ji g_j / s_j)^2 / (2 (A_ii + T_ji^2 / s_j)). A swap made is two updates of rank one.
+Let S be the support of a row, P the other variables, A = H_SS^-1 and w = A b_S the optimal weights. Let T = H_PS A,
+s the diagonal of the Schur complement H_PP - T H_SP, and g = b_P - H_PS w. Admitting j gains g_j^2 / (2 s_j). Then
+removing i costs (w_i - T_ji g_j / s_j)^2 / (2 (A_ii + T_ji^2 / s_j)). Each swap is two updates of rank one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @dataclass
 class RowState:
-    """All that swaps need to know of one row. Slots keep their group: the new one takes the place of the old.
+    """State of one row for swaps. An admitted variable takes the slot of the removed one, so slots keep their group.
 
     Attributes:
         support: int64 (k,), the variables of S; ascending when built.
@@ -42,7 +41,7 @@ class RowState:
 
     @classmethod
     def build(cls, hessian: Tensor, linear: Tensor, mask: Tensor) -> RowState:
-        """The state of a row with that support.
+        """Build the state of a row from its support.
 
         Args:
             hessian: (d, d).
@@ -59,50 +58,67 @@ class RowState:
         spread = crossed @ inverse
         weight = inverse @ linear[support]
         schur = hessian.diagonal()[rest] - (spread * crossed).sum(1)
-        # The Schur complement of a definite matrix is positive; rounding must not say otherwise.
+        # The Schur complement of a definite matrix is positive; rounding must not make it negative.
         schur = torch.maximum(schur, torch.finfo(schur.dtype).eps * hessian.diagonal()[rest])
         return cls(support, rest, inverse, spread, schur, linear[rest] - crossed @ weight, weight)
 
     def admissions(self) -> Tensor:
-        """(p,): twice what each outsider would gain if it entered alone."""
+        """Twice the gain of admitting each variable of P alone, (p,)."""
         return self.gradient.square() / self.schur
 
     def removals(self) -> Tensor:
-        """(k,): twice what each member would cost if it left alone."""
+        """Twice the cost of removing each variable of S alone, (k,)."""
         return self.weight.square() / self.inverse.diagonal()
 
 
-def polish(state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int) -> int:
-    """Make the best swap while it gains more than the tolerance. The state is changed.
+def swap_until_optimal(
+    state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int
+) -> int:
+    """Make the best swap until no swap gains more than the tolerance; the state is changed in place.
 
     Args:
-        state: of the row.
+        state: state of the row.
         hessian: (d, d) contiguous.
         inside: slots of S in a group: k for an unstructured row, N for N:M.
         outside: slots of P in a group: p, or M - N.
-        tolerance: least gain, twice the fall of the loss.
-        limit: at most so many swaps.
+        tolerance: least gain of a swap, as twice the decrease of the loss.
+        limit: largest number of swaps.
 
     Returns:
         The number of swaps made.
     """
     if state.spread.numel() == 0:
         return 0
-    form = polish_numba if hessian.device.type == "cpu" else polish_torch
+    form = swap_until_optimal_numba if hessian.device.type == "cpu" else swap_until_optimal_torch
     return form(state, hessian, inside, outside, tolerance, limit)
 
 
-def polish_numba(state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int) -> int:
-    """The CPU form: outsiders by falling gain of admission, ended as soon as that alone does not beat the best."""
+def swap_until_optimal_numba(
+    state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int
+) -> int:
+    """Numba form of `swap_until_optimal`, which skips variables of P with too small a gain of admission."""
     from iobs.solvers.kernels import swaps_numba
 
-    kernel: Any = swaps_numba.polish
-    arrays = [tensor.numpy() for tensor in vars(state).values()]
-    return int(kernel(*arrays, hessian.numpy(), inside, outside, tolerance, limit))
+    return swaps_numba.swap_until_optimal(
+        state.support.numpy(),
+        state.rest.numpy(),
+        state.inverse.numpy(),
+        state.spread.numpy(),
+        state.schur.numpy(),
+        state.gradient.numpy(),
+        state.weight.numpy(),
+        hessian.numpy(),
+        inside,
+        outside,
+        tolerance,
+        limit,
+    )
 
 
-def polish_torch(state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int) -> int:
-    """The plain form."""
+def swap_until_optimal_torch(
+    state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int
+) -> int:
+    """Torch form of `swap_until_optimal`."""
     made = 0
     while made < limit:
         gain, leave, enter = best_swap(state, inside, outside)
@@ -114,7 +130,7 @@ def polish_torch(state: RowState, hessian: Tensor, inside: int, outside: int, to
 
 
 def best_swap(state: RowState, inside: int, outside: int) -> tuple[float, int, int]:
-    """Twice the gain of the best swap within a group, the slot of S that leaves and the slot of P that enters."""
+    """Twice the gain of the best swap within a group, the slot of S to remove and the slot of P to admit."""
     groups = len(state.rest) // outside
     spread = state.spread.reshape(groups, outside, groups, inside).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     schur, step = state.schur.reshape(groups, outside, 1), (state.gradient / state.schur).reshape(groups, outside, 1)
@@ -129,18 +145,18 @@ def best_swap(state: RowState, inside: int, outside: int) -> tuple[float, int, i
 
 
 def make_swap(state: RowState, hessian: Tensor, leave: int, enter: int) -> None:
-    """Variable in slot `enter` of P takes slot `leave` of S, and the other way round."""
+    """Exchange the variable in slot `enter` of P and the variable in slot `leave` of S."""
     entering = int(state.rest[enter])
     x, s = state.spread[enter].clone(), float(state.schur[enter])
     step = float(state.gradient[enter]) / s
-    # Admit: the Schur complement's row of the new one tells every outsider how it is affected.
+    # Admit: row sigma of the Schur complement is the coupling of the admitted variable to P.
     sigma = hessian[entering, state.rest] - state.spread @ hessian[entering, state.support]
     state.spread.addr_(sigma, x, alpha=-1 / s)
     state.schur -= sigma.square() / s
     state.gradient -= sigma * step
     state.weight -= x * step
     state.inverse.addr_(x, x, alpha=1 / s)
-    # Remove: v is the leaving one's column of the enlarged inverse, the new one standing in its slot.
+    # Remove: v is the removed variable's column of the enlarged inverse, with the admitted variable in its slot.
     variance, value = float(state.inverse[leave, leave]), float(state.weight[leave])
     v = state.inverse[:, leave].clone()
     v[leave] = -x[leave] / s

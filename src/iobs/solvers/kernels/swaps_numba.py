@@ -1,14 +1,12 @@
-"""The loop of `swaps.polish`; the same formulas, in the same order, as `best_swap` and `make_swap`."""
+"""Numba loops of `swaps.py`: the formulas of `best_swap` and `make_swap` in the same order."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-Floats = NDArray[Any]
+Floats = NDArray[np.floating]
 Integers = NDArray[np.int64]
 
 
@@ -16,7 +14,7 @@ Integers = NDArray[np.int64]
 def best_swap(
     inverse: Floats, spread: Floats, schur: Floats, gradient: Floats, weight: Floats, inside: int, outside: int
 ) -> tuple[float, int, int]:
-    """Outsiders by falling admission gain: none after the first that alone does not beat the best can win."""
+    """Best swap, by falling gain of admission: stop once that gain alone is not above the best swap."""
     admission = gradient * gradient / schur
     best, leave, enter = 0.0, 0, 0
     variance = np.diag(inverse).copy()
@@ -116,7 +114,7 @@ def make_swap(
 
 
 @njit(nogil=True, cache=True)
-def polish(
+def swap_until_optimal(
     support: Integers,
     rest: Integers,
     inverse: Floats,
@@ -130,7 +128,7 @@ def polish(
     tolerance: float,
     limit: int,
 ) -> int:
-    """`swaps.polish` on one row, in place."""
+    """`swaps.swap_until_optimal` on one row, in place."""
     made = 0
     while made < limit:
         gain, leave, enter = best_swap(inverse, spread, schur, gradient, weight, inside, outside)

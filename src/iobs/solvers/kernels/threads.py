@@ -1,4 +1,4 @@
-"""Rows of a matrix dealt out to threads: as many as torch may use, and the same bits for any number of them."""
+"""Rows of a matrix shared out to the threads of torch; the result does not depend on their number."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import torch
 
-_ROWS_A_THREAD = 16  # fewer rows are not worth a thread
+_ROWS_A_THREAD = 16  # least number of rows for each thread
 
 
 def over_rows(work: Callable[[int, int], None], rows: int) -> None:
     """Call `work(start, stop)` on consecutive parts of range(rows).
 
-    The parts must be independent of each other, and `work` must release the interpreter lock.
+    The parts must be independent of each other. To run in parallel, `work` must release the interpreter lock.
     """
     threads = max(1, min(torch.get_num_threads(), rows // _ROWS_A_THREAD))
     if threads == 1:

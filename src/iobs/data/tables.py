@@ -1,0 +1,335 @@
+"""Tables on disk as a design matrix with named columns: CSV, Parquet and .npz."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import itertools
+import math
+import os
+import shlex
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from iobs.errors import DataError, NonFiniteError
+from iobs.optimize.objectives.design import Array
+
+Column: TypeAlias = npt.NDArray[Any]  # (n,) of any dtype
+Entry: TypeAlias = str | bytes | float | None
+
+_CHUNK_ROWS = 50_000
+_SAMPLE_ROWS = 1000  # rows read first to estimate how many numbers the file holds
+_BYTES = 24  # memory per number while text is read: in pieces, joined, and in the design matrix
+_BYTES_AS_TEXT = 120  # the same without pandas, where each number is a string first
+# Entries that count as missing, and the values of booleans.
+_MISSING = (
+    "",
+    "NA",
+    "N/A",
+    "n/a",
+    "#N/A",
+    "#NA",
+    "<NA>",
+    "NaN",
+    "nan",
+    "-nan",
+    "NULL",
+    "null",
+    "None",
+    "1.#QNAN",
+    "-1.#IND",
+)
+_TRUTH = {"true": 1.0, "false": 0.0}
+# Array kinds that are neither numbers nor text, and what to do about them.
+_UNFIT = {
+    "M": "dates; give numbers instead, such as days since a date",
+    "m": "durations; give numbers instead, such as seconds",
+    "c": "complex numbers; give the real and the imaginary part as two columns",
+    "V": "records; give each of their fields as a column",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A design matrix, a target and their names.
+
+    Attributes:
+        X: (n, d) float64.
+        y: (n,) numbers; class numbers if the target held text.
+        names: names of the columns of X.
+        classes: the text of each class number; empty for a numeric target.
+    """
+
+    X: Array
+    y: Array
+    names: list[str]
+    classes: list[str]
+
+
+def read_table(file: Path, target: str, drop: Sequence[str] = ()) -> Table:
+    """Read a table with a header.
+
+    Args:
+        file: .csv (also .tsv), .parquet, or .npz with arrays X and y, or with one array per column.
+        target: name of the column to be explained; it may hold text.
+        drop: names of columns to leave out.
+
+    Raises:
+        DataError: no such file, column or format; two columns of one name; a row longer than the header; a column of
+            text, dates or complex numbers; a file too large for this machine's memory.
+        NonFiniteError: missing or infinite values.
+    """
+    if not file.is_file():
+        raise DataError(f"There is no file {file}; give a .csv, .parquet or .npz file.")
+    readers = {".csv": _read_text, ".tsv": _read_text, ".parquet": _read_parquet, ".npz": _read_npz}
+    suffix = file.suffix.lower()
+    if suffix not in readers:
+        raise DataError(f"Cannot read {file.suffix or 'a file without suffix'}; give a .csv, .parquet or .npz file.")
+    columns = readers[suffix](file, target)
+    missing = [name for name in (target, *drop) if name not in columns]
+    if missing:
+        raise DataError(f"{file} has no column {missing[0]!r}; it has: {_some(list(columns))}.")
+    if len(columns[target]) == 0:
+        raise DataError(f"{file} has no rows.")
+    answer, classes = _target(columns.pop(target), target)
+    columns = {name: values for name, values in columns.items() if name not in drop}
+    if not columns:
+        raise DataError(f"{file} has no column besides the target {target!r}.")
+    return Table(_matrix(columns), answer, list(columns), classes)
+
+
+def _matrix(columns: dict[str, Column]) -> Array:
+    for name, values in columns.items():
+        _refuse_unfit(values, f"Column {name!r}", f", or leave it out with --drop {shlex.quote(name)}")
+        if values.dtype.kind == "O":
+            text = next((value for value in values if value is not None and not _is_number(value)), "")
+            raise DataError(
+                f"Column {name!r} holds text such as {text!r}; leave it out with --drop {shlex.quote(name)}, "
+                "or turn it into numbers (one column of 0 and 1 a value)."
+            )
+    matrix = np.empty((len(next(iter(columns.values()))), len(columns)))
+    for j, (name, values) in enumerate(columns.items()):
+        matrix[:, j] = values
+        if not np.isfinite(matrix[:, j]).all():
+            row = int(np.flatnonzero(~np.isfinite(matrix[:, j]))[0])
+            raise NonFiniteError(
+                f"Column {name!r} is missing or infinite in row {row + 1}; fill it in, "
+                f"or leave it out with --drop {shlex.quote(name)}."
+            )
+    return matrix
+
+
+def _target(values: Column, name: str) -> tuple[Array, list[str]]:
+    _refuse_unfit(values, f"The target {name!r}")
+    text = values.dtype.kind in "Ob"
+    gone = np.array([value is None for value in values]) if text else ~np.isfinite(values)
+    if gone.any():
+        raise NonFiniteError(
+            f"The target {name!r} is missing or infinite in {np.count_nonzero(gone)} of {gone.size} rows, the first is "
+            f"row {np.argmax(gone) + 1}; remove those rows first. (Empty entries, NA, NaN and null count as missing.)"
+        )
+    if not text:
+        return np.asarray(values, dtype=np.float64), []
+    classes, numbers = np.unique(values.astype(str), return_inverse=True)
+    if classes.size < 2:
+        raise DataError(f"The target {name!r} is {str(classes[0])!r} everywhere; there is nothing to tell apart.")
+    return numbers.astype(np.float64), [str(value) for value in classes]
+
+
+def _refuse_unfit(values: Column, what: str, otherwise: str = "") -> None:
+    if values.dtype.kind in _UNFIT:
+        raise DataError(f"{what} holds {_UNFIT[values.dtype.kind]}{otherwise}.")
+
+
+def _refuse_doubles(file: Path, names: Sequence[str]) -> None:
+    doubles = [name for name, count in Counter(names).items() if count > 1]
+    if doubles:
+        raise DataError(f"{file} has several columns of one name: {_some(doubles)}; give each its own.")
+
+
+def _read_text(file: Path, target: str) -> dict[str, Column]:
+    separator = "\t" if file.suffix.lower() == ".tsv" else ","
+    rows = _rows(file, separator)
+    header = [name or f"Unnamed: {j}" for j, name in enumerate(next(rows))]
+    _refuse_doubles(file, header)
+    if importlib.util.find_spec("pandas") is not None:
+        _check_memory(file, separator, _BYTES)
+        columns = _read_with_pandas(file, separator, header, target)
+        if columns is not None:
+            return columns
+    _check_memory(file, separator, _BYTES_AS_TEXT)
+    table = list(rows)
+    return {name: _parsed([row[j] for row in table]) for j, name in enumerate(header)}
+
+
+def _rows(file: Path, separator: str) -> Iterator[list[str]]:
+    """Yield the header and the rows, short rows padded with empty entries; blank lines are skipped.
+
+    Raises:
+        DataError: a row has more entries than the header; the file is empty or not text.
+    """
+    width = 0
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as handle:
+            reader = csv.reader(handle, delimiter=separator)
+            for row in reader:
+                if len(row) < 2 and not "".join(row).strip():
+                    continue
+                width = width or len(row)
+                # A separator at the end of a line is ignored.
+                if any(not _is_missing(entry) for entry in row[width:]):
+                    raise DataError(
+                        f"Line {reader.line_num} of {file} has {len(row)} entries under a header of {width} names; "
+                        "name every column, and put text that holds the separator in quotes."
+                    )
+                yield row if len(row) == width else [*row, *[""] * width][:width]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"Cannot read {file}: {error}; save it as text in UTF-8.") from error
+    if not width:
+        raise DataError(f"Cannot read {file}: it is empty.")
+
+
+def _read_with_pandas(file: Path, separator: str, header: list[str], target: str) -> dict[str, Column] | None:
+    """The columns, or None if pandas finds rows whose length differs from that of the header."""
+    import pandas
+
+    try:
+        with warnings.catch_warnings():
+            # Where all rows are longer than the header, pandas only warns that it cuts them.
+            warnings.simplefilter("error", pandas.errors.ParserWarning)
+            frames = list(
+                pandas.read_csv(
+                    file,
+                    sep=separator,
+                    header=0,
+                    names=range(len(header)),
+                    index_col=False,  # otherwise the first entries of longer rows become row names
+                    dtype={
+                        j: str for j, name in enumerate(header) if name == target
+                    },  # class names as written in the file
+                    keep_default_na=False,
+                    na_values=_MISSING,
+                    chunksize=_CHUNK_ROWS,
+                    encoding="utf-8-sig",
+                )
+            )
+    except (pandas.errors.ParserError, pandas.errors.ParserWarning):
+        return None
+    except UnicodeDecodeError as error:
+        raise DataError(f"Cannot read {file}: {error}; save it as text in UTF-8.") from error
+    frame = pandas.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+    return {name: _plain(frame[j].to_numpy()) for j, name in enumerate(header)}
+
+
+def _read_parquet(file: Path, target: str) -> dict[str, Column]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise DataError("Reading Parquet needs pyarrow: pip install pyarrow, or save the table as .csv or .npz.")
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(file)
+    except (ValueError, OSError) as error:
+        raise DataError(f"Cannot read {file}: {error}.") from error
+    _refuse_doubles(file, table.column_names)
+    return {name: _plain(table.column(name).to_numpy()) for name in table.column_names}
+
+
+def _read_npz(file: Path, target: str) -> dict[str, Column]:
+    try:
+        with file.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except MemoryError:
+        raise
+    except Exception as error:  # zipfile, zlib and numpy's parser raise a dozen exception types for a damaged file
+        raise DataError(f"Cannot read {file}: {error}; save it again with numpy.savez.") from error
+    if "X" in arrays and "y" in arrays and arrays["X"].ndim == 2:
+        columns = {f"x{j}": arrays["X"][:, j] for j in range(arrays["X"].shape[1])}
+        if target in columns:
+            raise DataError(
+                f"{file} holds X and y, and y is the target; {target!r} names a column of X: leave --target out."
+            )
+        if target not in arrays or target == "X":
+            raise DataError(f"{file} holds no array {target!r} to be explained: leave --target out, and it is y.")
+        arrays = {**columns, target: arrays[target]}
+    if len({array.shape for array in arrays.values()}) != 1 or next(iter(arrays.values())).ndim != 1:
+        raise DataError(f"{file} must hold X (n, d) and y (n,), or one array of equal length a column.")
+    return {name: _plain(values) for name, values in arrays.items()}
+
+
+def _check_memory(file: Path, separator: str, size: int) -> None:
+    """Refuse a file whose numbers would not fit in memory, estimated from its first rows before the rest is read.
+
+    Raises:
+        DataError: the file needs more memory than is free.
+    """
+    with file.open("rb") as handle:
+        sample = list(itertools.islice(handle, _SAMPLE_ROWS + 1))[1:]
+    read = sum(map(len, sample))
+    if not read:
+        return
+    numbers = sum(line.count(separator.encode()) + 1 for line in sample) * file.stat().st_size // read
+    needed, available = size * numbers, _available_memory()
+    if needed > available:
+        raise DataError(
+            f"{file} would need about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free; "
+            "save it as .npz with float32 arrays or as Parquet, or leave rows or columns out of the file."
+        )
+
+
+def _available_memory() -> int:
+    """Bytes available without swapping; the file cache counts as free."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _plain(values: Column) -> Column:
+    """Text as numbers where possible; any other array unchanged."""
+    return _parsed(values.tolist()) if values.dtype.kind in "OUS" else values
+
+
+def _number(value: str | bytes | float) -> float:
+    if isinstance(value, str) and "_" in value:  # Python reads 2020_1 as 20201
+        raise ValueError(value)
+    return float(value)
+
+
+def _parsed(values: list[Entry]) -> Column:
+    """Entries as float64 (missing: NaN), as bool, or as text (missing: None)."""
+    values = [value.decode(errors="replace") if isinstance(value, bytes) else value for value in values]
+    try:
+        return np.array([np.nan if value is None or _is_missing(value) else _number(value) for value in values])
+    except (TypeError, ValueError):
+        texts = [None if _is_missing(value) else str(value) for value in values]
+    words = [None if text is None else text.lower() for text in texts]
+    if {*words} <= {None, *_TRUTH}:
+        truth = np.array([np.nan if word is None else _TRUTH[word] for word in words])
+        return truth if None in words else truth.astype(bool)
+    return np.array(texts, dtype=object)
+
+
+def _is_missing(value: Entry) -> bool:
+    if isinstance(value, str):
+        return value.strip() in _MISSING
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _is_number(value: str | bytes | float) -> bool:
+    try:
+        _number(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")

@@ -1,0 +1,350 @@
+"""Store of a model directory that is pruned with one block in memory at a time.
+
+The source's files are read tensor by tensor, and the output's files are written block by block.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.patterns import Pattern
+from iobs.errors import ModelError, ProblemError, first_line
+from iobs.models.companions import REPORTS, copy_companions
+from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
+from iobs.models.loaded import LoadedModel
+from iobs.models.output import check_output, expanded, output_directory
+from iobs.models.shards import ShardWriter
+from iobs.models.streamed import StreamedModel
+from iobs.models.vision_shim import ensure_torchvision
+from iobs.pruning.audit import audit, audit_layers, require_promised
+from iobs.pruning.calibration.blocks import Block, inside
+from iobs.pruning.cost.memory_plan import Plan, plan
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.selection import Selection, require_finite
+from iobs.pruning.recipe import Recipe
+from iobs.pruning.report import AuditRow
+from iobs.pruning.runtime.memory import MemoryWatch, giving_memory_back
+from iobs.pruning.runtime.ranks import require_alone
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.store import Names, Store
+
+
+class StreamedStore(Store):
+    """A model directory that is pruned into another directory, with one block in memory at a time.
+
+    Use it as a context manager. The output directory appears when the context ends without an error; after an error
+    nothing is left:
+
+        with StreamedStore.open("model", "out") as store:
+            report = iobs.prune(store, batches, 0.5, "one-shot")
+            write_report(report, store.folder)
+
+    Attributes:
+        folder: temporary directory of the output's files; other files may be added there.
+        streamed: the model and its files.
+        output: the output directory.
+        arithmetic: dtype of the computations in blocks.
+    """
+
+    whole = False
+
+    def __init__(self, streamed: StreamedModel, output: Path) -> None:
+        super().__init__(streamed.module)
+        self.streamed, self.output = streamed, output
+        self.arithmetic = streamed.arithmetic
+        self.folder = output
+        self._patterns: dict[Layer, Pattern] = {}
+        self._pruned: set[Layer] = set()
+        self._rows: list[AuditRow] = []
+        self._ready = False  # for its only run, which lets the weights outside the blocks go
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        source: str | Path,
+        output: str | Path,
+        *,
+        device: str = "cpu",
+        arithmetic: torch.dtype | None = None,
+    ) -> Iterator[StreamedStore]:
+        """Open a directory for pruning into another directory.
+
+        Args:
+            source: a directory with safetensors, whose tensors have the names that the module uses.
+            output: the directory to write; it must not exist, or be empty.
+            device: of the computations. Activations lie in mapped files for a CPU, otherwise in the device's memory.
+            arithmetic: dtype of the computations in blocks; see `StreamedModel.open`.
+
+        Raises:
+            ModelError: as `StreamedModel.open`.
+            OutputError: as `iobs.models.check_output`.
+            DistributedError: several processes were started, which would all write the same files.
+            AuditError: the written files hold fewer zeros than were counted in memory.
+        """
+        require_alone()
+        check_output(Path(output))
+        store = cls(StreamedModel.open(Path(source), device=device, arithmetic=arithmetic), Path(output))
+        with store.writing():
+            yield store
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep the output's files in a temporary folder, which becomes the output at the end.
+
+        Raises:
+            OutputError, AuditError: as `open`.
+        """
+        with giving_memory_back(), output_directory(self.output) as folder:
+            self.folder, self._ready = folder, True
+            yield
+            require_promised(audit(folder), self._rows, self.output)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that blocks are computed on."""
+        return self.streamed.device
+
+    # ---- before the run
+    def require_possible(self, recipe: Recipe) -> None:
+        """Refuse recipes that are not streamable, and a second run of the same store.
+
+        Raises:
+            ProblemError: names the settings, or the store is not open for a run.
+        """
+        if not self._ready:
+            raise ProblemError("A streamed store takes one run, in the context of its `open`; open another one.")
+        self.require_streamable(recipe)
+
+    @staticmethod
+    def require_streamable(recipe: Recipe) -> None:
+        """Refuse recipes that need more than one block in memory.
+
+        Raises:
+            ProblemError: names the settings.
+        """
+        usual = Recipe()
+        whole = ("allocation", "target", "inputs", "rounds", "finetune", "batch_norm")
+        names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
+        if recipe.network_solver is not None:
+            names.append("solver")
+        if names:
+            raise ProblemError(
+                f"{', '.join(names)}: not with one block in memory at a time yet, because the whole model would be "
+                'needed. Take the recipe "one-shot" and its solver, refine, damping, rules and keep_zeros, or prune in '
+                "memory."
+            )
+
+    def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
+        """Choose the layers to prune, all of them inside blocks.
+
+        Raises:
+            LayerSelectionError: no chosen layer is inside a block, or a name pattern matches nothing.
+        """
+        return self.streamed.select(include, ignore, depthwise)
+
+    def checked(self, batches: Sequence[Batch], selection: Selection) -> Selection:
+        """The selection itself: the model cannot be called before its blocks are loaded."""
+        return selection
+
+    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
+        """The blocks of the model."""
+        return self.streamed.blocks
+
+    def state(self) -> Iterable[tuple[str, Tensor]]:
+        """All tensors of the files."""
+        return self.streamed.directory.read([*self.streamed.directory.entries])
+
+    def remember(self, parameters: Collection[str] | None) -> None:
+        """Do nothing: the source's files hold the dense weights."""
+
+    @contextmanager
+    def running(self, patterns: Mapping[Layer, Pattern], memory: MemoryWatch) -> Iterator[None]:
+        """Open the output's files for a run, and measure memory continuously."""
+        self._patterns, self._ready = dict(patterns), False
+        with ExitStack() as stack:
+            self._spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.folder)))
+            self._writer = stack.enter_context(BlockWriter(self.streamed, self.folder))
+            stack.enter_context(memory.watching())
+            yield
+
+    # ---- residency
+    def enter(self, stage: int) -> None:
+        """Load a block.
+
+        Raises:
+            NonFiniteError: a weight holds NaN or infinity.
+        """
+        if 0 <= stage < len(self.streamed.blocks):
+            block = self.streamed.blocks[stage]
+            self.streamed.load(block)
+            require_finite(self.model, [layer for layer in self._patterns if inside(layer, block.path)])
+
+    def leave(self, stage: int) -> None:
+        """Write a block to the output and drop it; after the stage before the blocks, drop the weights outside them."""
+        if stage < 0:
+            self.streamed.drop_outside()
+        elif stage < len(self.streamed.blocks):
+            block = self.streamed.blocks[stage]
+            written = {layer: pattern for layer, pattern in self._patterns.items() if layer in self._pruned}
+            written = {layer: pattern for layer, pattern in written.items() if inside(layer, block.path)}
+            self._rows += audit_layers(self.model, written)
+            self._writer.block(block, {layer.key for layer in written})
+            self.streamed.drop(block)
+
+    def keep(self, index: int, hidden: Tensor) -> Tensor:
+        """Put the hidden state of a batch into a mapped file, or leave it on a GPU."""
+        return spilled(self._spill / f"{index}.hidden", hidden) if self.device.type == "cpu" else hidden
+
+    # ---- weights
+    def dense(self, layer: Layer) -> Tensor | None:
+        """None: the current weights of a layer are the dense ones."""
+        return None
+
+    def write(self, layer: Layer, weight: Tensor) -> None:
+        """Write a layer's pruned weights into the model, rounded to the dtype of its file."""
+        self._pruned.add(layer)
+        super().write(layer, self.streamed.rounded(layer, weight))
+
+    def put(self, layer: Layer, tensor: Tensor) -> None:
+        """Write a layer's stored tensor from a checkpoint into the model."""
+        self._pruned.add(layer)
+        super().put(layer, tensor)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """No tensors: the weights are in the output's files."""
+        return {}
+
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Do nothing: there is only one round."""
+
+    def audit(self, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
+        """The zeros of every pruned layer, counted when its block was written."""
+        return self._rows
+
+    # ---- cost of a run
+    def plan(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float) -> Plan:
+        """Predict memory, time and disk space of a run."""
+        entries, itemsize = self.streamed.directory.entries, self.streamed.arithmetic.itemsize
+        model_bytes = sum(entry.bytes for entry in entries.values())
+        blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]
+        numbers = [sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks]
+        return plan(
+            layers=selection.layers,
+            block_bytes=itemsize * max(numbers),
+            outside_bytes=model_bytes - sum(entry.bytes for block in blocks for entry in block),
+            model_bytes=model_bytes,
+            batches=batches,
+            recipe=recipe,
+            holdout=holdout,
+            itemsize=itemsize,
+            device=self.device,
+        )
+
+    def require_room(self, plan: Plan) -> None:
+        """Check that the disk has room for the output and for the activations.
+
+        Raises:
+            OutputError: the disk has too little room.
+        """
+        check_output(self.output, needed_bytes=plan.model_bytes + plan.spilled_bytes)
+
+
+def reserve(file: Path, size: int) -> None:
+    """Create a file of `size` bytes with its space on the disk reserved.
+
+    Without the reservation, writing into a mapped file kills the process if the disk is full.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    with file.open("wb") as opened:
+        if sys.platform != "linux" or not size:
+            return
+        try:
+            os.posix_fallocate(opened.fileno(), 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # raised by file systems without reservations
+                raise
+
+
+def spilled(file: Path, hidden: Tensor) -> Tensor:
+    """A copy of a tensor in a file that is mapped into memory, so that it takes no anonymous memory."""
+    reserve(file, hidden.numel() * hidden.element_size())
+    kept = torch.from_file(str(file), shared=True, size=hidden.numel(), dtype=hidden.dtype)
+    return kept.reshape(hidden.shape).copy_(hidden)
+
+
+@dataclass
+class BlockWriter:
+    """Write the files of the pruned model block by block, in the layout of the source's files.
+
+    Args:
+        streamed: the model and the source's files.
+        directory: of the written files.
+    """
+
+    streamed: StreamedModel
+    directory: Path
+
+    def __enter__(self) -> BlockWriter:
+        source = self.streamed.directory
+        copy_companions(source.path, self.directory, keep_index=True, leave=REPORTS)
+        self.writers = {
+            file: ShardWriter(self.directory / file.name, entries, source.metadata[file])
+            for file, entries in source.shards.items()
+        }
+        inner = {name for block in self.streamed.blocks for name in self.streamed.names(block)}
+        for name, tensor in source.read([name for name in source.entries if name not in inner]):
+            self._put(name, tensor)
+        return self
+
+    def block(self, block: Block, pruned: set[str]) -> None:
+        """Write a block: pruned tensors from memory, the others bit for bit from the source."""
+        source, state = self.streamed.directory, self.streamed.module.state_dict()
+        for name in pruned:
+            self._put(name, state[name].to(source.entries[name].dtype))
+        for name, tensor in source.read([name for name in self.streamed.names(block) if name not in pruned]):
+            self._put(name, tensor)
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        for file, entries in self.streamed.directory.shards.items():
+            if name in entries:
+                self.writers[file].put(name, tensor)
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        for writer in self.writers.values():
+            writer.opened.close() if kind else writer.close()
+
+
+def without_weights(path: Path) -> LoadedModel:
+    """The tokenizer and the context length of a model directory, without weights, for reading calibration data.
+
+    Raises:
+        ModelError: the directory is damaged.
+    """
+    path = expanded(path)
+    check_directory(path, allow_pickle=False)
+    ensure_torchvision()
+    import transformers
+
+    def refuse(model: LoadedModel, folder: Path) -> None:
+        raise ModelError("A model whose weights are not in memory cannot be written.")
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except Exception as error:  # transformers raises exceptions of every kind
+        raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
+    tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
+    return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context_of(config, tokenizer), refuse)

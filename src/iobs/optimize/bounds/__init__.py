@@ -1,0 +1,1 @@
+"""Lower bounds on f over all supports of k coordinates."""

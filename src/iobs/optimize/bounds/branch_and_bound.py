@@ -1,0 +1,287 @@
+"""Certificates: upper bounds on the distance between a solution and the best support, by branch and bound.
+
+f is a quadratic with a definite Hessian. A node of the search tree excludes some coordinates from the support, includes
+others and leaves the rest free. Let c be the minimiser over all coordinates that are not excluded, P the inverse
+Hessian there and q the value of f at c. Then:
+
+- excluding j raises q by exactly c_j^2 / (2 P_jj), the saliency of Optimal Brain Surgeon (leaps and bounds, Furnival
+  and Wilson 1974); a coordinate that would raise q above the best known value must be included;
+- if m free coordinates must be excluded, q rises by at least the m-th smallest saliency;
+- q also rises by at least 1/2 times the sum of the m smallest Delta_j c_j^2, for any diagonal Delta with H - Delta
+  positive semi-definite: the value of the perspective relaxation at c.
+
+These bounds are tight with many more samples than columns, and useless near n = d, where c fits all samples. A gap that
+they do not close early is bounded by tangents within a box (module `tangents`), for any convex quadratic. All
+comparisons allow for a rounding margin, which is reported.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from iobs.core.quadratic import Quadratic
+from iobs.errors import ProblemError
+from iobs.optimize.bounds.relaxation import Node, QuadraticArrays, Root
+from iobs.optimize.bounds.tangents import Boxes
+from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.objectives.base import Objective
+from iobs.optimize.objectives.design import Array, Indices
+from iobs.optimize.problem import Problem, require_storable
+from iobs.optimize.refit.fit import Fit
+from iobs.optimize.refit.newton import refit
+from iobs.optimize.search import auto
+
+_STORED_BYTES = 1 << 30
+_FIRST_SHARE = 0.1  # share of the time limit for branch and bound before tangents are tried
+_BOX_LIMIT = 2048  # most coordinates for tangents, which hold several arrays of d^2 numbers
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The result of `certify`.
+
+    Attributes:
+        lower: no support of k coordinates has a value below `lower - margin`.
+        upper: value of the best known support.
+        gap: (upper - lower) / |upper|.
+        gap_explained: (upper - lower) / |f(0) - upper|, the gap of solvers that drop the constant 1/2 norm(y)^2.
+        fit: the best support, its coefficients and value.
+        nodes: number of nodes looked at.
+        seconds: wall time, the search for the first support included.
+        closed: whether the gap is at most the requested gap.
+        margin: absolute allowance for rounding in every comparison.
+        message: the result in words.
+    """
+
+    lower: float
+    upper: float
+    gap: float
+    gap_explained: float
+    fit: Fit = field(repr=False)
+    nodes: int
+    seconds: float
+    closed: bool
+    margin: float
+    message: str
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """When to stop: at a relative `gap`, `seconds` after `begun` (on `time.perf_counter`), or after `max_nodes`."""
+
+    gap: float
+    begun: float
+    seconds: float
+    max_nodes: int
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.begun
+
+
+def certify(
+    objective: Objective | Quadratic,
+    k: int,
+    *,
+    fit: Fit | None = None,
+    gap: float = 1e-4,
+    seconds: float = 60.0,
+    max_nodes: int = 1_000_000,
+    seed: int = 0,
+) -> Certificate:
+    """Bound the best value over all supports of k coordinates.
+
+    Args:
+        objective: a convex quadratic: least squares, or an `iobs.Quadratic` of one row.
+        k: number of non-zeros, forced coordinates not counted.
+        fit: the support to start from; found by the best known method if not given.
+        gap: relative gap at which to stop.
+        seconds: time limit; the remaining gap is reported.
+        max_nodes: largest number of nodes.
+        seed: random seed of the search for a first support.
+
+    Raises:
+        ProblemError: f is not quadratic, or too large to store H; `fit` is not a `Fit` of at most k coordinates.
+        NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
+    """
+    if isinstance(objective, Quadratic):
+        objective = QuadraticObjective.of(objective)
+    if not objective.quadratic:
+        raise ProblemError("Branch and bound needs a quadratic objective; others are known to be 1-swap optimal only.")
+    require_storable("Branch and bound stores H", objective.dimension)
+    begun = time.perf_counter()
+    problem = Problem(objective, k, rng=np.random.default_rng(seed))
+    if fit is None:
+        fit = list(auto.stages(problem))[-1].fit
+    if not isinstance(fit, Fit):
+        raise ProblemError(f"fit must be an iobs.optimize.refit.Fit, got {type(fit).__name__}; give refit(f, support).")
+    if np.setdiff1d(fit.support, problem.forced).size > k:
+        raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
+    search = _Search(QuadraticArrays(problem), fit, _Limits(gap, begun, seconds, max_nodes))
+    found = search.run(_FIRST_SHARE)
+    if found.closed or problem.size == 0:
+        return found
+    lower, margin = _bound_in_boxes(search.quadratic, found, begun + 0.9 * seconds)
+    if lower <= found.lower:
+        return search.run(1.0)
+    return search.certificate(lower, max(found.margin, margin))
+
+
+def _bound_in_boxes(quadratic: QuadraticArrays, found: Certificate, deadline: float) -> tuple[float, float]:
+    """(bound, margin) by tangents; (-inf, 0) above `_BOX_LIMIT` coordinates."""
+    active = quadratic.usable
+    if active.size > _BOX_LIMIT:
+        return -np.inf, 0.0
+    count = min(quadratic.count, active.size)
+    boxes = Boxes(quadratic.hessian[np.ix_(active, active)], quadratic.linear[active], quadratic.start, count)
+    return boxes.lower(found.lower, found.upper, deadline)
+
+
+class _Search:
+    """Best-first branch and bound that can be stopped and continued.
+
+    Attributes:
+        quadratic: f as arrays.
+        best: the best fit so far.
+        limits: when to stop.
+        root: of the tree; None before the search, and where the Hessian is not definite.
+        margin: absolute allowance for rounding.
+        open: heap of (bound, number, node) still to be branched on.
+        counter: numbers the nodes, so that equal bounds leave the heap in the order in which they entered.
+        nodes: number of nodes looked at.
+        stored: bytes of the inverses that the open nodes hold.
+    """
+
+    def __init__(self, quadratic: QuadraticArrays, fit: Fit, limits: _Limits) -> None:
+        self.quadratic, self.best, self.limits = quadratic, fit, limits
+        self.root: Root | None = None
+        self.margin = 0.0
+        self.open: list[tuple[float, int, Node]] = []
+        self.counter = itertools.count()
+        self.nodes = self.stored = 0
+
+    def run(self, share: float) -> Certificate:
+        """Search for a share of the time limit; a later call continues. For a singular H, bound by the minimum of f."""
+        heap = self.open
+        if not heap:
+            if not self.quadratic.usable.size:
+                return self.certificate(self.quadratic.start)
+            self.root = self.quadratic.root()
+            if self.root is None:
+                lower, self.margin = self.quadratic.unconstrained()
+                return self.certificate(lower)
+            self.margin = self.root.margin
+            self._branch(self.root.node)
+        while heap and self._gap(heap[0][0]) > self.limits.gap:
+            if self.limits.elapsed() > share * self.limits.seconds or self.nodes >= self.limits.max_nodes:
+                break
+            node = heapq.heappop(heap)[2]
+            self.stored -= 0 if node.inverse is None else node.inverse.nbytes
+            self._branch(node)
+        return self.certificate(min(heap[0][0], self.best.value) if heap else self.best.value)
+
+    def _gap(self, lower: float) -> float:
+        return max(0.0, self.best.value - lower) / max(abs(self.best.value), 1e-300)
+
+    def _branch(self, node: Node) -> None:
+        """Include what must be included, bound, and split on the free coordinate that costs most to exclude."""
+        inverse = self._inverse(node)
+        while True:
+            self.nodes += 1
+            saliency = 0.5 * node.centre**2 / inverse.diagonal()
+            ceiling = self.best.value + self.margin
+            node.inside = node.inside | (node.value + saliency > ceiling)
+            free = np.flatnonzero(~node.inside)
+            room = self.quadratic.count - int(node.inside.sum())
+            if room < 0:
+                return
+            if room == 0 or free.size <= room:
+                self._try(node.active[node.inside] if room == 0 else node.active)
+                return
+            if self._bound(node, saliency, free, free.size - room) > ceiling:
+                return
+            chosen = int(free[np.argmax(saliency[free])])
+            self._exclude(node, inverse, chosen)
+            node.inside = node.inside.copy()
+            node.inside[chosen] = True
+            if node.inside.sum() > self.quadratic.count:
+                return
+            free = np.flatnonzero(~node.inside)
+            bound = self._bound(node, saliency, free, free.size - room + 1) if free.size > room - 1 else node.value
+            if room - 1 > 0 and self.open and bound > self.open[0][0]:
+                node.inverse = inverse
+                self._push(bound, node)
+                return
+
+    def _bound(self, node: Node, saliency: Array, free: Indices, removals: int) -> float:
+        """A lower bound on f once `removals` of the free coordinates are excluded."""
+        if removals <= 0:
+            return node.value
+        assert self.root is not None
+        single = np.partition(saliency[free], removals - 1)[removals - 1]
+        joint = 0.5 * self.root.delta[node.active[free]] * node.centre[free] ** 2
+        total = float(np.partition(joint, removals - 1)[:removals].sum())
+        return node.value + max(float(single), total)
+
+    def _exclude(self, node: Node, inverse: Array, chosen: int) -> None:
+        """Push the child of a node in which the active coordinate at position `chosen` is excluded."""
+        pivot = inverse[chosen, chosen]
+        column = inverse[:, chosen]
+        value = node.value + 0.5 * node.centre[chosen] ** 2 / pivot
+        if value > self.best.value + self.margin:
+            return
+        keep = np.arange(node.active.size) != chosen
+        centre = (node.centre - column * (node.centre[chosen] / pivot))[keep]
+        smaller = inverse[np.ix_(keep, keep)]
+        smaller -= np.outer(column[keep] / pivot, column[keep])
+        child = Node(node.active[keep], node.inside[keep], centre, smaller, value)
+        saliency = 0.5 * centre**2 / smaller.diagonal()
+        free = np.flatnonzero(~child.inside)
+        room = self.quadratic.count - int(child.inside.sum())
+        bound = self._bound(child, saliency, free, free.size - room)
+        if bound <= self.best.value + self.margin:
+            self._push(bound, child)
+
+    def _push(self, bound: float, node: Node) -> None:
+        if node.inverse is not None and self.stored + node.inverse.nbytes > _STORED_BYTES:
+            node.inverse = None  # `_inverse` computes it again
+        elif node.inverse is not None:
+            self.stored += node.inverse.nbytes
+        heapq.heappush(self.open, (bound, next(self.counter), node))
+
+    def _inverse(self, node: Node) -> Array:
+        """Take the inverse out of a node, or compute it where it was dropped."""
+        if node.inverse is None:
+            block = self.quadratic.hessian[np.ix_(node.active, node.active)]
+            return np.asarray(np.linalg.inv(block), dtype=np.float64)
+        inverse, node.inverse = node.inverse, None
+        return inverse
+
+    def _try(self, support: Indices) -> None:
+        fit = refit(self.quadratic.problem.objective, np.sort(support))
+        if fit.value < self.best.value:
+            self.best = fit
+
+    def certificate(self, lower: float, margin: float | None = None) -> Certificate:
+        """Summarise the search, given a proved lower bound and (if not that of the search) its rounding margin."""
+        margin = self.margin if margin is None else margin
+        upper = self.best.value
+        gap = self._gap(lower)
+        closed = gap <= self.limits.gap
+        explained = max(0.0, upper - lower) / max(abs(self.quadratic.start - upper), 1e-300)
+        seconds = self.limits.elapsed()
+        exhausted = self.root is not None and not self.open
+        if closed and (exhausted or lower >= upper - margin):
+            what = "a global minimiser"
+        elif closed:
+            what = f"within {gap:.2g} of the best value possible"
+        elif np.isfinite(lower):
+            what = f"gap {gap:.3g} not closed: at least {lower:.6g}, at most {upper:.6g}"
+        else:
+            what = f"no bound: f may be unbounded below where the Hessian is singular; at most {upper:.6g}"
+        message = f"{what} ({self.nodes} nodes, {seconds:.2f} s, rounding margin {margin:.1e})"
+        return Certificate(lower, upper, gap, explained, self.best, self.nodes, seconds, closed, margin, message)

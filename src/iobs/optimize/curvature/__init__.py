@@ -1,0 +1,1 @@
+"""Quadratic models of f: the Hessians that methods use."""

@@ -1,0 +1,146 @@
+"""Logistic regression on exactly k features, for two or more classes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import expit, logsumexp, softmax
+from sklearn.base import ClassifierMixin
+from sklearn.model_selection import BaseCrossValidator
+from sklearn.utils.multiclass import check_classification_targets
+
+from iobs.errors import ProblemError
+from iobs.optimize.estimators.base import Labels, Samples, SparseEstimator
+from iobs.optimize.objectives.base import Objective
+from iobs.optimize.objectives.centring import variances
+from iobs.optimize.objectives.design import Array, Indices, MatrixLike, VectorLike
+from iobs.optimize.objectives.linear import Logistic
+from iobs.optimize.objectives.multinomial import Multinomial
+from iobs.optimize.refit.fit import Fit
+from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
+
+
+class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
+    """Logistic regression on exactly k features; with more than two classes a feature has one coefficient per class.
+
+    Args:
+        k: number of features; "aic", "bic" or "ebic" choose it by information criterion, "cv" by cross-validation.
+        ridge: as `SparseRegressor`; keeps coefficients finite when the classes can be separated.
+        fit_intercept: whether to estimate a constant, not counted in k; with more than two classes there always is one.
+        max_k: as `SparseRegressor`.
+        groups: as `SparseRegressor`.
+        forced: as `SparseRegressor`.
+        cv: as `SparseRegressor`, stratified.
+        thorough: as `SparseRegressor`.
+        random_state: as `SparseRegressor`.
+
+    Attributes:
+        classes_: the labels.
+        coef_: (1, d) for two classes, (C, d) for more.
+        intercept_: (1,) or (C,).
+        support_: sorted indices of the features used.
+        k_: the number of features, given or chosen.
+        path_: a `PathEntry` for every k that was tried.
+    """
+
+    def __init__(
+        self,
+        k: int | Literal["cv", "aic", "bic", "ebic"] = "ebic",
+        *,
+        ridge: float = 1e-3,
+        fit_intercept: bool = True,
+        max_k: int | None = None,
+        groups: npt.ArrayLike | None = None,
+        forced: npt.ArrayLike | None = None,
+        cv: int | BaseCrossValidator = 5,
+        thorough: bool = True,
+        random_state: int = 0,
+    ) -> None:
+        super().__init__(
+            k,
+            ridge=ridge,
+            fit_intercept=fit_intercept,
+            max_k=max_k,
+            groups=groups,
+            forced=forced,
+            cv=cv,
+            thorough=thorough,
+            random_state=random_state,
+        )
+
+    def fit(self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None = None) -> SparseClassifier:
+        """Fit to (n, d) features, dense or sparse, and (n,) labels of any type.
+
+        Raises:
+            ProblemError: invalid settings, or labels of a single class.
+        """
+        features, labels, weights = self._validated(X, y, sample_weight)
+        check_classification_targets(labels)
+        self.classes_: Labels
+        self.classes_, numbers = np.unique(labels, return_inverse=True)
+        if self.classes_.size < 2:
+            raise ProblemError(f"A classifier needs at least two classes, got only one class: {self.classes_[0]!r}.")
+        self._fit_path(features, numbers.astype(np.float64), weights)
+        return self
+
+    def decision_function(self, X: MatrixLike) -> Array:
+        """Log-odds of the second class (n,), or margins (n, C)."""
+        margins = self._margin(X)
+        return margins[:, 0] if self.classes_.size == 2 else margins
+
+    def predict_proba(self, X: MatrixLike) -> Array:
+        """Class probabilities (n, C)."""
+        margins = self.decision_function(X)
+        if margins.ndim == 1:
+            return np.stack([expit(-margins), expit(margins)], axis=1)
+        return np.asarray(softmax(margins, axis=1))
+
+    def predict(self, X: MatrixLike) -> Labels:
+        """Predicted labels (n,)."""
+        margins = self.decision_function(X)
+        numbers = (margins > 0).astype(int) if margins.ndim == 1 else margins.argmax(axis=1)
+        labels: Labels = self.classes_[numbers]
+        return labels
+
+    def _objective(self, X: Samples, y: Array, weights: Array) -> Objective:
+        if self.classes_.size > 2:
+            spread = variances(X, weights, True)
+            ridge = max(self.ridge, 1e-8) * np.where(
+                spread > 0, spread, 1.0
+            )  # a constant column needs a positive ridge too
+            return Multinomial(X, y, self.classes_.size, ridge=ridge, sample_weight=weights)
+        forced = () if self.groups is not None else self._forced_features
+        ridge = self._penalty(X, weights)
+        return Logistic(X, y, ridge=ridge, intercept=self.fit_intercept, sample_weight=weights, forced=forced)
+
+    def _groups(self, objective: Objective, features: int) -> CoordinateGroups | None:
+        if not isinstance(objective, Multinomial):
+            return super()._groups(objective, features)
+        labels = np.arange(features) if self.groups is None else self.groups
+        rows = objective.groups
+        members = labels_to_groups(labels, features)
+        coordinates = [np.concatenate([rows[j] for j in member]) for member in members]
+        return CoordinateGroups(objective, coordinates, self._forced_groups(members))
+
+    def _support(self, objective: Objective, fit: Fit) -> Indices:
+        if not isinstance(objective, Multinomial):
+            return super()._support(objective, fit)
+        return np.flatnonzero(objective.table(fit.theta)[0].any(axis=0)).astype(np.int64)
+
+    def _keep(self, objective: Objective, fit: Fit) -> None:
+        if not isinstance(objective, Multinomial):
+            super()._keep(objective, fit)
+            self.coef_, self.intercept_ = self.coef_[None], np.array([float(self.intercept_)])
+            return
+        self.coef_, self.intercept_ = objective.table(fit.theta)
+
+    def _held_out(self, X: Samples, y: Array, weights: Array, fit: Fit, objective: Objective) -> float:
+        if isinstance(objective, Multinomial):
+            table, constants = objective.table(fit.theta)
+            margins = X @ table.T + constants
+            return float(weights @ (logsumexp(margins, axis=1) - margins[np.arange(len(y)), y.astype(np.int64)]))
+        coefficients, intercept = objective.split(fit.theta)
+        margin = X @ coefficients + intercept
+        return float(weights @ (np.logaddexp(0.0, margin) - y * margin))

@@ -1,0 +1,1 @@
+"""Methods: update rules from one sparse iterate to the next."""

@@ -1,0 +1,66 @@
+"""Validate user arguments (y, sample_weight, ridge, forced) against a design matrix."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from iobs.errors import ProblemError
+from iobs.optimize.objectives import design as designs
+from iobs.optimize.objectives.design import Array, Design, Indices, MatrixLike, VectorLike
+
+
+def prepare(X: MatrixLike, y: VectorLike, sample_weight: VectorLike | None) -> tuple[Design, Array, Array]:
+    """The design (n, d), target (n,) and sample weights (n,), validated and converted.
+
+    Raises:
+        ProblemError: lengths differ, a weight is negative, all weights are zero, or the target is too large to square.
+    """
+    design = designs.as_design(X)
+    n = design.shape[0]
+    target = designs.as_vector(y, "target y", n)
+    weights = np.ones(n) if sample_weight is None else designs.as_vector(sample_weight, "sample weights", n)
+    if weights.min() < 0 or weights.sum() == 0:
+        raise ProblemError(f"Sample weights must not be negative and not all zero, got values from {weights.min()}.")
+    with np.errstate(over="ignore"):
+        if not np.isfinite(weights @ target**2):
+            raise ProblemError("The target y is too large to square; divide it by a constant.")
+    return design, target, weights
+
+
+def ridge_vector(ridge: float | VectorLike, dimension: int) -> Array:
+    """The ridge of every coordinate (dimension,), from one number or from one per coordinate.
+
+    Raises:
+        ProblemError: a ridge is negative or not finite.
+    """
+    values = (
+        np.full(dimension, float(np.asarray(ridge)))
+        if np.ndim(ridge) == 0
+        else designs.as_vector(ridge, "ridge", dimension)
+    )
+    if values.min() < 0 or not np.isfinite(values).all():
+        raise ProblemError(
+            f"The ridge must be finite and not negative, got values from {values.min()} to {values.max()}."
+        )
+    return values
+
+
+def forced_columns(forced: npt.ArrayLike | None, features: int) -> Indices:
+    """Sorted indices of the forced columns, from indices or from a boolean mask.
+
+    Raises:
+        ProblemError: neither indices nor a mask of the right length, or an index out of range.
+    """
+    chosen = np.atleast_1d(np.asarray([] if forced is None else forced))
+    if chosen.dtype.kind == "f" and (chosen == np.round(chosen)).all():
+        chosen = chosen.astype(np.int64)
+    if chosen.dtype == np.bool_:
+        if chosen.shape != (features,):
+            raise ProblemError(f"Forced features as a mask need {features} entries, got shape {chosen.shape}.")
+        return np.flatnonzero(chosen).astype(np.int64)
+    if chosen.size and (chosen.ndim != 1 or chosen.dtype.kind not in "iu"):
+        raise ProblemError(f"Forced features must be numbers or a boolean mask, got {forced!r}.")
+    if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < features:
+        raise ProblemError(f"Forced features must lie in 0 ... {features - 1}, got {chosen.tolist()}.")
+    return np.unique(chosen).astype(np.int64)

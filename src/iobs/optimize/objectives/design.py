@@ -1,0 +1,315 @@
+"""Design matrices: the products with X that sparse optimisation needs, for every storage of X.
+
+Dense NumPy, scipy.sparse and torch (any device) matrices all become a `Design`, whose vectors are float64 NumPy arrays.
+Large products run in the matrix's own dtype, library and device; only vectors and a few columns are transferred.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import scipy.sparse as sp
+import torch
+
+from iobs.errors import NonFiniteError, ProblemError
+
+Array: TypeAlias = npt.NDArray[np.float64]
+Indices: TypeAlias = npt.NDArray[np.int64]
+Booleans: TypeAlias = npt.NDArray[np.bool_]
+Floats: TypeAlias = npt.NDArray[np.float32 | np.float64]
+VectorLike: TypeAlias = npt.ArrayLike | torch.Tensor
+MatrixLike: TypeAlias = npt.ArrayLike | torch.Tensor | sp.sparray | sp.spmatrix
+
+BLOCK_ELEMENTS = 1 << 22  # number of entries of a temporary block
+
+
+class Design(Protocol):
+    """An (n, d) matrix X with products, and access to a few columns at a time."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, d)."""
+        ...
+
+    def matvec(self, vector: Array) -> Array:
+        """X v, (n,)."""
+        ...
+
+    def rmatvec(self, vector: Array) -> Array:
+        """X^T r, (d,)."""
+        ...
+
+    def rmatmat(self, matrix: Array) -> Array:
+        """X^T A for A of shape (n, m): (d, m)."""
+        ...
+
+    def columns(self, support: Indices) -> Array:
+        """The columns in `support`, dense (n, k) in float64."""
+        ...
+
+    def squares(self, weights: Array) -> Array:
+        """sum_i w_i X_ij^2 of every column j, (d,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class DenseDesign:
+    """A NumPy array, float32 or float64, in any memory order; never copied."""
+
+    matrix: Floats
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, d)."""
+        return self.matrix.shape[0], self.matrix.shape[1]
+
+    def matvec(self, vector: Array) -> Array:
+        """X v; for a sparse v only the columns that it needs are read."""
+        support = np.flatnonzero(vector)
+        if support.size * 4 < vector.size:
+            return np.asarray(self.columns(support) @ vector[support])
+        return double(self.matrix @ vector.astype(self.matrix.dtype, copy=False))
+
+    def rmatvec(self, vector: Array) -> Array:
+        """X^T r."""
+        return double(self.matrix.T @ vector.astype(self.matrix.dtype, copy=False))
+
+    def rmatmat(self, matrix: Array) -> Array:
+        """X^T A."""
+        return double(self.matrix.T @ matrix.astype(self.matrix.dtype, copy=False))
+
+    def columns(self, support: Indices) -> Array:
+        """The columns in `support`; the matrix itself, not a copy, if they are all columns in order."""
+        if support.size == self.shape[1] and support[0] == 0 and (np.diff(support) == 1).all():
+            return double(self.matrix)
+        return double(self.matrix[:, support])
+
+    def squares(self, weights: Array) -> Array:
+        """Weighted sums of squares of the columns."""
+        total = np.zeros(self.shape[1])
+        rows = max(1, BLOCK_ELEMENTS // max(1, self.shape[1]))
+        for start in range(0, self.shape[0], rows):
+            block = self.matrix[start : start + rows]
+            total += np.einsum("i,ij,ij->j", weights[start : start + rows], block, block, dtype=np.float64)
+        return total
+
+
+class SparseDesign:
+    """A scipy.sparse matrix, stored by columns."""
+
+    def __init__(self, matrix: sp.sparray | sp.spmatrix) -> None:
+        self.matrix = sp.csc_array(matrix)
+        if not self.matrix.has_canonical_format:  # duplicate entries must be summed before squaring
+            self.matrix = self.matrix.copy()
+            self.matrix.sum_duplicates()
+        self._rows = self.matrix.T  # X^T by rows, a view: products with it read the columns of X
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, d)."""
+        return self.matrix.shape[0], self.matrix.shape[1]
+
+    def matvec(self, vector: Array) -> Array:
+        """X v; for a sparse v only the columns that it needs are read."""
+        support = np.flatnonzero(vector)
+        if support.size * 4 < vector.size:
+            return double(self.matrix[:, support] @ vector[support])
+        return double(self.matrix @ vector)
+
+    def rmatvec(self, vector: Array) -> Array:
+        """X^T r."""
+        return double(self._rows @ vector)
+
+    def rmatmat(self, matrix: Array) -> Array:
+        """X^T A."""
+        return double(self._rows @ matrix)
+
+    def columns(self, support: Indices) -> Array:
+        """The columns in `support`, dense."""
+        return double(self.matrix[:, support].toarray())
+
+    def squares(self, weights: Array) -> Array:
+        """Weighted sums of squares of the columns."""
+        values = self.matrix.data.astype(np.float64) ** 2
+        return self._column_sums(values * weights[self.matrix.indices])
+
+    def moments(self, weights: Array, level: Array, mean: Array) -> tuple[Array, Array]:
+        """sum_i w_i u_i (X_ij - u_i m_j) and sum_i w_i (X_ij - u_i m_j)^2 of every column j, both (d,)."""
+        rows, there = self.matrix.indices, np.repeat(mean, np.diff(self.matrix.indptr))
+        centred = self.matrix.data.astype(np.float64) - level[rows] * there
+        mass = (weights * level**2).sum() - self._column_sums((weights * level**2)[rows])  # of the zero entries
+        first = self._column_sums((weights * level)[rows] * centred) - mean * mass
+        return first, self._column_sums(weights[rows] * centred**2) + mean**2 * mass
+
+    def _column_sums(self, values: Array) -> Array:
+        columns = np.repeat(np.arange(self.shape[1]), np.diff(self.matrix.indptr))
+        return double(np.bincount(columns, weights=values, minlength=self.shape[1]))
+
+
+@dataclass(frozen=True)
+class TorchDesign:
+    """A torch tensor on any device; products run there, vectors are returned as NumPy arrays."""
+
+    matrix: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, d)."""
+        return self.matrix.shape[0], self.matrix.shape[1]
+
+    def _there(self, array: Array) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.matrix.device, self.matrix.dtype)
+
+    def matvec(self, vector: Array) -> Array:
+        """X v."""
+        return _host(self.matrix @ self._there(vector))
+
+    def rmatvec(self, vector: Array) -> Array:
+        """X^T r."""
+        return _host(self.matrix.T @ self._there(vector))
+
+    def rmatmat(self, matrix: Array) -> Array:
+        """X^T A."""
+        return _host(self.matrix.T @ self._there(matrix))
+
+    def columns(self, support: Indices) -> Array:
+        """The columns in `support`."""
+        return _host(self.matrix[:, torch.from_numpy(support).to(self.matrix.device)])
+
+    def squares(self, weights: Array) -> Array:
+        """Weighted sums of squares of the columns."""
+        total = np.zeros(self.shape[1])
+        rows = max(1, BLOCK_ELEMENTS // max(1, self.shape[1]))
+        for start in range(0, self.shape[0], rows):
+            block = self.matrix[start : start + rows].double()
+            there = torch.from_numpy(weights[start : start + rows]).to(block.device)
+            total += _host((block * block).T @ there)
+        return total
+
+    def moments(self, weights: Array, level: Array, mean: Array) -> tuple[Array, Array]:
+        """See `SparseDesign.moments`."""
+        first, second = np.zeros(self.shape[1]), np.zeros(self.shape[1])
+        rows = max(1, BLOCK_ELEMENTS // max(1, self.shape[1]))
+        centre = torch.from_numpy(mean).to(self.matrix.device)
+        for start in range(0, self.shape[0], rows):
+            part = slice(start, start + rows)
+            weight, height = (torch.from_numpy(values[part]).to(centre.device) for values in (weights, level))
+            block = self.matrix[part].double() - height[:, None] * centre
+            first += _host(block.T @ (weight * height))
+            second += _host((block * block).T @ weight)
+        return first, second
+
+
+@dataclass(frozen=True)
+class CentredDesign:
+    """X - u m^T without forming it: a sparse or remote X with its columns about their means."""
+
+    inner: SparseDesign | TorchDesign
+    level: Array  # u: (n,), square roots of the sample weights
+    mean: Array  # m: (d,)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, d)."""
+        return self.inner.shape
+
+    def matvec(self, vector: Array) -> Array:
+        """(X - u m^T) v."""
+        return self.inner.matvec(vector) - self.level * float(self.mean @ vector)
+
+    def rmatvec(self, vector: Array) -> Array:
+        """(X - u m^T)^T r."""
+        return self.inner.rmatvec(vector) - self.mean * float(self.level @ vector)
+
+    def rmatmat(self, matrix: Array) -> Array:
+        """(X - u m^T)^T A."""
+        return self.inner.rmatmat(matrix) - np.outer(self.mean, self.level @ matrix)
+
+    def columns(self, support: Indices) -> Array:
+        """The columns in `support`, centred."""
+        return self.inner.columns(support) - np.outer(self.level, self.mean[support])
+
+    def squares(self, weights: Array) -> Array:
+        """Weighted sums of squares of the centred columns; exactly 0 for a constant column."""
+        first, second = self.inner.moments(weights, self.level, self.mean)
+        spread = second - first**2 / max(
+            float((weights * self.level**2).sum()), 1e-300
+        )  # minus the rounding error of the mean
+        finfo = torch.finfo if isinstance(self.inner, TorchDesign) else np.finfo
+        rounding = 64 * float(finfo(self.inner.matrix.dtype).eps)
+        constant = (self.mean != 0) & (spread <= rounding**2 * self.inner.squares(weights))
+        return np.where(constant, 0.0, second)
+
+
+def as_design(matrix: MatrixLike | Design) -> Design:
+    """Convert a supported matrix to a `Design`; integers and booleans become float64.
+
+    Raises:
+        ProblemError: not a two-dimensional numeric matrix, or an empty one.
+    """
+    design = _wrap(matrix)
+    n, d = design.shape
+    if n == 0 or d == 0:
+        raise ProblemError(
+            f"The design matrix is empty, of shape ({n}, {d}); it needs at least one row and one column."
+        )
+    return design
+
+
+def _wrap(matrix: MatrixLike | Design) -> Design:
+    if isinstance(matrix, (DenseDesign, SparseDesign, TorchDesign, CentredDesign)):
+        return matrix
+    if isinstance(matrix, torch.Tensor):
+        if matrix.ndim != 2:
+            raise ProblemError(f"The design matrix must be two-dimensional, got shape {tuple(matrix.shape)}.")
+        return TorchDesign(matrix.detach() if matrix.is_floating_point() else matrix.detach().double())
+    if isinstance(matrix, (sp.sparray, sp.spmatrix)):
+        return SparseDesign(matrix.astype(np.float64) if matrix.dtype.kind != "f" else matrix)
+    try:
+        array = np.asarray(matrix)
+        array = array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise ProblemError(f"The design matrix holds something that is not a number ({error}).") from None
+    if array.ndim != 2:
+        raise ProblemError(
+            f"The design matrix must be two-dimensional, got shape {array.shape}; one column is X[:, None]."
+        )
+    return DenseDesign(array)
+
+
+def as_vector(values: VectorLike, name: str, length: int | None = None) -> Array:
+    """Convert a vector to float64 NumPy.
+
+    Args:
+        values: the vector, of any numeric type.
+        name: the name of the vector in errors.
+        length: the required length; any if not given.
+
+    Raises:
+        ProblemError: wrong shape, or not numeric.
+        NonFiniteError: NaN or infinity in the vector.
+    """
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        vector = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ProblemError(f"The {name} holds something that is not a number ({error}).") from None
+    if vector.ndim != 1 or (length is not None and vector.size != length):
+        wanted = "a vector" if length is None else f"a vector of length {length}"
+        raise ProblemError(f"The {name} must be {wanted}, got shape {vector.shape}.")
+    if not np.isfinite(vector).all():
+        raise NonFiniteError(f"The {name} holds NaN or infinity; remove or impute those rows first.")
+    return vector
+
+
+def double(array: npt.ArrayLike) -> Array:
+    """An array as float64, copied only if its dtype differs."""
+    return np.asarray(array, dtype=np.float64)
+
+
+def _host(tensor: torch.Tensor) -> Array:
+    return np.asarray(tensor.detach().double().cpu().numpy())

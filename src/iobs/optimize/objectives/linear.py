@@ -1,0 +1,374 @@
+"""Linear models: least squares, logistic and Poisson regression.
+
+    f(theta) = sum_i w_i l(x_i^T theta, y_i) + 1/2 sum_j ridge_j theta_j^2
+
+All vectors are float64 NumPy arrays. A d x d array is formed only by `hessian_block` on all d coordinates and by
+`rough_hessian`.
+
+The intercept is exact. Least squares centres the data. The other models carry the intercept as a last coordinate that
+is always in the support, not counted in k and without ridge (`Objective.forced`). With an intercept the columns are
+taken about their means, so that their origin does not matter; theta's last entry is the constant at the means.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import expit, xlogy
+
+from iobs.errors import NonFiniteError, ProblemError
+from iobs.optimize.objectives import centring
+from iobs.optimize.objectives import design as designs
+from iobs.optimize.objectives.arguments import forced_columns, prepare, ridge_vector
+from iobs.optimize.objectives.base import Objective
+from iobs.optimize.objectives.design import Array, Design, Indices, MatrixLike, VectorLike
+
+
+class LinearModel(ABC):
+    """Base class of f(theta) = sum_i w_i l(x_i^T theta, y_i) + ridge; a subclass gives l and its two derivatives."""
+
+    quadratic = False
+    mean: Array | None = None  # means of the columns (d,) at which the design is centred; None without an intercept
+
+    def __init__(self, design: Design, target: Array, weights: Array, ridge: Array, forced: Indices) -> None:
+        self.design = design
+        self.target = target
+        self.weights = weights
+        self.ridge = ridge
+        self.forced = forced
+        self.dimension = design.shape[1]
+        self._column_squares: Array | None = None
+
+    def _set_up(
+        self,
+        design: Design,
+        target: Array,
+        weights: Array,
+        ridge: float | VectorLike,
+        intercept: bool,
+        forced: npt.ArrayLike | None,
+    ) -> None:
+        """Initialise; an intercept becomes the last coordinate."""
+        penalty, always = ridge_vector(ridge, design.shape[1]), forced_columns(forced, design.shape[1])
+        if intercept:
+            always, penalty = np.append(always, design.shape[1]), np.append(penalty, 0.0)
+            design, self.mean = centring.with_intercept(design, weights)
+        LinearModel.__init__(self, design, target, weights, penalty, always)
+        _ = self.column_squares
+
+    @abstractmethod
+    def losses(self, margin: Array) -> Array:
+        """l of every sample at its margin x_i^T theta."""
+
+    @abstractmethod
+    def slopes(self, margin: Array) -> Array:
+        """First derivative of l with respect to the margin."""
+
+    @abstractmethod
+    def curvatures(self, margin: Array) -> Array:
+        """Second derivative of l with respect to the margin."""
+
+    @property
+    def column_squares(self) -> Array:
+        """sum_i w_i X_ij^2, (d,), by one pass over X, which also checks that X is finite.
+
+        Raises:
+            NonFiniteError: X holds NaN or infinity.
+        """
+        if self._column_squares is None:
+            squares = self.design.squares(self.weights)
+            bad = np.flatnonzero(~np.isfinite(squares))
+            if bad.size:
+                raise NonFiniteError(
+                    f"Column {bad[0]} of the design matrix holds NaN, infinity or numbers too large to square "
+                    f"({bad.size} such columns); remove or impute those entries first."
+                )
+            self._column_squares = squares
+        return self._column_squares
+
+    def sampled_gradient(self, theta: Array, rows: Indices) -> Array:
+        """An unbiased estimate of the gradient from uniformly drawn samples `rows`."""
+        chosen = np.zeros(self.design.shape[0])
+        np.add.at(chosen, rows, self.design.shape[0] / rows.size)
+        slopes = self.weights * self.slopes(self.margin(theta)) * chosen
+        return self.design.rmatvec(slopes) + self.ridge * theta
+
+    @property
+    def rank(self) -> int:
+        """An upper bound on the rank of the Hessian."""
+        return self.dimension if self.ridge.any() else min(self.design.shape)
+
+    def margin(self, theta: Array) -> Array:
+        """X theta, (n,)."""
+        return self.design.matvec(theta)
+
+    def value(self, theta: Array) -> float:
+        """f(theta)."""
+        return self._value(theta, self.margin(theta))
+
+    def _value(self, theta: Array, margin: Array) -> float:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(self.weights @ self.losses(margin)) + 0.5 * float(self.ridge @ theta**2)
+
+    def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
+        """f and its gradient."""
+        margin = self.margin(theta)
+        with np.errstate(over="ignore", invalid="ignore"):
+            gradient = self.design.rmatvec(self.weights * self.slopes(margin)) + self.ridge * theta
+        return self._value(theta, margin), gradient
+
+    def sample_curvature(self, theta: Array) -> Array:
+        """The diagonal D of H = X^T D X + ridge, (n,)."""
+        with np.errstate(over="ignore"):
+            return self.weights * self.curvatures(self.margin(theta))
+
+    def fisher_slopes(self, theta: Array) -> Array:
+        """s (n,) of the empirical Fisher matrix X^T diag(s^2) X; an integer weight counts equal rows."""
+        return np.sqrt(self.weights) * self.slopes(self.margin(theta))
+
+    def hessian_product(self, theta: Array, vector: Array) -> Array:
+        """H v."""
+        curvature = self.sample_curvature(theta)
+        return self.design.rmatvec(curvature * self.design.matvec(vector)) + self.ridge * vector
+
+    def hessian_block(self, theta: Array, support: Indices) -> Array:
+        """H_QQ."""
+        half = np.sqrt(self.sample_curvature(theta))[:, None] * self.design.columns(support)
+        block = half.T @ half  # a product of a matrix with its own transpose takes half of the multiplications
+        block[np.diag_indices_from(block)] += self.ridge[support]
+        return block
+
+    def rough_hessian(self, theta: Array) -> npt.NDArray[np.float32]:
+        """H (d, d) in float32, at half the cost."""
+        half = np.sqrt(self.sample_curvature(theta))[:, None] * self.design.columns(np.arange(self.dimension))
+        with np.errstate(over="ignore", invalid="ignore"):
+            single = half.astype(np.float32)
+            block = single.T @ single
+            block[np.diag_indices_from(block)] += self.ridge.astype(np.float32)
+        return block
+
+    def hessian_columns(self, theta: Array, support: Indices, rows: Indices | None = None) -> Array:
+        """H_:Q, or only the rows in `rows`."""
+        weighted = self.sample_curvature(theta)[:, None] * self.design.columns(support)
+        if rows is None or 2 * rows.size > self.dimension:
+            block = self.design.rmatmat(weighted)
+            block[support, np.arange(support.size)] += self.ridge[support]
+            return block if rows is None else block[rows]
+        block = self.design.columns(rows).T @ weighted
+        block += np.where(rows[:, None] == support[None, :], self.ridge[support][None, :], 0.0)
+        return block
+
+    def hessian_diagonal(self, theta: Array) -> Array:
+        """diag H."""
+        return self.design.squares(self.sample_curvature(theta)) + self.ridge
+
+    def constant_coordinates(self) -> Indices:
+        """Zero columns without ridge."""
+        return np.flatnonzero((self.column_squares == 0) & (self.ridge == 0)).astype(np.int64)
+
+    def split(self, theta: Array) -> tuple[Array, float]:
+        """The coefficients of the features, and the intercept."""
+        if self.mean is None:
+            return theta, 0.0
+        return theta[:-1], float(theta[-1] - self.mean @ theta[:-1])
+
+    def restricted(self, support: Indices) -> Objective:
+        """The same loss on the columns in `support`."""
+        columns = designs.DenseDesign(np.asfortranarray(self.design.columns(support)))
+        return type(self)._over(columns, self.target, self.weights, self.ridge[support])
+
+    @classmethod
+    def _over(cls, design: Design, target: Array, weights: Array, ridge: Array) -> LinearModel:
+        made = cls.__new__(cls)
+        LinearModel.__init__(made, design, target, weights, ridge, np.zeros(0, np.int64))
+        return made
+
+
+class LeastSquares(LinearModel):
+    """1/2 sum_i w_i (y_i - x_i^T theta - b)^2 + 1/2 ridge norm(theta)^2, with the factor 1/2 so that H = X^T X.
+
+    Args:
+        X: (n, d) design, dense NumPy, scipy.sparse or torch; float32 or float64.
+        y: (n,) targets.
+        ridge: weight of 1/2 norm(theta)^2, or one weight per coordinate (d,).
+        intercept: solve for a free constant b, returned as `MinimizeResult.intercept`.
+        sample_weight: (n,) non-negative.
+        forced: columns that are always in the support and not counted in k.
+
+    Raises:
+        ProblemError: shapes do not fit, or a negative weight.
+        NonFiniteError: NaN or infinity in X, y or the weights.
+    """
+
+    quadratic = True
+    root: Array | None = (
+        None  # square roots of the sample weights (n,), already multiplied into X and y; None without weights
+    )
+
+    def __init__(
+        self,
+        X: MatrixLike,
+        y: VectorLike,
+        *,
+        ridge: float | VectorLike = 0.0,
+        intercept: bool = False,
+        sample_weight: VectorLike | None = None,
+        forced: npt.ArrayLike | None = (),
+    ) -> None:
+        design, target, weights = prepare(X, y, sample_weight)
+        if sample_weight is not None:
+            self.root = np.sqrt(weights)
+            design, target = centring.scale_rows(design, self.root), self.root * target
+        self.level = 0.0
+        if intercept:
+            root = np.sqrt(weights)
+            self.mean = centring.column_means(design, root, weights.sum())
+            self.level = float(root @ target) / float(weights.sum())
+            design, target = centring.centre(design, root, self.mean), target - root * self.level
+        columns = design.shape[1]
+        super().__init__(
+            design, target, np.ones(design.shape[0]), ridge_vector(ridge, columns), forced_columns(forced, columns)
+        )
+        _ = self.column_squares
+
+    def losses(self, margin: Array) -> Array:
+        """1/2 (y - m)^2."""
+        return 0.5 * (self.target - margin) ** 2
+
+    def slopes(self, margin: Array) -> Array:
+        """m - y."""
+        return margin - self.target
+
+    def curvatures(self, margin: Array) -> Array:
+        """1 for every sample."""
+        return np.ones_like(margin)
+
+    def sample_curvature(self, theta: Array) -> Array:
+        """Ones (n,): the weights are already in X."""
+        return np.ones(self.design.shape[0])
+
+    def fisher_slopes(self, theta: Array) -> Array:
+        """Residuals; sqrt(w) is already in X, so it is divided out of the residual."""
+        slopes = self.slopes(self.margin(theta))
+        if self.root is None:
+            return slopes
+        return np.divide(slopes, self.root, out=np.zeros_like(slopes), where=self.root > 0)
+
+    def hessian_diagonal(self, theta: Array) -> Array:
+        """Sums of squares of the columns + ridge, computed once."""
+        return self.column_squares + self.ridge
+
+    def hessian_block(self, theta: Array, support: Indices) -> Array:
+        """X_Q^T X_Q + ridge."""
+        columns = self.design.columns(support)
+        block = columns.T @ columns
+        block[np.diag_indices_from(block)] += self.ridge[support]
+        return block
+
+    def split(self, theta: Array) -> tuple[Array, float]:
+        """theta and the constant b."""
+        return theta, 0.0 if self.mean is None else self.level - float(self.mean @ theta)
+
+
+class Logistic(LinearModel):
+    """sum_i w_i [log(1 + exp(m_i)) - y_i m_i] + ridge, m_i = x_i^T theta + b.
+
+    Args:
+        X: (n, d) design.
+        y: (n,) in [0, 1] (soft labels are allowed), or in {-1, 1}, or boolean.
+        ridge: as `LeastSquares`.
+        intercept: add a constant that is always in the support, returned as `MinimizeResult.intercept`.
+        sample_weight: (n,) non-negative.
+        forced: columns that are always in the support and not counted in k.
+
+    Raises:
+        ProblemError: shapes do not fit, or labels outside [0, 1].
+        NonFiniteError: NaN or infinity.
+    """
+
+    def __init__(
+        self,
+        X: MatrixLike,
+        y: VectorLike,
+        *,
+        ridge: float | VectorLike = 0.0,
+        intercept: bool = False,
+        sample_weight: VectorLike | None = None,
+        forced: npt.ArrayLike | None = (),
+    ) -> None:
+        design, target, weights = prepare(X, y, sample_weight)
+        if np.isin(target, (-1.0, 1.0)).all() and (target == -1).any():
+            target = 0.5 * (target + 1)
+        if target.min() < 0 or target.max() > 1:
+            raise ProblemError("Logistic needs labels in [0, 1] or in {-1, 1}; encode the two classes as 0 and 1.")
+        self._set_up(design, target, weights, ridge, intercept, forced)
+
+    def losses(self, margin: Array) -> Array:
+        """log(1 + exp(m)) - y m, minus its minimum over m, so that soft labels can reach 0.
+
+        Computed as log(1 + exp(-|m|)) + (max(m, 0) - y m), the bracket as one product: full relative accuracy in both
+        tails.
+        """
+        y = self.target
+        away = np.where(margin > 0, (1 - y) * margin, -y * margin)
+        return np.asarray(np.log1p(np.exp(-np.abs(margin))) + away + self._entropy)
+
+    @cached_property
+    def _entropy(self) -> Array:
+        return np.asarray(xlogy(self.target, self.target) + xlogy(1 - self.target, 1 - self.target))
+
+    def slopes(self, margin: Array) -> Array:
+        """sigma(m) - y."""
+        return np.asarray(expit(margin)) - self.target
+
+    def curvatures(self, margin: Array) -> Array:
+        """sigma(m) sigma(-m), without cancellation in the tails."""
+        return np.asarray(expit(margin) * expit(-margin))
+
+
+class Poisson(LinearModel):
+    """sum_i w_i [exp(m_i) - y_i m_i] + ridge, minus the same at m_i = log y_i; m_i = x_i^T theta + b.
+
+    Args:
+        X: (n, d) design.
+        y: (n,) non-negative (noiseless rates are allowed).
+        ridge: as `LeastSquares`.
+        intercept: as `Logistic`.
+        sample_weight: (n,) non-negative.
+        forced: columns that are always in the support and not counted in k.
+
+    Raises:
+        ProblemError: shapes do not fit, or a negative target.
+        NonFiniteError: NaN or infinity.
+    """
+
+    def __init__(
+        self,
+        X: MatrixLike,
+        y: VectorLike,
+        *,
+        ridge: float | VectorLike = 0.0,
+        intercept: bool = False,
+        sample_weight: VectorLike | None = None,
+        forced: npt.ArrayLike | None = (),
+    ) -> None:
+        design, target, weights = prepare(X, y, sample_weight)
+        if target.min() < 0:
+            raise ProblemError("Poisson needs non-negative targets; for real-valued targets use LeastSquares.")
+        self._set_up(design, target, weights, ridge, intercept, forced)
+
+    def losses(self, margin: Array) -> Array:
+        """exp(m) - y m - (y - y log y)."""
+        y = self.target
+        return np.asarray(np.exp(margin) - y * margin - y + xlogy(y, y))
+
+    def slopes(self, margin: Array) -> Array:
+        """exp(m) - y."""
+        return np.asarray(np.exp(margin)) - self.target
+
+    def curvatures(self, margin: Array) -> Array:
+        """exp(m)."""
+        return np.asarray(np.exp(margin))

@@ -1,0 +1,1 @@
+"""Search for the support: pursuits, swaps, random restarts."""

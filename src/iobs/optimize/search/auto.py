@@ -1,0 +1,199 @@
+"""The best known search for a sparse minimiser: cheap guesses first, exact swaps after each, expensive guesses last.
+
+The stages run until the whole gradient vanishes (no support can be better for a convex f) or none is left:
+
+1. hard thresholding pursuit, then exact swaps;
+2. for an under-determined quadratic: message passing, then swaps;
+3. merging pursuit (CoSaMP), then swaps;
+4. kicks, then swaps: part of the best support is replaced at random by promising coordinates, or all of it by any
+   coordinates. Once several stages in a row agree on a support, all further stages but 6 are skipped;
+5. for an under-determined quadratic: adaptive diagonal damping, then swaps; first without noise, then with the noise
+   that the best fit leaves;
+6. a refit on the Top-k support of the Newton step from the best fit. With this candidate the result keeps the local
+   rate of the I-OBS theorem. For large problems and general functions the Newton step is computed by at most 300
+   products with H, so there the rate holds as far as these converge.
+
+No stage raises f.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from iobs.optimize.curvature.kinds import FullHessian
+from iobs.optimize.objectives.design import Array, Indices
+from iobs.optimize.objectives.linear import LeastSquares, LinearModel
+from iobs.optimize.problem import Problem
+from iobs.optimize.refit.fit import Fit, newton_direction
+from iobs.optimize.refit.newton import refit
+from iobs.optimize.search import pursuits
+from iobs.optimize.search.swaps import Swapper
+
+GLOBAL = "global minimum: the gradient vanishes, so for a convex f no support can be better"
+LOCAL = "1-swap optimal: no exchange of two coordinates lowers f"
+LOCAL_MODEL = (
+    "1-swap optimal by the second-order model: no exchange of two coordinates is predicted to lower f and does"
+)
+
+RUNAWAY = "the gradient does not vanish where the best fit ended: f may be unbounded below there (check its sign)"
+
+_AGREEMENTS = 2  # stages in a row that must agree on a support, if swaps are expensive
+_MANY_AGREEMENTS = (
+    6  # the same if swaps are cheap: with noise stages soon agree, without noise only on the right support
+)
+_WORK_LIMIT = 4e8  # most multiplications of one iteration of adaptive damping
+_NEWTON_LIMIT = 1024  # most coordinates for which the Newton point is found by factorising H
+_NEWTON_PRODUCTS = (
+    300  # most products with H for the Newton point of larger problems, by conjugate gradients to a residual of 1e-6
+)
+_ROUGH = 1e-5  # largest residual of the Newton equations, relative and scaled, that is accepted from single precision
+_PASSING_LIMIT = 4_000_000  # most entries of a design for message passing, which reads it hundreds of times
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The result of a stage: its name, the best fit so far, and whether that fit is known to be optimal."""
+
+    name: str
+    fit: Fit
+    optimal: bool
+
+
+def stages(
+    problem: Problem, theta: Array | None = None, *, kicks: int = 18, empty: Fit | None = None
+) -> Iterator[Stage]:
+    """Run the stages one after the other and yield the best fit after each; stop once f cannot be lower.
+
+    Args:
+        problem: f, k and the candidates.
+        theta: a start (d,), improved by swaps before the first stage.
+        kicks: largest number of random restarts around the best support.
+        empty: the fit of the forced coordinates alone, if known.
+    """
+    swapper = Swapper(problem)
+    empty = pursuits.start(problem) if empty is None else empty
+    best = empty if theta is None else pursuits.start(problem, theta)
+    if problem.size == 0:
+        yield Stage("nothing to choose: only forced coordinates may be non-zero", best, True)
+        return
+    if theta is not None:
+        best = swapper.improve(best)[0]
+        yield Stage("start", best, pursuits.solved(problem, best))
+    agreed = 0
+    for name, propose in _plan(problem, empty, kicks):
+        if pursuits.solved(problem, best) and problem.size == best.support.size - problem.forced.size:
+            return
+        if name != "Newton point" and agreed >= (_MANY_AGREEMENTS if swapper.whole else _AGREEMENTS):
+            continue
+        proposal = propose(best)
+        if proposal is not best and not pursuits.solved(problem, proposal):
+            proposal = swapper.improve(proposal)[0]
+        agreed = agreed + 1 if np.array_equal(proposal.support, best.support) else 0
+        if proposal.value < best.value or best.support.size < proposal.support.size:
+            best = proposal
+        yield Stage(name, best, pursuits.solved(problem, best))
+
+
+def _plan(problem: Problem, empty: Fit, kicks: int) -> Iterator[tuple[str, Callable[[Fit], Fit]]]:
+    objective = problem.objective
+    first_pursuit, second_pursuit = (
+        ("pursuit", lambda best: pursuits.hard_thresholding_pursuit(problem, empty)),
+        ("merging pursuit", lambda best: pursuits.compressive_sampling_pursuit(problem, empty)),
+    )[:: -1 if problem.expensive_columns else 1]  # merging takes fewer differentiations
+    yield first_pursuit
+    linear = isinstance(objective, LeastSquares) and not objective.ridge.any()
+    if linear:
+        assert isinstance(objective, LeastSquares)
+        n, d = objective.design.shape
+        under = problem.size < min(n, d) and n < d
+        if n * d <= _PASSING_LIMIT and under:
+            yield "message passing", lambda best: _from_scores(problem, pursuits.message_passing)
+    # Where every refit is a Newton iteration of its own, kicks are cheaper than merging.
+    first = 0 if objective.quadratic else min(2, kicks)
+    for number in range(first):
+        yield "kick", partial(_kick, problem, number)
+    yield second_pursuit
+    for number in range(first, kicks):
+        yield "kick", partial(_kick, problem, number)
+    if linear and under and n * n * d <= _WORK_LIMIT:
+        yield "adaptive damping", lambda best: _from_scores(problem, partial(pursuits.adaptive_damping, steps=150))
+        yield "adaptive damping with noise", lambda best: _damped_for_noise(problem, best)
+    yield "Newton point", lambda best: _newton_support(problem, best)
+
+
+def _from_scores(problem: Problem, propose: Callable[[Array, Array, int], Array]) -> Fit:
+    """Call a scoring function on the scaled design and refit on the support of its k largest scores."""
+    objective = problem.objective
+    assert isinstance(objective, LeastSquares)
+    usable = np.flatnonzero(problem.candidates)
+    columns = objective.design.columns(usable) / problem.scale[usable]
+    scores = np.zeros(problem.dimension)
+    scores[usable] = propose(columns, objective.target, problem.size)
+    return refit(objective, problem.top(scores))
+
+
+def _damped_for_noise(problem: Problem, best: Fit) -> Fit:
+    """Adaptive damping with the variance of the residual at the best fit."""
+    variance = 2 * best.value / max(1, problem.objective.rank - best.support.size)
+    return _from_scores(problem, partial(pursuits.adaptive_damping, variance=variance, steps=60))
+
+
+def _newton_support(problem: Problem, best: Fit) -> Fit:
+    """Refit on the support of T_k of the Newton point (Option 1's mask)."""
+    objective = problem.objective
+    if problem.dimension <= _NEWTON_LIMIT and not problem.expensive_columns:
+        if (
+            problem.damping is None and objective.rank >= problem.dimension
+        ):  # H is definite and takes only one factorisation
+            centre = best.theta + _newton_direction(problem, best)
+        else:
+            centre = FullHessian().model(problem, best.theta, best.gradient).centre()
+    else:
+        model = FullHessian().products(problem, best.theta, best.gradient)
+        centre = model.centre(tolerance=1e-6, steps=_NEWTON_PRODUCTS)
+    support = problem.top(np.abs(centre))
+    if np.array_equal(support, best.support):
+        return best
+    fit = refit(objective, support, best.theta)
+    return fit if fit.value < best.value else best
+
+
+def _newton_direction(problem: Problem, fit: Fit) -> Array:
+    """-H^-1 g, in single precision if that solves the system well enough to rank coordinates."""
+    objective = problem.objective
+    if isinstance(objective, LinearModel) and not objective.quadratic:
+        direction = newton_direction(objective.rough_hessian(fit.theta), fit.gradient)
+        residual = objective.hessian_product(fit.theta, direction) + fit.gradient
+        if np.abs(residual / problem.scale).max() <= _ROUGH * np.abs(fit.gradient / problem.scale).max():
+            return direction
+    return newton_direction(objective.hessian_block(fit.theta, np.arange(problem.dimension)), fit.gradient)
+
+
+def _kick(problem: Problem, number: int, best: Fit) -> Fit:
+    """Replace part of the support by steep coordinates; every third kick draws a new support.
+
+    The part is a half or a third for a quadratic. Otherwise it is a quarter, and no new support is drawn, because every
+    refit is a Newton iteration.
+    """
+    free = np.setdiff1d(best.support, problem.forced)
+    if number % 3 == 1 and problem.objective.quadratic:
+        usable = np.flatnonzero(problem.candidates)
+        anything = problem.rng.choice(usable, problem.size, replace=False)
+        return refit(problem.objective, np.sort(np.concatenate([anything, problem.forced])).astype(np.int64))
+    count = max(1, free.size // ((2 + number % 3 // 2) if problem.objective.quadratic else 4))
+    gone = problem.rng.choice(free, count, replace=False)
+    kept = np.setdiff1d(best.support, gone)
+    rest = refit(problem.objective, kept, best.theta, steps=5)
+    slope = np.abs(rest.gradient) / problem.scale
+    slope[best.support] = -1.0
+    slope[~problem.candidates] = -1.0
+    pool = np.argsort(-slope, kind="stable")[: 4 * count]
+    pool = pool[slope[pool] > 0]
+    if pool.size < count:
+        return best
+    entering: Indices = problem.rng.choice(pool, count, replace=False)
+    return refit(problem.objective, np.sort(np.concatenate([kept, entering])).astype(np.int64), rest.theta)

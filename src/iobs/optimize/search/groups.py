@@ -1,0 +1,127 @@
+"""Group sparsity: k groups of coordinates, such as the dummies of a factor or the coefficients of all classes.
+
+As for single coordinates: groups enter by the Newton decrement of their block and leave by their saliency
+1/2 theta_G^T (P_GG)^-1 theta_G. Exchanges are tried on f itself, the most promising first, until none lowers f.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from iobs.errors import ProblemError
+from iobs.optimize.objectives.base import Objective
+from iobs.optimize.objectives.design import Indices
+from iobs.optimize.refit.fit import Fit, inverse_block, newton_direction
+from iobs.optimize.refit.newton import refit
+
+_ENTERING = 6  # number of entering groups that are tried with each of the `_LEAVING` cheapest leaving groups
+_LEAVING = 4
+
+
+@dataclass(frozen=True)
+class CoordinateGroups:
+    """A partition of the free coordinates of an objective.
+
+    Args:
+        objective: f.
+        members: the coordinates of every group.
+        forced: indices of groups that are always in the support, not counted in k.
+
+    Raises:
+        ProblemError: groups overlap, or a forced index does not exist.
+    """
+
+    objective: Objective
+    members: list[Indices]
+    forced: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        everything = np.concatenate(self.members) if self.members else np.zeros(0, np.int64)
+        if np.unique(everything).size != everything.size:
+            raise ProblemError("Groups must not share coordinates.")
+        if any(not 0 <= number < len(self.members) for number in self.forced):
+            raise ProblemError(f"Forced groups must lie in 0 ... {len(self.members) - 1}, got {sorted(self.forced)}.")
+
+    def support(self, chosen: frozenset[int]) -> Indices:
+        """The coordinates of the chosen groups, the forced groups and the objective's forced coordinates."""
+        parts = [self.members[number] for number in sorted(chosen | self.forced)]
+        return np.sort(np.concatenate([*parts, self.objective.forced])).astype(np.int64)
+
+
+def labels_to_groups(labels: npt.ArrayLike, dimension: int) -> list[Indices]:
+    """The coordinates of each label, in the order in which labels first appear, from one label per coordinate.
+
+    Raises:
+        ProblemError: the number of labels is not the number of coordinates.
+    """
+    labels = np.asarray(labels)
+    if labels.shape != (dimension,):
+        raise ProblemError(f"groups must give one label to each of {dimension} features, got shape {labels.shape}.")
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    return [np.flatnonzero(inverse == number) for number in np.argsort(first)]
+
+
+def group_path(groups: CoordinateGroups, sizes: list[int]) -> list[Fit]:
+    """The best fits found for each number of groups, each started from the one before.
+
+    Args:
+        groups: the partition.
+        sizes: ascending numbers of groups.
+    """
+    chosen: frozenset[int] = frozenset()
+    fit = refit(groups.objective, groups.support(chosen))
+    fits = []
+    for size in sizes:
+        while len(chosen) < size:
+            scores = _entering(groups, fit, chosen)
+            if not scores:
+                break
+            chosen = chosen | {scores[0]}
+            fit = refit(groups.objective, groups.support(chosen), fit.theta)
+        chosen, fit = _exchange(groups, chosen, fit)
+        fits.append(fit)
+    return fits
+
+
+def _entering(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int]) -> list[int]:
+    """Groups that may enter, by the decrease that a Newton step on each promises, best first; no constant groups."""
+    dead = set(groups.objective.constant_coordinates().tolist())
+    gains: list[tuple[float, int]] = []
+    for number, members in enumerate(groups.members):
+        if number in chosen or number in groups.forced or dead.issuperset(members.tolist()):
+            continue
+        slope = fit.gradient[members]
+        block = groups.objective.hessian_block(fit.theta, members)
+        gains.append((float(slope @ newton_direction(block, slope)), number))
+    return [number for _, number in sorted(gains)]
+
+
+def _leaving(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int]) -> list[int]:
+    """Chosen groups by saliency, cheapest first."""
+    inverse = inverse_block(groups.objective.hessian_block(fit.theta, fit.support))
+    costs: list[tuple[float, int]] = []
+    for number in chosen:
+        place = np.searchsorted(fit.support, groups.members[number])
+        values = fit.theta[groups.members[number]]
+        costs.append((float(values @ np.linalg.lstsq(inverse[np.ix_(place, place)], values, rcond=None)[0]), number))
+    return [number for _, number in sorted(costs)]
+
+
+def _exchange(groups: CoordinateGroups, chosen: frozenset[int], fit: Fit) -> tuple[frozenset[int], Fit]:
+    improved = bool(chosen)
+    while improved:
+        improved = False
+        for leaving in _leaving(groups, fit, chosen)[:_LEAVING]:
+            rest = chosen - {leaving}
+            without = refit(groups.objective, groups.support(rest), fit.theta)
+            for entering in _entering(groups, without, chosen)[:_ENTERING]:
+                trial = refit(groups.objective, groups.support(rest | {entering}), without.theta)
+                if trial.value < fit.value - 1e-9 * abs(without.value - fit.value) - 1e-12 * abs(fit.value):
+                    chosen, fit, improved = rest | {entering}, trial, True
+                    break
+            if improved:
+                break
+    return chosen, fit

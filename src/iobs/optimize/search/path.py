@@ -1,0 +1,142 @@
+"""Sparse fits for many k, each warm started from the one before, and criteria to choose k."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from iobs.errors import ProblemError
+from iobs.optimize.objectives.base import Objective
+from iobs.optimize.objectives.design import Array
+from iobs.optimize.objectives.linear import LeastSquares, LinearModel
+from iobs.optimize.objectives.multinomial import Multinomial
+from iobs.optimize.problem import Problem
+from iobs.optimize.refit.fit import Fit, inverse_block
+from iobs.optimize.refit.newton import refit
+from iobs.optimize.search import auto
+from iobs.optimize.search.groups import CoordinateGroups, group_path
+from iobs.optimize.search.swaps import Swapper
+
+Criterion = Literal["aic", "bic", "ebic"]
+
+
+def path(objective: Objective, sizes: Sequence[int], *, seed: int = 0, thorough: bool = False) -> list[Fit]:
+    """Sparse fits for ascending k.
+
+    Each fit starts from the one before plus the steepest coordinate, and is improved by exact swaps.
+
+    Args:
+        objective: f.
+        sizes: ascending values of k.
+        seed: seed of random restarts.
+        thorough: run every stage of the best known method for every k, not only the warm start.
+    """
+    fits: list[Fit] = []
+    fit: Fit | None = None
+    gram = None
+    for size in sizes:
+        problem = Problem(objective, size, rng=np.random.default_rng(seed))
+        swapper = Swapper(problem, gram=gram)
+        fit = _extend(problem, refit(objective, np.sort(problem.forced)) if fit is None else fit)
+        fit = swapper.improve(fit)[0]
+        gram = swapper.gram
+        if thorough:
+            better = list(auto.stages(problem))[-1].fit
+            fit = better if better.value < fit.value else fit
+        fits.append(fit)
+    return fits
+
+
+def _extend(problem: Problem, fit: Fit) -> Fit:
+    """Add the steepest coordinates one by one."""
+    while fit.support.size - problem.forced.size < problem.size:
+        score = np.where(problem.candidates, np.abs(fit.gradient) / problem.scale, -1.0)
+        score[fit.support] = -1.0
+        support = np.sort(np.append(fit.support, np.argmax(score))).astype(np.int64)
+        fit = refit(problem.objective, support, fit.theta)
+    return fit
+
+
+def fit_path(
+    objective: Objective, groups: CoordinateGroups | None, sizes: Sequence[int], thorough: bool, seed: int
+) -> list[Fit]:
+    """The path over groups if given, else over coordinates."""
+    if groups is not None:
+        return group_path(groups, list(sizes))
+    return path(objective, sizes, seed=seed, thorough=thorough)
+
+
+def information(
+    objective: Objective, fit: Fit, criterion: Criterion, samples: float, candidates: int, chosen: int
+) -> float:
+    """The deviance plus a penalty per parameter; lower is better.
+
+    Args:
+        objective: a negative log-likelihood; for least squares half the residual sum of squares.
+        fit: a fit of the objective.
+        criterion: the penalty: "aic" (2 per parameter), "bic" (log n per parameter), "ebic" (as "bic", plus 2 log of
+            the number of supports of this size; Chen and Chen 2008).
+        samples: n, or the sum of the sample weights.
+        candidates: number of coordinates or groups to choose from.
+        chosen: number of coordinates or groups chosen.
+
+    Raises:
+        ProblemError: an unknown criterion.
+    """
+    if criterion not in ("aic", "bic", "ebic"):
+        raise ProblemError(f'The criterion must be "aic", "bic" or "ebic", got {criterion!r}.')
+    parameters = int(np.count_nonzero(fit.theta))
+    if isinstance(objective, Multinomial):  # of the C coefficients of a feature, only C - 1 change the probabilities
+        parameters = parameters // objective.classes * (objective.classes - 1)
+    if isinstance(objective, LeastSquares):
+        floor = max(np.finfo(float).eps ** 2 * float(objective.target @ objective.target), 1e-300)
+        deviance = samples * math.log(max(2 * unpenalised(objective, fit), floor) / samples)
+    else:
+        deviance = 2 * unpenalised(objective, fit)
+    if criterion == "aic":
+        return deviance + 2 * parameters
+    price = deviance + parameters * math.log(max(samples, 2.0))
+    if criterion == "bic":
+        return price
+    choices = math.lgamma(candidates + 1) - math.lgamma(chosen + 1) - math.lgamma(candidates - chosen + 1)
+    return price + 2 * choices
+
+
+def unpenalised(objective: Objective, fit: Fit) -> float:
+    """The loss of a fit without its ridge term."""
+    ridge = objective.ridge if isinstance(objective, (LinearModel, Multinomial)) else np.zeros(1)
+    return max(0.0, fit.value - 0.5 * float((ridge * fit.theta**2).sum()))
+
+
+@dataclass(frozen=True)
+class Inference:
+    """Classical standard errors on the support, as if the support had been known beforehand.
+
+    Attributes:
+        errors: (k,) in the order of `Fit.support`.
+        noise: estimated standard deviation of the noise; 1 for likelihoods.
+    """
+
+    errors: Array
+    noise: float
+
+
+def standard_errors(objective: Objective, fit: Fit, samples: float, intercept: bool) -> Inference:
+    """Square roots of the diagonal of noise^2 H_QQ^-1. They ignore that the support was chosen by the same data.
+
+    Args:
+        objective: f.
+        fit: a fit of f.
+        samples: n, or the sum of the sample weights.
+        intercept: whether centring estimated one more parameter.
+    """
+    inverse = inverse_block(objective.hessian_block(fit.theta, fit.support))
+    noise = 1.0
+    if isinstance(objective, LeastSquares):
+        freedom = samples - fit.support.size - intercept
+        noise = math.sqrt(2 * unpenalised(objective, fit) / freedom) if freedom > 0 else math.nan
+    return Inference(noise * np.sqrt(np.maximum(inverse.diagonal(), 0.0)), noise)

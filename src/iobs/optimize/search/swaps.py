@@ -1,0 +1,184 @@
+"""Exact swaps: improve a support by the best of all k (d - k) exchanges until none lowers f.
+
+On a quadratic every swap is scored in closed form (`kernels`). On any other f the same search runs on the second-order
+model at the refitted point. A new support is accepted only if the refit on it lowers f itself.
+
+Only a block of the Hessian is formed: the support and the coordinates with the steepest gradient. Once no swap within
+the block lowers f, all coordinates are scanned in chunks. So "1-swap optimal" holds for every pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from iobs.optimize.objectives.design import Array, Indices
+from iobs.optimize.problem import Problem
+from iobs.optimize.refit.fit import Fit, inverse_block
+from iobs.optimize.refit.newton import refit
+from iobs.optimize.search import kernels
+from iobs.optimize.search.kernels import SwapState
+from iobs.optimize.search.pursuits import solved as vanishes
+
+_CHUNK = 1 << 21  # number of entries in one chunk of the columns of the Hessian
+_GRAM_LIMIT = 1536  # most coordinates of a quadratic whose whole Hessian is formed once
+
+
+@dataclass
+class Swapper:
+    """Improves fits of one problem; keeps the Hessian of a small quadratic between calls.
+
+    Attributes:
+        problem: f, k and the candidates.
+        tolerance: least relative decrease of f that counts as an improvement.
+        gram: the Hessian of a small quadratic, once computed.
+        optimal: supports that no exchange improves, found earlier.
+    """
+
+    problem: Problem
+    tolerance: float = 1e-10
+    gram: Array | None = field(default=None, repr=False)
+    optimal: set[bytes] = field(default_factory=set, repr=False)
+
+    def improve(self, fit: Fit, *, limit: int = 1000) -> tuple[Fit, bool]:
+        """Lower f by swaps until none helps, for at most `limit` supports.
+
+        Returns:
+            The fit, and True if it is 1-swap optimal. If f is not quadratic, this means: on its second-order model.
+        """
+        if fit.support.size == self.problem.forced.size or self.problem.size >= int(self.problem.candidates.sum()):
+            return fit, True
+        for _ in range(limit):
+            if fit.support.tobytes() in self.optimal:
+                return fit, True
+            better = self._improve_in_block(fit, limit)
+            if better is None and not self.whole:
+                better = self._improve_anywhere(fit)
+            if better is None:
+                self.optimal.add(fit.support.tobytes())
+                return fit, True
+            fit = better
+            if vanishes(self.problem, fit):
+                return fit, True
+        return fit, False
+
+    @property
+    def whole(self) -> bool:
+        """True if the whole Hessian is formed once: f is quadratic and small enough."""
+        return self.problem.objective.quadratic and self.problem.dimension <= _GRAM_LIMIT
+
+    def _improve_in_block(self, fit: Fit, limit: int) -> Fit | None:
+        state = self.state(fit, self.members(fit))
+        quadratic = self.problem.objective.quadratic
+        allowance = limit if quadratic else max(2, fit.support.size // 2)
+        while allowance >= 1:
+            count = int(kernels.swap_until_optimal(state, self.tolerance * self._size(fit), allowance))
+            if count == 0:
+                return None
+            better = self._accept(fit, state)
+            if better is not None:
+                return better
+            # f fell less than the model predicted: make fewer swaps at once.
+            allowance = min(count, allowance) // 2
+            state = self.state(fit, state.members, state.hessian)
+        return None
+
+    def _size(self, fit: Fit) -> float:
+        """The scale of changes of f: the larger of |f| and its decrease from its value at zero."""
+        return max(abs(fit.value), abs(self.problem.at_zero[0] - fit.value), 1e-300)
+
+    def _accept(self, fit: Fit, state: SwapState) -> Fit | None:
+        start = np.zeros(self.problem.dimension)
+        chosen = state.members[state.support]
+        start[chosen] = state.theta
+        order = np.argsort(chosen)
+        positions = state.support[order]
+        block = state.hessian[np.ix_(positions, positions)] if self.problem.expensive_columns else None
+        trial = refit(self.problem.objective, chosen[order], start, block=block)
+        gain = fit.value - trial.value
+        return trial if gain > 0.5 * self.tolerance * self._size(fit) else None
+
+    def members(self, fit: Fit) -> Indices:
+        """The support and the coordinates with the steepest scaled gradient."""
+        if self.whole:
+            return np.arange(self.problem.dimension)
+        outside = self.problem.candidates.copy()
+        outside[fit.support] = False
+        wanted = max(30, 2 * fit.support.size) if self.problem.expensive_columns else max(100, 3 * fit.support.size)
+        count = min(int(outside.sum()), wanted)
+        score = np.where(outside, np.abs(fit.gradient) / self.problem.scale, -1.0)
+        best = np.argpartition(-score, count - 1)[:count] if count else np.zeros(0, np.int64)
+        return np.sort(np.concatenate([fit.support, best])).astype(np.int64)
+
+    def state(self, fit: Fit, members: Indices, hessian: Array | None = None) -> SwapState:
+        """The second-order model at a fit on the coordinates `members`, which must include the support of the fit."""
+        if hessian is None:
+            hessian = self._block(fit, members)
+        support = np.searchsorted(members, fit.support).astype(np.int64)
+        rows = hessian[support]
+        inverse = inverse_block(rows[:, support])
+        projection = inverse @ rows
+        allowed = self.problem.candidates[members].astype(np.float64)
+        allowed[support] = 0.0
+        return SwapState(
+            members=members,
+            hessian=hessian,
+            support=support,
+            inverse=np.ascontiguousarray(inverse),
+            projection=np.ascontiguousarray(projection),
+            schur=hessian.diagonal() - np.einsum("ij,ij->j", rows, projection),
+            gradient=fit.gradient[members],
+            theta=fit.theta[fit.support],
+            allowed=allowed,
+            locked=np.isin(fit.support, self.problem.forced),
+        )
+
+    def _block(self, fit: Fit, members: Indices) -> Array:
+        if not self.whole:
+            return np.ascontiguousarray(self.problem.objective.hessian_block(fit.theta, members))
+        if self.gram is None:
+            self.gram = np.ascontiguousarray(self.problem.objective.hessian_block(fit.theta, members))
+        return self.gram
+
+    def _improve_anywhere(self, fit: Fit) -> Fit | None:
+        """The best swaps of the model over all pairs, tried on f in the order of their predicted decrease."""
+        for leaving, entering, _ in self.best_pairs(fit):
+            support = fit.support.copy()
+            support[leaving] = entering
+            trial = refit(self.problem.objective, np.sort(support), fit.theta)
+            if fit.value - trial.value > 0.5 * self.tolerance * self._size(fit):
+                return trial
+        return None
+
+    def best_pairs(self, fit: Fit) -> list[tuple[int, int, float]]:
+        """The best swap in every chunk, best first: (position in the support, new coordinate, change of the model)."""
+        objective, support = self.problem.objective, fit.support
+        inverse = np.ascontiguousarray(inverse_block(objective.hessian_block(fit.theta, support)))
+        diagonal = self._diagonal(fit)
+        locked = np.isin(support, self.problem.forced)
+        outside = self.problem.candidates.copy()
+        outside[support] = False
+        columns = np.flatnonzero(outside)
+        pairs = []
+        for part in np.array_split(columns, max(1, columns.size * support.size // _CHUNK)):
+            rows = objective.hessian_columns(fit.theta, support, part).T
+            projection = np.ascontiguousarray(inverse @ rows)
+            schur = diagonal[part] - np.einsum("ij,ij->j", rows, projection)
+            leaving, entering, change = kernels.best_swap(
+                inverse,
+                projection,
+                schur,
+                diagonal[part],
+                fit.gradient[part],
+                fit.theta[support],
+                np.ones(part.size),
+                locked,
+            )
+            if leaving >= 0 and change < -self.tolerance * self._size(fit):
+                pairs.append((leaving, int(part[entering]), change))
+        return sorted(pairs, key=lambda pair: pair[2])
+
+    def _diagonal(self, fit: Fit) -> Array:
+        objective = self.problem.objective
+        return self.problem.scale**2 if objective.quadratic else objective.hessian_diagonal(fit.theta)

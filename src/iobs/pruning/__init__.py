@@ -1,0 +1,34 @@
+"""Pruning of a whole model: Algorithm 2.
+
+Modules, in an order in which each imports only from modules before it (`tests/test_floors.py` checks this):
+
+    keep_sparse  training that keeps the zeros
+    samples      calibration samples: what a batch is, its outputs, subsets
+    report       results of a run, as plain records
+    recipe       settings of a run, as frozen values: Recipe, Rounds, FineTune, Allocation, Rule
+    network      the model: its weight matrices, the selection of layers, its modes
+    runtime      processes and storage: checkpoints, ranks, memory
+    callbacks    progress of a run, for callbacks
+    progress     the progress bar, a callback
+    calibration  forward passes of the calibration data: Gram matrices and losses
+    audit        zeros counted entry by entry
+    store        reads, writes, copies and restores weights during a run
+    allocation   the sparsity of every layer
+    finetune     gradient steps that keep the zeros; the loss that compares rounds
+    layerwise    one layer: its quadratic, its solver, its new mask and weights
+    workspace    the state of one run
+    decisions    choices of the run itself: sparsities, rounds, learning rates
+    baselines    published one-shot pruners of a whole model
+    cost         time and memory that a run will take
+    algorithm    Algorithm 2: the loop over rounds and layers
+    driver       iobs.prune
+"""
+
+from iobs.pruning.audit import audit
+from iobs.pruning.callbacks import Callback
+from iobs.pruning.driver import prune
+from iobs.pruning.keep_sparse import keep_sparse
+from iobs.pruning.recipe import Allocation, FineTune, Recipe, Rounds, Rule
+from iobs.pruning.report import Report
+
+__all__ = ["Allocation", "Callback", "FineTune", "Recipe", "Report", "Rounds", "Rule", "audit", "keep_sparse", "prune"]

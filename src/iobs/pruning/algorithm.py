@@ -1,0 +1,284 @@
+"""Algorithm 2 of the paper: project every layer, measure, take gradient steps, repeat; keep the best projection.
+
+Every run uses this loop. It reads and writes these objects:
+
+    work.store      the weights of the model (`store.py`)
+    work.recipe     the settings of the run (`recipe/`)
+    plan            the pattern of every layer, from `allocate` (`decisions/sparsity.py`)
+    work.decided    rounds, optimizers and learning rates (`decisions/`)
+    Projection      the mask and the weights of every layer (`layerwise/projection.py`)
+    Report          the result, with all decisions (`report.py`)
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import count
+
+from torch import Tensor
+
+from iobs.core.patterns import Pattern
+from iobs.errors import LayerSelectionError, NonFiniteError
+from iobs.pruning.baselines.projection import audit_network, project_network
+from iobs.pruning.calibration.gram import by_magnitude
+from iobs.pruning.calibration.sweep import Group, Sweep
+from iobs.pruning.cost.seconds import affordable, estimate_seconds
+from iobs.pruning.decisions.learning_rate import candidates, decide_rates
+from iobs.pruning.decisions.sparsity import allocate, decide_growth, scheduled
+from iobs.pruning.finetune.trainer import Trainer
+from iobs.pruning.layerwise.patterns import asked
+from iobs.pruning.layerwise.projection import Projection
+from iobs.pruning.layerwise.targets import TARGETS
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.modes import update_batch_norm
+from iobs.pruning.network.selection import Selection
+from iobs.pruning.recipe import FineTune
+from iobs.pruning.report import AllocationRecord, AuditRow, Report, RoundRecord, best_index
+from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.workspace import Workspace
+
+Plan = dict[Layer, Pattern]
+
+
+def run(work: Workspace) -> Report:
+    """Run Algorithm 2; at the end the model has the weights of the best record."""
+    started = time.perf_counter()
+    with work.store.running(work.request.patterns, work.memory):  # restores the dense weights on any failure
+        dense_loss = prepare(work)
+        plan, allocation = allocate(work)
+        best = Best(work, plan)
+        trainer: Trainer | None = None
+        for index in count():
+            record = project(work, scheduled(plan, work.decided.rounds, index), index, trainer)  # lines 3 to 8
+            best.consider(record)
+            if index == 0:
+                work.decided = decide_rates(work, replace(work.decided, rounds=decide_growth(work)))
+            if index + 1 == work.decided.rounds.count:
+                break
+            trainer = finetune(work, record, trainer)  # line 9
+        trainer = None  # frees its float32 weights and its optimizer state
+        projection, weights = best.record, best.weights
+        for step in candidates(work.decided):
+            work.store.restore(weights)
+            best.consider(finetune_last(work, projection, step, len(best.records)))
+        work.store.restore(best.weights)
+        return report_of(work, best, dense_loss, allocation, time.perf_counter() - started)
+
+
+def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None) -> RoundRecord:
+    """Prune every layer in the order of the forward pass, then measure the model (lines 3 to 8)."""
+    began, recipe, samples = time.perf_counter(), work.recipe, work.portion(index)
+    if recipe.network_solver is not None:
+        record = project_network(work, patterns, recipe.network_solver, index)
+    else:
+        masters = {} if trainer is None else trainer.masters
+        projection = Projection(
+            work.store, patterns, recipe, index, work.checkpoint, work.ranks, masters, work.callbacks
+        )
+        sweep = sweep_of(work, samples, index)
+        for group in sweep.groups():
+            projection.project(group)
+            work.memory.look()
+        handle_layers_without_input(work, projection, sweep.without_input)
+        record = projection.record
+        note_pruning_by_magnitude(work, record)
+    if recipe.batch_norm == "update":
+        update_batch_norm(work.store.model, samples)
+    return measured(work, record, samples, began)
+
+
+def finetune(work: Workspace, record: RoundRecord, trainer: Trainer | None) -> Trainer | None:
+    """Take gradient steps between two projections (line 9); the next projection reads the trainer's weights."""
+    rounds = work.decided.rounds
+    step = rounds.finetune
+    if record.index == 0 and rounds.schedule == "cubic":
+        work.store.reset()  # sparsity grows from the dense weights; the first round only measured the damage
+        return None if step is None else work.trainer(step, (rounds.count - 2) * step.steps)
+    if step is None:
+        return None
+    trainer = trainer or work.trainer(step, (rounds.count - 1) * step.steps)
+    trainer.adopt()
+    trainer.masks = work.masks(step.support)
+    began = time.perf_counter()
+    record.step_losses = work.descend(trainer, work.portion(record.index), record.index, f"steps {record.index}")
+    record.seconds += time.perf_counter() - began
+    return trainer
+
+
+def finetune_last(work: Workspace, projection: RoundRecord, step: FineTune, index: int) -> RoundRecord | None:
+    """Take gradient steps on the support of the best projection.
+
+    The model holds the weights of that projection. Returns None if the steps diverge.
+    """
+    began = time.perf_counter()
+    try:
+        trainer = work.trainer(step, step.steps, work.masks())
+        losses = work.descend(trainer, work.fit, index, f"fine-tuning of {step.steps} steps")
+        layers, parent = projection.layers, projection.index
+        record = RoundRecord(index, projection.asked, None, None, layers, losses, 0.0, "finetune", parent)
+        return measured(work, record, work.fit, began)
+    except NonFiniteError as error:
+        work.note(f"The fine-tuning of {step.steps} steps is left out: {error}")
+        return None
+
+
+class Best:
+    """All records of a run, and the weights of the best record: lowest held-out loss at the requested sparsity.
+
+    Args:
+        work: the state of the run.
+        plan: the pattern of every layer.
+
+    Attributes:
+        records: all records, in order.
+        weights: weights of the best record, by name.
+    """
+
+    def __init__(self, work: Workspace, plan: Plan) -> None:
+        self.plan = plan
+        self.records: list[RoundRecord] = []
+        self.weights: dict[str, Tensor] = {}
+        self._work = work
+
+    @property
+    def index(self) -> int:
+        """Position of the best record."""
+        return best_index(self.records, asked(self.plan))
+
+    @property
+    def record(self) -> RoundRecord:
+        """The best record."""
+        return self.records[self.index]
+
+    def consider(self, record: RoundRecord | None) -> None:
+        """Add a record, and keep a snapshot of the model if the record is the best so far; ignore None."""
+        if record is not None:
+            self.records.append(record)
+            if self.index == len(self.records) - 1:
+                self.weights = self._work.store.snapshot()
+
+
+def prepare(work: Workspace) -> float | None:
+    """Measure the dense model, limit the gradient steps to their affordable number, and check their losses.
+
+    Returns:
+        The loss of the dense model on the held-out samples; None if it cannot be measured.
+    """
+    layers, decided = work.selection.layers, work.decided
+    work.callbacks.on_start(work.store.model, [layer.name for layer in layers], decided.rounds.count)
+    if work.scoring is None:
+        return None
+    between, after = (
+        None if step is None else affordable(step, work.store.model, layers, work.fit)
+        for step in (decided.rounds.finetune, decided.finetune)
+    )
+    work.decided = replace(decided, rounds=replace(decided.rounds, finetune=between), finetune=after)
+    # NaN is no error here: the sweep names the layer that causes it.
+    loss = work.scoring.loss_on(work.scoring.heldout_augmented)
+    if loss is None:
+        work.scoring.loss_on(work.fit.first(1))  # report missing labels now, not after a projection
+    for step in (between, after):
+        if step is not None:
+            work.require_gradient(step)
+    if between is not None or after is not None:
+        recipe, holdout = work.recipe, work.request.holdout
+        expected = estimate_seconds(work.store.model, layers, work.chain, work.fit, recipe, work.decided, holdout)
+        work.note(f"Estimated time: {expected:.0f} s.")
+    return loss
+
+
+def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:
+    """The sweep of one round through the model."""
+    rounds, recipe = work.decided.rounds, work.recipe
+    dense = index == 0 or (index == 1 and rounds.schedule == "cubic")  # no gradient step yet
+    teacher = None if work.scoring is None else TARGETS[recipe.target].teacher(work.scoring, dense)
+    if teacher is None and recipe.inputs == "dense":
+        assert work.scoring is not None
+        teacher = work.scoring.reference
+    return Sweep(
+        work.store.model,
+        samples,
+        work.heldout,
+        work.selection.layers,
+        work.chain,
+        teacher,
+        dense_inputs=recipe.inputs == "dense",
+        seed=work.request.seed + index,
+        ranks=work.ranks,
+        residency=work.store,
+    )
+
+
+def handle_layers_without_input(work: Workspace, projection: Projection, without_input: list[Layer]) -> None:
+    """Leave them dense in the first round; prune them by magnitude in later rounds, where their zeros are counted.
+
+    Raises:
+        LayerSelectionError: no layer received any input.
+    """
+    index = projection.index
+    if index == 0 and without_input:
+        kept = tuple(layer for layer in work.selection.layers if layer not in without_input)
+        names = ", ".join(layer.name for layer in without_input)
+        if not kept:
+            raise LayerSelectionError(
+                f"Nothing was pruned: on the calibration data the network feeds nothing to {names}."
+            )
+        work.note(f"Left dense, since the network feeds them nothing on the calibration data: {names}.")
+        reason = "the network fed it nothing on the calibration data"
+        dense = dict.fromkeys((layer.name for layer in without_input), reason)
+        work.selection = Selection(kept, {**work.selection.skipped, **dense})
+    elif index:
+        for layer in without_input:
+            device, why = layer.tensor(work.store.model).device, "this round's data feed it nothing"
+            projection.project(Group([layer], partial(by_magnitude, layer.groups, layer.shape[1], device, why)))
+
+
+def note_pruning_by_magnitude(work: Workspace, record: RoundRecord) -> None:
+    """Add a note for every layer that was pruned by magnitude, with the reason."""
+    for entry in record.layers:
+        if "rule" in entry.stats:
+            work.callbacks.notes.append(f"Round {record.index}, {entry.name}: {entry.stats['rule']}.")
+
+
+def measured(work: Workspace, record: RoundRecord, samples: Samples, began: float) -> RoundRecord:
+    """Measure the model: add losses and seconds to the record, and return it."""
+    if work.scoring is not None:
+        record.loss_calibration = work.scoring.measure(work.scoring.comparable(samples))
+        record.loss_heldout = work.scoring.measure(work.scoring.heldout_augmented)
+    record.seconds = time.perf_counter() - began
+    work.callbacks.on_round(record)
+    return record
+
+
+def report_of(
+    work: Workspace, best: Best, dense_loss: float | None, allocation: list[AllocationRecord], seconds: float
+) -> Report:
+    """The report of the run, also sent to the callbacks."""
+    report = Report(
+        settings=work.facts(),
+        loss_name="not measured" if work.scoring is None else work.scoring.name,
+        dense_loss=dense_loss,
+        rounds=best.records,
+        best_round=best.index,
+        skipped=work.selection.skipped,
+        audit=audited(work, best.plan),
+        seconds=seconds,
+        peak_memory_bytes=work.memory.look(),
+        notes=work.callbacks.notes,
+        allocation=allocation,
+    )
+    work.callbacks.on_end(report)
+    return report
+
+
+def audited(work: Workspace, plan: Plan) -> list[AuditRow]:
+    """Count the zeros of every pruned layer, entry by entry.
+
+    Raises:
+        AuditError: fewer zeros than asked.
+    """
+    if work.recipe.network_solver is not None:
+        return audit_network(work, work.selection.layers)
+    return work.store.audit({layer: plan[layer] for layer in work.selection.layers})

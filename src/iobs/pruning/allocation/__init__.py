@@ -1,0 +1,1 @@
+"""Non-uniform sparsity: the number of weights that each layer keeps."""

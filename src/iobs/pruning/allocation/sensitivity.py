@@ -1,0 +1,325 @@
+"""Layer sensitivity: error curves per layer, and their effects on the model's loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.patterns import Pattern, Unstructured
+from iobs.core.quadratic import Solution
+from iobs.pruning.allocation.counts import Curve, global_sparsity, keep_ranges, optimal_counts, total_kept
+from iobs.pruning.allocation.output_fisher import output_fisher
+from iobs.pruning.allocation.response import Trial, common_response
+from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.gram import Statistics, relative_output_error
+from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
+from iobs.pruning.calibration.sweep import Sweep
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe.allocation import Allocation
+from iobs.pruning.report import AllocationRecord
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.subsets import Samples, split
+
+_LEVELS = (1 / 6, 1 / 3, 2 / 3, 1.0, 1.5, 2.5)  # measured densities of a layer, relative to that of the whole model
+_TRIAL_LEVELS = (1 / 6, 1.0, 2.5)  # the levels at which the damage is measured too
+_DENSEST = 0.9  # upper limit of the measured densities; at density 1 the error is zero
+_NO_ERROR = 1e-9  # relative error up to which a trial counts as unchanged, such as for layers of mostly zeros
+_POSITIONS = 16  # positions per sample of a convolution; curves need fewer than weights do
+_EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors and damages, besides the held-out ones
+PROBE = 300  # most samples for gradients and divergences
+PROBE_TOKENS = 16384  # most positions of text for gradients and divergences; each position has its own distribution
+_PASSES = 6000  # forward passes, in samples, for the divergences of all layers together
+_FEWEST = 16  # least number of samples for the divergence of one layer, also if `_PASSES` is exceeded
+_ANSWERS = 2**26  # most numbers in the stored outputs of the dense model
+CURVE_TOKENS = 65536  # most positions of text for curves
+_SEARCH_ENTRIES = 2**24  # most entries of all stored Grams; a search solves layers from stored Grams
+ENOUGH_OUTPUTS = 150  # least number of outputs that can judge a search; with fewer, the best of 100 trials is noise
+
+SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
+
+
+@dataclass
+class Measured:
+    """The measurements of one layer.
+
+    Args:
+        curve: its output errors.
+        trials: trials in which only this layer was pruned.
+        statistics: its Grams, if a search needs them; otherwise None.
+    """
+
+    curve: Curve
+    trials: list[Trial]
+    statistics: Statistics | None = None
+
+
+@dataclass
+class Planner:
+    """Measure a dense model and allocate its sparsity.
+
+    Args:
+        model: the dense model; restored after every trial.
+        layers: the layers to prune.
+        chain: blocks along which the model can be run.
+        calibration: calibration samples. Most of them give the Grams that layers are solved with. Errors and
+            divergences are measured on the rest and on the held-out samples, because errors on few fitted samples are
+            too small.
+        heldout: held-out samples of the run.
+        solve: (layer, statistics, dense weight, pattern) -> solutions, one per group of the layer.
+        seed: seed of every random choice.
+        on_progress: called with (task, done, total).
+
+    Attributes:
+        measured: results by layer.
+        fit: samples that layers are solved for.
+        evaluation: samples that errors and divergences are measured on.
+    """
+
+    model: nn.Module
+    layers: tuple[Layer, ...]
+    chain: list[Block]
+    calibration: Samples
+    heldout: Samples
+    solve: SolveLayer
+    seed: int
+    on_progress: Callable[[str, int, int], None] = lambda task, done, total: None
+    measured: dict[Layer, Measured] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.fit, rest = split(self.calibration, _EVALUATION_SHARE, self.seed)
+        self.evaluation = Samples(rest.batches + self.heldout.batches, rest.numbers + self.heldout.numbers)
+
+    @property
+    def output_count(self) -> int:
+        """Number of outputs of the model (samples times positions) that a search is judged by."""
+        return sum(batches.size(batch) * batches.positions(batch) for batch in self._answered.batches)
+
+    def allocate(self, pattern: Pattern, allocation: Allocation) -> tuple[dict[Layer, int], list[AllocationRecord]]:
+        """The number of entries that every layer keeps, and the measurements behind it.
+
+        Layers that receive no input are left out.
+
+        Raises:
+            PatternError: the bounds of the layers that receive input do not allow the sparsity.
+        """
+        sparsity = global_sparsity(pattern)
+        assert sparsity is not None, "under_pattern accepts no other pattern"
+        ranges = keep_ranges(allocation, self.layers, sparsity)
+        without_input = self._measure(1 - sparsity, allocation)
+        self.layers = tuple(layer for layer in self.layers if layer not in without_input)
+        curves = {layer: self.measured[layer].curve for layer in self.layers}
+        total = total_kept(self.layers, sparsity)
+        ranges = within_support(curves, {layer: ranges[layer] for layer in self.layers}, total)
+        found = self._effects(allocation, curves)
+        effects = complete(found, curves)
+        counts = optimal_counts(effects, total, ranges)
+        if allocation.criterion == "evolve":
+            counts = self._evolve(counts, {layer: ranges[layer] for layer in found}, allocation.generations)
+        records = [_record(layer, curves[layer], effects[layer], counts[layer]) for layer in self.layers]
+        return counts, records
+
+    # ---- curves
+    def _measure(self, density: float, allocation: Allocation) -> list[Layer]:
+        """Measure the curves of all layers; returns the layers that receive no input."""
+        levels = sorted({min(level * density, _DENSEST) for level in _LEVELS})
+        tried = {min(level * density, _DENSEST) for level in _TRIAL_LEVELS} if allocation.by_damage else set()
+        calibration, heldout = (part.first(part.samples, CURVE_TOKENS) for part in (self.fit, self.evaluation))
+        sweep = Sweep(self.model, calibration, heldout, self.layers, self.chain, seed=self.seed, positions=_POSITIONS)
+        for group in sweep.groups():
+            statistics = group.statistics()
+            for layer in group.layers:
+                self.measured[layer] = self._measure_layer(layer, statistics, levels, tried)
+                self.on_progress("error curves of layers", len(self.measured), len(self.layers))
+                if allocation.criterion == "evolve":
+                    self.measured[layer].statistics = statistics
+        return sweep.without_input
+
+    @torch.no_grad()
+    def _measure_layer(self, layer: Layer, statistics: Statistics, levels: list[float], tried: set[float]) -> Measured:
+        """The error of one layer at each density of `levels`, and the damage at each density of `tried`."""
+        dense = layer.read(self.model)
+        judged = statistics.heldout or statistics.calibration
+        energy = judged.energy(dense)
+        full = int(torch.count_nonzero(dense)) or layer.weights
+        keeps: list[int] = []
+        errors: list[float] = []
+        trials: list[Trial] = []
+        for level in levels:
+            keep = max(1, round(level * layer.weights))
+            if keep >= full or (keeps and keep <= keeps[-1]):
+                continue
+            weight = self._solved(layer, statistics, dense, keep)
+            error = energy * relative_output_error(judged, weight, dense)
+            keeps.append(keep)
+            errors.append(min([error, *errors]))  # an error that grows with more entries is noise of the solver
+            if level in tried and error > _NO_ERROR * energy:
+                trials.append(Trial(error, self._damage({layer: weight})))
+        return Measured(Curve([*keeps, full], [*errors, 0.0], energy), trials)
+
+    def _solved(self, layer: Layer, statistics: Statistics, dense: Tensor, keep: int) -> Tensor:
+        """The layer's weight (rows, columns), pruned to `keep` entries."""
+        solutions = self.solve(layer, statistics, dense, Unstructured(keep=keep))
+        return torch.cat([solution.weight for solution in solutions])
+
+    # ---- effects
+    def _effects(self, allocation: Allocation, curves: dict[Layer, Curve]) -> dict[Layer, Curve]:
+        """The effects of output errors on the model, for the layers that have a measurable effect.
+
+        Layers that do not affect the logits have no measurable effect; `complete` gives them a typical effect.
+        """
+        if allocation.criterion == "error":
+            return {layer: curve.times(1 / max(curve.energy, 1e-30)) for layer, curve in curves.items()}
+        if allocation.criterion == "fisher":
+            weights = output_fisher(self.model, self.layers, self.calibration.first(PROBE, PROBE_TOKENS), self.seed)
+            return {layer: curves[layer].times(weight) for layer, weight in weights.items()}
+        untouched = self._damage({})
+        # The comparison is exact, since a tiny effect is a measurement: the layer is cheap to prune.
+        trials = {
+            layer: self.measured[layer].trials
+            for layer in self.layers
+            if any(trial.damage != untouched for trial in self.measured[layer].trials)
+        }
+        response = common_response([*trials.values()])
+        return {layer: response.effects(curves[layer], own) for layer, own in trials.items()}
+
+    def _damage(self, weights: dict[Layer, Tensor]) -> float:
+        """KL divergence from the dense model to the model with the given weights in some layers."""
+        probe = self._probe
+        with self._written(weights):
+            return mean_loss(self.model, probe, kl_to_answers)
+
+    @cached_property
+    def _answered(self) -> Samples:
+        """Samples with the outputs of the dense model. The first use must come while the model is dense."""
+        part = self.evaluation if self.evaluation.batches else self.calibration
+        return answered(self.model, part.first(PROBE, PROBE_TOKENS), _ANSWERS)
+
+    @cached_property
+    def _probe(self) -> Samples:
+        """The samples on which the damage of each layer is measured."""
+        return self._answered.first(samples_per_trial(len(self.layers)))
+
+    # ---- search
+    def _evolve(
+        self, counts: dict[Layer, int], ranges: dict[Layer, tuple[int, int]], generations: int
+    ) -> dict[Layer, int]:
+        """Move weights between two random layers, and keep moves that lower the divergence of the model (EvoPress).
+
+        Args:
+            counts: entries that each layer keeps, for all layers.
+            ranges: least and greatest count of each layer that takes part in the search.
+            generations: number of trials.
+        """
+        layers = tuple(ranges)
+        if len(layers) < 2:
+            return counts
+        generator = torch.Generator().manual_seed(self.seed)
+        answered_samples = self._answered
+        weights = {layer: self._weight_at(layer, counts[layer]) for layer in self.layers}
+        with self._written(weights):
+            best = mean_loss(self.model, answered_samples, kl_to_answers)
+        for generation in range(1, generations + 1):
+            self.on_progress("moves of weights between layers", generation, generations)
+            giver, taker = (layers[i] for i in torch.randperm(len(layers), generator=generator)[:2].tolist())
+            share = 0.02 + 0.18 * float(torch.rand((), generator=generator))
+            moved = round(share * min(counts[giver], counts[taker]))
+            moved = min(moved, counts[giver] - ranges[giver][0], ranges[taker][1] - counts[taker])
+            if moved <= 0:
+                continue
+            trial = {giver: counts[giver] - moved, taker: counts[taker] + moved}
+            changed = {layer: self._weight_at(layer, keep) for layer, keep in trial.items()}
+            with self._written({**weights, **changed}):
+                found = mean_loss(self.model, answered_samples, kl_to_answers)
+            if found < best:
+                best, counts, weights = found, {**counts, **trial}, {**weights, **changed}
+        return counts
+
+    def _weight_at(self, layer: Layer, keep: int) -> Tensor:
+        """The layer's weight with `keep` entries, from its stored Grams."""
+        statistics = self.measured[layer].statistics
+        assert statistics is not None
+        return self._solved(layer, statistics, layer.read(self.model), keep)
+
+    @contextmanager
+    def _written(self, weights: dict[Layer, Tensor]) -> Iterator[None]:
+        """Write other weights into some layers; the weights of the model are restored on exit."""
+        kept = {layer: layer.read(self.model) for layer in weights}
+        with torch.no_grad():
+            try:
+                for layer, weight in weights.items():
+                    layer.write(self.model, weight)
+                yield
+            finally:
+                for layer, weight in kept.items():
+                    layer.write(self.model, weight)
+
+
+def evaluation_share(holdout: float) -> float:
+    """Number of evaluation samples per calibration sample, if a share `holdout` of all samples is held out."""
+    return _EVALUATION_SHARE + holdout / (1 - holdout)
+
+
+def samples_per_trial(layers: int) -> int:
+    """Number of samples in each trial, for a model of `layers` layers."""
+    return max(_FEWEST, _PASSES // (len(_TRIAL_LEVELS) * layers))
+
+
+def damage_passes(layers: int, available: int) -> int:
+    """Forward passes (in samples) for the trials of `layers` layers, with `available` samples."""
+    return len(_TRIAL_LEVELS) * layers * min(available, samples_per_trial(layers))
+
+
+def can_keep_grams(layers: tuple[Layer, ...]) -> bool:
+    """Check that the Grams of all layers are small enough to be kept for a search."""
+    return sum(layer.groups * layer.shape[1] ** 2 for layer in layers) <= _SEARCH_ENTRIES
+
+
+def within_support(
+    curves: dict[Layer, Curve], ranges: dict[Layer, tuple[int, int]], total: int
+) -> dict[Layer, tuple[int, int]]:
+    """Limit the ranges to the nonzero entries of each layer; no limit if there are fewer than `total` nonzero entries.
+
+    Args:
+        curves: curve of each layer; its last count is the number of nonzero entries.
+        ranges: least and greatest count of each layer.
+        total: number of entries to keep in all layers.
+    """
+    narrowed = {
+        layer: (fewest, max(fewest, min(most, curves[layer].keeps[-1]))) for layer, (fewest, most) in ranges.items()
+    }
+    return narrowed if sum(most for _, most in narrowed.values()) >= total else ranges
+
+
+def complete(found: dict[Layer, Curve], curves: dict[Layer, Curve]) -> dict[Layer, Curve]:
+    """Add effects for layers without a measured effect: their error curve, scaled to a typical effect.
+
+    The typical effect is the geometric mean of the measured effects.
+
+    Args:
+        found: measured effects.
+        curves: output errors of all layers.
+    """
+    known = [curve.energy for curve in found.values() if curve.energy > 0]
+    typical = math.exp(fmean(map(math.log, known))) if known else 1.0
+    return {
+        layer: found[layer] if layer in found else curve.times(typical / max(curve.energy, 1e-30))
+        for layer, curve in curves.items()
+    }
+
+
+def _record(layer: Layer, curve: Curve, effect: Curve, keep: int) -> AllocationRecord:
+    return AllocationRecord(
+        name=layer.name,
+        shape=layer.shape,
+        sparsities=[1 - count / layer.weights for count in curve.keeps],
+        errors=[error / max(curve.energy, 1e-30) for error in curve.errors],
+        effects=effect.errors,
+        chosen=1 - keep / layer.weights,
+    )

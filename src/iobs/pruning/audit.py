@@ -1,0 +1,184 @@
+"""Audit: count zeros entry by entry, in a model or in its files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from iobs.core.files import packed_hint, weight_files
+from iobs.core.patterns import NM, Pattern, Unstructured
+from iobs.errors import AuditError, ModelError, PatternError
+from iobs.pruning.network.layers import Layer, find_layers, projections
+from iobs.pruning.report import AuditRow
+
+_PRUNED_SHARE = 0.1  # a layer with a smaller share of the zeros that a pattern asks for counts as not pruned
+
+
+def audit(
+    source: nn.Module | str | Path, pattern: Pattern | None = None, layers: Collection[str] | None = None
+) -> list[AuditRow]:
+    """Count the zeros of every weight matrix of a model, or of a directory of safetensors files.
+
+    Args:
+        source: a model, or a directory (or one file) of safetensors, whose matrices are read as (outputs, inputs).
+        pattern: checked in every pruned layer, of which there must be at least one; None: no check. After an
+            allocation (recipes "fast" and "best") a sparsity holds for all layers together, not for each layer.
+        layers: names of the pruned layers. By default these are layers with at least a tenth of the zeros that the
+            pattern asks for; dense layers may hold a few zeros.
+
+    Returns:
+        One row per matrix, with the exact count of zeros; `asked` is positive for matrices that were checked.
+
+    Raises:
+        AuditError: a layer has fewer zeros than the pattern asks, or an N:M group keeps too many; no layer was pruned.
+        ModelError: the directory holds no safetensors file, or one is damaged.
+        PatternError: the pattern does not fit a layer that was pruned.
+    """
+    matrices = _of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))
+    rows, checked = [], False
+    for name, matrix in matrices:
+        row = counted(name, matrix)
+        if pattern is not None and (_has_many(row, pattern) if layers is None else name in layers):
+            check(name, matrix, pattern)
+            row.asked, checked = asked_zeros(pattern, row.shape), True
+        rows.append(row)
+    if pattern is not None and not checked:
+        most = max(rows, key=lambda row: row.sparsity, default=None)
+        raise AuditError(
+            f"No layer has a tenth of the zeros that {pattern} asks for; {most.name!r} has most, {most.zeros:,} of "
+            f"{most.weights:,}. The model was not pruned to it, or something wrote into the weights afterwards."
+            if most and most.zeros
+            else f"No layer has a zero: the model is dense, and {pattern} holds nowhere."
+        )
+    return rows
+
+
+def _has_many(row: AuditRow, pattern: Pattern) -> bool:
+    """Check that a layer was pruned, to this pattern or another: it has more zeros than dense layers have."""
+    try:
+        return row.sparsity >= _PRUNED_SHARE * asked_zeros(pattern, row.shape) / row.weights
+    except PatternError:  # raised again by `check` if the layer counts as pruned
+        return row.sparsity >= 0.5
+
+
+def counted(name: str, matrix: Tensor, asked: int = 0) -> AuditRow:
+    """The row of a matrix (rows, columns): its zeros, counted entry by entry."""
+    return AuditRow(name, (matrix.shape[0], matrix.shape[1]), int((matrix == 0).sum()), asked)
+
+
+def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
+    """Check that a matrix (rows, columns) has the zeros that a pattern asks for.
+
+    Raises:
+        AuditError: it has fewer; names the layer and both counts.
+    """
+    shape = (matrix.shape[0], matrix.shape[1])
+    groups = pattern.groups(shape)
+    kept = (matrix.reshape(groups.count, groups.size) != 0).sum(1)
+    worst = int(kept.max())
+    if worst > groups.keep:
+        where = f"a group of {groups.size}" if isinstance(pattern, NM) else f"{groups.size} entries"
+        raise AuditError(
+            f"Layer {name!r} keeps {worst} of {where} where the pattern {pattern} allows {groups.keep}. "
+            "It was pruned to another pattern, or zeros were spread over layers, or something wrote into the weights."
+        )
+
+
+def check_together(rows: Sequence[AuditRow], pattern: Unstructured) -> None:
+    """Check that layers after an allocation have the zeros that a pattern asks for, in total.
+
+    Raises:
+        AuditError: they have fewer; names both counts.
+    """
+    zeros, weights = sum(row.zeros for row in rows), sum(row.weights for row in rows)
+    asked = asked_zeros(pattern, (1, weights))
+    if zeros < asked:
+        raise AuditError(
+            f"The {len(rows)} pruned layers have {zeros:,} zeros, and {pattern} asks for {asked:,} of them."
+        )
+
+
+def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
+    """Number of zeros that a pattern gives in a matrix of a shape."""
+    groups = pattern.groups(shape)
+    return groups.count * (groups.size - groups.keep)
+
+
+def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for layer in find_layers(model):
+        yield layer.name, layer.read(model)
+
+
+def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
+    files = [path] if path.is_file() else weight_files(path)
+    if not files:
+        raise ModelError(f"{path} holds no .safetensors file{packed_hint(path) or '; give what iobs prune wrote'}.")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    yield from _matrices(name, tensors.get_tensor(name))
+        except Exception as error:
+            raise ModelError(f"{file} cannot be read as safetensors ({error}); it may be truncated.") from error
+
+
+def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The weight matrices in a stored tensor, by name; none in biases and statistics."""
+    stacked = tensor.ndim == 3 and len(tensor) > 1  # experts in one tensor
+    if not tensor.is_floating_point() or tensor.ndim < 2 or not (name.endswith("weight") or stacked):
+        return
+    if name.endswith("in_proj_weight"):  # of nn.MultiheadAttention
+        yield from ((f"{name}.{part}", rows) for part, rows in projections(tensor).items())
+    else:
+        yield name.removesuffix(".weight"), tensor.flatten(1)
+
+
+def audit_layers(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
+    """Check every pruned layer of a model against its pattern.
+
+    Raises:
+        AuditError: a layer has fewer zeros than its pattern asks for.
+    """
+    rows = []
+    with torch.no_grad():
+        for layer, pattern in patterns.items():
+            matrix = layer.read(model)
+            rows.append(counted(layer.name, matrix, asked_zeros(pattern, layer.shape)))
+            check(layer.name, matrix, pattern)  # every group, not only the total
+    return rows
+
+
+def require_promised(found: Sequence[AuditRow], promised: Sequence[AuditRow], where: Path) -> None:
+    """Check that files have at least the zeros that a report counted.
+
+    Layers are compared by name. Layers with another name in the files (experts in one tensor, tied heads) are compared
+    by their total.
+
+    Args:
+        found: rows of `audit` on the files.
+        promised: rows of the report.
+        where: the directory of the files, for the message.
+
+    Raises:
+        AuditError: there are fewer; names the layer and both counts.
+    """
+    others = {row.name: row.zeros for row in found}
+    missing = 0
+    for row in promised:
+        zeros = others.pop(row.name, None)
+        if zeros is None:
+            missing += row.zeros
+        elif zeros < row.zeros:
+            raise AuditError(
+                f"{where} has {zeros:,} zeros in layer {row.name!r}, the report promises {row.zeros:,}; "
+                "the weights were changed since."
+            )
+    if sum(others.values()) < missing:
+        raise AuditError(
+            f"{where} has fewer zeros than the {missing:,} that the report promises in layers that the files call "
+            "otherwise; the weights were changed since."
+        )

@@ -1,0 +1,1 @@
+"""Published one-shot pruners, for comparison."""

@@ -1,0 +1,109 @@
+"""One projection of all layers together: published one-shot pruners on a shared Fisher matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from iobs.core.patterns import Pattern, Unstructured
+from iobs.errors import NonFiniteError, PatternError
+from iobs.pruning.allocation.counts import global_sparsity, total_kept
+from iobs.pruning.audit import check_together, counted
+from iobs.pruning.baselines.block_fisher import BlockFisher, cbs, chita, gradient_rows, magnitude, woodfisher
+from iobs.pruning.layerwise.patterns import asked
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, NetworkSolver, WoodFisher
+from iobs.pruning.report import AuditRow, RoundRecord
+from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.workspace import Workspace
+
+Method = Callable[[Tensor, BlockFisher, int], Tensor]
+METHODS: dict[type[NetworkSolver], Method] = {
+    GlobalMagnitude: magnitude,
+    WoodFisher: woodfisher,
+    CBS: cbs,
+    CHITA: chita,
+}
+_FIRST_STAGE = 0.1  # sparsity of the first of several stages
+
+
+def require_global(pattern: Pattern) -> None:
+    """Refuse patterns that a solver of the whole network cannot produce.
+
+    Raises:
+        PatternError: the pattern is not one sparsity for all layers together.
+    """
+    if global_sparsity(pattern) is None:
+        raise PatternError(
+            f"A solver of the whole network prunes to one count over all layers, which "
+            f"{pattern} is not; give a sparsity."
+        )
+
+
+@torch.no_grad()
+def project_network(work: Workspace, patterns: dict[Layer, Pattern], solver: NetworkSolver, index: int) -> RoundRecord:
+    """Prune all layers together under one global count, in the solver's stages.
+
+    Raises:
+        CalibrationError: the batches hold no labels (all solvers but `GlobalMagnitude`).
+        NonFiniteError: NaN or infinity in a gradient.
+        NotPositiveDefiniteError: a block of the Fisher matrix cannot be factorised.
+    """
+    layers, sparsity = tuple(patterns), global_sparsity(work.request.pattern)
+    assert sparsity is not None
+    if any(pattern is not work.request.pattern for pattern in patterns.values()):
+        sparsity = asked(patterns)  # a round of the cubic schedule
+    samples = work.portion(index)
+    key = f"round {index} network"
+    if key in work.checkpoint:
+        tensors, _ = work.checkpoint.get(key)
+        for layer in layers:
+            work.store.put(layer, tensors[layer.name])
+    else:
+        for number, level in enumerate(stages(sparsity, solver.stages), 1):
+            _prune_once(work, layers, solver, total_kept(layers, level), samples)
+            work.callbacks.on_measure("stages of the whole network", number, solver.stages)
+        work.checkpoint.put(key, {layer.name: layer.tensor(work.store.model) for layer in layers}, {})
+    # No layers: the quadratic is that of the whole network, so no layer has an error of its own.
+    return RoundRecord(index, asked(patterns), None, None, [])
+
+
+def _prune_once(work: Workspace, layers: tuple[Layer, ...], solver: NetworkSolver, keep: int, samples: Samples) -> None:
+    """Solve the quadratic of the current weights for `keep` entries, and write the result into the model."""
+    model = work.store.model
+    weights = torch.cat([layer.read(model).flatten() for layer in layers])
+    if isinstance(solver, GlobalMagnitude):
+        rows = weights.new_zeros(1, len(weights))
+    else:
+        weights, rows = weights.float(), gradient_rows(model, layers, samples)
+    work.memory.look()
+    sizes = [layer.weights for layer in layers]
+    fisher = BlockFisher(rows, solver.damping, solver.block, tuple(sizes), tuple(layer.name for layer in layers))
+    found = METHODS[type(solver)](weights, fisher, keep)
+    for layer, values in zip(layers, torch.split(found, sizes), strict=True):
+        if not bool(torch.isfinite(values).all()):
+            raise NonFiniteError(f"The pruned weight of layer {layer.name!r} holds NaN or infinity; raise the damping.")
+        work.store.write(layer, values.reshape(layer.shape))
+
+
+def audit_network(work: Workspace, layers: Sequence[Layer]) -> list[AuditRow]:
+    """Count the zeros of all layers, which must be as many in all as the pattern asks for.
+
+    Raises:
+        AuditError: there are fewer.
+    """
+    rows = [counted(layer.name, layer.read(work.store.model)) for layer in layers]
+    assert isinstance(work.request.pattern, Unstructured)
+    check_together(rows, work.request.pattern)
+    return rows
+
+
+def stages(sparsity: float, count: int) -> Sequence[float]:
+    """Sparsities of `count` stages, whose densities fall by equal factors from 0.9 to 1 - sparsity."""
+    if count == 1:
+        return [sparsity]
+    first = min(_FIRST_STAGE, sparsity)
+    ratio = (1 - sparsity) / (1 - first)
+    return [1 - (1 - first) * ratio ** (stage / (count - 1)) for stage in range(count - 1)] + [sparsity]

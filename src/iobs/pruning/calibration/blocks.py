@@ -1,0 +1,185 @@
+"""Trace of the module calls in a forward pass, and the chain of blocks in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+
+Value = tuple[int, int]  # a tensor at one time: its number and its version
+
+
+@dataclass
+class Call:
+    """One call of a module.
+
+    Args:
+        path: of the module.
+        arguments: position or keyword, and value, of each tensor argument.
+        began: number of the hook event at which the call began.
+        ended: number of the hook event at which the call ended; -1 while it runs.
+        output: hidden state that the module returns, or None.
+        rest: entries after the hidden state, with None in place of tensors; None if the module returns a tensor.
+    """
+
+    path: str
+    arguments: list[tuple[int | str, Value]]
+    began: int
+    ended: int = -1
+    output: Value | None = None
+    rest: tuple[object, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A link of a chain: a module whose hidden state is the output of the link before it.
+
+    Args:
+        path: of the module.
+        hidden: position or keyword of the hidden state among the module's arguments.
+        rest: entries that the module returns after the hidden state; None if it returns the hidden state alone. Tensors
+            are replaced by None: they belong to one batch and to the weights at one time. A model that computes with
+            them has no chain.
+    """
+
+    path: str
+    hidden: int | str
+    rest: tuple[object, ...] | None = None
+
+
+@dataclass
+class Tracer:
+    """Record every module call of a forward pass by hooks, which are removed afterwards.
+
+    Tensors are numbered and not kept, since all activations of a model together may not fit into memory.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    events: int = 0
+    numbers: MutableMapping[Tensor, int] = field(default_factory=WeakTensorKeyDictionary)
+    numbered: Iterator[int] = field(default_factory=count)
+
+    def run(self, model: nn.Module, batch: Batch) -> object:
+        """Run the model on a batch and record its calls; returns its output."""
+        stack: list[Call] = []
+
+        def enter(path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            self.events += 1
+            named: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
+            given = [(where, self._value(value)) for where, value in named if isinstance(value, Tensor)]
+            stack.append(Call(path, given, self.events))
+            self.calls.append(stack[-1])
+
+        def leave(output: object) -> None:
+            self.events += 1
+            call = stack.pop()
+            call.ended = self.events
+            hidden = hidden_of(output)
+            call.output = None if hidden is None else self._value(hidden)
+            if hidden is not None and isinstance(output, (tuple, list)):
+                call.rest = tree_map_only(Tensor, lambda _: None, tuple(output[1:]))
+
+        handles = []
+        for path, module in model.named_modules():
+            handles.append(
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs, path=path: enter(path, args, kwargs), with_kwargs=True
+                )
+            )
+            handles.append(module.register_forward_hook(lambda _, __, output: leave(output)))
+        try:
+            return batches.forward(model, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _value(self, tensor: Tensor) -> Value:
+        if tensor not in self.numbers:
+            self.numbers[tensor] = next(self.numbered)
+        return self.numbers[tensor], tensor._version
+
+
+def hidden_of(output: object) -> Tensor | None:
+    """The hidden state in a module's output: the tensor itself, or the first entry of a tuple; otherwise None."""
+    if isinstance(output, (tuple, list)) and not isinstance(output, Mapping) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) else None
+
+
+def with_hidden(hidden: Tensor, rest: tuple[object, ...] | None) -> object:
+    """An output with a hidden state in the format of a block: the tensor, or a tuple with `rest` after it."""
+    return hidden if rest is None else (hidden, *rest)
+
+
+def inside(layer: Layer, path: str) -> bool:
+    """Check that a layer is the module at a path or lies inside it."""
+    return layer.path == path or layer.path.startswith(f"{path}.")
+
+
+@torch.no_grad()
+def find_chains(model: nn.Module, batch: Batch, layers: tuple[Layer, ...]) -> Iterator[list[Block]]:
+    """Candidate chains of modules: the input of each module is the output of the module before it.
+
+    The first chain holds the most layers. It may cut off a residual connection around a module, so the second chain
+    consists of whole elements of the model's ModuleLists. The caller must check a chain on real data. Modules may be
+    nested anywhere; computations outside the chain are left to the model.
+    """
+    tracer = Tracer()
+    tracer.run(model, batch)
+    counts = Counter(call.path for call in tracer.calls)
+    once = [call for call in tracer.calls if counts[call.path] == 1 and call.path and call.output is not None]
+    elements = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for name, _ in module.named_children()
+    }
+    yield _longest(once, layers)
+    yield _longest([call for call in once if call.path in elements], layers)
+
+
+def _longest(calls: list[Call], layers: tuple[Layer, ...]) -> list[Block]:
+    """The chain among the calls that holds the most layers, by dynamic programming."""
+    held = {call.path: sum(inside(layer, call.path) for layer in layers) for call in calls}
+    makers: dict[Value, list[Call]] = {}
+    best: dict[str, tuple[tuple[int, int], Call | None, int | str]] = {}
+    for call in sorted(calls, key=lambda one: one.ended):
+        # In the order in which calls end, every possible predecessor of a call already has its score.
+        own = (held[call.path], 1)
+        first = next((where for where, _ in call.arguments), None)
+        if first is None:
+            continue
+        score, before, hidden = own, None, first
+        for where, value in call.arguments:
+            for maker in makers.get(value, []):
+                reached = best[maker.path][0]
+                total = (reached[0] + own[0], reached[1] + 1)
+                if maker.ended < call.began and total > score:
+                    score, before, hidden = total, maker, where
+        best[call.path] = (score, before, hidden)
+        assert call.output is not None
+        makers.setdefault(call.output, []).append(call)
+    if not best:
+        return []
+    end = max(best, key=lambda path: best[path][0])
+    by_path = {call.path: call for call in calls}
+    chain: list[Block] = []
+    link: Call | None = by_path[end]
+    while link is not None:
+        _, before, hidden = best[link.path]
+        chain.append(Block(link.path, hidden, link.rest))
+        link = before
+    chain.reverse()
+    # Links without layers at both ends (embeddings, a last norm) are left to the model.
+    useful = [index for index, block in enumerate(chain) if held[block.path]]
+    return chain[useful[0] : useful[-1] + 1] if useful else []

@@ -1,0 +1,224 @@
+"""Gram matrices of layer inputs, summed in float64, and the output errors computed from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from iobs.pruning.network.layers import CONVOLUTIONS, Layer
+from iobs.pruning.runtime.ranks import Ranks
+
+POSITIONS = 64  # output positions per sample that enter the Gram of a convolution; more gave no visible gain
+EXPERT_TOKENS = 16  # an expert with fewer tokens has no usable Hessian
+_CHUNK = 8192  # rows of one float32 product; sums over chunks are float64
+WIDE = 4096  # columns from which finished Grams are float32: half the memory, and the dtype in which solvers search
+
+
+def input_rows(layer: Layer, module: nn.Module, value: Tensor, positions: Tensor | None) -> Tensor:
+    """The inputs of a layer as the rows that its matrix multiplies.
+
+    Args:
+        layer: the layer's address.
+        module: the module that holds the layer.
+        value: the input of the module.
+        positions: for convolutions the output positions to take, int64, from `draw_positions`.
+
+    Returns:
+        (groups, count, columns).
+    """
+    if not isinstance(module, CONVOLUTIONS):
+        return value.reshape(1, -1, layer.shape[1])
+    assert positions is not None
+    spatial = len(module.kernel_size)
+    windows = _windows(module, value if value.ndim == spatial + 2 else value[None])
+    outputs = windows.shape[2 : 2 + spatial]
+    index = torch.unravel_index(positions, tuple(outputs))
+    picked: Tensor = windows[(slice(None), slice(None), *index)]  # type: ignore[index]  # (samples, channels, positions, *kernel)
+    picked = picked.movedim(2, 1).reshape(len(picked) * len(positions), layer.groups, -1)
+    return picked.movedim(1, 0)
+
+
+def _windows(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, value: Tensor) -> Tensor:
+    """A view (samples, channels, *output positions, *kernel) of the padded input."""
+    # The module's reversed padding list is right for "same" and for every padding mode.
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    value = nn.functional.pad(value, module._reversed_padding_repeated_twice, mode=mode)
+    spatial = len(module.kernel_size)
+    for axis in range(spatial):
+        reach = module.dilation[axis] * (module.kernel_size[axis] - 1) + 1
+        value = value.unfold(2 + axis, reach, module.stride[axis])[..., :: module.dilation[axis]]
+    return value
+
+
+def draw_positions(
+    module: nn.Module, value: Tensor, generator: torch.Generator, most: int = POSITIONS
+) -> Tensor | None:
+    """A random sample of at most `most` output positions of a convolution, (count,) int64; None for other modules."""
+    if not isinstance(module, CONVOLUTIONS):
+        return None
+    spatial = len(module.kernel_size)
+    windows = _windows(module, value[:1] if value.ndim == spatial + 2 else value[None])
+    count = math.prod(windows.shape[2 : 2 + spatial])
+    order = torch.randperm(count, generator=generator)[:most]
+    return order.sort().values.to(value.device)
+
+
+@dataclass
+class Gram:
+    """Second moments X X^T of a layer's inputs X, whose columns are samples.
+
+    With dense inputs D (the inputs of the same layer in another model) there are D X^T and D D^T too. Tensors are
+    (groups, columns, columns): float64 sums while samples are added, then means over `count` samples after
+    `finish`. Means of 4096 columns or more are float32.
+
+    Args:
+        own: X X^T.
+        cross: D X^T, or None without dense inputs.
+        dense: D D^T, or None without dense inputs.
+        count: number of samples (columns of X).
+    """
+
+    own: Tensor
+    cross: Tensor | None = None
+    dense: Tensor | None = None
+    count: int = 0
+
+    @classmethod
+    def empty(cls, layer: Layer, device: torch.device, with_dense: bool) -> Gram:
+        """A Gram of no samples, with zeros of the layer's size."""
+
+        def zeros() -> Tensor:
+            columns = layer.shape[1]
+            return torch.zeros(layer.groups, columns, columns, dtype=torch.float64, device=device)
+
+        return cls(zeros(), zeros() if with_dense else None, zeros() if with_dense else None)
+
+    def add(self, rows: Tensor, dense: Tensor | None = None) -> None:
+        """Add samples: the layer's inputs and their dense inputs, both (groups, count, columns), in the same order."""
+        self.count += rows.shape[1]
+        _accumulate(self.own, rows, rows)
+        if self.cross is not None and self.dense is not None and dense is not None:
+            _accumulate(self.cross, dense, rows)
+            _accumulate(self.dense, dense, dense)
+
+    def unpair(self) -> None:
+        """Discard the dense inputs, because some samples had none."""
+        self.cross = self.dense = None
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Add up the samples of all ranks, in place."""
+        for tensor in (self.own, self.cross, self.dense):
+            if tensor is not None:
+                ranks.sum(tensor)
+        count = torch.tensor(self.count, device=self.own.device)
+        ranks.sum(count)
+        self.count = int(count)
+
+    def finish(self) -> None:
+        """Turn sums into means, after all samples of all ranks have been added."""
+        for name in ("own", "cross", "dense"):
+            total = getattr(self, name)
+            if total is not None and self.count:
+                total /= self.count
+                setattr(self, name, total.float() if total.shape[-1] >= WIDE else total)
+
+    def energy(self, weight: Tensor) -> float:
+        """Squared output of a (rows, columns) weight per input row; after `finish`."""
+        matrix = weight.to(self.own.dtype).reshape(len(self.own), -1, weight.shape[1])
+        return _product(matrix, self.own, matrix)
+
+    def target_cross(self) -> Tensor:
+        """D X^T with dense inputs, otherwise X X^T: the target is then the output on the layer's own inputs."""
+        return self.own if self.cross is None else self.cross
+
+    def target_energy(self) -> Tensor:
+        """D D^T with dense inputs, otherwise X X^T."""
+        return self.own if self.dense is None else self.dense
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    exact = torch.promote_types(left.dtype, torch.float32)
+    with torch.autocast(total.device.type, enabled=False):  # the caller's autocast would multiply in 16 bits
+        for a, b in zip(torch.split(left, _CHUNK, 1), torch.split(right, _CHUNK, 1), strict=True):
+            total += a.to(exact).transpose(1, 2) @ b.to(exact)
+
+
+@dataclass
+class Statistics:
+    """Grams of the inputs of one layer.
+
+    Args:
+        calibration: on the calibration samples.
+        heldout: on the held-out samples, or None.
+        tokens: number of tokens that were routed to an expert; None for other layers.
+        rule: the rule that replaced the Grams if there were too few inputs; otherwise empty.
+    """
+
+    calibration: Gram
+    heldout: Gram | None = None
+    tokens: int | None = None
+    rule: str = ""
+
+
+def of_called(calibration: Gram, heldout: Gram | None) -> Statistics:
+    """The statistics of a layer that has calibration or held-out inputs, but perhaps not both."""
+    held = heldout if heldout is not None and heldout.count else None
+    if calibration.count:
+        return Statistics(calibration, held)
+    groups, columns = calibration.own.shape[:2]
+    return by_magnitude(groups, columns, calibration.own.device, "no sample that is calibrated on reaches it", held)
+
+
+def of_routed(calibration: Gram, heldout: Gram) -> Statistics:
+    """The statistics of an expert; an expert with fewer than `EXPERT_TOKENS` tokens is pruned by magnitude."""
+    seen, held = calibration.count, heldout if heldout.count else None
+    if seen >= EXPERT_TOKENS:
+        return Statistics(calibration, held, seen)
+    groups, columns = calibration.own.shape[:2]
+    return by_magnitude(groups, columns, calibration.own.device, f"{seen} tokens were routed to it", held, seen)
+
+
+def by_magnitude(
+    groups: int, columns: int, device: torch.device, why: str, heldout: Gram | None = None, seen: int = 0
+) -> Statistics:
+    """Statistics with the identity as Gram, under which the smallest entries are removed.
+
+    Args:
+        groups: number of groups of the layer.
+        columns: of the layer's matrix.
+        device: of the Gram.
+        why: reason, for the report.
+        heldout: Gram on held-out samples, or None.
+        seen: number of tokens of an expert.
+    """
+    identity = torch.eye(columns, dtype=torch.float64, device=device).repeat(groups, 1, 1)
+    return Statistics(Gram(identity, count=1), heldout, seen, f"pruned by magnitude: {why}")
+
+
+def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:
+    """||V X - T D||^2 / ||T D||^2 over all groups, from the Grams alone.
+
+    It is 0 if the target's output is zero, and NaN if a weight or a Gram holds NaN.
+
+    Args:
+        gram: of the inputs X, and of dense inputs D (X itself without them).
+        weight: V, (rows, columns).
+        target: T, (rows, columns).
+    """
+    parts, dtype = gram.own.shape[0], gram.own.dtype
+    weight, target = (matrix.to(dtype).reshape(parts, -1, matrix.shape[1]) for matrix in (weight, target))
+    energy = _product(target, gram.target_energy(), target)
+    if gram.cross is None:
+        difference = weight - target
+        error = _product(difference, gram.own, difference)
+    else:
+        error = _product(weight, gram.own, weight) - 2 * _product(target, gram.cross, weight) + energy
+    return 0.0 if energy <= 0 else max(error / energy, 0.0)  # in this order NaN stays NaN
+
+
+def _product(left: Tensor, gram: Tensor, right: Tensor) -> float:
+    """trace(left gram right^T), summed over groups in float64."""
+    return float((left @ gram).mul_(right).sum(dtype=torch.float64))

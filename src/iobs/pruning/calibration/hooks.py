@@ -1,0 +1,150 @@
+"""Capture the inputs of layers: by hooks on their modules, or where torch multiplies with their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from inspect import signature
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from iobs.pruning.network.layers import CONVOLUTIONS, Layer, projections
+
+Note = Callable[[Layer, nn.Module, Tensor], None]
+Args: TypeAlias = tuple[Any, ...]  # of a module or a torch function
+Kwargs: TypeAlias = dict[str, Any]
+
+_MATMULS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__)
+
+
+@contextmanager
+def captured_inputs(model: nn.Module, layers: Sequence[Layer], note: Note) -> Iterator[None]:
+    """Call `note(layer, module, input)` for every input of the layers.
+
+    Layers that are called as modules get a hook. Slices of fused experts, projections of nn.MultiheadAttention, and
+    weights that the model multiplies itself are recognised in the calls of torch functions.
+    """
+    with ExitStack() as stack:
+        direct = _DirectUses(model, layers, note)
+        for layer in layers:
+            if layer.is_called:
+                for module in _holders(model, layer):
+                    before = _before_call(layer, note, direct)
+                    stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                    stack.callback(module.register_forward_hook(_after_call(layer, direct)).remove)
+        stack.enter_context(direct)
+        yield
+
+
+def _holders(model: nn.Module, layer: Layer) -> list[nn.Module]:
+    """The layer's module, and other convolutions with the same kernel.
+
+    Other modules that share a matrix are covered by `_DirectUses`.
+    """
+    own = model.get_submodule(layer.path)
+    if not isinstance(own, CONVOLUTIONS):
+        return [own]
+    kernel = layer.stored(model)
+    convolutions = [module for module in model.modules() if isinstance(module, CONVOLUTIONS)]
+    return [one for one in convolutions if one._parameters.get("weight") is kernel and one.groups == own.groups]
+
+
+def _before_call(layer: Layer, note: Note, direct: _DirectUses) -> Callable[..., None]:
+    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        direct.inside.add(layer.name)
+        note(layer, module, args[0] if args else next(iter(kwargs.values())))
+
+    return before
+
+
+def _after_call(layer: Layer, direct: _DirectUses) -> Callable[..., None]:
+    def after(module: nn.Module, args: Args, output: object) -> None:
+        direct.inside.discard(layer.name)
+
+    return after
+
+
+class _DirectUses(TorchFunctionMode):
+    """Capture products of torch functions with weights of layers.
+
+    A weight is recognised by its address in memory, since its slices and transposes share its storage.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], note: Note) -> None:
+        super().__init__()
+        self.model, self.note = model, note
+        self.inside: set[str] = set()  # layers whose module is running; a hook has already captured their input
+        self.matrices: dict[tuple[int, int] | None, tuple[Layer, Tensor]] = {}  # (rows, columns), by address
+        for layer in layers:
+            tensor = layer.tensor(model)
+            if tensor.ndim == 2:
+                self.matrices[_address(tensor)] = layer, tensor.mT if layer.transposed else tensor
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> object:
+        """Capture the factors of a product before it is computed."""
+        if func is nn.functional.linear:
+            given = [*args, *(kwargs or {}).values()]
+            self._capture(given[1], given[0])
+        elif func is nn.functional.multi_head_attention_forward:
+            self._capture_attention(func, signature(func).bind(*args, **(kwargs or {})).arguments)
+        elif func in _MATMULS:
+            left, right = [*args, *(kwargs or {}).values()][:2]
+            if isinstance(left, Tensor) and isinstance(right, Tensor):
+                self._capture(_transposed(right), left)
+                self._capture(left, _transposed(right))
+        return func(*args, **(kwargs or {}))
+
+    def _capture_attention(self, func: Callable[..., tuple[Tensor, object]], given: Kwargs) -> None:
+        """Capture the inputs of the projections of torch's attention, (samples, positions, channels)."""
+
+        def samples_first(value: Tensor) -> Tensor:
+            return value.transpose(0, 1) if value.ndim == 3 else value
+
+        if given.get("use_separate_proj_weight"):
+            weights = [given[f"{name}_proj_weight"] for name in ("q", "k", "v")]
+        else:
+            weights = [*projections(given["in_proj_weight"]).values()]
+        fed = [given[name] for name in ("query", "key", "value")]
+        inputs = {id(value): samples_first(value) for value in fed}  # equal objects stay equal and share a Gram
+        for weight, value in zip(weights, fed, strict=True):
+            self._capture(weight, inputs[id(value)])
+        output = given["out_proj_weight"]
+        if _address(output) in self.matrices:
+            # The input of the output projection is internal to torch; an identity as projection returns it.
+            identity = torch.eye(len(output), dtype=output.dtype, device=output.device)
+            heads, _ = func(**{**given, "out_proj_weight": identity, "out_proj_bias": None})
+            self._capture(output, samples_first(heads))
+
+    def _capture(self, matrix: object, value: Tensor) -> None:
+        """Note the input of the product value @ matrix.T if the matrix is a layer's, with the same orientation."""
+        if not isinstance(matrix, Tensor) or matrix.ndim != 2:
+            return
+        if (found := self.matrices.get(_address(matrix))) is None:
+            return
+        layer, own = found
+        if layer.name in self.inside or matrix.shape != own.shape or matrix.stride() != own.stride():
+            return
+        # A new object only if necessary, because layers with the same input are recognised by its identity.
+        value = value.detach() if value.requires_grad else value
+        self.note(layer, self.model.get_submodule(layer.path), value)
+
+
+def _transposed(value: Tensor) -> Tensor:
+    return value.mT if value.ndim > 1 else value
+
+
+def _address(weight: Tensor) -> tuple[int, int] | None:
+    """Storage and offset of a tensor; None if it has no storage of its own."""
+    try:
+        return weight.untyped_storage().data_ptr(), int(weight.storage_offset())
+    except NotImplementedError:  # a sparse tensor, or a tensor inside vmap
+        return None

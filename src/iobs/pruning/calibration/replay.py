@@ -1,0 +1,258 @@
+"""Replay of a model on fixed batches in stages, each of which can be repeated on the same inputs.
+
+Stages 0 to n - 1 are the n blocks of the chain. Stage `BEFORE` holds the modules before the first block, and stage n
+the modules after the last block. A block runs alone on its stored hidden state. In the first and the last stage the
+whole model runs, with blocks that pass their input on. Without a chain the whole model is one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import CalibrationError, IOBSError, ModelError, first_line, is_out_of_memory
+from iobs.pruning.calibration.blocks import Block, find_chains, hidden_of, inside, with_hidden
+from iobs.pruning.calibration.hooks import Args, Kwargs, captured_inputs
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.samples import batches, outputs
+from iobs.pruning.samples.batches import Batch
+
+BEFORE = -1
+
+Arguments = tuple[Args, Kwargs]
+Mark = tuple[torch.Size, int]  # shape of a tensor and weighted sum of its bits
+_PIECE = 2**20  # numbers whose bits are summed at once
+
+
+class StopForward(Exception):
+    """Raised inside a forward pass to end it early."""
+
+
+class ChainError(CalibrationError):
+    """A batch does not run from block to block along the chain."""
+
+    def __init__(self) -> None:
+        super().__init__("A batch passes through the model's blocks in another order than the first batch.")
+
+
+@dataclass
+class Stream:
+    """A model, its batches, and the hidden state of each batch at the current block of the chain.
+
+    Args:
+        model: the model.
+        data: its batches.
+        chain: blocks of the model; empty to run the model whole.
+        strict: raise ChainError for batches that do not run from block to block along the chain.
+        keep: (index of a batch, hidden state) -> the tensor to store.
+
+    Attributes:
+        arguments: of every block, by batch and block, without the hidden state.
+        hidden: input of the current block, by batch.
+    """
+
+    model: nn.Module
+    data: list[Batch]
+    chain: list[Block]
+    strict: bool = False
+    keep: Callable[[int, Tensor], Tensor] = lambda index, hidden: hidden
+    arguments: list[list[Arguments]] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    _blocks: dict[str, int | None] = field(default_factory=dict)  # number of the block, by layer name
+
+    @property
+    def stages(self) -> range:
+        """All stages, in order."""
+        return range(BEFORE, len(self.chain) + 1) if self.chain else range(BEFORE, 0)
+
+    def layers_of(self, stage: int, left: Sequence[Layer]) -> list[Layer]:
+        """The layers among `left` that belong to a stage; the stage may not call all of them."""
+        own = stage if 0 <= stage < len(self.chain) else None
+        return [layer for layer in left if self._block_of(layer) == own]
+
+    def _block_of(self, layer: Layer) -> int | None:
+        """The number of the block that holds a layer; None for layers outside the blocks."""
+        if layer.name not in self._blocks:
+            number = next((number for number, block in enumerate(self.chain) if inside(layer, block.path)), None)
+            self._blocks[layer.name] = number
+        return self._blocks[layer.name]
+
+    def run(self, stage: int, index: int) -> object:
+        """Run one stage on the batch at `index`, so that hooks see the calls of its modules."""
+        if 0 <= stage < len(self.chain):
+            block = self.chain[stage]
+            args, kwargs = _insert(self.arguments[index][stage], block.hidden, self.hidden[index].clone())
+            return self.model.get_submodule(block.path)(*args, **kwargs)
+        with ExitStack() as stack:
+            if self.chain and stage == BEFORE:
+                stack.enter_context(_replaced(self.model, self.chain[:1], self._stop))
+            elif self.chain:
+                stack.enter_context(_replaced(self.model, self.chain, lambda k, a, kw: self._pass_on(index, k, a, kw)))
+            try:
+                return batches.forward(self.model, self.data[index])
+            except StopForward:
+                return None
+
+    def advance(self, stage: int) -> None:
+        """Compute the inputs of the next stage with the current weights of this stage."""
+        if not self.chain or stage == len(self.chain):
+            return
+        if stage == BEFORE:
+            self.arguments, self.hidden = [], []
+            for index in range(len(self.data)):
+                self._record(index)
+        else:
+            for index in range(len(self.data)):
+                hidden = hidden_of(self.run(stage, index))
+                assert hidden is not None
+                self.hidden[index] = self.keep(index, hidden)
+
+    def cast_arguments(self, dtype: torch.dtype) -> None:
+        """Convert the floating arguments of the blocks, except the hidden states, to another dtype."""
+        for index, blocks in enumerate(self.arguments):
+            seen: dict[int, Tensor] = {}  # blocks share masks and positions, which are converted once
+            self.arguments[index] = [_cast(arguments, dtype, seen) for arguments in blocks]
+
+    def _record(self, index: int) -> None:
+        """Record all blocks' arguments on one batch, and the input of the first; the blocks pass their input on."""
+        recorded: list[Arguments] = []
+        passed_on: Tensor | None = None  # output of the block before, which is its input
+
+        def record(position: int, args: Args, kwargs: Kwargs) -> object:
+            nonlocal passed_on
+            block = self.chain[position]
+            hidden = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
+            if self.strict and (position != len(recorded) or (position and hidden is not passed_on)):
+                raise ChainError
+            if position == 0:
+                self.hidden.append(self.keep(index, hidden))
+            passed_on = hidden
+            recorded.append(_insert((args, kwargs), block.hidden, None))
+            if position == len(self.chain) - 1:
+                raise StopForward
+            return with_hidden(hidden, block.rest)
+
+        try:
+            with _replaced(self.model, self.chain, record), suppress(StopForward):
+                batches.forward(self.model, self.data[index])
+        except batches.REFUSALS as error:
+            if isinstance(error, IOBSError) or is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"{type(self.model).__name__} cannot be run block by block on these data ({type(error).__name__}: "
+                f"{first_line(error)}); prune it in memory instead."
+            ) from error
+        if self.strict and len(recorded) < len(self.chain):
+            raise ChainError
+        self.arguments.append(recorded)
+
+    def _stop(self, position: int, args: Args, kwargs: Kwargs) -> object:
+        raise StopForward
+
+    def _pass_on(self, index: int, position: int, args: Args, kwargs: Kwargs) -> object:
+        block = self.chain[position]
+        hidden = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
+        last = position == len(self.chain) - 1
+        return with_hidden(self.hidden[index].clone() if last else hidden, block.rest)
+
+
+def exact_chain(model: nn.Module, data: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
+    """The longest chain of blocks along which the model can be run exactly; empty if there is none."""
+    for chain in find_chains(model, data[0], layers):
+        if len(chain) > 1 and running_along_is_exact(model, chain, data, layers):
+            return chain
+    return []
+
+
+@torch.no_grad()
+def running_along_is_exact(
+    model: nn.Module, chain: list[Block], data: Sequence[Batch], layers: Sequence[Layer]
+) -> bool:
+    """Check that the chain gives every layer the same inputs, in its own stage, as the whole model does.
+
+    Then blocks pass on nothing but the hidden state. No layer is called from two stages or from a branch between two
+    blocks. The output is compared too, for modules that are not pruned. Inputs are compared on the first batch and on
+    the batches of the smallest and the largest samples. For other batches only the order of the blocks is checked.
+    """
+    sizes = [sum(tensor[:1].numel() for tensor in batches.tensors(batch) if tensor.ndim) for batch in data]
+    shown = {0, sizes.index(min(sizes)), sizes.index(max(sizes))} if len(set(sizes)) > 1 else {0}
+    try:
+        for index, batch in enumerate(data):
+            stream = Stream(model, [batch], chain, strict=True)
+            if index not in shown:
+                stream.advance(BEFORE)
+            elif _fed(stream, layers) != _fed(Stream(model, [batch], []), layers):
+                return False
+    except Exception:  # the model cannot be run in stages, so it is run whole
+        return False
+    return True
+
+
+def _fed(stream: Stream, layers: Sequence[Layer]) -> tuple[dict[str, list[Mark]], Mark]:
+    """Marks of the inputs of every layer in its stage, by name, and of the output; on the first batch."""
+    fed: dict[str, list[Mark]] = {}
+
+    def note(layer: Layer, module: nn.Module, value: Tensor) -> None:
+        fed.setdefault(layer.name, []).append(_mark(value))
+
+    for stage in stream.stages:
+        left = [layer for layer in layers if layer.name not in fed]
+        with captured_inputs(stream.model, stream.layers_of(stage, left), note):
+            output = stream.run(stage, 0)
+        stream.advance(stage)
+    return fed, _mark(outputs.logits(output))
+
+
+def _mark(value: Tensor) -> Mark:
+    """A checksum of a tensor; all activations of a model together may not fit into memory."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
+    total = 0
+    for part in torch.split(value.contiguous().view(integers).flatten(), _PIECE):
+        places = torch.arange(1, 2 * len(part), 2, device=part.device)
+        total = (31 * total + int((part.long() * places).sum())) % 2**64  # integers: exact in every order
+    return value.shape, total
+
+
+def _cast(value: object, dtype: torch.dtype, seen: dict[int, Tensor]) -> Any:
+    """Convert the floating tensors in nested arguments; `seen` holds converted tensors by the id of the original."""
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = value.to(dtype) if value.is_floating_point() else value
+        return seen[id(value)]
+    if isinstance(value, (tuple, list)):
+        return type(value)([_cast(entry, dtype, seen) for entry in value])
+    if isinstance(value, dict):
+        return {key: _cast(entry, dtype, seen) for key, entry in value.items()}
+    return value
+
+
+def _insert(arguments: Arguments, where: int | str, hidden: Tensor | None) -> Arguments:
+    """The arguments with a hidden state at a position or keyword."""
+    args, kwargs = arguments
+    if isinstance(where, str):
+        return args, {**kwargs, where: hidden}
+    return (*args[:where], hidden, *args[where + 1 :]), kwargs
+
+
+@contextmanager
+def _replaced(
+    model: nn.Module, blocks: list[Block], behaviour: Callable[[int, Args, Kwargs], object]
+) -> Iterator[None]:
+    """Replace the forward of blocks by `behaviour(position, args, kwargs)`; restored on exit."""
+    modules = [model.get_submodule(block.path) for block in blocks]
+    own = [vars(module).get("forward") for module in modules]  # set on the instance by an adapter or a user
+    for position, module in enumerate(modules):
+        module.forward = lambda *args, position=position, **kwargs: behaviour(position, args, kwargs)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, own, strict=True):
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward

@@ -1,0 +1,115 @@
+"""Callbacks: what a run tells whoever watches it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from iobs.pruning.report import LayerRecord, Report, RoundRecord
+
+logger = logging.getLogger("iobs")
+
+
+class Callback:
+    """Watch a run of `iobs.prune`. Override what you need: every method does nothing by default.
+
+    An exception raised in a callback ends the run; the model then has its original weights again. On several ranks only
+    the first one calls callbacks.
+    """
+
+    def on_start(self, model: nn.Module, layers: Sequence[str], rounds: int) -> None:
+        """The run starts: a number of rounds over the named layers of the model."""
+
+    def on_note(self, text: str) -> None:
+        """The run has decided or estimated something, in one sentence."""
+
+    def on_measure(self, task: str, done: int, total: int) -> None:
+        """Part of a measurement that a decision rests on is done: layers, samples or steps."""
+
+    def on_rounds(self, count: int) -> None:
+        """The run has decided on another number of rounds than it started with."""
+
+    def on_layer(self, record: LayerRecord, round_index: int) -> None:
+        """A layer has been pruned."""
+
+    def on_step(self, round_index: int, done: int, total: int, loss: float) -> None:
+        """A gradient step has been taken; `round_index` is that of the record that the steps lead from or belong to."""
+
+    def on_round(self, record: RoundRecord) -> None:
+        """A projection, or the fine-tuning after the last one, has been measured. The model holds its weights.
+
+        The gradient steps from this projection to the next come later: `step_losses` is still empty.
+        """
+
+    def on_end(self, report: Report) -> None:
+        """The run is over; the model holds the best weights."""
+
+
+class LoggingCallback(Callback):
+    """Writes what is decided and done to the logger "iobs", at level INFO; single layers at level DEBUG."""
+
+    def on_start(self, model: nn.Module, layers: Sequence[str], rounds: int) -> None:
+        """Log the size of the run."""
+        logger.info("Pruning %d layers of %s, %d round(s).", len(layers), type(model).__name__, rounds)
+
+    def on_note(self, text: str) -> None:
+        """Log the note."""
+        logger.info(text)
+
+    def on_layer(self, record: LayerRecord, round_index: int) -> None:
+        """Log the layer."""
+        logger.debug(
+            "Round %d, %s: sparsity %.4f, relative error %.3g, %.2f s.",
+            round_index + 1,
+            record.name,
+            record.sparsity,
+            record.error_calibration,
+            record.seconds,
+        )
+
+    def on_round(self, record: RoundRecord) -> None:
+        """Log the losses."""
+        logger.info(
+            "Record %d (%s): sparsity %.4f, loss %s (calibration) and %s (held-out).",
+            record.index + 1,
+            record.kind,
+            record.sparsity,
+            record.loss_calibration,
+            record.loss_heldout,
+        )
+
+    def on_end(self, report: Report) -> None:
+        """Log the result."""
+        logger.info("Done in %.1f s: %d of %d weights are zero.", report.seconds, report.zeros, report.weights)
+
+
+def _to_all(name: str) -> Callable[..., None]:
+    def call(self: Callbacks, *arguments: object) -> None:
+        for one in self.callbacks:
+            getattr(one, name)(*arguments)
+
+    return call
+
+
+class Callbacks(Callback):
+    """Several callbacks as one; keeps the notes for the report."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.callbacks = [*callbacks]
+        self.notes: list[str] = []
+
+    def on_note(self, text: str) -> None:
+        """Keep the note and pass it on."""
+        self.notes.append(text)
+        for one in self.callbacks:
+            one.on_note(text)
+
+    on_start = _to_all("on_start")
+    on_measure = _to_all("on_measure")
+    on_rounds = _to_all("on_rounds")
+    on_layer = _to_all("on_layer")
+    on_step = _to_all("on_step")
+    on_round = _to_all("on_round")
+    on_end = _to_all("on_end")

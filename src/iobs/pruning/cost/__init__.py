@@ -1,0 +1,1 @@
+"""Estimates of the time and the memory of a run."""

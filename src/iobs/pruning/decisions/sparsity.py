@@ -1,0 +1,95 @@
+"""The sparsity of every layer and of every round."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from torch import Tensor
+
+from iobs.core.patterns import Pattern, Unstructured
+from iobs.core.quadratic import Solution
+from iobs.pruning.allocation.counts import under_pattern
+from iobs.pruning.allocation.sensitivity import ENOUGH_OUTPUTS, Planner, can_keep_grams
+from iobs.pruning.calibration.gram import Statistics
+from iobs.pruning.layerwise.patterns import thinner
+from iobs.pruning.layerwise.problem import Task, solve_layer
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import Rounds, as_allocation
+from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
+from iobs.pruning.workspace import Workspace
+from iobs.solvers.admm import ADMM
+
+_DAMAGE = 1.0  # held-out KL divergence of the first projection, in nats, above which growing sparsity pays
+
+
+def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
+    """The pattern of every layer; for a non-uniform allocation also the measurements behind it.
+
+    Layers whose pattern a rule sets keep it; the others share the pattern of the run.
+    """
+    patterns, recipe = dict(work.request.patterns), work.recipe
+    allocation = under_pattern(as_allocation(recipe.allocation), work.request.pattern)
+    layers = tuple(layer for layer, pattern in patterns.items() if pattern is work.request.pattern)
+    if allocation.criterion == "uniform" or not layers:
+        return patterns, []
+    fast = recipe.but(solver=ADMM("fast")) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
+
+    def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:
+        zeros = dense if recipe.keep_zeros else None
+        return solve_layer(Task(layer, pattern, dense, None, fast.for_layer(layer.name), zeros), statistics)
+
+    planner = Planner(
+        work.store.model,
+        layers,
+        work.chain,
+        work.fit,
+        work.heldout,
+        solve_fast,
+        work.request.seed,
+        work.callbacks.on_measure,
+    )
+    if allocation.criterion == "auto":
+        # `planner.output_count` runs the model, so it comes last: only if a search is affordable.
+        searched = allocation.generations > 0 and can_keep_grams(layers) and planner.output_count >= ENOUGH_OUTPUTS
+        found_by = f"a search, judged by {planner.output_count} outputs" if searched else "measured damages, no search"
+        work.note(f"Sparsities of layers: by {found_by}.")
+        allocation = replace(allocation, criterion="evolve" if searched else "kl")
+
+    def planned() -> JsonObject:
+        counts, records = planner.allocate(work.request.pattern, allocation)
+        keeps = {layer.name: keep for layer, keep in counts.items()}
+        return {"keeps": keeps, "records": [asdict(record) for record in records]}
+
+    found = work.checkpoint.remembered("allocation", planned)
+    # A layer that receives no input has no count and keeps the pattern of the run.
+    keeps = found["keeps"]
+    patterns |= {layer: Unstructured(keep=keeps[layer.name]) for layer in layers if layer.name in keeps}
+    return patterns, [allocation_record(record) for record in found["records"]]
+
+
+def scheduled(plan: dict[Layer, Pattern], rounds: Rounds, index: int) -> dict[Layer, Pattern]:
+    """The patterns of round `index`: the plan, or less sparsity while the schedule is "cubic"."""
+    last = rounds.count - 1
+    if rounds.schedule != "cubic" or index in (0, last):
+        return plan
+    # Cubic growth from 0.72 of the requested sparsity (65 % on the way to 90 %), as measured best in LOG.md.
+    share = 1 - 0.28 * (1 - (index - 1) / (last - 1)) ** 3
+    return {layer: thinner(pattern, layer, share) for layer, pattern in plan.items()}
+
+
+def decide_growth(work: Workspace) -> Rounds:
+    """The rounds after the first projection: growing sparsity where it did damage, otherwise no further rounds."""
+    rounds = work.decided.rounds
+    if rounds.schedule != "auto":
+        return rounds
+    assert work.scoring is not None
+    damage = work.scoring.divergence()
+    grow = damage > _DAMAGE and rounds.count > 2
+    work.note(
+        f"After the first projection the network is {damage:.4g} nats from the dense one: "
+        + ("sparsity grows over the rounds." if grow else "no further rounds.")
+        + (" They would pay, from three on." if damage > _DAMAGE and rounds.count == 2 else "")
+    )
+    decided = replace(rounds, schedule="cubic") if grow else Rounds(data=rounds.data)
+    work.callbacks.on_rounds(decided.count)
+    return decided

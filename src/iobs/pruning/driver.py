@@ -1,0 +1,138 @@
+"""`iobs.prune`: check what was asked, open a workspace, run Algorithm 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Unpack
+
+import torch
+from torch import nn
+
+from iobs.core.patterns import Pattern, as_pattern
+from iobs.errors import ProblemError, is_a
+from iobs.pruning.algorithm import run
+from iobs.pruning.allocation.counts import require_room, under_pattern
+from iobs.pruning.baselines.projection import require_global
+from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
+from iobs.pruning.layerwise.patterns import patterns_of
+from iobs.pruning.network.modes import evaluating, seeded
+from iobs.pruning.network.selection import Selection
+from iobs.pruning.progress import ProgressBar
+from iobs.pruning.recipe import Changes, Recipe, as_allocation, as_recipe
+from iobs.pruning.report import Report
+from iobs.pruning.runtime.ranks import current
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.store import Store
+from iobs.pruning.workspace import Request, Workspace
+
+
+def prune(
+    model: nn.Module | Store,
+    data: Iterable[Batch],
+    pattern: Pattern | float | str,
+    recipe: Recipe | str | Path = "fast",
+    *,
+    include: str | Sequence[str] | None = None,
+    ignore: str | Sequence[str] | None = None,
+    holdout: float = 0.1,
+    seed: int = 0,
+    callbacks: Sequence[Callback] = (),
+    progress: bool = False,
+    checkpoint: str | Path | None = None,
+    **changes: Unpack[Changes],
+) -> Report:
+    """Prune a model in place (Algorithm 2).
+
+    Args:
+        model: any `nn.Module` on any device, or a `Store` of a model whose weights are not all in memory. If the run
+            fails or is interrupted the weights are as before.
+        data: calibration data, an iterable of batches (a list, a DataLoader): tensors, tuples (inputs, labels), or
+            mappings as Hugging Face models take. A tensor or a mapping is one batch.
+        pattern: `Unstructured`, `NM`, a sparsity such as 0.5, or text such as "2:4" or "50%". With an allocation
+            (recipes "fast" and "best") the sparsity is that of all pruned layers together. Layers left dense do
+            not count.
+        recipe: "fast" (the best single projection), "best" (rounds of fine-tuning towards the dense model),
+            "one-shot" (every layer once, to the same sparsity), "paper" (Algorithm 2 to the letter), a `Recipe`, or the
+            path of a YAML file.
+        include: names of the layers to prune, shell style ("*.mlp.*") or "re:..."; default: all layers but output
+            heads, weights tied to an embedding, and depthwise convolutions.
+        ignore: names of layers that stay dense.
+        holdout: share of the samples that is held out, in [0, 1): these samples choose the best round, damp the
+            correction of drift and judge the allocation.
+        seed: of every random choice.
+        callbacks: called as the run gets on.
+        progress: show a progress bar with the time left; plain lines where there is no terminal.
+        checkpoint: directory for intermediate results. A killed run that is started again with the same arguments goes
+            on from there and ends in the same bits. The directory is not deleted afterwards.
+        **changes: fields of the recipe, such as `solver="sparsegpt"`, `rounds=6` or `damping=0.1`.
+
+    Returns:
+        The report: what was asked and decided, every round with every layer, the final audit.
+
+    Raises:
+        ProblemError: a setting is outside its range, or a loss has no gradient.
+        CalibrationError: there is no data, or it does not fit the model.
+        LayerSelectionError: a name pattern or a rule matches nothing.
+        ModelError: the model is no module, or cannot be copied.
+        PatternError: the pattern does not fit a layer, or the allocation does not fit the pattern.
+        NonFiniteError: NaN or infinity in weights, inputs or gradients.
+        NotPositiveDefiniteError: a layer's Hessian cannot be factorised.
+        AuditError: fewer zeros than asked.
+        CheckpointError: the checkpoint belongs to another run (the message names the difference), or cannot be written.
+        DistributedError: there are fewer batches than ranks, or a rank is gone.
+    """
+    _require_callbacks(callbacks)
+    store = model if isinstance(model, Store) else Store(model)
+    chosen = as_recipe(recipe).but(**changes)
+    store.require_possible(chosen)
+    selection = store.select(include, ignore, chosen.depthwise)
+    selection, request = requested(chosen, as_pattern(pattern), selection, holdout, seed, checkpoint)
+    collected = batches.collect(data)
+    heard = [LoggingCallback(), *callbacks]
+    with torch.inference_mode(False), ProgressBar.shown(progress and current().first) as bar:
+        told = Callbacks([*heard, *bar] if current().first else [])
+        # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
+        with evaluating(store.model) as frozen, seeded(store.model, seed):
+            selection = store.checked(collected, selection)
+            request = replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})
+            return run(Workspace.of(store, request, selection, collected, told, frozen))
+
+
+def requested(
+    recipe: Recipe, pattern: Pattern, selection: Selection, holdout: float, seed: int, checkpoint: str | Path | None
+) -> tuple[Selection, Request]:
+    """The layers to prune and what is asked of each, checked before any work.
+
+    Raises:
+        PatternError, LayerSelectionError, ProblemError: as `prune`.
+    """
+    require_numbers(holdout, seed)
+    selection, patterns = patterns_of(selection, pattern, recipe.rules)
+    if recipe.network_solver is not None:
+        require_global(pattern)
+    allocation = under_pattern(as_allocation(recipe.allocation), pattern)
+    require_room(allocation, pattern, [layer for layer, own in patterns.items() if own is pattern])
+    return selection, Request(recipe, patterns, pattern, holdout, seed, checkpoint)
+
+
+def require_numbers(holdout: object, seed: object) -> None:
+    """Check the share of held-out samples and the seed.
+
+    Raises:
+        ProblemError: one of them is no number, or outside its range.
+    """
+    if not is_a(Real, holdout):
+        raise ProblemError(f"holdout must be a number, got {holdout!r}.")
+    if not 0 <= holdout < 1:  # type: ignore[operator]
+        raise ProblemError(f"holdout must lie in [0, 1), got {holdout}; 0.1 keeps a tenth of the samples aside.")
+    if not is_a(Integral, seed):
+        raise ProblemError(f"seed must be a whole number, got {seed!r}.")
+
+
+def _require_callbacks(callbacks: object) -> None:
+    if not isinstance(callbacks, Sequence) or not all(isinstance(one, Callback) for one in callbacks):
+        raise ProblemError(f"callbacks must be a list of iobs.Callback objects, got {callbacks!r}.")

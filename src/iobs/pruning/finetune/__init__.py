@@ -1,0 +1,1 @@
+"""Fine-tuning of the pruned model: trainer, losses of rounds, augmentation."""

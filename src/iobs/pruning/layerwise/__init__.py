@@ -1,0 +1,1 @@
+"""Pruning of single layers: from Gram matrices to sparse weights."""

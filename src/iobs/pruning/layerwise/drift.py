@@ -1,0 +1,80 @@
+"""Correction of drift: a layer compensates the errors of its inputs, as far as held-out samples confirm it.
+
+Pruned layers before a layer change its inputs (drift). To match the output of another model on inputs without drift,
+the layer is fitted by regression, which from few samples also fits noise. The correction is therefore a separate ridge
+regression, centred at the output of the layer's current weights. Its damping is raised while the held-out error falls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from iobs.core.linalg import cholesky
+from iobs.pruning.calibration.gram import Statistics
+
+DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+_LEAST_SHARE = 0.05  # held-out rows per calibration row, below which their error is too noisy
+_LEAST_DAMPING = 1e-4  # the smallest damping used here, because the Gram of few samples is singular
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The linear term of a layer's problem, and the damping of its drift.
+
+    Args:
+        linear: (rows, columns).
+        damping: relative to the mean of the Gram's diagonal; 0 for no damping besides that of the solver.
+    """
+
+    linear: Tensor
+    damping: float = 0.0
+
+
+def corrected(statistics: Statistics, group: int, target: Tensor, current: Tensor, damping: float) -> Correction:
+    """The linear term B H of min ||V X - T D||^2 over V, with B from the ridge regression that held-out samples select.
+
+    B = S + (T D X^T - S H) (H + mu I)^-1 with H = X X^T. If the smallest mu is best, the damping is left to the solver,
+    and the linear term is T D X^T.
+
+    Args:
+        statistics: Grams of the layer's inputs; without enough held-out samples nothing is damped.
+        group: number of the group.
+        target: (rows of the group, columns) weight T of the layer whose output on the inputs D is matched.
+        current: (rows of the group, columns) current weight S of the layer.
+        damping: of the solver, relative to the mean of the diagonal.
+
+    Raises:
+        NotPositiveDefiniteError: the Hessian cannot be factorised.
+    """
+    gram, heldout = statistics.calibration, statistics.heldout
+    hessian = gram.own[group]
+    plain = target @ gram.target_cross()[group]
+    if gram.cross is None or heldout is None or heldout.cross is None or heldout.count < _LEAST_SHARE * gram.count:
+        return Correction(plain)
+    metric, wanted = heldout.own[group], target @ heldout.cross[group]
+    drift = plain - current @ hessian
+
+    def regression(mu: float) -> Tensor:
+        shifted = hessian.clone()
+        shifted.diagonal().add_(mu * hessian.diagonal().mean())
+        return current + torch.cholesky_solve(drift.T, cholesky(shifted)).T
+
+    def error(weight: Tensor) -> float:
+        """||B X - T D||^2 / count on the held-out samples, without the constant ||T D||^2 / count."""
+        return float(((weight @ metric).sub_(wanted, alpha=2)).mul_(weight).sum(dtype=torch.float64))
+
+    chosen: Tensor | None = None
+    strength = 0.0
+    least = error(regression(max(damping, _LEAST_DAMPING)))
+    for stronger in DAMPINGS:
+        if stronger <= damping:
+            continue
+        weight = regression(stronger)
+        found = error(weight)
+        if found >= least:
+            break
+        chosen, strength, least = weight, stronger, found
+    return Correction(plain if chosen is None else chosen @ hessian, strength)

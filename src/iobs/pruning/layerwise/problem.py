@@ -1,0 +1,134 @@
+"""The quadratic problem of one layer: built from its Gram matrices, and solved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from iobs.core.patterns import Pattern
+from iobs.core.quadratic import Quadratic, Solution
+from iobs.pruning.calibration.gram import WIDE, Statistics
+from iobs.pruning.layerwise.drift import corrected
+from iobs.pruning.layerwise.keep_zeros import keeping
+from iobs.pruning.layerwise.patterns import patterns_of_groups
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import Recipe
+from iobs.solvers import solve, solve_many
+
+SEARCH_COLUMNS = 256  # columns from which a problem is solved in float32, in half of the time
+
+
+@dataclass(frozen=True)
+class Task:
+    """One layer to prune.
+
+    Args:
+        layer: address of the layer.
+        pattern: of the whole layer.
+        current: (rows, columns) weights that damping pulls towards.
+        target: (rows, columns) weights whose output is matched, on the dense inputs of the Grams if they have any;
+            None: the current weights.
+        recipe: solver, refinement and damping.
+        zeros: (rows, columns) weights whose zeros stay zero; None: any entry may be kept.
+    """
+
+    layer: Layer
+    pattern: Pattern
+    current: Tensor
+    target: Tensor | None
+    recipe: Recipe
+    zeros: Tensor | None = None
+
+
+def solve_layer(task: Task, statistics: Statistics) -> list[Solution]:
+    """Solve one layer: one quadratic for each group of its rows.
+
+    Grams are float64; problems of `SEARCH_COLUMNS` columns or more are solved in float32.
+
+    Returns:
+        One solution per group; `stats["drift_damping"]` is the damping that `drift.corrected` chose, or 0.
+    """
+    rows = task.layer.shape[0] // task.layer.groups
+    solutions = []
+    for number, pattern in enumerate(patterns_of_groups(task.layer, task.pattern)):
+        own = slice(number * rows, (number + 1) * rows)
+        problem, drift_damping = _problem(task, statistics, number, own)
+        if problem.shape[1] >= SEARCH_COLUMNS:
+            problem = problem.to(torch.float32)
+        refine = task.recipe.refine if task.zeros is None else keeping(task.zeros[own], task.recipe.refine)
+        assert task.recipe.network_solver is None
+        solution = solve(
+            problem,
+            pattern,
+            task.recipe.solver,  # type: ignore[arg-type]
+            refine=refine,
+            damping=task.recipe.damping,
+            name=task.layer.name,
+        )
+        solution.stats["drift_damping"] = drift_damping
+        solutions.append(solution)
+    return solutions
+
+
+def can_share(layers: Sequence[Layer], recipes: Sequence[Recipe]) -> bool:
+    """Check that layers with the same input can be solved with shared factorisations of their Hessian.
+
+    Wide layers are solved one by one: the shared factorisations would all be in memory at once.
+    """
+    same = all(recipe is recipes[0] or recipe == recipes[0] for recipe in recipes)
+    narrow = all(layer.groups == 1 and layer.shape[1] < WIDE for layer in layers)
+    return len(layers) > 1 and same and narrow and not recipes[0].keep_zeros
+
+
+def solve_together(tasks: Sequence[Task], statistics: Statistics) -> list[Solution]:
+    """Solve layers with the same input, such as q, k and v: every factorisation of their Hessian is computed once."""
+    found = [_problem(task, statistics, 0, slice(None)) for task in tasks]
+    problems = [problem for problem, _ in found]
+    if any(problem.hessian is not problems[0].hessian for problem in problems):
+        return [solution for task in tasks for solution in solve_layer(task, statistics)]
+    if problems[0].shape[1] >= SEARCH_COLUMNS:
+        hessian = problems[0].matrix.to(torch.float32)  # the solver recognises the shared Hessian by its identity
+        problems = [_in_float32(problem, hessian) for problem in problems]
+    recipe = tasks[0].recipe
+    solutions = solve_many(
+        problems,
+        [task.pattern for task in tasks],
+        recipe.solver,  # type: ignore[arg-type]
+        refine=recipe.refine,
+        damping=recipe.damping,
+        name=", ".join(task.layer.name for task in tasks),
+    )
+    for solution, (_, drift_damping) in zip(solutions, found, strict=True):
+        solution.stats["drift_damping"] = drift_damping
+    return solutions
+
+
+def _in_float32(problem: Quadratic, hessian: Tensor) -> Quadratic:
+    """The problem in float32, with a Hessian that is float32 already."""
+    anchor = None if problem.anchor is None else problem.anchor.to(torch.float32)
+    return Quadratic(hessian, None if problem.centred else problem.linear.to(torch.float32), anchor, problem.centred)
+
+
+def _problem(task: Task, statistics: Statistics, group: int, own: slice) -> tuple[Quadratic, float]:
+    """The problem min 1/2 ||V X - T D||^2 / count for the rows of one group, and the damping of the drift.
+
+    Args:
+        task: the layer to prune.
+        statistics: Grams of its inputs.
+        group: number of the group.
+        own: rows of the group.
+    """
+    gram = statistics.calibration
+    hessian = gram.own[group]
+    current = task.current[own].to(hessian.dtype)
+    if not bool(hessian.diagonal().any()):
+        # All inputs are zero, so every mask has the same error: keep the largest weights.
+        return Quadratic.at(current, torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)), 0.0
+    if gram.cross is None and task.target is None:
+        return Quadratic.at(current, hessian), 0.0
+    target = current if task.target is None else task.target[own].to(hessian.dtype)
+    correction = corrected(statistics, group, target, current, task.recipe.damping)
+    return Quadratic(hessian, correction.linear, current), correction.damping

@@ -1,0 +1,224 @@
+"""Projection of the model: a mask and new weights for every layer, one group of layers at a time.
+
+The way of one layer:
+
+    pattern              how many entries stay: `decisions.sparsity.allocate` and `scheduled`
+    Gram matrices        `calibration.sweep`
+    Projection.project   builds the `Task` of the layer, writes the solution into the model, measures it
+    problem.solve_layer  builds the quadratic and calls `iobs.solve`
+    solver               decides the mask, in `iobs.solvers`
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+
+from iobs.core.patterns import Pattern
+from iobs.core.quadratic import Solution
+from iobs.errors import NonFiniteError
+from iobs.pruning.calibration.gram import Statistics, relative_output_error
+from iobs.pruning.calibration.sweep import Group, batched
+from iobs.pruning.callbacks import Callback
+from iobs.pruning.layerwise.patterns import asked, share_of
+from iobs.pruning.layerwise.problem import Task, can_share, solve_layer, solve_together
+from iobs.pruning.layerwise.targets import TARGETS
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import Recipe
+from iobs.pruning.report import LayerRecord, RoundRecord, layer_record
+from iobs.pruning.runtime.checkpoint import Checkpoint
+from iobs.pruning.runtime.ranks import Ranks
+from iobs.pruning.store import Store
+
+
+@dataclass
+class Projection:
+    """Prune the groups of one sweep, or read their weights from the checkpoint, and record the result.
+
+    Args:
+        store: holds the model and its dense weights.
+        patterns: of every layer.
+        recipe: solver, refinement, damping, target and rules.
+        index: number of the round, from 0.
+        checkpoint: solved layers of a killed run.
+        ranks: processes that share the layers of a group.
+        masters: float32 weights after gradient steps, by parameter name. Layers without masters are pruned from the
+            weights in the model.
+        callback: called after every layer.
+
+    Attributes:
+        record: the round, layer by layer.
+    """
+
+    store: Store
+    patterns: dict[Layer, Pattern]
+    recipe: Recipe
+    index: int
+    checkpoint: Checkpoint
+    ranks: Ranks
+    masters: dict[str, Tensor]
+    callback: Callback
+    record: RoundRecord = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.record = RoundRecord(self.index, asked(self.patterns), None, None, [])
+
+    @torch.no_grad()
+    def project(self, group: Group) -> None:
+        """Prune the layers of a group, one per rank at a time; layers in the checkpoint are read from there."""
+        left = [layer for layer in group.layers if self._key(layer) not in self.checkpoint]
+        for layer in group.layers:
+            if layer not in left:
+                self._read(layer)
+        if not left:
+            return
+        statistics = group.statistics()
+        if self.ranks.size == 1:
+            self._project_on_one_rank(left, statistics)
+            return
+        for layers in batched(left, self.ranks.size):
+            solved = [self._solve_if_owner(layer, statistics, owner) for owner, layer in enumerate(layers)]
+            for owner, one in enumerate(solved):
+                self._add(self._measured(one, statistics, owner))
+
+    def _project_on_one_rank(self, layers: Sequence[Layer], statistics: Statistics) -> None:
+        """Prune the layers in the only process of the run."""
+        for solved in self._solve_group(layers, statistics):
+            self._add(self._measured(solved, statistics, 0))
+
+    def _solve_group(self, layers: Sequence[Layer], statistics: Statistics) -> Iterator[_Solved]:
+        """Solve the layers, together if they can share factorisations, otherwise one by one."""
+        if not can_share(layers, [self.recipe.for_layer(layer.name) for layer in layers]):
+            yield from (self._solve(self._task(layer), statistics) for layer in layers)
+            return
+        began = time.perf_counter()
+        tasks = [self._task(layer) for layer in layers]
+        solutions = solve_together(tasks, statistics)
+        seconds = (time.perf_counter() - began) / len(tasks)
+        pairs = zip(tasks, solutions, strict=True)
+        yield from (self._written(task, [solution], seconds) for task, solution in pairs)
+
+    def _solve(self, task: Task, statistics: Statistics) -> _Solved:
+        """Solve one layer."""
+        began = time.perf_counter()
+        solutions = solve_layer(task, statistics)
+        return self._written(task, solutions, time.perf_counter() - began)
+
+    def _task(self, layer: Layer) -> Task:
+        """The task of a layer: its pattern, its settings, and its current, target and given weights."""
+        key, model = layer.key, self.store.model
+        current = layer.matrix(self.masters[key]) if key in self.masters else layer.read(model)
+        return Task(
+            layer,
+            self.patterns[layer],
+            current,
+            TARGETS[self.recipe.target].weights(self.store, layer),
+            self.recipe.for_layer(layer.name),
+            self._given(layer, current) if self.recipe.keep_zeros else None,
+        )
+
+    def _given(self, layer: Layer, current: Tensor) -> Tensor:
+        """The layer's weights in the model that the user gave; `keep_zeros` keeps their zeros."""
+        dense = self.store.dense(layer)
+        return current if dense is None else dense
+
+    def _solve_if_owner(self, layer: Layer, statistics: Statistics, owner: int) -> _Solved:
+        """Solve a layer if this rank owns it; otherwise the weights arrive later, in `_measured`."""
+        task = self._task(layer)
+        return self._solve(task, statistics) if owner == self.ranks.rank else _Solved.empty(task)
+
+    def _written(self, task: Task, solutions: Sequence[Solution], seconds: float) -> _Solved:
+        """Write the solutions of a layer, one per group of its rows, into the model."""
+        self.store.write(task.layer, torch.cat([solution.weight for solution in solutions]))
+        return _Solved.of(task, solutions, seconds)
+
+    def _measured(self, solved: _Solved, statistics: Statistics, owner: int) -> LayerRecord:
+        """Send the owner's weights to every rank, measure the layer, and store it in the checkpoint.
+
+        Raises:
+            NonFiniteError: the weights hold NaN or infinity.
+        """
+        layer, task = solved.task.layer, solved.task
+        tensor = layer.tensor(self.store.model)
+        if self.ranks.size > 1:
+            weight = tensor.contiguous()
+            self.ranks.broadcast(weight, owner)
+            tensor.copy_(weight)
+            self.ranks.broadcast(solved.numbers, owner)
+        began = time.perf_counter()
+        damping, dead_columns, drift_damping, seconds = solved.numbers.tolist()
+        written, gram, heldout = layer.read(self.store.model), statistics.calibration, statistics.heldout
+        if not bool(torch.isfinite(written).all()):
+            raise NonFiniteError(
+                f"The pruned weight of layer {layer.name!r} holds NaN or infinity in {tensor.dtype}; load the model in "
+                "a wider dtype, or raise the damping."
+            )
+        target = task.current if task.target is None else task.target
+        dense = self.store.dense(layer)
+        error = relative_output_error(gram, written, target)
+        entry = LayerRecord(
+            name=layer.name,
+            shape=layer.shape,
+            asked=share_of(self.patterns[layer], layer),
+            zeros=int((written == 0).sum()),
+            error_calibration=error,
+            error_heldout=None if heldout is None else relative_output_error(heldout, written, target),
+            error_dense=error if dense is None else relative_output_error(gram, written, dense),
+            damping=damping,
+            dead_columns=int(dead_columns),
+            inputs=gram.count if statistics.tokens is None else statistics.tokens,
+            seconds=seconds + time.perf_counter() - began,
+            stats={
+                **({"rule": statistics.rule} if statistics.rule else {}),
+                **({"drift_damping": drift_damping} if drift_damping else {}),
+            },
+        )
+        self.checkpoint.put(self._key(layer), {"weight": tensor}, {"entry": asdict(entry)})
+        return entry
+
+    def _key(self, layer: Layer) -> str:
+        return f"round {self.index} layer {layer.name}"
+
+    def _read(self, layer: Layer) -> None:
+        """Take a layer's weights and its record from the checkpoint."""
+        tensors, values = self.checkpoint.get(self._key(layer))
+        self.store.put(layer, tensors["weight"])
+        self._add(layer_record(values["entry"]))
+
+    def _add(self, entry: LayerRecord) -> None:
+        """Add the record of a layer to the record of the round, and tell the callback."""
+        self.record.layers.append(entry)
+        self.callback.on_layer(entry, self.index)
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """A solved layer, before its measurement.
+
+    Args:
+        task: the task of the layer.
+        numbers: (4,) float64: damping, number of dead columns, damping of the drift, seconds. A tensor can be
+            broadcast to other ranks.
+    """
+
+    task: Task
+    numbers: Tensor
+
+    @classmethod
+    def empty(cls, task: Task) -> _Solved:
+        """A layer that another rank solves; the numbers are zero until they are received."""
+        return cls(task, torch.zeros(4, dtype=torch.float64, device=task.current.device))
+
+    @classmethod
+    def of(cls, task: Task, solutions: Sequence[Solution], seconds: float) -> _Solved:
+        """A layer with its solutions, one per group of its rows, and the seconds of the solve."""
+        solved = cls.empty(task)
+        solved.numbers[0] = max(solution.stats["damping"] for solution in solutions)
+        solved.numbers[1] = sum(solution.stats["dead_columns"] for solution in solutions)
+        solved.numbers[2] = max(solution.stats["drift_damping"] for solution in solutions)
+        solved.numbers[3] = seconds
+        return solved

@@ -1,0 +1,38 @@
+"""Targets: the output that every layer should match, by the value of the recipe's field `target`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from iobs.pruning.finetune.scoring import Scoring
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.store import Store
+
+
+@dataclass(frozen=True)
+class Target:
+    """The output T D that a layer V X should match: ||V X - T D||^2.
+
+    Attributes:
+        teacher: (scoring, dense) -> the model whose layer inputs are D; None: D = X, the layer's own input. `dense`
+            is True if the model still has its dense weights.
+        weights: (store, layer) -> T, (rows, columns); None: the layer's current weights.
+    """
+
+    teacher: Callable[[Scoring, bool], nn.Module | None]
+    weights: Callable[[Store, Layer], Tensor | None]
+
+
+TARGETS: dict[str, Target] = {
+    # The layer's current weights on its own input, as in the paper.
+    "layer": Target(lambda scoring, dense: None, lambda store, layer: None),
+    # The dense model's output on inputs that have not drifted.
+    "dense": Target(lambda scoring, dense: scoring.reference, lambda store, layer: store.dense(layer)),
+    # The output of the model at the start of the round: the dense one at first, the fine-tuned one later.
+    "model": Target(
+        lambda scoring, dense: scoring.reference if dense else scoring.current_copy(), lambda store, layer: None
+    ),
+}

@@ -1,0 +1,1 @@
+"""The model that is pruned: its weight matrices, and its modes."""

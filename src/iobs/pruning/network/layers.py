@@ -1,0 +1,174 @@
+"""Layers: addresses of the prunable weight matrices of a model, to read and write them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The address of one weight matrix.
+
+    The matrix is always (rows, columns) = (outputs, inputs of one group). Convolution kernels are flattened, and the
+    (in, out) weight of GPT-2's Conv1D is transposed. The rows of a grouped convolution fall into `groups` equal
+    consecutive parts; each part has its own Gram matrix. `nn.MultiheadAttention` stores the weights of queries, keys
+    and values in one parameter. They are three matrices here, since their inputs may differ.
+
+    Args:
+        path: of the module.
+        shape: of the matrix, (rows, columns).
+        parameter: name in the module.
+        expert: index in a stack of experts (experts, ., .), or None.
+        projection: part of a joint projection, or None.
+        groups: number of groups of a convolution.
+        transposed: the parameter is stored as (columns, rows).
+        stored_as: full name of the parameter of another module that this one shares, or None.
+    """
+
+    path: str
+    shape: tuple[int, int]
+    parameter: str = "weight"
+    expert: int | None = None
+    projection: Literal["q", "k", "v"] | None = None
+    groups: int = 1
+    transposed: bool = False
+    stored_as: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the matrix in reports and name patterns."""
+        name = self.path if self.parameter == "weight" else f"{self.path}.{self.parameter}"
+        parts = (part for part in (self.expert, self.projection) if part is not None)
+        return ".".join([name, *map(str, parts)])
+
+    @property
+    def weights(self) -> int:
+        """Number of entries."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def key(self) -> str:
+        """The name of the parameter that holds the matrix, as in `named_parameters`."""
+        return self.stored_as or joined(self.path, self.parameter)
+
+    @property
+    def is_called(self) -> bool:
+        """True if the matrix is the weight of its module, so that its input is the module's argument."""
+        return self.expert is None and self.parameter == "weight"
+
+    def stored(self, model: nn.Module) -> nn.Parameter:
+        """The whole parameter that holds the matrix."""
+        return model.get_submodule(self.path).get_parameter(self.parameter)
+
+    def tensor(self, model: nn.Module) -> Tensor:
+        """The stored tensor; for an expert or a projection a view of its slice of the parameter."""
+        return self._slice(self.stored(model).detach())
+
+    def _slice(self, stored: Tensor) -> Tensor:
+        if self.projection is not None:
+            return projections(stored)[self.projection]
+        return stored if self.expert is None else stored[self.expert]
+
+    def matrix(self, stored: Tensor) -> Tensor:
+        """A copy of the layer's slice of a parameter as a matrix (rows, columns), in float32 (float64 stays)."""
+        part = self._slice(stored)
+        matrix = part.T if self.transposed else part.flatten(1)
+        return matrix.to(torch.promote_types(matrix.dtype, torch.float32), copy=True).contiguous()
+
+    def read(self, model: nn.Module) -> Tensor:
+        """A copy of the layer's matrix in the model, (rows, columns), in float32 (float64 stays)."""
+        return self.matrix(self.stored(model).detach())
+
+    def write(self, model: nn.Module, matrix: Tensor) -> None:
+        """Write a matrix (rows, columns) into the model, rounded to the parameter's dtype; zeros stay exact."""
+        stored = self.tensor(model)
+        stored.copy_(matrix.T if self.transposed else matrix.reshape(stored.shape))
+
+
+def projections(stored: Tensor) -> dict[Literal["q", "k", "v"], Tensor]:
+    """The rows of queries, keys and values in the `in_proj_weight` of nn.MultiheadAttention, as views."""
+    queries, keys, values = stored.chunk(3)
+    return {"q": queries, "k": keys, "v": values}
+
+
+def library_class(module: str, name: str) -> tuple[type, ...]:
+    """A class of a library as a tuple for isinstance; empty if the module is not imported, so that no model uses it."""
+    loaded = sys.modules.get(module)
+    return () if loaded is None else (vars(loaded)[name],)
+
+
+def linear_maps() -> tuple[type[nn.Module], ...]:
+    """The classes that multiply their input by their `weight`, with GPT-2's Conv1D if it was imported."""
+    return nn.Linear, *CONVOLUTIONS, *library_class("transformers.pytorch_utils", "Conv1D")
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Every prunable matrix of a model.
+
+    These are the weights of Linear, Conv1d-3d, GPT-2's Conv1D and their subclasses, fused experts, and the projections
+    of nn.MultiheadAttention.
+    """
+    transposed, maps = library_class("transformers.pytorch_utils", "Conv1D"), linear_maps()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # one name per shared parameter
+    layers = []
+    for path, module in model.named_modules():
+        if not isinstance(module, maps):
+            layers.extend(_projections_of(path, module) if isinstance(module, nn.MultiheadAttention) else [])
+            layers.extend(_fused_experts(path, module))
+            continue
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is None or not weight.is_floating_point() or not weight.numel():
+            continue  # recomputed from other parameters in every forward pass, quantised, or without entries
+        name, is_transposed = names[id(weight)], isinstance(module, transposed)
+        layers.append(
+            Layer(
+                path,
+                (weight.shape[1], weight.shape[0]) if is_transposed else (weight.shape[0], weight[0].numel()),
+                groups=int(module.groups) if isinstance(module, CONVOLUTIONS) else 1,
+                transposed=is_transposed,
+                stored_as=None if name == joined(path, "weight") else name,
+            )
+        )
+    return layers
+
+
+def joined(path: str, parameter: str) -> str:
+    """The full name of a module's parameter in the model."""
+    return f"{path}.{parameter}" if path else parameter
+
+
+def _projections_of(path: str, module: nn.MultiheadAttention) -> list[Layer]:
+    """The projections of queries, keys and values: in one parameter if they have the same width, otherwise in three.
+
+    The output projection is a Linear of its own. Weights that are recomputed from other parameters in every forward
+    pass are left out.
+    """
+    width, own = module.embed_dim, dict(module.named_parameters(recurse=False))
+    if module.kdim == module.vdim == width:
+        layers = [Layer(path, (width, width), "in_proj_weight", projection=one) for one in ("q", "k", "v")]
+    else:
+        widths = {"q": width, "k": module.kdim, "v": module.vdim}
+        layers = [Layer(path, (width, columns), f"{one}_proj_weight") for one, columns in widths.items()]
+    return [layer for layer in layers if layer.parameter in own]
+
+
+def _fused_experts(path: str, module: nn.Module) -> list[Layer]:
+    """The slices of the three-dimensional parameters (experts, rows, columns) of a module that holds many experts.
+
+    All such modules of transformers have an attribute `num_experts`, and a true `is_transposed` if they store
+    (experts, columns, rows).
+    """
+    count, transposed = getattr(module, "num_experts", None), bool(getattr(module, "is_transposed", False))
+    layers = []
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.ndim == 3 and parameter.shape[0] == count and parameter.is_floating_point():
+            rows, columns = parameter.shape[:0:-1] if transposed else parameter.shape[1:]
+            layers += [Layer(path, (rows, columns), name, expert, transposed=transposed) for expert in range(count)]
+    return layers

@@ -1,0 +1,180 @@
+"""Modes of a model during a run: eval mode with gradients, seeded draws, batch-norm statistics. All are restored."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import CalibrationError
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.subsets import Samples, even
+
+
+def update_batch_norm(model: nn.Module, part: Samples) -> None:
+    """Replace the running statistics by averages over the samples; modules that see no sample keep theirs.
+
+    Raises:
+        CalibrationError: a batch has one value per channel, which has no variance.
+    """
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    momenta = [module.momentum for module in norms]
+    before = [{name: value.clone() for name, value in module.named_buffers()} for module in norms]
+    try:
+        for module in norms:
+            module.reset_running_stats()
+            module.momentum = None
+            module.train()
+        with torch.no_grad():
+            for batch in even(part).batches:  # every batch has the same weight in the average
+                batches.forward(model, batch)
+    except ValueError as error:  # torch refuses one value per channel
+        raise CalibrationError(f'batch_norm="update" cannot use this batch: {error}; join it with another.') from error
+    finally:
+        for module, momentum, buffers in zip(norms, momenta, before, strict=True):
+            module.momentum = momentum
+            module.eval()
+            if module.num_batches_tracked is not None and not module.num_batches_tracked:
+                for name, value in buffers.items():
+                    module.get_buffer(name).copy_(value)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
+    """Eval mode without KV cache, fused kernels or autocast; all floating parameters require gradients.
+
+    Everything is restored on exit.
+
+    Yields:
+        The names of the parameters that were frozen; none if all were, as in a model loaded for inference.
+    """
+    numbers = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
+    frozen = {name: value for name, value in numbers.items() if not value.requires_grad}
+    device = next((value.device for value in numbers.values() if not value.is_meta), torch.device("cpu"))
+    with ExitStack() as stack:
+        # Implementations of transformers that multiply all experts at once hide the input of each expert.
+        stack.enter_context(_configured(model, "_experts_implementation", "eager"))
+        stack.enter_context(_configured(model, "use_cache", False))
+        stack.enter_context(_requiring_gradients(frozen.values()))
+        stack.enter_context(_eval_mode(model))
+        stack.enter_context(_without_fused_attention())
+        stack.enter_context(torch.autocast(device.type, enabled=False))  # the model's own dtypes
+        stack.enter_context(_uncompiled())
+        stack.enter_context(_without_cudnn(model))
+        yield frozenset(frozen if len(frozen) < len(numbers) else ())
+
+
+@contextmanager
+def _configured(model: nn.Module, name: str, value: object) -> Iterator[None]:
+    """Set a field of the model's Hugging Face configuration, unless it is missing or off."""
+    config = getattr(model, "config", None)
+    before = getattr(config, name, None)
+    if not before:
+        yield
+        return
+    setattr(config, name, value)
+    try:
+        yield
+    finally:
+        setattr(config, name, before)
+
+
+@contextmanager
+def _requiring_gradients(parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """Let frozen parameters require gradients."""
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode (no dropout) for all modules; each module gets its own mode back."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        _set_modes(model, training)
+
+
+@contextmanager
+def _without_fused_attention() -> Iterator[None]:
+    """Disable the fast path of nn.TransformerEncoderLayer, which hides the inputs of its layers."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Run compiled modules eagerly: hooks and torch function modes do not act inside a compiled graph."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _without_cudnn(model: nn.Module) -> AbstractContextManager[object]:
+    """Disable cuDNN for models with recurrent layers, which have no gradient in eval mode there."""
+    if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return nullcontext()
+    cudnn = torch.backends.cudnn
+    others = cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, cudnn.allow_tf32
+    return cudnn.flags(False, *others)
+
+
+def _set_modes(module: nn.Module, training: dict[nn.Module, bool]) -> None:
+    """Restore training modes; by `train` where all inner modules were training, since modules may override it."""
+    if all(training.get(inner, inner.training) for inner in module.modules()):
+        module.train()
+        return
+    module.training = training.get(module, module.training)
+    for child in module.children():
+        _set_modes(child, training)
+
+
+def state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@contextmanager
+def keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers on exit, such as counters that forward passes change."""
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        for name, buffer in model.named_buffers():
+            if name in before:
+                put(buffer, before[name])
+
+
+@torch.no_grad()
+def put(tensor: Tensor, value: Tensor) -> None:
+    """Write a value into a parameter or a buffer if it differs, since some buffers cannot be written to.
+
+    A tensor whose shape has changed is left unchanged: a run changes no shapes.
+    """
+    if tensor.shape == value.shape and not torch.equal(tensor, value):
+        tensor.copy_(value)
+
+
+@contextmanager
+def seeded(model: nn.Module, seed: int) -> Iterator[None]:
+    """Seed torch's generators of the CPU and of the model's devices; restore their states on exit."""
+    devices = {value.device.index for value in model.parameters() if value.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices if torch.cuda.is_available() else ()):
+        # torch.manual_seed would seed all devices, and only the generators of these are restored.
+        torch.default_generator.manual_seed(seed)
+        for device in devices if torch.cuda.is_available() else ():
+            torch.cuda.default_generators[device].manual_seed(seed)
+        yield

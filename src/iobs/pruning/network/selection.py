@@ -1,0 +1,162 @@
+"""Selection of the layers to prune, by name and by kind."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
+from iobs.pruning.network.layers import Layer, find_layers, joined, library_class
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The layers to prune, and for every other weight matrix the reason why it stays dense."""
+
+    layers: tuple[Layer, ...]
+    skipped: dict[str, str]
+
+
+def other_weights(model: nn.Module, layers: Sequence[Layer]) -> dict[str, str]:
+    """The other parameters of two or more dimensions, by name, with the reason why they are not pruned."""
+    known = {id(model.get_parameter(layer.key)) for layer in layers}
+    reasons = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.squeeze().ndim < 2 or id(parameter) in known:
+                continue
+            full = joined(path, name)
+            reason = "embedding" if isinstance(module, nn.Embedding) else "not the weight of a linear map"
+            reasons[full.removesuffix(".weight")] = reason if parameter.numel() else "without entries"
+    return reasons
+
+
+def select(
+    model: nn.Module,
+    include: str | Sequence[str] | None = None,
+    ignore: str | Sequence[str] | None = None,
+    *,
+    depthwise: bool = False,
+    check_finite: bool = True,
+) -> Selection:
+    """Choose the layers to prune.
+
+    Output heads of language models, weights tied to an embedding and depthwise convolutions are dense by default.
+    Layers that `include` names are pruned nevertheless.
+
+    Args:
+        model: any module.
+        include: name patterns, shell style ("model.layers.*.mlp.*") or "re:" and a regular expression; None: all.
+        ignore: name patterns of layers that stay dense.
+        depthwise: prune depthwise convolutions too.
+        check_finite: check every entry; False if the weights are not in memory.
+
+    Raises:
+        ModelError: the model is not a module.
+        LayerSelectionError: a pattern matches no layer, no layer is left, or a lazy layer was never called.
+        NonFiniteError: a weight holds NaN or infinity.
+    """
+    _require_module(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise LayerSelectionError(f"{name!r} has no shape yet; call the model on a batch first.")
+    found = find_layers(model)
+    included, ignored = matching(found, include, "include"), matching(found, ignore, "ignore")
+    defaults = _dense_by_default(model, found, depthwise)
+    layers: list[Layer] = []
+    taken: set[str | None] = set()
+    skipped = other_weights(model, found)
+    for layer in found:
+        if layer.stored_as in taken:
+            skipped[layer.name] = defaults[layer.name]  # even if included: a shared matrix is pruned once
+        elif layer.name in ignored:
+            skipped[layer.name] = "ignored by name"
+        elif include is not None and layer.name not in included:
+            skipped[layer.name] = "not among the included names"
+        elif include is None and layer.name in defaults:
+            skipped[layer.name] = defaults[layer.name]
+        else:
+            layers.append(layer)
+            taken.add(layer.key)
+    if not layers:
+        raise LayerSelectionError(
+            f"Nothing is left to prune: the model has {len(found)} weight matrices and all are skipped. "
+            "Change include= or ignore=."
+        )
+    if check_finite:
+        require_finite(model, layers)
+    return Selection(tuple(layers), skipped)
+
+
+def _require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
+        raise ModelError(f"The model must be an instance of torch.nn.Module, got {got}.")
+
+
+def require_finite(model: nn.Module, layers: Iterable[Layer]) -> None:
+    """Check every entry of the layers' weights.
+
+    Raises:
+        NonFiniteError: an entry is NaN or infinite; names the layer.
+    """
+    for layer in layers:
+        if not bool(torch.isfinite(layer.tensor(model)).all()):
+            raise NonFiniteError(f"The weight of layer {layer.name!r} holds NaN or infinity; repair the model first.")
+
+
+def matching(layers: Sequence[Layer], patterns: str | Sequence[str] | None, option: str) -> set[str]:
+    """The names of the layers that match name patterns.
+
+    Args:
+        layers: all layers of the model.
+        patterns: shell style ("model.layers.*.mlp.*") or "re:" and a regular expression for the whole name.
+        option: name of the argument that holds the patterns, for the message.
+
+    Raises:
+        LayerSelectionError: a pattern is not a regular expression, or matches no layer.
+    """
+    chosen: set[str] = set()
+    asked = [patterns] if isinstance(patterns, str) else [] if patterns is None else patterns
+    if not isinstance(asked, Iterable) or not all(isinstance(pattern, str) for pattern in asked):
+        raise LayerSelectionError(f"{option} takes a name pattern or a list of them, got {patterns!r}.")
+    for pattern in asked:
+        expression = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
+        try:
+            matched = {layer.name for layer in layers if re.fullmatch(expression, layer.name)}
+        except re.error as error:
+            raise LayerSelectionError(f"{option}={pattern!r} is not a regular expression: {error}.") from None
+        if not matched:
+            names = ", ".join(layer.name for layer in layers[:5])
+            raise LayerSelectionError(
+                f"{option}={pattern!r} matches none of the model's {len(layers)} layers (the first are {names}). "
+                'Patterns are shell style, "*.mlp.*", or "re:" and a regular expression for the whole name.'
+            )
+        chosen |= matched
+    return chosen
+
+
+def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) -> dict[str, str]:
+    """The layers that stay dense unless they are included, by name, with the reason."""
+    reasons = {}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    heads: set[int] = set()
+    if isinstance(model, library_class("transformers.modeling_utils", "PreTrainedModel")):
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        heads = set() if head is None else {id(head)}
+    for layer in layers:
+        module = model.get_submodule(layer.path)
+        if id(layer.stored(model)) in embeddings:
+            reasons[layer.name] = "tied to an embedding"
+        elif layer.stored_as is not None:
+            reasons[layer.name] = f"shares {layer.stored_as}"
+        elif id(module) in heads:
+            reasons[layer.name] = "output head"
+        elif layer.groups > 1 and layer.groups == getattr(module, "in_channels", None) and not depthwise:
+            reasons[layer.name] = "depthwise convolution"
+    return reasons

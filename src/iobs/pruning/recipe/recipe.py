@@ -1,0 +1,263 @@
+"""The recipe: all settings that the user chooses. What a run decides itself is in `workspace.Decisions`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, TypedDict, Unpack, get_args
+
+from iobs.errors import ProblemError, is_a
+from iobs.pruning.recipe import text
+from iobs.pruning.recipe.allocation import Allocation, as_allocation
+from iobs.pruning.recipe.finetune import FineTune
+from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS, NetworkSolver
+from iobs.pruning.recipe.rounds import Rounds, require_choice, require_finetune
+from iobs.pruning.recipe.rules import Rule
+from iobs.pruning.report import JsonObject
+from iobs.solvers import REFINEMENTS, SOLVERS, Refinement, Solver, require_known
+
+TargetName = Literal["layer", "dense", "model"]  # `layerwise.targets.TARGETS` defines each
+
+
+class Changes(TypedDict, total=False):
+    """Fields of a recipe that `iobs.prune` and `Recipe.but` take as keywords."""
+
+    solver: str | Solver | NetworkSolver
+    refine: str | Refinement | None
+    damping: float
+    allocation: str | Allocation
+    target: TargetName
+    inputs: Literal["pruned", "dense"]
+    rounds: int | Rounds
+    finetune: FineTune | None
+    rules: tuple[Rule, ...]
+    batch_norm: Literal["keep", "update"]
+    keep_zeros: bool
+    depthwise: bool
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All settings that say how to prune, independent of the model, the data and the machine.
+
+    Args:
+        solver: for each layer: "admm", "sparsegpt", "obc", "magnitude", "wanda", "exact", or a solver with options,
+            such as `ADMM(budget="best")` or `SparseGPT(block=64)`. For the whole network at once: "global-magnitude",
+            "woodfisher", "cbs", "chita", or a solver with options, such as `CHITA(stages=15)`.
+        refine: improves each layer's solution: "refit", "swap", a `Refinement`, or None.
+        damping: added to the diagonal of each layer's Hessian, relative to the mean of this diagonal.
+        allocation: how sparsity is divided among the layers: "uniform", "error", "fisher", "kl", "evolve", "auto", or
+            an `Allocation` with bounds.
+        target: the output that each layer should match. "layer": the output of its own current weights on its own
+            inputs, as in the paper. "dense": the output of the layer in the dense model. "model": its output in the
+            model at the start of the round, which is dense in the first round and fine-tuned later.
+        inputs: inputs of each layer: "pruned": through the pruned layers before it; "dense": from the dense model.
+        rounds: repeated projections. `but` and `iobs.prune` also take a number of rounds, see `but`.
+        finetune: gradient steps on the final support, after the last round; None: no steps.
+        rules: settings for single layers by name.
+        batch_norm: "keep" the running statistics, or "update" them on the calibration data after every projection.
+        keep_zeros: True: entries that are zero in the given model stay zero, to prune a pruned model further.
+        depthwise: True: also prune depthwise convolutions.
+
+    Raises:
+        ProblemError: a setting is unknown or outside its range, or two settings contradict each other.
+    """
+
+    solver: str | Solver | NetworkSolver = "admm"
+    refine: str | Refinement | None = None
+    damping: float = 0.01
+    allocation: str | Allocation = "uniform"
+    target: TargetName = "layer"
+    inputs: Literal["pruned", "dense"] = "pruned"
+    rounds: Rounds = field(default_factory=Rounds)
+    finetune: FineTune | None = None
+    rules: tuple[Rule, ...] = ()
+    batch_norm: Literal["keep", "update"] = "keep"
+    keep_zeros: bool = False
+    depthwise: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_a(Real, self.damping):
+            raise ProblemError(f"damping must be a number, got {self.damping!r}.")
+        if not 0 <= self.damping < math.inf:
+            raise ProblemError(f"damping must not be negative or infinite, got {self.damping}; 0.01 is usual.")
+        if not isinstance(self.rounds, Rounds):
+            raise ProblemError(f"rounds must be a Rounds or, in .but(), a number of rounds; got {self.rounds!r}.")
+        require_finetune("finetune", self.finetune)
+        if not isinstance(self.rules, (tuple, list)) or not all(isinstance(rule, Rule) for rule in self.rules):
+            raise ProblemError(f"rules must be a tuple of iobs.Rule, got {self.rules!r}.")
+        object.__setattr__(self, "rules", tuple(self.rules))
+        for name, kinds in (("solver", (*REFINEMENTS.values(),)), ("refine", (*SOLVERS.values(),))):
+            value = getattr(self, name)
+            if isinstance(value, kinds) or not (callable(value) or isinstance(value, (str, NetworkSolver, NoneType))):  # type: ignore[arg-type]
+                raise ProblemError(f"{name} must be a name or an object with its options, got {value!r}.")
+        if self.solver is None or isinstance(self.refine, NetworkSolver):
+            raise ProblemError("solver must be a name or a solver, and refine a name, a refinement or None.")
+        for name, allowed in _CHOICES.items():
+            require_choice(name, getattr(self, name), allowed)
+        if self.target == "model" and self.inputs == "dense":
+            raise ProblemError(
+                'target="model" matches outputs on the pruned model\'s inputs; with inputs="dense" use "layer".'
+            )
+        as_allocation(self.allocation)
+        if self.network_solver is None:
+            assert not isinstance(self.solver, NetworkSolver)
+            require_known(self.solver, self.refine)
+        else:
+            self._require_no_ignored_fields()
+
+    @property
+    def network_solver(self) -> NetworkSolver | None:
+        """The solver, if it prunes all layers together; None if it prunes single layers."""
+        if isinstance(self.solver, str) and self.solver in NETWORK_SOLVERS:
+            return NETWORK_SOLVERS[self.solver]()
+        return self.solver if isinstance(self.solver, NetworkSolver) else None
+
+    @property
+    def compares(self) -> bool:
+        """Check that losses of the model are needed: a published one-shot pruner of a whole model measures none."""
+        return self.network_solver is None or self.rounds.count > 1 or self.finetune is not None
+
+    def for_layer(self, name: str) -> Recipe:
+        """The recipe of one layer: the last matching rule with a solver replaces the solver."""
+        solvers = [rule.solver for rule in self.rules if rule.solver is not None and rule.matches(name)]
+        return replace(self, solver=solvers[-1]) if solvers else self
+
+    def _require_no_ignored_fields(self) -> None:
+        """Check that no field is set that a solver of the whole network ignores."""
+        usual = Recipe()
+        read = {"solver", "damping", "rounds", "finetune", "batch_norm", "depthwise"}
+        ignored = [one.name for one in fields(self) if one.name not in read]
+        given = [name for name in ignored if getattr(self, name) != getattr(usual, name)]
+        if given:
+            raise ProblemError(
+                f"{', '.join(given)}: not with a solver of the whole network, which has one count and one quadratic "
+                'for all layers. Start from Recipe(), or from the preset "one-shot".'
+            )
+
+    @classmethod
+    def preset(cls, name: str) -> Recipe:
+        """One of the recipes "one-shot", "fast", "best" and "paper".
+
+        Raises:
+            ProblemError: there is no such recipe.
+        """
+        if not isinstance(name, str) or name not in PRESETS:
+            raise ProblemError(
+                f"There is no recipe {name!r}; give {', '.join(PRESETS)}, the path of a .yaml file, or an iobs.Recipe."
+            )
+        return PRESETS[name]
+
+    def but(self, **changes: Unpack[Changes]) -> Recipe:
+        """A changed copy of the recipe.
+
+        `rounds` may be a number: it changes the count and keeps the schedule and the fine-tuning between the rounds. If
+        the recipe has only one round, it takes the schedule and the fine-tuning of "best".
+
+        Raises:
+            ProblemError: an unknown field, or a setting outside its range.
+        """
+        unknown = sorted(changes.keys() - {one.name for one in fields(self)})
+        if unknown:
+            names = ", ".join(one.name for one in fields(self))
+            raise ProblemError(f"A recipe has no field {', '.join(unknown)}; the fields are {names}.")
+        values: dict[str, Any] = dict(changes)
+        if "rounds" in values and not isinstance(values["rounds"], Rounds):
+            count = values.pop("rounds")
+            changed = replace(self, **values)
+            return replace(changed, rounds=changed._rounds(count))
+        return replace(self, **values)
+
+    def _rounds(self, count: int) -> Rounds:
+        """The rounds of the recipe with another count, as `but` describes."""
+        if is_a(Integral, count) and count > 1 and self.rounds.count == 1 and self.network_solver is None:
+            return replace(Recipe.preset("best").rounds, count=count)
+        if count == 1:
+            return Rounds(data=self.rounds.data)
+        return replace(self.rounds, count=count)
+
+    def to_dict(self, complete: bool = False) -> JsonObject:
+        """The recipe in plain types, ready for JSON and YAML.
+
+        Args:
+            complete: list fields with their default value too.
+
+        Raises:
+            ProblemError: a field is a function or an object that plain types cannot express.
+        """
+        return text.to_dict(self, complete)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Recipe:
+        """The recipe from the result of `to_dict`.
+
+        Raises:
+            ProblemError: an unknown key (the message names it), or a setting outside its range.
+        """
+        return text.from_dict(cls, values)
+
+    def to_yaml(self, complete: bool = False) -> str:
+        """The recipe as YAML; arguments and errors as in `to_dict`."""
+        return text.dumped(text.to_dict(self, complete))
+
+    @classmethod
+    def from_yaml(cls, source: str | Path) -> Recipe:
+        """A recipe from a YAML file (a `Path`) or from YAML text (a `str`); the section `run` is ignored.
+
+        Raises:
+            ProblemError: the text is no recipe, or the file cannot be read.
+        """
+        return text.from_dict(cls, text.recipe_part(text.read_yaml(source)))
+
+    def __str__(self) -> str:
+        """The fields that differ from the defaults, a line each."""
+        return text.shown(self)
+
+
+def as_recipe(recipe: Recipe | str | Path) -> Recipe:
+    """A recipe from a preset's name, the path of a YAML file, or a recipe.
+
+    Raises:
+        ProblemError: the value is none of these.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith((".yaml", ".yml"))):
+        return Recipe.from_yaml(Path(recipe))
+    return Recipe.preset(recipe)
+
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "target": get_args(TargetName),
+    "inputs": ("pruned", "dense"),
+    "batch_norm": ("keep", "update"),
+    "keep_zeros": (False, True),
+    "depthwise": (False, True),
+}
+
+
+_DISTILLATION = FineTune(
+    lr="auto", optimizer="auto", steps=25, loss="kl", decay=True, batch_size="auto", augment="auto"
+)
+
+# "one-shot" prunes every layer once to the same sparsity. "fast" is the best single projection. "best" grows the
+# sparsity over rounds where the first projection does damage, with steps on the KL divergence to the dense model
+# between them, and fine-tunes on the final support; what is "auto" is found on the calibration data (LOG.md has the
+# measurements). "paper" is Algorithm 2 to the letter.
+PRESETS: dict[str, Recipe] = {
+    "one-shot": Recipe(),
+    "fast": Recipe(allocation=Allocation("auto", generations=0), target="dense"),
+    "best": Recipe(
+        allocation="auto",
+        target="model",
+        rounds=Rounds(5, "auto", finetune=replace(_DISTILLATION, support="fixed")),
+        finetune=replace(_DISTILLATION, steps=600, most_steps=4800, parameters="all"),
+    ),
+    "paper": Recipe(
+        solver="sparsegpt", rounds=Rounds(10, finetune=FineTune(lr=0.01, optimizer="sgd", steps=1, loss="task"))
+    ),
+}

@@ -1,0 +1,240 @@
+"""Recipes as plain types and as YAML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from iobs.core.patterns import Pattern, Unstructured, as_pattern
+from iobs.errors import PatternError, ProblemError
+from iobs.pruning.recipe.allocation import Allocation
+from iobs.pruning.recipe.finetune import FineTune
+from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS
+from iobs.pruning.recipe.rounds import Rounds
+from iobs.pruning.recipe.rules import Rule
+from iobs.pruning.report import JsonObject
+from iobs.solvers import REFINEMENTS, SOLVERS
+
+R = TypeVar("R")
+RUN = "run"  # section of a file in an output directory: what the command was given besides the recipe
+_ROOM = __name__.rpartition(".")[0]
+NAMED: dict[str, Callable[..., object]] = {**SOLVERS, **REFINEMENTS, **NETWORK_SOLVERS}
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML with the numbers of version 1.2: 1e-3 is a number, and 2:4 is text, not 124 by base 60."""
+
+
+_NUMBERS = {"int": r"[-+]?(0|[1-9][0-9]*)$", "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag.rpartition(":")[2] not in _NUMBERS]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), [*"+-.0123456789"])
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """YAML that quotes every text that version 1.1 or 1.2 reads as something else."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+}
+
+
+def to_dict(recipe: object, complete: bool = False) -> JsonObject:
+    """`Recipe.to_dict`."""
+    found: JsonObject = plain(recipe, complete, _refused)
+    return found
+
+
+def described(part: object, describe: Callable[[object], str] = repr) -> JsonObject:
+    """All fields in plain types; functions and unknown objects are replaced by a description."""
+    found: JsonObject = plain(part, True, describe)
+    return found
+
+
+def shown(recipe: object) -> str:
+    """The fields that differ from the defaults as YAML; functions by their names."""
+    found = plain(recipe, False, lambda value: getattr(value, "__qualname__", None) or repr(value))
+    return "Recipe\n" + "".join(f"  {line}\n" for line in dumped(found or {"solver": "admm"}).splitlines())
+
+
+def dumped(values: Mapping[str, object]) -> str:
+    """Plain types as YAML that `read_yaml` reads back."""
+    text: str = yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return text
+
+
+def recipe_part(values: Mapping[str, object]) -> JsonObject:
+    """The contents of a file without the section `run`."""
+    return {name: value for name, value in values.items() if name != RUN}
+
+
+def read_yaml(source: str | Path) -> JsonObject:
+    """The mapping in a YAML file or text.
+
+    Raises:
+        ProblemError: the file cannot be read, or holds no mapping.
+    """
+    name = f"{source}" if isinstance(source, Path) else "The text"
+    try:
+        text = source.expanduser().read_text(encoding="utf8") if isinstance(source, Path) else source
+        found = yaml.load(text, _Loader)
+    except OSError as error:
+        raise ProblemError(f"The recipe {source} cannot be read ({error.strerror}).") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or an impossible date
+        raise ProblemError(f"{name} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise ProblemError(f"{name} holds no recipe: a recipe is lines such as `solver: admm`, got {found!r}.")
+    return found
+
+
+def from_dict(kind: type[R], values: Mapping[str, object]) -> R:
+    """`Recipe.from_dict`; `kind` is the class of recipes."""
+    found: JsonObject = dict(values)
+    kinds: dict[str, Mapping[str, Callable[..., object]]]
+    kinds = {"solver": {**SOLVERS, **NETWORK_SOLVERS}, "refine": REFINEMENTS}
+    for name in kinds.keys() & found.keys():
+        found[name] = _solver(found[name], kinds[name])
+    if isinstance(found.get("allocation"), Mapping):
+        found["allocation"] = _built(Allocation, found["allocation"], "allocation")
+    if "rounds" in found:
+        rounds = found["rounds"]
+        rounds = dict(rounds) if isinstance(rounds, Mapping) else {"count": rounds}
+        rounds["finetune"] = _finetune(rounds.get("finetune"), "rounds.finetune")
+        found["rounds"] = _built(Rounds, rounds, "rounds")
+    if "finetune" in found:
+        found["finetune"] = _finetune(found["finetune"], "finetune")
+    if "rules" in found:
+        if not isinstance(found["rules"], (list, tuple)):
+            raise ProblemError(f"rules must be a list of mappings, got {found['rules']!r}.")
+        found["rules"] = tuple(_rule(rule) for rule in found["rules"])
+    recipe: R = _built(kind, found, "")
+    return recipe
+
+
+def value_of(text: str) -> Any:
+    """A value of YAML; "none" is None."""
+    try:
+        return None if text.lower() == "none" else yaml.load(text, _Loader)
+    except (ValueError, yaml.YAMLError):
+        return text
+
+
+def _built(kind: type, values: Mapping[str, object], where: str) -> Any:
+    known = [one.name for one in fields(kind)]
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        place = f"{where} of a recipe" if where else "A recipe"
+        raise ProblemError(f"{place} has no key {', '.join(map(repr, unknown))}; the keys are {', '.join(known)}.")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ProblemError(f"{where or 'The recipe'} cannot be read: {error}.") from None
+
+
+def _finetune(value: object, where: str) -> FineTune | None:
+    if value is None or isinstance(value, FineTune):
+        return value
+    if not isinstance(value, Mapping):
+        raise ProblemError(f"{where} must be a mapping such as {{steps: 100, lr: 0.001}}, got {value!r}.")
+    found: FineTune = _built(FineTune, value, where)
+    return found
+
+
+def _rule(value: object) -> Rule:
+    if isinstance(value, Rule):
+        return value
+    if not isinstance(value, Mapping) or "match" not in value:
+        raise ProblemError(f"A rule is a mapping with the key match, got {value!r}.")
+    found = dict(value)
+    if isinstance(found.get("pattern"), Mapping):
+        found["pattern"] = _built(Unstructured, found["pattern"], "pattern of a rule")
+    if "solver" in found:
+        found["solver"] = _solver(found["solver"], SOLVERS)
+    rule: Rule = _built(Rule, found, "a rule")
+    return rule
+
+
+def _solver(value: object, kinds: Mapping[str, Callable[..., object]]) -> Any:
+    """A solver or refinement from its name, or from a mapping of its name and options."""
+    if not isinstance(value, Mapping):
+        return value
+    options = dict(value)
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name not in kinds:
+        raise ProblemError(f"A solver with options needs a name: one of {', '.join(kinds)}; got {name!r}.")
+    try:
+        return kinds[name](**options)
+    except TypeError as error:
+        raise ProblemError(f"The solver {name!r} does not take these options: {error}.") from None
+
+
+def _refused(value: object) -> str:
+    raise ProblemError(
+        f"{value!r} has no YAML form: name a built-in solver, loss or augmentation, or keep this recipe in Python."
+    )
+
+
+def plain(value: object, complete: bool, describe: Callable[[object], object]) -> Any:
+    """A part of a recipe in plain types; `describe` is called with what has no plain form."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):  # of numpy, too
+        return float(value)
+    if isinstance(value, (tuple, list)):
+        return [plain(entry, complete, describe) for entry in value]
+    if isinstance(value, dict):
+        return {key: plain(entry, complete, describe) for key, entry in value.items()}
+    if hasattr(value, "groups"):
+        return plain_pattern(value)
+    if isinstance(value, Rule):
+        return _fields(value, False, describe)
+    name = next((name for name, kind in NAMED.items() if type(value) is kind), None)
+    if name is not None:
+        return {"name": name, **_fields(value, complete, describe)}
+    if is_dataclass(value) and type(value).__module__.startswith(_ROOM):
+        return _fields(value, complete, describe)
+    return describe(value)
+
+
+def _fields(value: Any, complete: bool, describe: Callable[[object], object]) -> JsonObject:
+    found = {}
+    for one in fields(value):
+        entry = getattr(value, one.name)
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        if complete or entry != default:
+            found[one.name] = plain(entry, complete, describe)
+    return found
+
+
+def plain_pattern(pattern: Pattern) -> float | str | JsonObject:
+    """A pattern as a sparsity, as the fields of `Unstructured`, or as text that `core.patterns.parse` reads."""
+    if not isinstance(pattern, Unstructured):
+        text = str(pattern)
+        with suppress(PatternError):
+            if as_pattern(text) == pattern:
+                return text
+        return _refused(pattern)
+    if pattern.per == "layer" and pattern.sparsity is not None:
+        return float(pattern.sparsity)
+    return {name: value for name, value in vars(pattern).items() if value is not None}
+
+
+def pattern_of(value: float | str | Mapping[str, object]) -> Any:
+    """The pattern of `plain_pattern`."""
+    if isinstance(value, Mapping):
+        return _built(Unstructured, value, "pattern")
+    return as_pattern(value)

@@ -1,0 +1,294 @@
+"""Report of a pruning run: plain dataclasses, which convert to JSON and back."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    import pandas
+
+JsonObject: TypeAlias = dict[str, Any]  # plain types by name
+
+WORTH = 0.02  # fine-tuning must lower the held-out loss by this share; smaller gains are within noise
+
+
+@dataclass
+class LayerRecord:
+    """One pruned matrix in one round.
+
+    Errors are relative output errors ||V X - Y||^2 / ||Y||^2 of the sparse weight V.
+
+    Attributes:
+        name: of the layer.
+        shape: (rows, columns).
+        asked: share of zeros that the pattern asks for.
+        zeros: number of zeros in the matrix.
+        error_calibration: against the layer's target Y, on the calibration samples.
+        error_heldout: the same on the held-out samples; slightly too low, since they damp the correction of drift.
+        error_dense: against the output of the dense weight, on the inputs that give the target.
+        damping: of the Hessian.
+        dead_columns: number of inputs that are always zero.
+        inputs: number of input rows; of an expert, number of tokens.
+        seconds: of solve and measurement.
+        stats: further numbers and notes, by name.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    asked: float
+    zeros: int
+    error_calibration: float
+    error_heldout: float | None
+    error_dense: float
+    damping: float
+    dead_columns: int
+    inputs: int
+    seconds: float
+    stats: JsonObject = field(default_factory=dict)
+
+    @property
+    def weights(self) -> int:
+        """Number of entries of the matrix."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def sparsity(self) -> float:
+        """Share of entries that are zero."""
+        return self.zeros / self.weights
+
+
+@dataclass
+class RoundRecord:
+    """One round of Algorithm 2: project every layer, measure, take the gradient steps that lead to the next round.
+
+    A record of the kind "finetune" holds the gradient steps after the last round, on the support of a projection.
+
+    Attributes:
+        index: position in the report.
+        asked: sparsity that the patterns ask for.
+        loss_calibration: mean loss on calibration samples, or None.
+        loss_heldout: mean loss on held-out samples, or None.
+        layers: pruned layers; for "finetune" those of the projection.
+        step_losses: loss before each gradient step.
+        seconds: of the round.
+        kind: "projection" or "finetune".
+        parent: for "finetune" the index of the projection.
+    """
+
+    index: int
+    asked: float
+    loss_calibration: float | None
+    loss_heldout: float | None
+    layers: list[LayerRecord]
+    step_losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    kind: Literal["projection", "finetune"] = "projection"
+    parent: int | None = None
+
+    @property
+    def sparsity(self) -> float:
+        """Share of zeros in all pruned matrices after the projection of this round.
+
+        Solvers of the whole model record no layers; then the share is `asked`.
+        """
+        if not self.layers:
+            return self.asked
+        return sum(layer.zeros for layer in self.layers) / sum(layer.weights for layer in self.layers)
+
+
+@dataclass
+class AuditRow:
+    """The zeros of one matrix of the finished model, counted entry by entry.
+
+    Attributes:
+        name: of the layer.
+        shape: (rows, columns).
+        zeros: number of zeros.
+        asked: number of zeros that the pattern asks for; 0 without a pattern.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    zeros: int
+    asked: int
+
+    @property
+    def weights(self) -> int:
+        """Number of entries of the matrix."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def sparsity(self) -> float:
+        """Share of entries that are zero."""
+        return self.zeros / self.weights
+
+
+@dataclass
+class AllocationRecord:
+    """The sparsity of one layer in an allocation, and the measurements behind it.
+
+    Attributes:
+        name: of the layer.
+        shape: (rows, columns).
+        sparsities: measured sparsities of the layer, pruned alone; the last one is that of the dense layer.
+        errors: relative output error of the layer at each of them.
+        effects: effect on the model at each of them by the criterion, on a scale on which layers add up.
+        chosen: sparsity of the layer.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    sparsities: list[float]
+    errors: list[float]
+    effects: list[float]
+    chosen: float
+
+    def effect(self, sparsity: float) -> float:
+        """The effect of this layer on the model at a sparsity, by linear interpolation of the measured effects."""
+        points = sorted(zip(self.sparsities, self.effects, strict=True))
+        for (low, below), (high, above) in itertools.pairwise(points):
+            if sparsity <= high:
+                return below + (above - below) * max(0.0, sparsity - low) / (high - low)
+        return points[-1][1]
+
+
+@dataclass(repr=False)
+class Report:
+    """The result of a run.
+
+    Attributes:
+        settings: recipe, decisions, pattern and samples, in plain types.
+        loss_name: of the losses of rounds. With augmentation they include several augmented copies of each sample.
+        dense_loss: the same loss of the dense model on the held-out samples, or None.
+        rounds: records of all projections, then of fine-tuning.
+        best_round: index in `rounds` of the record whose weights are the result.
+        skipped: weight matrices left dense, by name, with the reason.
+        audit: zeros of every pruned matrix of the result.
+        seconds: of the run.
+        peak_memory_bytes: peak memory of the run.
+        scores: measurements of the caller, by name.
+        notes: decisions and estimates of the run, one sentence each.
+        allocation: sparsities of layers and their reasons; empty for a uniform allocation.
+    """
+
+    settings: JsonObject
+    loss_name: str
+    dense_loss: float | None
+    rounds: list[RoundRecord]
+    best_round: int
+    skipped: dict[str, str]
+    audit: list[AuditRow]
+    seconds: float
+    peak_memory_bytes: int
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    allocation: list[AllocationRecord] = field(default_factory=list)
+
+    @property
+    def best(self) -> RoundRecord:
+        """The record (projection or fine-tuning) whose weights are the result."""
+        return self.rounds[self.best_round]
+
+    @property
+    def sparsity(self) -> float:
+        """Share of zeros in the audited matrices."""
+        return self.zeros / max(1, self.weights)
+
+    @property
+    def zeros(self) -> int:
+        """Number of zeros in the audited matrices."""
+        return sum(row.zeros for row in self.audit)
+
+    @property
+    def weights(self) -> int:
+        """Number of entries of the audited matrices."""
+        return sum(row.weights for row in self.audit)
+
+    @property
+    def layers(self) -> list[LayerRecord]:
+        """The layers of the best record."""
+        return self.best.layers
+
+    def to_frame(self) -> pandas.DataFrame:
+        """The layers of the best record as a table, one row per layer (needs pandas)."""
+        import pandas
+
+        columns = [one.name for one in fields(LayerRecord) if one.name != "stats"]
+        rows = [[getattr(layer, name) for name in columns] + [layer.sparsity] for layer in self.layers]
+        return pandas.DataFrame(rows, columns=[*columns, "sparsity"]).set_index("name")
+
+    def __repr__(self) -> str:
+        """One line, which a notebook shows."""
+        return f"<iobs.Report: {self.zeros:,} of {self.weights:,} weights zero ({self.sparsity:.1%}), {self._loss()}>"
+
+    def __str__(self) -> str:
+        """The result, the records, and the five layers with the largest errors."""
+        lines = [
+            f"{self.zeros:,} of {self.weights:,} weights are zero ({self.sparsity:.2%}) in {len(self.audit)} layers."
+        ]
+        lines.append(f"{self._loss()}; {self.seconds:.1f} s.")
+        for number, record in enumerate(self.rounds):
+            best = " <- best" if number == self.best_round else ""
+            name = "projection" if record.kind == "projection" else f"fine-tuning, {len(record.step_losses)} steps"
+            losses = f"calibration {_number(record.loss_calibration)}, held-out {_number(record.loss_heldout)}"
+            lines.append(f"  {number + 1}. {name}: {record.sparsity:.1%} zeros, {losses}{best}")
+        worst = sorted(self.layers, key=lambda layer: -layer.error_calibration)[:5]
+        if worst:
+            lines.append("Largest layer errors (relative, at the output):")
+            lines += [f"  {layer.error_calibration:.4f}  {layer.name}  {layer.sparsity:.1%} zeros" for layer in worst]
+        lines += [f"Left dense: {name} ({reason})" for name, reason in self.skipped.items()]
+        return "\n".join(lines)
+
+    def _loss(self) -> str:
+        best = self.best
+        loss = best.loss_calibration if best.loss_heldout is None else best.loss_heldout
+        return self.loss_name if loss is None else f"{self.loss_name} {loss:.4g}"
+
+    def as_dict(self) -> JsonObject:
+        """The report in plain types, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: JsonObject) -> Report:
+        """Rebuild a report from the result of `as_dict`."""
+        values = dict(values)
+        values["rounds"] = [
+            RoundRecord(**{**entry, "layers": [layer_record(layer) for layer in entry["layers"]]})
+            for entry in values["rounds"]
+        ]
+        values["audit"] = [AuditRow(**{**row, "shape": tuple(row["shape"])}) for row in values["audit"]]
+        values["allocation"] = [allocation_record(row) for row in values.get("allocation", [])]
+        return cls(**values)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def layer_record(values: JsonObject) -> LayerRecord:
+    """Rebuild the record of a layer from plain types."""
+    return LayerRecord(**{**values, "shape": tuple(values["shape"])})
+
+
+def allocation_record(values: JsonObject) -> AllocationRecord:
+    """Rebuild an allocation record from plain types."""
+    return AllocationRecord(**{**values, "shape": tuple(values["shape"])})
+
+
+def best_index(records: list[RoundRecord], asked: float) -> int:
+    """The index of the best record at the requested sparsity: lowest held-out loss (calibration loss without held-out).
+
+    Fine-tuning must lower the loss by the share `WORTH` to be the best.
+    """
+
+    def value(index: int) -> float:
+        record = records[index]
+        loss = record.loss_calibration if record.loss_heldout is None else record.loss_heldout
+        if loss is None:  # not measured, since the whole model was never in memory
+            return 0.0
+        return loss + WORTH * abs(loss) if record.kind == "finetune" else loss
+
+    eligible = [index for index, record in enumerate(records) if record.asked >= asked - 1e-12]
+    return min(eligible, key=value, default=len(records) - 1)

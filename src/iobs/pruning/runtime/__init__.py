@@ -1,0 +1,1 @@
+"""Processes and storage of a run: checkpoints, fingerprints, ranks, memory."""

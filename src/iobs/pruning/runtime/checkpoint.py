@@ -1,0 +1,271 @@
+"""Checkpoints: one safetensors file per expensive result, each written atomically.
+
+A resumed run starts from the beginning and reads the entries of the checkpoint: the weights of solved layers, the state
+after gradient steps. Cheap results (forward passes between blocks) are recomputed on the same bits. The resumed run
+therefore ends in the same bits as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import ClassVar
+from weakref import WeakValueDictionary, finalize
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from iobs.errors import CheckpointError
+from iobs.pruning.report import JsonObject
+from iobs.pruning.runtime.ranks import current
+
+if sys.platform != "win32":
+    import fcntl
+
+RUN = "run.json"
+_SUFFIX = ".safetensors"
+_PARTIAL = ".partial"
+_GENERATOR = "generator"
+_GPU_GENERATOR = "generator of GPU "
+
+
+class Checkpoint:
+    """Interface of a checkpoint, and the null checkpoint of a run without one: it stores nothing."""
+
+    def __contains__(self, key: str) -> bool:
+        return False
+
+    def put(self, key: str, tensors: Mapping[str, Tensor], values: Mapping[str, object]) -> None:
+        """Store an entry."""
+
+    def get(self, key: str) -> tuple[dict[str, Tensor], JsonObject]:
+        """Read an entry."""
+        raise KeyError(key)
+
+    def remembered(self, key: str, compute: Callable[[], JsonObject]) -> JsonObject:
+        """The JSON values of an entry; computed and stored if there is no such entry."""
+        if key in self:
+            return self.get(key)[1]
+        values = compute()
+        self.put(key, {}, values)
+        return values
+
+
+class DiskCheckpoint(Checkpoint):
+    """Entries of a run in a directory, by key. Only the first rank writes.
+
+    Args:
+        directory: created if it does not exist.
+        identity: settings, data and weights of the run as JSON values; from `fingerprint.identity_of`.
+
+    Raises:
+        CheckpointError: the directory belongs to another run (the message names the difference), is in use by another
+            process, or cannot be written.
+    """
+
+    def __init__(self, directory: str | Path, identity: Mapping[str, object]) -> None:
+        self.directory = Path(os.path.expanduser(directory))
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # Only the first rank writes, so only the first rank needs the lock.
+            self._lock = _Lock.of(self.directory) if current().first else None
+            found = [*self.directory.iterdir()]
+            foreign = [entry for entry in found if not (_is_ours(entry) or _is_leftover(entry))]
+            if foreign:
+                raise CheckpointError(
+                    f"{self.directory} holds {foreign[0].name}, which is no checkpoint; give another directory."
+                )
+            for leftover in filter(_is_leftover, found):
+                leftover.unlink(missing_ok=True)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"Another process is at work with the checkpoint in {self.directory}; wait until it ends, or give "
+                "another output or checkpoint."
+            ) from error
+        except OSError as error:
+            raise _unwritable(self.directory, error) from error
+        plain = json.loads(json.dumps(identity))
+        if (self.directory / RUN).is_file():
+            self._require_same(plain)
+        elif any(self.directory.iterdir()):
+            raise CheckpointError(f"{self.directory} has lost its {RUN}; remove the directory and start again.")
+        else:
+            self._write(self.directory / RUN, json.dumps(plain, indent=1).encode("utf8"))
+        # Entries at the start: all ranks of a run must read the same entries.
+        self.known = {entry.name for entry in self.directory.glob(f"*{_SUFFIX}")}
+
+    def _require_same(self, identity: JsonObject) -> None:
+        try:
+            stored = json.loads((self.directory / RUN).read_text(encoding="utf8"))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.directory / RUN} is damaged; remove the directory and start again."
+            ) from error
+        different = [key for key in {**stored, **identity} if stored.get(key) != identity.get(key)]
+        if different:
+            shown = "; ".join(
+                f"{key} was {_short(stored.get(key))} and is {_short(identity.get(key))}" for key in different[:3]
+            )
+            raise CheckpointError(
+                f"The checkpoint in {self.directory} is of another run: {shown}. Give what it was started with, or "
+                "another directory."
+            )
+
+    def __contains__(self, key: str) -> bool:
+        return self._file(key).name in self.known
+
+    def put(self, key: str, tensors: Mapping[str, Tensor], values: Mapping[str, object]) -> None:
+        """Write an entry and the states of torch's random generators, and sync them to disk.
+
+        Raises:
+            CheckpointError: the entry cannot be written; earlier entries stay valid.
+        """
+        if not current().first:
+            return
+        everything = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+        everything |= _generators()
+        self._write(self._file(key), save(everything, {"values": json.dumps(values)}))
+
+    def get(self, key: str) -> tuple[dict[str, Tensor], JsonObject]:
+        """Read an entry, and restore the states of torch's random generators.
+
+        Raises:
+            CheckpointError: the entry is damaged.
+        """
+        file = self._file(key)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+                values: JsonObject = json.loads(opened.metadata()["values"])
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{file} is damaged ({error}); remove this file and resume again.") from error
+        torch.set_rng_state(tensors.pop(_GENERATOR))
+        for name in [name for name in tensors if name.startswith(_GPU_GENERATOR)]:
+            torch.cuda.set_rng_state(tensors.pop(name), int(name.removeprefix(_GPU_GENERATOR)))
+        return tensors, values
+
+    def _file(self, key: str) -> Path:
+        return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{_SUFFIX}"
+
+    def _write(self, file: Path, content: bytes) -> None:
+        partial = file.with_name(f".{file.name}{_PARTIAL}")
+        try:
+            with partial.open("wb") as opened:
+                opened.write(content)
+                opened.flush()
+                os.fsync(opened.fileno())
+            partial.replace(file)
+            _sync_directory(self.directory)
+        except OSError as error:
+            raise _unwritable(self.directory, error) from error
+
+
+def opened(directory: str | Path | None, identity: Callable[[], Mapping[str, object]]) -> Checkpoint:
+    """Open the checkpoint in a directory; the null checkpoint for None.
+
+    The first rank creates it, and no rank writes before all ranks have opened it.
+
+    Args:
+        directory: of the checkpoint, or None.
+        identity: computes the identity of the run.
+
+    Raises:
+        CheckpointError: as `DiskCheckpoint`.
+    """
+    if directory is None:
+        return Checkpoint()
+    ranks, known = current(), identity()
+    found = DiskCheckpoint(directory, known) if ranks.first else None
+    ranks.wait()
+    found = found or DiskCheckpoint(directory, known)
+    ranks.wait()
+    return found
+
+
+class _Lock:
+    """The lock of a directory, one object per process, released when nothing refers to it any more."""
+
+    held: ClassVar[WeakValueDictionary[tuple[int, int], _Lock]] = WeakValueDictionary()
+
+    def __init__(self, directory: Path) -> None:
+        handle = locked(directory)
+        if handle is not None:
+            finalize(self, os.close, handle)
+
+    @classmethod
+    def of(cls, directory: Path) -> _Lock:
+        """The lock of a directory.
+
+        Raises:
+            BlockingIOError: another process holds the lock.
+        """
+        found = directory.stat()
+        place = found.st_dev, found.st_ino
+        lock = cls.held.get(place) or cls(directory)
+        cls.held[place] = lock
+        return lock
+
+
+def locked(directory: Path) -> int | None:
+    """Lock a directory; returns the file handle that holds the lock, or None if the system has no such locks.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the directory cannot be opened.
+    """
+    if sys.platform == "win32":
+        return None
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return handle
+
+
+def _generators() -> dict[str, Tensor]:
+    """The states of torch's random generators, by name."""
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return {_GENERATOR: torch.get_rng_state()} | {f"{_GPU_GENERATOR}{index}": one for index, one in enumerate(gpus)}
+
+
+def _is_ours(entry: Path) -> bool:
+    return entry.name == RUN or (len(entry.stem) == 24 and entry.suffix == _SUFFIX)
+
+
+def _is_leftover(entry: Path) -> bool:
+    """Check for an entry that a crash left incomplete."""
+    name = entry.name
+    return name.startswith(".") and name.endswith(_PARTIAL) and _is_ours(Path(name[1 : -len(_PARTIAL)]))
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make sure that the names of new files are on the disk; Windows cannot open a directory, and does so itself."""
+    if sys.platform == "win32":
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _short(value: object) -> str:
+    text = "absent" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _unwritable(directory: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint in {directory} cannot be written ({error.strerror or error}); free some space or mount the "
+        "disk again and resume: what was written before is still good."
+    )

@@ -1,0 +1,163 @@
+"""Ranks: the processes of a distributed run, which share samples and solves.
+
+Under `torchrun` every rank holds the model and sees its own share of the calibration batches. Grams are summed in
+float64, so that every rank has the Gram of a single process. Layers with the same input are solved at the same time,
+one on each rank, and their weights are broadcast.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from iobs.errors import DistributedError, first_line
+from iobs.pruning.samples.batches import Batch, size, take
+from iobs.pruning.samples.subsets import Samples
+
+# Longer than the solve of any layer. The connection or torchrun reports a dead rank at once.
+PATIENCE = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The position of this process among the processes of a run.
+
+    Args:
+        rank: number of this process, from 0.
+        size: number of processes; 1 without torchrun.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """True if this process writes files and calls callbacks for all."""
+        return self.rank == 0
+
+    def share(self, part: Samples) -> Samples:
+        """This rank's batches: every `size`-th."""
+        if self.size == 1:
+            return part
+        return Samples(part.batches[self.rank :: self.size], part.numbers[self.rank :: self.size])
+
+    def rows(self, batch: Batch) -> Batch:
+        """This rank's samples of a batch: every `size`-th."""
+        if self.size == 1:
+            return batch
+        return take(batch, torch.arange(self.rank, size(batch), self.size))
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up a tensor over all ranks, in place.
+
+        Raises:
+            DistributedError: another rank is gone.
+        """
+        if self.size > 1:
+            with explained():
+                dist.all_reduce(tensor)
+
+    def require_enough(self, part: Samples) -> None:
+        """Check that there is a batch for every rank.
+
+        Raises:
+            DistributedError: there are fewer batches than ranks.
+        """
+        if len(part.batches) < self.size:
+            raise DistributedError(
+                f"{self.size} ranks share {len(part.batches)} calibration batches; give at least one batch for each, "
+                "for example with a smaller batch size."
+            )
+
+    def wait(self) -> None:
+        """Wait until every rank has reached this point.
+
+        Raises:
+            DistributedError: another rank is gone.
+        """
+        if self.size > 1:
+            with explained():
+                dist.barrier()  # works with every backend; a reduction would need a tensor on the backend's device
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Replace the tensor of every rank by that of the rank `source`, in place.
+
+        Raises:
+            DistributedError: another rank is gone.
+        """
+        if self.size > 1:
+            with explained():
+                dist.broadcast(tensor, source)
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Convert failures of communication into one error.
+
+    Raises:
+        DistributedError: a rank died or does not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise DistributedError(
+            f"Another rank is gone ({first_line(error, 'no answer')}), so this one stops too. Look at that rank's own "
+            "output; with a checkpoint the run can be resumed."
+        ) from error
+
+
+def current() -> Ranks:
+    """The ranks of torch's default process group, or this process alone."""
+    if dist.is_available() and dist.is_initialized():
+        return Ranks(dist.get_rank(), dist.get_world_size())
+    return ALONE
+
+
+def require_alone() -> None:
+    """Refuse to run under torchrun.
+
+    Raises:
+        DistributedError: there are several processes.
+    """
+    if current().size > 1:
+        raise DistributedError("Pruning with one block in memory at a time is for one process; start without torchrun.")
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """Join the process group if torchrun started several processes; leave it on exit.
+
+    Other launchers set some of torchrun's variables too: without all of them the process is alone. On a machine with
+    GPUs the device "cuda" becomes this process's own GPU.
+
+    Raises:
+        DistributedError: the other ranks cannot be reached.
+    """
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
+        yield ALONE
+        return
+    gpus = torch.cuda.is_available()
+    try:
+        if gpus:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # gloo reduces tensors on the CPU in both cases.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(
+            f"The other ranks cannot be reached ({first_line(error, 'no answer')}). Start all of them with torchrun, "
+            "or, where there are none, unset WORLD_SIZE."
+        ) from error
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,193 @@
+"""Calibration batches: a tensor, a tuple (inputs, labels), or a mapping as Hugging Face models take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import CalibrationError, IOBSError, NonFiniteError, is_out_of_memory
+
+# A tensor, a tuple or list (inputs, labels), or a mapping by the names of the model's arguments.
+Batch: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
+
+# Exceptions that models raise for inputs of the wrong kind.
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
+
+
+def collect(batches: Iterable[Batch] | Batch) -> list[Batch]:
+    """Collect the batches into a list and check them.
+
+    Raises:
+        CalibrationError: there is no batch, or a batch is empty or of an unknown type, or the data are one tuple
+            (inputs, labels) in place of a list of batches.
+        NonFiniteError: NaN or infinity in a batch; names the batch.
+    """
+    if isinstance(batches, (Tensor, Mapping)):
+        batches = [batches]
+    if isinstance(batches, tuple) and _is_pair(batches):
+        raise CalibrationError("A single batch (inputs, labels) goes into a list: [(inputs, labels)].")
+    try:
+        result = list(batches)
+    except TypeError:
+        raise CalibrationError(
+            f"Calibration data must be an iterable of batches, such as a list of tensors; got {type(batches).__name__}."
+        ) from None
+    if not result:
+        raise CalibrationError("There is no calibration data: give at least one batch of inputs.")
+    for index, batch in enumerate(result):
+        if size(batch, index) == 0:
+            raise CalibrationError(f"Calibration batch {index} is empty.")
+        for tensor in tensors(batch):
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise NonFiniteError(f"Calibration batch {index} holds NaN or infinity; leave it out or repair it.")
+    return result
+
+
+def _is_pair(batches: tuple[object, ...]) -> bool:
+    """Check that a tuple is one batch (inputs, labels), not several batches of inputs, as `Tensor.split` returns."""
+    kinds = {(one.ndim, one.dtype) for one in batches if isinstance(one, Tensor)}
+    return len(kinds) > 1 or (len(batches) == 2 and batches[0] is batches[1])
+
+
+def tensors(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch, including those of a mapping inside a tuple."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    values: Iterable[object] = batch.values() if isinstance(batch, Mapping) else batch
+    return [tensor for value in values if isinstance(value, (Tensor, Mapping)) for tensor in tensors(value)]
+
+
+def size(batch: Batch, index: int = 0) -> int:
+    """Number of samples in a batch: the first dimension, which all its tensors share.
+
+    Raises:
+        CalibrationError: the batch is of another type, nests tensors in tuples, or its tensors differ in length.
+    """
+    if not isinstance(batch, (Tensor, Mapping, tuple, list)):
+        raise CalibrationError(
+            f"Calibration batch {index} is a {type(batch).__name__}; "
+            "a batch is a tensor, a tuple (inputs, labels), or a mapping of tensors."
+        )
+    if isinstance(batch, (tuple, list)) and any(isinstance(entry, (tuple, list)) and tensors(entry) for entry in batch):
+        raise CalibrationError(
+            f"Calibration batch {index} holds tensors in a tuple within a tuple; name the model's inputs in a mapping "
+            "instead: ({name: tensor, ...}, labels)."
+        )
+    sizes = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
+    if len(sizes) != 1:
+        raise CalibrationError(f"The tensors of calibration batch {index} differ in their number of samples: {sizes}.")
+    return sizes.pop()
+
+
+def positions(batch: Batch) -> int:
+    """Number of positions per sample: its tokens, or 1 if the batch is not text."""
+    rows = (tensor for tensor in tensors(inputs(batch)) if tensor.ndim == 2 and not tensor.is_floating_point())
+    return max((tensor.shape[1] for tensor in rows), default=1)
+
+
+def take(batch: Batch, rows: Tensor) -> Batch:
+    """The samples of a batch at the given rows, int64."""
+    return _map(batch, lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor)
+
+
+def first_sample(batch: Batch) -> Batch:
+    """The first sample of a batch, as a batch of one."""
+    return take(batch, torch.zeros(1, dtype=torch.int64))
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with all tensors on a device."""
+    return _map(batch, lambda tensor: tensor.to(device))
+
+
+def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    if isinstance(batch, Tensor):
+        return change(batch)
+
+    def changed(value: object) -> object:
+        return _map(value, change) if isinstance(value, (Tensor, Mapping)) else value
+
+    if isinstance(batch, Mapping):
+        return {key: changed(value) for key, value in batch.items()}
+    return tuple(map(changed, batch))
+
+
+def join(batches: Sequence[Any]) -> Batch:
+    """Concatenate batches; entries that are not tensors come from the first batch."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat([*batches]) if first.ndim else first
+    if isinstance(first, Mapping):
+        return {key: join([batch[key] for batch in batches]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return tuple(
+            join(entries) if isinstance(entries[0], (Tensor, Mapping)) else entries[0]
+            for entries in zip(*batches, strict=True)
+        )
+    other: Batch = first
+    return other
+
+
+def layout(batch: Batch) -> tuple[object, ...]:
+    """The names and shapes of the tensors of one sample."""
+    if isinstance(batch, Tensor):
+        return tuple(batch.shape[1:])
+    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    return tuple((name, layout(value)) for name, value in entries if isinstance(value, (Tensor, Mapping)))
+
+
+def inputs(batch: Batch) -> Batch:
+    """The arguments of the model: the first entry of a tuple, otherwise the whole batch."""
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def forward(model: nn.Module, batch: Batch) -> object:
+    """Call the model on a batch: mappings as keywords, anything else as the one positional argument.
+
+    The model receives copies on its device, because it may change its input in place.
+    """
+    device = next(model.parameters()).device
+    given = _map(inputs(batch), lambda tensor: tensor.to(device, copy=True))
+    return model(**given) if isinstance(given, Mapping) else model(given)
+
+
+def shapes(batch: Batch) -> str:
+    """The shapes and dtypes of the tensors of a batch, for an error message."""
+    found = ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors(batch))
+    return f"tensors of shape {found}"
+
+
+def called(model: nn.Module, batch: Batch, name: str, kind: type[IOBSError]) -> object:
+    """Call the model as `forward` does, and raise `kind` if it rejects the batch.
+
+    Args:
+        model: the model.
+        batch: the batch.
+        name: of the batch, for the message.
+        kind: class of the error.
+    """
+    try:
+        return forward(model, batch)
+    except REFUSALS as error:
+        if is_out_of_memory(error):
+            raise
+        raise kind(f"The model cannot take {name}: {type(error).__name__}: {error}") from error
+
+
+@torch.no_grad()
+def require_all_accepted(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Call the model on the first sample of one batch of each kind; kinds differ in shapes or dtypes.
+
+    Raises:
+        CalibrationError: the model rejects a batch; names its number, its shapes and the model's own error.
+    """
+    checked = set()
+    for number, batch in enumerate(batches):
+        kind = layout(batch), tuple(tensor.dtype for tensor in tensors(batch))
+        if kind in checked:
+            continue
+        checked.add(kind)
+        called(model, first_sample(batch), f"calibration batch {number}, {shapes(batch)}", CalibrationError)

@@ -1,0 +1,78 @@
+"""Outputs of a model: logits, class axis, labels and padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from iobs.errors import CalibrationError
+from iobs.pruning.samples.batches import Batch, inputs
+
+
+def attended(model: nn.Module, batch: Batch) -> Tensor | None:
+    """Mask of the positions that are not padding, (samples, positions) bool.
+
+    Returns None without an attention mask, and for encoder-decoder models, whose mask covers the encoder only.
+    """
+    given = inputs(batch)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    mask = given.get("attention_mask") if isinstance(given, Mapping) else None
+    return mask != 0 if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Drop padded positions: (samples, positions, channels) -> (count, channels). Other shapes are unchanged."""
+    if mask is None or values.ndim != 3 or values.shape[:2] != mask.shape:
+        return values
+    return values[mask.to(values.device)]
+
+
+def class_axis(scores: Tensor, batch: Batch) -> int | None:
+    """The dimension of the classes in a model's scores; None if the outputs are numbers, not a distribution.
+
+    Outputs are numbers if there is one output, or if the labels are floating. Without labels they are numbers if the
+    scores have the shape of a floating input. The shape of integer labels gives the dimension of the classes. Without
+    them it is the last dimension, or the second of four or more dimensions, as for pixels.
+    """
+    if scores.ndim < 2:
+        return None
+    given, wanted = inputs(batch), targets(batch)
+    axis = 1 if scores.ndim > 3 else scores.ndim - 1
+    if wanted is not None and wanted.is_floating_point():
+        return None
+    if wanted is not None and wanted.shape == scores.shape[:-1]:
+        axis = scores.ndim - 1
+    elif wanted is not None and wanted.shape == scores.shape[:1] + scores.shape[2:]:
+        axis = 1
+    elif wanted is None and isinstance(given, Tensor) and given.is_floating_point() and given.shape == scores.shape:
+        return None
+    return axis if scores.shape[axis] > 1 else None
+
+
+def targets(batch: Batch) -> Tensor | None:
+    """The labels of a batch: the entry "labels" of a mapping, the second entry of a tuple, or None."""
+    if isinstance(batch, Mapping):
+        found = batch.get("labels")
+    else:
+        found = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    return found if isinstance(found, Tensor) else None
+
+
+def logits(output: object) -> Tensor:
+    """The logits in a model's output: the entry "logits", otherwise its first tensor that is not the loss.
+
+    Raises:
+        CalibrationError: the output holds no tensor.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        if "logits" in output:
+            return logits(output["logits"])
+        output = tuple(value for key, value in output.items() if key != "loss")
+    for value in output if isinstance(output, (tuple, list)) else ():
+        if isinstance(value, Tensor):
+            return value
+    raise CalibrationError(f"The model returned a {type(output).__name__} without a tensor in it.")

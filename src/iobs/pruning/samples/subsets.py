@@ -1,0 +1,119 @@
+"""Subsets of the calibration samples: leading samples, splits, and new batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from iobs.errors import CalibrationError
+from iobs.pruning.samples.batches import Batch, join, layout, positions, size, take
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples in batches, and for each batch the number of the caller's batch that it comes from."""
+
+    batches: list[Batch] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+    def add(self, batch: Batch, flags: Tensor, number: int) -> None:
+        """Add the samples of a batch at which `flags`, (samples,) bool, is True."""
+        if bool(flags.any()):
+            self.batches.append(batch if bool(flags.all()) else take(batch, flags.nonzero()[:, 0]))
+            self.numbers.append(number)
+
+    def first(self, count: int, tokens: int | None = None) -> Samples:
+        """The first `count` samples; with `tokens`, at most as many as fit that many tokens, and at least one."""
+        if tokens is not None:
+            count = min(count, max(1, tokens // max(map(positions, self.batches), default=1)))
+        chosen = Samples()
+        for batch, number in zip(self.batches, self.numbers, strict=True):
+            left = count - chosen.samples
+            if left <= 0:
+                break
+            chosen.add(batch, torch.arange(size(batch)) < left, number)
+        return chosen
+
+    def pick(self, rows: Tensor) -> Batch:
+        """One batch of the samples at the given positions, int64, counted over all batches; needs `alike`."""
+        sizes = torch.tensor([size(batch) for batch in self.batches])
+        ends = sizes.cumsum(0)
+        owners = torch.searchsorted(ends, rows, right=True)
+        places = rows - (ends - sizes)[owners]
+        return join([take(self.batches[owner], places[owners == owner]) for owner in torch.unique(owners).tolist()])
+
+    @property
+    def alike(self) -> bool:
+        """True if the samples of all batches have tensors of the same names and shapes."""
+        return len({layout(batch) for batch in self.batches}) == 1
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch]) -> Samples:
+        """All samples of the given batches, which are numbered from 0."""
+        return cls(list(batches), list(range(len(batches))))
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return sum(size(batch) for batch in self.batches)
+
+
+def rebatched(part: Samples, count: int) -> Samples:
+    """The samples in batches of `count`; unchanged if their shapes differ."""
+    return _regrouped(part, torch.split(torch.arange(part.samples), count))
+
+
+def even(part: Samples) -> Samples:
+    """The samples in batches whose sizes differ by at most one; unchanged if their shapes differ.
+
+    There are as few batches as possible, and none is larger than the largest given batch.
+    """
+    count = -(-part.samples // max(map(size, part.batches)))
+    return _regrouped(part, torch.tensor_split(torch.arange(part.samples), count))
+
+
+def _regrouped(part: Samples, groups: Sequence[Tensor]) -> Samples:
+    return Samples.of([part.pick(rows) for rows in groups]) if part.alike else part
+
+
+def split(part: Samples, share: float, seed: int) -> tuple[Samples, Samples]:
+    """Split the samples at random into calibration and held-out samples.
+
+    Args:
+        part: the samples.
+        share: of the samples that is held out, in [0, 1).
+        seed: of the draw over all batches.
+
+    Returns:
+        At least one calibration sample, and the held-out samples; there are none if the share rounds to zero.
+    """
+    sizes = [size(batch, index) for index, batch in enumerate(part.batches)]
+    total = sum(sizes)
+    count = min(round(total * share), total - 1)
+    held = torch.zeros(total, dtype=torch.bool)
+    held[torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]] = True
+    fit, kept = Samples(), Samples()
+    for batch, flags, number in zip(part.batches, torch.split(held, sizes), part.numbers, strict=True):
+        fit.add(batch, ~flags, number)
+        kept.add(batch, flags, number)
+    return fit, kept
+
+
+def divide(part: Samples, parts: int, seed: int) -> list[Samples]:
+    """Divide the samples at random into disjoint parts, one for each round.
+
+    Raises:
+        CalibrationError: there are fewer samples than parts.
+    """
+    if part.samples < parts:
+        raise CalibrationError(f'data="fresh" needs a sample for each of {parts} rounds, got {part.samples} samples.')
+    sizes = [size(batch) for batch in part.batches]
+    owner = torch.randperm(part.samples, generator=torch.Generator().manual_seed(seed)) % parts
+    found = [Samples() for _ in range(parts)]
+    for batch, owners, number in zip(part.batches, torch.split(owner, sizes), part.numbers, strict=True):
+        for index, one in enumerate(found):
+            one.add(batch, owners == index, number)
+    return found

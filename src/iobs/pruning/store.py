@@ -1,0 +1,148 @@
+"""Store: reads, writes, copies and restores the weights of a model while it is pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.patterns import Pattern
+from iobs.pruning.audit import audit_layers
+from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.linearity import multiplied_as_they_are
+from iobs.pruning.calibration.replay import exact_chain
+from iobs.pruning.calibration.sweep import InMemory
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.modes import keeping_buffers, put, state
+from iobs.pruning.network.selection import Selection, select
+from iobs.pruning.recipe import Recipe
+from iobs.pruning.report import AuditRow
+from iobs.pruning.runtime.memory import MemoryWatch
+from iobs.pruning.samples.batches import Batch, require_all_accepted
+
+Names = str | Sequence[str] | None
+
+
+class Store(InMemory):
+    """The weights of a model that is in memory, and copies of the original weights.
+
+    Subclasses keep the weights elsewhere, such as `iobs.models.streamed.StreamedStore`. `iobs.prune` takes a store in
+    place of a model.
+
+    Args:
+        model: any `nn.Module`.
+
+    Attributes:
+        whole: True if the model can be run as a whole, as losses, gradients and a dense copy need it.
+    """
+
+    whole = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._original: dict[str, Tensor] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model computes on."""
+        return next(self.model.parameters()).device
+
+    # ---- before the run
+    def require_possible(self, recipe: Recipe) -> None:
+        """Check that the recipe works with the part of the model that is in memory at one time.
+
+        Raises:
+            ProblemError: it does not; the message names the settings.
+        """
+
+    def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
+        """Choose the layers to prune; arguments and errors as in `network.selection.select`."""
+        return select(self.model, include, ignore, depthwise=depthwise)
+
+    def checked(self, batches: Sequence[Batch], selection: Selection) -> Selection:
+        """Check the batches and the layers on the model.
+
+        Returns:
+            The selection without layers whose forward changes the weight before multiplying.
+
+        Raises:
+            CalibrationError: the model does not take a batch.
+        """
+        with keeping_buffers(self.model):
+            require_all_accepted(self.model, batches)
+            return multiplied_as_they_are(self.model, selection, batches[0])
+
+    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
+        """The blocks along which the model can be run, possibly none. Call it while the model is dense."""
+        return exact_chain(self.model, batches, layers)
+
+    def state(self) -> Iterable[tuple[str, Tensor]]:
+        """Every stored tensor with its name; a checkpoint is valid only for these tensors."""
+        return state(self.model)
+
+    def remember(self, parameters: Collection[str] | None) -> None:
+        """Keep copies of all tensors that the run may change: parameters and all buffers.
+
+        Args:
+            parameters: names of the parameters to copy; None for all.
+        """
+        for name, value in self.model.named_parameters():
+            if parameters is None or name in parameters:
+                self._original[name] = value.detach().clone()
+        self._original |= {name: value.detach().clone() for name, value in self.model.named_buffers()}
+
+    @contextmanager
+    def running(self, patterns: Mapping[Layer, Pattern], memory: MemoryWatch) -> Iterator[None]:
+        """Context of a run: restores the original weights if the run fails or is interrupted.
+
+        Args:
+            patterns: of every layer, for subclasses.
+            memory: watch of the peak memory, for subclasses.
+        """
+        try:
+            yield
+        except BaseException:  # an interrupted user must get the weights back too
+            self.reset()
+            raise
+
+    # ---- weights of a layer
+    def dense(self, layer: Layer) -> Tensor | None:
+        """The layer's weights in the dense model, (rows, columns); None if the current weights are still dense."""
+        return layer.matrix(self._original[layer.key])
+
+    def write(self, layer: Layer, weight: Tensor) -> None:
+        """Write a layer's pruned weights, (rows, columns)."""
+        layer.write(self.model, weight)
+
+    def put(self, layer: Layer, tensor: Tensor) -> None:
+        """Write a layer's tensor from a checkpoint, in the shape and dtype of the parameter."""
+        layer.tensor(self.model).copy_(tensor)
+
+    # ---- weights of the model
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of all tensors that the run may change, by name."""
+        return {name: value.detach().clone() for name, value in state(self.model) if name in self._original}
+
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Write the tensors of a snapshot."""
+        for name, tensor in state(self.model):
+            if name in values:
+                put(tensor, values[name])
+
+    def reset(self) -> None:
+        """Write the original weights."""
+        self.restore(self._original)
+
+    def support(self) -> dict[str, Tensor]:
+        """Support of the original weights, by parameter: True where an entry is not zero. Matrices only."""
+        return {name: value != 0 for name, value in self._original.items() if value.ndim > 1}
+
+    def audit(self, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
+        """Count the zeros of every pruned layer, entry by entry.
+
+        Raises:
+            AuditError: fewer zeros than the pattern asks for.
+        """
+        return audit_layers(self.model, patterns)

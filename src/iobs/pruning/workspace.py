@@ -1,0 +1,260 @@
+"""The state of one run: model, samples, losses, checkpoint and decisions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from iobs.core.patterns import Pattern
+from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.callbacks import Callbacks
+from iobs.pruning.finetune.scoring import Scoring
+from iobs.pruning.finetune.trainer import Trainer, differentiable, samples_a_step
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.selection import Selection
+from iobs.pruning.recipe import FineTune, Recipe, Rounds
+from iobs.pruning.recipe.text import described
+from iobs.pruning.report import JsonObject
+from iobs.pruning.runtime.checkpoint import Checkpoint, opened
+from iobs.pruning.runtime.fingerprint import fingerprint, identity_of
+from iobs.pruning.runtime.memory import MemoryWatch
+from iobs.pruning.runtime.ranks import Ranks, current
+from iobs.pruning.samples import batches as data_batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.subsets import Samples, divide, split
+from iobs.pruning.store import Store
+
+SAVED_EVERY = 120.0  # seconds between snapshots of gradient steps
+
+
+@dataclass(frozen=True)
+class Request:
+    """Checked arguments of `iobs.prune` that say how to prune.
+
+    Args:
+        recipe: how to prune.
+        patterns: the pattern of every layer before the allocation: the pattern of its rule, or `pattern`.
+        pattern: the pattern of all layers without a rule.
+        holdout: share of the samples that is held out.
+        seed: seed of every random choice.
+        checkpoint: directory of the checkpoint, or None.
+    """
+
+    recipe: Recipe
+    patterns: Mapping[Layer, Pattern]
+    pattern: Pattern
+    holdout: float
+    seed: int
+    checkpoint: str | Path | None
+
+    def facts(self) -> JsonObject:
+        """The request in plain types, for the report."""
+        recipe = described(self.recipe)
+        return {"pattern": str(self.pattern), "holdout": self.holdout, "seed": self.seed, "recipe": recipe}
+
+    def identity(self) -> JsonObject:
+        """The request as part of a checkpoint's identity: one entry per setting, so that errors name it."""
+        asked = {"pattern": repr(self.pattern), "holdout": self.holdout, "seed": self.seed}  # its text is rounded
+        return {**described(self.recipe, fingerprint), **asked}
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Rounds and fine-tuning as the run decides them; at first as in the recipe.
+
+    `pruning.decisions` makes the decisions. The sparsity of each layer is not here: `allocate` returns it.
+
+    Attributes:
+        rounds: number, schedule and fine-tuning of the rounds.
+        finetune: gradient steps after the last round, or None.
+        tuned: True if the recipe leaves the learning rate of `finetune` to trials.
+    """
+
+    rounds: Rounds
+    finetune: FineTune | None
+    tuned: bool = False
+
+    def described(self) -> JsonObject:
+        """The decisions in plain types, for the report."""
+        return {"rounds": described(self.rounds), "finetune": self.finetune and described(self.finetune)}
+
+
+@dataclass
+class Workspace:
+    """The state that all rounds of a run share.
+
+    Attributes:
+        store: the model's weights.
+        request: what was asked.
+        selection: the layers to prune. The first round removes layers without input.
+        fit: calibration samples.
+        heldout: held-out samples.
+        callbacks: callbacks of the run; they also store the notes.
+        frozen: names of the parameters that the user froze.
+        checkpoint: the checkpoint, or the null checkpoint.
+        scoring: losses of the model; None if the model cannot be run as a whole.
+        decided: rounds and fine-tuning as decided so far.
+        memory: watch of the peak memory.
+    """
+
+    store: Store
+    request: Request
+    selection: Selection
+    fit: Samples
+    heldout: Samples
+    callbacks: Callbacks
+    frozen: frozenset[str]
+    checkpoint: Checkpoint = field(init=False)
+    scoring: Scoring | None = field(init=False)
+    decided: Decisions = field(init=False)
+    memory: MemoryWatch = field(init=False)
+    _chain: list[Block] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        self.memory = MemoryWatch(self.store.device)
+        tuned = recipe.finetune is not None and recipe.finetune.lr == "auto"
+        self.decided = Decisions(recipe.rounds, recipe.finetune, tuned)
+        steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
+        everything = any(step.parameters == "all" for step in steps)
+        self.store.remember(None if everything else {layer.key for layer in self.selection.layers})
+        self.scoring = None
+        if self.store.whole and recipe.compares:
+            self.scoring = Scoring(
+                self.store.model,
+                self.fit,
+                self.heldout,
+                recipe,
+                self.request.seed,
+                lambda: self.chain,
+                self.callbacks.on_note,
+            )
+        for index in range(recipe.rounds.count):
+            self.ranks.require_enough(self.portion(index))
+        self.checkpoint = opened(self.request.checkpoint, self._identity)
+
+    @classmethod
+    def of(
+        cls,
+        store: Store,
+        request: Request,
+        selection: Selection,
+        batches: list[Batch],
+        callbacks: Callbacks,
+        frozen: frozenset[str],
+    ) -> Workspace:
+        """The workspace of a run on all the given batches."""
+        fit, heldout = split(Samples.of(batches), request.holdout, request.seed)
+        return cls(store, request, selection, fit, heldout, callbacks, frozen)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the request."""
+        return self.request.recipe
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of this run."""
+        return current()
+
+    @property
+    def chain(self) -> list[Block]:
+        """The blocks along which the model can be run; found at the first use, while the model is dense."""
+        if self._chain is None:
+            self._chain = self.store.chain([*self.fit.batches, *self.heldout.batches], self.selection.layers)
+        return self._chain
+
+    def note(self, text: str) -> None:
+        """Add a note to the report, and send it to the callbacks."""
+        self.callbacks.on_note(text)
+
+    def portion(self, index: int) -> Samples:
+        """The calibration samples of a round."""
+        rounds = self.recipe.rounds
+        if rounds.data == "fixed":
+            return self.fit
+        # With "auto" the first projection may be the only one, so it uses all samples.
+        whole = 1 if rounds.schedule == "auto" else 0
+        if index < whole:
+            return self.fit
+        return divide(self.fit, rounds.count - whole, self.request.seed)[index - whole]
+
+    # ---- gradient steps
+    def masks(self, support: Literal["dense", "fixed"] = "fixed") -> dict[str, Tensor]:
+        """Masks of the entries that gradient steps may change, by parameter. Without a mask all entries may change.
+
+        Args:
+            support: "fixed": only current nonzeros change. "dense": all entries change, except zeros that `keep_zeros`
+                keeps.
+        """
+        masks = self.store.support() if self.recipe.keep_zeros else {}
+        if support == "fixed":
+            model = self.store.model
+            masks |= {layer.key: model.get_parameter(layer.key) != 0 for layer in self.selection.layers}
+        return masks
+
+    def trainer(self, step: FineTune, total: int, masks: dict[str, Tensor] | None = None) -> Trainer:
+        """A trainer of the model's current weights; `total` is its number of steps in the whole run."""
+        assert self.scoring is not None
+        prunable = {layer.key for layer in self.selection.layers}
+        parameters = {
+            name: value
+            for name, value in self.store.model.named_parameters()
+            if name in prunable or (step.parameters == "all" and value.is_floating_point() and name not in self.frozen)
+        }
+        _, loss = self.scoring.loss_of(step)
+        augmentation = self.scoring.augmentation(step)
+        return Trainer(self.store.model, parameters, step, loss, total, self.request.seed, masks, augmentation)
+
+    def require_gradient(self, step: FineTune) -> None:
+        """Check, before any work, that the loss of gradient steps has a gradient on the samples of one step.
+
+        Raises:
+            CalibrationError: the loss asks for labels that the data do not have.
+            ProblemError: the loss has no gradient.
+        """
+        assert self.scoring is not None
+        _, loss = self.scoring.loss_of(step)
+        sample = self.fit.first(samples_a_step(step, self.fit)).batches[0]
+        with torch.enable_grad():
+            differentiable(loss(self.store.model, data_batches.to_device(sample, self.store.device)))
+
+    def descend(self, trainer: Trainer, samples: Samples, index: int, key: str) -> list[float]:
+        """Take the steps of a trainer after round `index`, or continue them from the checkpoint under the name `key`.
+
+        Returns:
+            The loss before each step, including the steps from the checkpoint.
+        """
+        before: list[float] = []
+        last = time.monotonic()
+        if key in self.checkpoint:
+            tensors, values = self.checkpoint.get(key)
+            trainer.restore(tensors, values["taken"])
+            before = values["losses"]
+
+        def keep(losses: list[float]) -> None:
+            nonlocal last
+            if len(losses) == trainer.step.steps or time.monotonic() - last > SAVED_EVERY:
+                self.checkpoint.put(key, trainer.snapshot(), {"taken": trainer.taken, "losses": losses})
+                last = time.monotonic()
+
+        return trainer.run(samples, partial(self.callbacks.on_step, index), before, keep)
+
+    def facts(self) -> JsonObject:
+        """The request and the decisions in plain types, for the report."""
+        arithmetic = {} if self.store.arithmetic is None else {"arithmetic": str(self.store.arithmetic)}
+        decided = {"samples": self.fit.samples, "decided": self.decided.described()}
+        return {**self.request.facts(), **arithmetic, **decided}
+
+    def _identity(self) -> JsonObject:
+        """The identity of the run: a checkpoint is valid only for the same weights, data and settings."""
+        layers = [layer.name for layer in self.selection.layers]
+        asked = {**self.request.identity(), "layers": layers, "arithmetic": str(self.store.arithmetic)}
+        return identity_of(asked, self.store.state(), self.fit.batches, self.heldout.batches)

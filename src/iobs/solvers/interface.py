@@ -1,0 +1,297 @@
+"""`iobs.solve`, the entry point of all solvers: damping, dead columns, units and failed factorisations."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from iobs.core.patterns import Pattern, require_pattern
+from iobs.core.quadratic import Quadratic, Solution
+from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError
+from iobs.solvers.admm import ADMM
+from iobs.solvers.exact import Exact
+from iobs.solvers.magnitude import Magnitude
+from iobs.solvers.obc import OBC
+from iobs.solvers.options import require_budget
+from iobs.solvers.protocols import Budget, Refinement, Solver
+from iobs.solvers.refit import Refit
+from iobs.solvers.sparsegpt import SparseGPT
+from iobs.solvers.swap import Swap
+from iobs.solvers.wanda import Wanda
+
+SOLVERS: dict[str, Callable[..., Solver]] = {
+    "magnitude": Magnitude,
+    "wanda": Wanda,
+    "sparsegpt": SparseGPT,
+    "obc": OBC,
+    "admm": ADMM,
+    "exact": Exact,
+}
+REFINEMENTS: dict[str, Callable[..., Refinement]] = {"refit": Refit, "swap": Swap}
+BUDGETED = {"admm"}  # solvers with a `budget` option
+
+_RAISES = 5  # a failed factorisation raises the damping tenfold, at most this many times
+_FIRST_DAMPING = 1e-6  # least damping after a failure
+_ORDINARY = 30  # the mean of diag(H) and the largest weight are not rescaled between 2^-30 and 2^30
+
+
+def solve(
+    quadratic: Quadratic,
+    pattern: Pattern,
+    solver: str | Solver = "admm",
+    *,
+    refine: str | Refinement | None = None,
+    damping: float = 0.0,
+    budget: Budget = "default",
+    name: str = "the quadratic",
+    **options: object,
+) -> Solution:
+    """Minimise a quadratic under a sparsity pattern.
+
+    Args:
+        quadratic: the problem, (rows, d). Never modified.
+        pattern: number of kept entries and the groups in which they compete, for example `Unstructured(0.5)`.
+        solver: "magnitude", "wanda", "sparsegpt", "obc", "admm", "exact", or any `Solver`.
+        refine: None, "refit" (exact weights on the support), "swap" (exact 1-swaps), or any `Refinement`.
+        damping: weight of the proximal term to the anchor, relative to the mean of the Hessian's diagonal. If a
+            Cholesky factorisation fails, the damping is raised tenfold with a `DampingWarning`, at most five times.
+        budget: "fast", "default" or "best", time against error; only "admm" given by name uses it.
+        name: name of the problem in warnings and errors.
+        **options: arguments of the solver's constructor, if the solver is given by name.
+
+    Returns:
+        The weights in the dtype of the linear term, exactly zero outside the mask. `loss` is the loss of the undamped
+        problem, `stats["damping"]` the damping used and `stats["dead_columns"]` the number of inputs that are zero.
+
+    Raises:
+        PatternError: the pattern does not fit the shape.
+        ProblemError: an unknown solver, refinement or option.
+        NotPositiveDefiniteError: the Hessian cannot be factorised even with the raised damping, or q is unbounded
+            below along a column where the Hessian is zero and b is not.
+    """
+    choices = _choices(solver, refine, damping, budget, name, options)
+    (solution,) = _solve_all([quadratic], [pattern], quadratic, choices)
+    return solution
+
+
+def solve_many(
+    quadratics: Sequence[Quadratic],
+    patterns: Sequence[Pattern],
+    solver: str | Solver = "admm",
+    *,
+    refine: str | Refinement | None = None,
+    damping: float = 0.0,
+    budget: Budget = "default",
+    name: str = "the quadratics",
+    **options: object,
+) -> list[Solution]:
+    """Solve problems with one Hessian; every factorisation is computed once and shared.
+
+    The problems are layers with the same inputs (q, k and v; gate and up) or one layer at several sparsities. The
+    solutions equal the solutions of `solve` with the same damping; if the damping is raised, it is raised for all
+    problems. Factorisations are stored until the last problem is solved: for "admm" one (d, d) float32 matrix for
+    each stage of its schedule.
+
+    Args:
+        quadratics: problems made with the same Hessian object.
+        patterns: one pattern for each problem.
+        solver: see `solve`.
+        refine: see `solve`.
+        damping: see `solve`.
+        budget: see `solve`.
+        name: see `solve`.
+        **options: see `solve`.
+
+    Raises:
+        ProblemError: the Hessians differ, or the numbers of patterns and problems differ.
+        PatternError: as `solve`.
+        NotPositiveDefiniteError: as `solve`.
+    """
+    if len(quadratics) != len(patterns):
+        raise ProblemError(f"Give one pattern for each problem, got {len(patterns)} for {len(quadratics)}.")
+    if not quadratics:
+        return []
+    stacked = Quadratic.stack(quadratics).sharing()
+    return _solve_all(quadratics, patterns, stacked, _choices(solver, refine, damping, budget, name, options))
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """Checked arguments of `solve` that all problems of one call share.
+
+    Attributes:
+        solver: the solver instance.
+        refinement: the refinement instance, or None.
+        damping: relative to the mean of the Hessian's diagonal, not negative.
+        name: of the problem, for warnings and errors.
+    """
+
+    solver: Solver
+    refinement: Refinement | None
+    damping: float
+    name: str
+
+
+def _choices(
+    solver: str | Solver,
+    refine: str | Refinement | None,
+    damping: float,
+    budget: Budget,
+    name: str,
+    options: dict[str, object],
+) -> _Choices:
+    if not damping >= 0:
+        raise ProblemError(f"damping must not be negative, got {damping}; 0.01 is usual for the layers of a network.")
+    return _Choices(_solver(solver, budget, options), _refinement(refine), damping, name)
+
+
+def _solve_all(
+    quadratics: Sequence[Quadratic], patterns: Sequence[Pattern], stacked: Quadratic, choices: _Choices
+) -> list[Solution]:
+    """Solve all problems with the least of the tried dampings for which no factorisation fails."""
+    for quadratic, pattern in zip(quadratics, patterns, strict=True):
+        if not quadratic.shape[0]:
+            raise ProblemError(f"{choices.name} has no rows, so there is nothing to solve.")
+        require_pattern(pattern)
+        pattern.groups(quadratic.shape)
+    damping, name = choices.damping, choices.name
+    live, dead = _without_dead_columns(_computable(stacked))
+    mean = _mean_curvature(live)
+    units = [_unit(quadratic) for quadratic in quadratics]
+    for attempt in range(_RAISES + 1):
+        try:
+            split = _split(live.damped(damping * mean), quadratics)
+            problems = [one if unit == 1 else one.in_units(unit) for one, unit in zip(split, units, strict=True)]
+            solutions = [choices.solver(problem, pattern) for problem, pattern in zip(problems, patterns, strict=True)]
+            if choices.refinement is not None:
+                found = zip(problems, patterns, solutions, strict=True)
+                solutions = [choices.refinement(*each) for each in found]
+            break
+        except NotPositiveDefiniteError as error:
+            if attempt == _RAISES:
+                raise NotPositiveDefiniteError(
+                    f"{name}: the Hessian has no Cholesky factor even with damping {damping:g}. "
+                    "Look for inputs of wildly different scale or NaN, or give more calibration samples."
+                ) from error
+            raised = max(10 * damping, _FIRST_DAMPING)
+            warnings.warn(
+                f"{name}: Cholesky failed with damping {damping:g}; trying {raised:g}.", DampingWarning, stacklevel=3
+            )
+            damping = raised
+    triples = zip(quadratics, solutions, units, strict=True)
+    return [_finished(quadratic, solution, unit, dead, damping) for quadratic, solution, unit in triples]
+
+
+def _split(stacked: Quadratic, quadratics: Sequence[Quadratic]) -> list[Quadratic]:
+    if len(quadratics) == 1:
+        return [stacked]
+    ends = list(accumulate(quadratic.shape[0] for quadratic in quadratics))
+    return [stacked.rows(slice(start, end)) for start, end in pairwise([0, *ends])]
+
+
+def _finished(quadratic: Quadratic, solution: Solution, unit: float, dead: Tensor | None, damping: float) -> Solution:
+    """Convert a solution to the problem given by the user: its units and dtype, undamped, dead columns zero."""
+    stats = {**solution.stats, "damping": damping, "dead_columns": 0 if dead is None else int(dead.sum())}
+    weight = solution.weight if unit == 1 else solution.weight * unit
+    solution = replace(solution, problem=quadratic, weight=weight.to(quadratic.dtype), stats=stats)
+    if dead is None:
+        return solution
+    return Solution.of(quadratic, solution.weight, solution.mask & ~dead, **stats)
+
+
+def _solver(solver: str | Solver, budget: Budget, options: dict[str, object]) -> Solver:
+    require_budget(budget)
+    if not isinstance(solver, str):
+        if options:
+            raise ProblemError(
+                f"Options {sorted(options)} go to the solver's own constructor when an instance is given."
+            )
+        return solver
+    if solver not in SOLVERS:
+        raise ProblemError(f"There is no solver {solver!r}; choose one of {', '.join(sorted(SOLVERS))}.")
+    if solver in BUDGETED:
+        options = {"budget": budget, **options}
+    try:
+        return SOLVERS[solver](**options)
+    except TypeError as error:
+        raise ProblemError(f"The solver {solver!r} does not take these options: {error}") from None
+
+
+def require_known(solver: str | Solver, refine: str | Refinement | None, budget: Budget = "default") -> None:
+    """Check that a solver, a refinement and a budget exist, before any work is done.
+
+    Raises:
+        ProblemError: an unknown solver, refinement or budget.
+    """
+    for name, value in (("solver", solver), ("refine", refine)):
+        if not (value is None or isinstance(value, str) or callable(value)):
+            raise ProblemError(f"{name} must be a name or a function such as iobs.ADMM(), got {value!r}.")
+    _solver(solver, budget, {})
+    _refinement(refine)
+
+
+def _refinement(refine: str | Refinement | None) -> Refinement | None:
+    if refine is None or not isinstance(refine, str):
+        return refine
+    if refine not in REFINEMENTS:
+        raise ProblemError(f"There is no refinement {refine!r}; choose one of {', '.join(sorted(REFINEMENTS))}.")
+    return REFINEMENTS[refine]()
+
+
+def _computable(quadratic: Quadratic) -> Quadratic:
+    """A problem with the same minimisers in at least float32, with curvatures whose squares do not overflow."""
+    wide = torch.promote_types(quadratic.dtype, torch.float32)
+    quadratic = quadratic.to(wide) if wide != quadratic.dtype else quadratic
+    amount = _power(_mean_curvature(quadratic))
+    return quadratic if amount == 1 else quadratic.divided(amount)
+
+
+def _unit(quadratic: Quadratic) -> float:
+    """Power of two to divide the weights by, so that their squares do not overflow or underflow in float32."""
+    if quadratic.centred:
+        assert quadratic.anchor is not None
+        return _power(float(quadratic.anchor.abs().max()))
+    mean = _mean_curvature(quadratic)  # the weights are not known yet: b / H estimates their size
+    return _power(float(quadratic.linear.abs().max()) / mean) if mean > 0 else 1.0
+
+
+def _power(size: float) -> float:
+    """The power of two nearest to a size outside 2^-30 to 2^30; 1 for other sizes."""
+    power = round(math.log2(size)) if 0 < size < math.inf else 0
+    return 2.0**power if abs(power) > _ORDINARY else 1.0
+
+
+def _mean_curvature(quadratic: Quadratic) -> float:
+    return float(quadratic.operator.diagonal().double().mean())
+
+
+def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | None]:
+    """Decouple dead columns (zero on the undamped diagonal), and return their boolean mask (d,), None without any.
+
+    Decoupled columns have zero saliency, so solvers keep entries of live columns of the same group instead.
+    """
+    diagonal = quadratic.operator.diagonal()
+    dead = diagonal == 0
+    if not bool(dead.any()):
+        return quadratic, None
+    if bool(dead.all()):
+        raise ProblemError("The Hessian is zero: all inputs of this problem are zero; check the calibration data.")
+    if not quadratic.centred:
+        slope = quadratic.linear.abs().amax(0)
+        # The square of a very small input underflows in H but not in b. Such entries of b count as zero.
+        falling = dead & (slope > torch.finfo(slope.dtype).eps ** 0.5 * slope.max())
+        if bool(falling.any()):
+            raise NotPositiveDefiniteError(
+                f"q has no minimum: it falls for ever along column {int(falling.nonzero()[0])}, where the Hessian "
+                "is zero and the linear term is not. Compute both from the same samples."
+            )
+    return quadratic.without(dead), dead
+
+
+__all__ = ["BUDGETED", "REFINEMENTS", "SOLVERS", "require_known", "solve", "solve_many"]

@@ -1,0 +1,53 @@
+import pytest
+from typer.testing import CliRunner
+
+from iobs.cli import app
+from iobs.data import sources
+
+
+@pytest.fixture(autouse=True)
+def embedded_text(monkeypatch):
+    """The embedded text, shortened so that scoring takes no time."""
+
+    def short(split):
+        return [text[:1500] for text in real(split)[:4]]
+
+    real = sources.embedded_text
+    monkeypatch.setattr(sources, "embedded_text", short)
+    return short
+
+
+@pytest.fixture
+def run():
+    def call(*arguments, code=0):
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exit_code == code, result.output
+        assert "Traceback" not in result.output
+        return result
+
+    return call
+
+
+@pytest.fixture
+def classifier(tmp_path):
+    """A file with a network and its data."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def net():\n"
+        "    torch.manual_seed(0)\n"
+        "    return nn.Sequential(nn.Linear(7, 16), nn.ReLU(), nn.Linear(16, 3))\n\n"
+        "def batches():\n"
+        "    g = torch.Generator().manual_seed(1)\n"
+        "    return [(torch.randn(20, 7, generator=g), torch.randint(3, (20,), generator=g)) for _ in range(3)]\n\n"
+        "def spoiled():\n"
+        "    good = batches()\n"
+        "    good[2][0][4, 1] = float('nan')\n"
+        "    return good\n\n"
+        "def spoiled_net():\n"
+        "    made = net()\n"
+        "    made[0].weight.data[1, 1] = float('nan')\n"
+        "    return made\n\n"
+        "def empty():\n    return []\n"
+    )
+    return file

@@ -1,0 +1,76 @@
+"""`iobs demo`: its output, and which folders it replaces."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from checks import one_error
+from typer.testing import CliRunner
+
+import iobs
+from iobs import models
+from iobs.cli import app
+from iobs.cli import demo as demo_command
+from iobs.pruning.report import Report
+from iobs.report import read_report
+
+
+def test_demo_writes_a_model_and_a_report(run, tmp_path, monkeypatch):
+    """The demo with magnitude pruning and the rounds only, on few windows."""
+    real = demo_command.methods
+
+    def two(rounds):
+        first, *_, last = real(rounds)
+        step = replace(last.recipe.rounds.finetune, steps=1, batch_size=2)
+        others_dense = iobs.Rule(r"re:(?!model\.layers\.0\.mlp\.).*", dense=True)
+        few = replace(last.recipe.rounds, finetune=step)
+        recipe = last.recipe.but(solver="magnitude", rounds=few, rules=(others_dense,))
+        return [first, replace(last, recipe=recipe)]
+
+    monkeypatch.setattr(demo_command, "methods", two)
+    out = tmp_path / "iobs-demo"
+    text = run("demo", "-o", out, "--samples", 8, "--rounds", 2).output
+    assert "magnitude" in text
+    assert "Reloaded" in text
+    assert {entry.name for entry in out.iterdir()} == {"report.html", "report.json", "recipe.yaml", "model"}
+    report = read_report(out / "report.json")
+    assert [*report.scores] == ["dense", "magnitude", "I-OBS, 2 rounds"]
+    assert "is not empty" not in run("inspect", out).output
+    assert demo_command._is_demo(out)  # and so may be replaced
+    (out / "mine.txt").write_text("x")
+    assert "not empty" in one_error(run("demo", "-o", out, code=1))
+
+
+def test_demo_refuses_a_folder_with_another_model(run, tmp_path):
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_text("mine")
+    assert "not empty" in one_error(run("demo", "-o", tmp_path, code=1))
+    (tmp_path / "report.json").write_text('{"tests": 5}')
+    assert "not empty" in one_error(run("demo", "-o", tmp_path, code=1))
+    assert weights.read_text() == "mine"
+
+
+def test_demo_compares_the_documented_methods():
+    assert [method.name for method in demo_command.methods(3)] == [
+        "magnitude", "Wanda", "SparseGPT", "ADMM", "I-OBS, 3 rounds"
+    ]  # fmt: skip
+
+
+def test_demo_replaces_only_an_earlier_demo(tmp_path, monkeypatch):
+    """A folder of another kind with the same file names is refused first."""
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("the work has begun"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "precious.safetensors").write_text("mine")
+    for content in (None, "{}", "[1]", json.dumps(as_report("mine").as_dict())):
+        if content is not None:
+            (tmp_path / "report.json").write_text(content)
+        result = CliRunner().invoke(app, ["demo", "-o", str(tmp_path)])
+        assert "not empty" in result.stderr, result.output
+    (tmp_path / "report.json").write_text(json.dumps(as_report("embedded").as_dict()))
+    with pytest.raises(pytest.fail.Exception, match="the work has begun"):
+        CliRunner().invoke(app, ["demo", "-o", str(tmp_path)], catch_exceptions=False)
+
+
+def as_report(model):
+    return Report({"model": model}, "task loss", None, [], 0, {}, [], 1.0, 1)

@@ -1,0 +1,102 @@
+"""`iobs inspect`: zeros of a model directory, compared with its report."""
+
+import shutil
+
+import pytest
+import torch
+from checks import one_error
+from safetensors.torch import load_file, save_file
+
+from iobs import models
+from iobs.report import read_report
+
+
+def test_inspect_checks_an_allocated_sparsity_globally(run, tmp_path, classifier):
+    out = tmp_path / "out"
+    network = (f"{classifier}:net", "--data", f"{classifier}:batches")
+    run("prune", *network, "-o", out, "--sparsity", "0.5", "--set", "allocation=kl")
+    assert len({row.sparsity for row in read_report(out / "report.json").audit}) > 1
+    assert "among which zeros were spread, satisfy" in run("inspect", out, "--pattern", "0.5").output
+    assert "asks for" in one_error(run("inspect", out, "--pattern", "0.8", code=1))
+
+
+def test_inspect_finds_changed_weights(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    run("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out)
+    loaded = models.load(out)
+    with torch.no_grad():
+        loaded.module[0].weight.add_(1.0)
+    shutil.rmtree(tmp_path / "changed", ignore_errors=True)
+    loaded.save(tmp_path / "changed")
+    shutil.copy(out / "report.json", tmp_path / "changed")
+    assert "promises" in one_error(run("inspect", tmp_path / "changed", code=1))
+
+
+@pytest.fixture
+def written(run, tmp_path):
+    """A pruned network, and a function that changes its stored weights."""
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def net():\n"
+        "    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))\n\n"
+        "def batches():\n    return [torch.randn(20, 8)]\n"
+    )
+    network = f"{tmp_path / 'net.py'}:net"
+    data = ("--data", f"{tmp_path / 'net.py'}:batches")
+    out = tmp_path / "out"
+    run("prune", network, *data, "-o", out, "--pattern", "2:4", "--ignore", "4", "--solver", "magnitude")
+
+    def change(edit):
+        weights = load_file(out / "model.safetensors")
+        edit(weights)
+        save_file(weights, out / "model.safetensors")
+
+    return out, change
+
+
+def test_inspect_checks_the_layers_of_the_report(run, written):
+    out, change = written
+    change(lambda weights: weights["4.weight"][0, 0].zero_())
+    for options in ((), ("--pattern", "2:4")):
+        text = run("inspect", out, *options).output
+        assert "50.00 % zeros: 640 of 1,280 weights in 2 layers" in text
+        assert "zeros elsewhere, not counted: 4 (1 of 96)" in text
+    change(lambda weights: weights["2.weight"].fill_(1.0))
+    assert "'2' keeps 4 of a group of 4" in one_error(run("inspect", out, "--pattern", "2:4", code=1))
+
+
+def test_inspect_ignores_stray_zeros_without_a_report(run, written):
+    out, change = written
+    (out / "report.json").unlink()
+    change(lambda weights: weights["4.weight"][0, 0].zero_())
+    text = run("inspect", out, "--pattern", "2:4").output
+    assert "weights in 2 layers" in text
+    assert "not counted: 4 (1 of 96)" in text
+    change(lambda weights: [weights[f"{layer}.weight"].fill_(1.0) for layer in (0, 2)])
+    assert "'4' has most, 1 of 96" in one_error(run("inspect", out, "--pattern", "2:4", code=1))
+    change(lambda weights: weights["4.weight"].fill_(1.0))
+    assert "the model is dense" in one_error(run("inspect", out, "--pattern", "2:4", code=1))
+    assert "this model is dense" in run("inspect", out).output
+
+
+def test_inspect_ignores_reports_of_other_programs(run, written):
+    out, _ = written
+    (out.parent / "report.json").write_text('{"tests": 5}')
+    result = run("inspect", out)
+    assert "promises" in result.output
+    assert result.stderr == ""
+    for content in ('{"tests": 5}', "[", "[1]"):
+        (out / "report.json").write_text(content)
+        result = run("inspect", out)
+        assert "50.00 % zeros" in result.stdout
+        assert "promises" not in result.output
+        assert f"{out / 'report.json'} is not a report of iobs" in result.stderr
+
+
+def test_inspect_refuses_a_folder_without_a_model(run, tmp_path):
+    assert "is not a directory" in one_error(run("inspect", tmp_path / "none", code=1))
+    assert "no .safetensors" in one_error(run("inspect", tmp_path, code=1))
+
+
+def test_inspect_reports_a_dense_model(run):
+    assert "this model is dense" in run("inspect", models.EMBEDDED).output

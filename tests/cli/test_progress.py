@@ -1,0 +1,114 @@
+"""Progress of a run in a terminal and as plain lines."""
+
+import io
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from iobs.cli import console
+from iobs.cli.progress import Steps
+from iobs.cli.watch import Watch
+from iobs.pruning.report import LayerRecord, RoundRecord
+from iobs.pruning.runtime import ranks as distributed
+
+
+def test_watch_counts_layers_and_steps(monkeypatch):
+    told = []
+    steps = SimpleNamespace(update=lambda done, total, text: told.append((done, total, text)))
+    watch = Watch(steps, "x: ")
+    layer = LayerRecord("l", (2, 2), 0.5, 2, 0.1, None, 0.1, 0.01, 0, 5, 0.1)
+    watch.on_start(None, ["l", "m"], 2)
+    for round_index in range(2):
+        watch.on_layer(layer, round_index)
+        watch.on_layer(layer, round_index)
+        watch.on_round(RoundRecord(round_index, 0.5, 1.0, None, [layer]))
+        for step in range(3 if round_index == 0 else 0):
+            watch.on_step(round_index, step + 1, 3, 0.5)
+    assert told[1] == (1, 4, "x: round 1 of 2, l")
+    assert told[3] == (3, 7, "x: round 1 of 2, step 1 of 3, loss 0.500")
+    watch.on_step(2, 1, 1, 0.25)
+    assert told[-1] == (8, 8, "x: fine-tuning: step 1 of 1, loss 0.250")
+
+
+def test_plain_progress_prints_a_line_at_intervals(capsys, monkeypatch):
+    clock = iter([0.0, 1.0, 20.0, 21.0])
+    monkeypatch.setattr("iobs.pruning.progress.time.monotonic", lambda: next(clock))
+    with Steps("work") as steps:
+        for done in (1, 5, 6):
+            steps.update(done, 10)
+    assert capsys.readouterr().err == "work: 50 %, about 20 s left\n"
+
+
+def test_watch_leaves_out_steps_of_the_resumed_run():
+    told = []
+    watch = Watch(SimpleNamespace(update=lambda done, total, text: told.append((done, total))))
+    watch.on_start(None, ["l"], 3)
+    for done in (9, 10):  # resumed after eight steps of the first round
+        watch.on_step(0, done, 10, 0.5)
+    assert told[-1] == (2, 3 + 12)
+    watch.on_step(1, 1, 10, 0.5)
+    assert told[-1] == (3, 15)
+    watch.on_start(None, ["l"], 1)
+    watch.on_layer(LayerRecord("l", (2, 2), 0.5, 2, 0.1, None, 0.1, 0.01, 0, 5, 0.1), 0)
+    for done in range(301, 601):
+        watch.on_step(3, done, 600, 0.5)
+    assert told[-1] == (301, 301)
+
+
+def test_watch_prints_projection_and_finetuning_results(capsys):
+    steps = SimpleNamespace(update=lambda *_: None)
+    projection = RoundRecord(0, 0.5, 1.0, 0.75, [], seconds=2.0)
+    finetuned = RoundRecord(1, 0.5, 1.0, 0.25, [], [0.1, 0.1], seconds=3.0, kind="finetune", parent=0)
+    watch = Watch(steps, "x, ")
+    watch.on_start(None, ["l"], 5)
+    watch.on_rounds(1)
+    watch.on_round(projection)
+    assert capsys.readouterr().err == ""  # a single projection is the result, printed at the end
+    watch.on_step(1, 1, 2, 0.1)
+    assert capsys.readouterr().err == "x, projection: 50.0 % zeros, loss 0.7500, 2.0 s\n"
+    watch.on_round(finetuned)
+    assert capsys.readouterr().err == "x, fine-tuning of 2 steps: 50.0 % zeros, loss 0.2500, 3.0 s\n"
+    quiet = Watch(steps, quiet=True)
+    quiet.on_start(None, ["l"], 1)
+    quiet.on_round(projection)
+    quiet.on_step(1, 1, 2, 0.1)
+    quiet.on_round(finetuned)
+    assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    """Records the output of a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_messages_are_printed_above_the_bar(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Steps("work") as steps:
+        steps.update(1, 2)
+        Watch(steps).on_note("a note")
+        console._show_warning("a warning", UserWarning)
+    # Each message starts after the erased bar and ends with a newline.
+    sent = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
+    assert "\x1b[2Ka note\n" in sent
+    assert "\x1b[2KWarning: a warning\n" in sent
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_progress_is_shown_on_the_first_rank_only(monkeypatch, rank):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(distributed, "current", lambda: distributed.Ranks(rank, 2))
+    monkeypatch.setattr("iobs.pruning.progress._PLAIN_INTERVAL", 0.0)
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Steps("work") as steps:
+            steps.update(1, 2)
+            console.say("a note")
+        shown = stream.getvalue()
+        assert ("work" in shown, "a note" in shown) == (rank == 0, rank == 0)
+        assert bool(shown) == (rank == 0)

@@ -1,0 +1,145 @@
+"""`iobs prune`: options reach the run, and the output follows them."""
+
+import json
+
+import pytest
+from checks import one_error
+from short_options import ONE_SHOT, QUICK, SMALL
+
+from iobs import models
+from iobs.report import read_report
+
+
+def test_prune_then_evaluate_and_inspect_a_language_model(run, tmp_path, embedded_text):
+    out = tmp_path / "out"
+    shown = run("prune", "-o", out, *ONE_SHOT, *QUICK).output
+    assert "50.00 % zeros" in shown
+    names = {file.name for file in out.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "report.json", "report.html", "recipe.yaml"} <= names
+
+    from transformers import AutoModelForCausalLM
+
+    reloaded = AutoModelForCausalLM.from_pretrained(out)
+    pruned = reloaded.model.layers[0].mlp.up_proj.weight
+    assert int((pruned == 0).sum()) == pruned.numel() // 2
+    assert int((reloaded.model.layers[1].mlp.up_proj.weight == 0).sum()) == 0
+
+    report = read_report(out / "report.json")
+    assert report.scores["pruned"]["perplexity"] > report.scores["dense"]["perplexity"]
+    source = tmp_path / "text.txt"
+    source.write_text("\n<|endoftext|>\n".join(embedded_text("heldout")), encoding="utf8")
+    again = json.loads(run("evaluate", out, "--data", source, "--seq-len", 32, "--json").stdout)
+    # The report scores the float32 weights, the files hold them in float16.
+    assert again["perplexity"] == pytest.approx(report.scores["pruned"]["perplexity"], rel=1e-4)
+    text = run("inspect", out).output
+    assert "50.00 % zeros: 69,120 of 138,240 weights in 2 layers" in text
+    assert "27 matrices have no zero" in text
+    assert len(json.loads(run("inspect", out, "--json").stdout)) == 29
+
+
+def test_prune_runs_rounds_on_a_network_of_the_user(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    shown = run(
+        "prune", f"{classifier}:net", "--data", f"{classifier}:batches", "--eval-data", f"{classifier}:batches",
+        "-o", out, "--sparsity", 0.4, "--recipe", "best", "--rounds", 2,
+    ).output  # fmt: skip
+    assert "Rounds" in shown
+    assert "accuracy" in shown
+    assert {file.name for file in out.iterdir()} == {
+        "model.safetensors", "iobs.json", "recipe.yaml", "report.json", "report.html", "README.md"
+    }  # fmt: skip
+    run("evaluate", out, "--data", f"{classifier}:batches")
+    assert "zeros" in run("inspect", out).output
+
+
+def test_prune_scores_both_models_on_the_same_data(run, classifier, tmp_path):
+    classifier.write_text(
+        classifier.read_text() + "\n"
+        "def fresh():\n"
+        "    from pathlib import Path\n"
+        "    with Path(__file__).with_name('calls').open('a') as calls:\n"
+        "        calls.write('x')\n"
+        "    return batches()\n"
+    )
+    options = ("--data", f"{classifier}:batches", "--eval-data", f"{classifier}:fresh", "-o", tmp_path / "out")
+    run("prune", f"{classifier}:net", *options)
+    assert (tmp_path / "calls").read_text() == "x"
+
+
+def test_prune_options_set_every_setting_of_the_rounds(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    run(
+        "prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--set", "rounds.count=3",
+        "--set", "rounds.schedule=cubic", "--set", "rounds.data=fresh", "--set", "rounds.finetune.steps=2",
+        "--set", "rounds.finetune.lr=2e-2", "--set", "rounds.finetune.optimizer=adam",
+        "--set", "rounds.finetune.loss=kl", "--set", "inputs=dense", "--set", "target=dense",
+    )  # fmt: skip
+    recipe = read_report(out / "report.json").settings["recipe"]
+    assert (recipe["inputs"], recipe["target"]) == ("dense", "dense")
+    rounds = recipe["rounds"]
+    assert (rounds["count"], rounds["schedule"], rounds["data"]) == (3, "cubic", "fresh")
+    step = rounds["finetune"]
+    assert (step["steps"], step["lr"], step["optimizer"], step["loss"]) == (2, 0.02, "adam", "kl")
+
+
+def test_prune_continues_from_a_pruned_network(run, classifier, tmp_path):
+    data, one, two = ("--data", f"{classifier}:batches", *ONE_SHOT), tmp_path / "one", tmp_path / "two"
+    run("prune", f"{classifier}:net", *data, "-o", one, "--sparsity", 0.4, "--solver", "magnitude")
+    run("prune", one, *data, "-o", two, "--sparsity", 0.6, "--set", "keep_zeros=true")
+    first, second = (models.load(folder).module[0].weight for folder in (one, two))
+    assert not bool(second[first == 0].any())
+    assert int((second == 0).sum()) == 67
+
+
+def test_prune_options_override_steps_of_a_recipe(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    network = (f"{classifier}:net", "--data", f"{classifier}:batches")
+    changes = ("--rounds", 2, "--set", "rounds.finetune.lr=0.05", "--solver", "magnitude")
+    run("prune", *network, "-o", out, "--recipe", "paper", *changes)
+    recipe = read_report(out / "report.json").settings["recipe"]
+    step = recipe["rounds"]["finetune"]
+    assert (recipe["solver"], recipe["rounds"]["count"]) == ("magnitude", 2)
+    assert (step["lr"], step["optimizer"], step["loss"]) == (0.05, "sgd", "task")
+
+
+def test_prune_options_reach_the_settings(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    run(
+        "prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--recipe", "best", "--rounds", 3,
+        "--set", "rounds.finetune.optimizer=adam", "--set", "rounds.finetune.lr=0.02", "--set", "finetune.steps=5",
+        "--set", "finetune.most_steps=none", "--set", "refine=swap", "--set", "solver.budget=fast",
+        "--set", "damping=0.02", "--set", "holdout=0.2", "--set", "batch_norm=update", "--set", "depthwise=true",
+        "--resume",
+    )  # fmt: skip
+    settings = read_report(out / "report.json").settings
+    recipe = settings["recipe"]
+    assert [recipe[name] for name in ("refine", "damping", "batch_norm", "depthwise")] == ["swap", 0.02, "update", True]
+    assert (recipe["solver"]["name"], recipe["solver"]["budget"], settings["holdout"]) == ("admm", "fast", 0.2)
+    assert settings["decided"]["finetune"]["steps"] == 5
+    step = recipe["rounds"]["finetune"]
+    assert (step["optimizer"], step["lr"]) == ("adam", 0.02)
+    assert {file.name for file in tmp_path.iterdir()} == {"mine.py", "out"}, "the checkpoint is removed at the end"
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:8"])
+def test_prune_to_a_pattern_passes_inspect(run, tmp_path, pattern):
+    out = tmp_path / "out"
+    run("prune", "-o", out, "--pattern", pattern, "--solver", "magnitude", *QUICK)
+    assert pattern in run("inspect", out, "--pattern", pattern).output
+    assert "1:4 allows 1" in one_error(run("inspect", out, "--pattern", "1:4", code=1))
+
+
+def test_dry_run_writes_nothing(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = run("prune", "--dry-run", *SMALL).output
+    assert "model.layers.0.mlp.up_proj" in text
+    assert "left dense" in text
+    assert not [*tmp_path.iterdir()]
+
+
+def test_prune_reports_fewer_windows_than_requested(run, tmp_path):
+    (tmp_path / "a.txt").write_text("some words about nothing at all " * 80)
+    out = tmp_path / "out"
+    options = (*SMALL, "--solver", "magnitude", "--data", tmp_path / "a.txt", "--samples", 4000)
+    assert "of 4000 windows to calibrate on: the text has no more." in run("prune", "-o", out, *options).stderr
+    assert read_report(out / "report.json").settings["seq_len"] == 256

@@ -1,0 +1,188 @@
+"""Output directories appear whole or not at all."""
+
+import errno
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import prune_directory
+
+from iobs import load_packed, models, save_packed
+from iobs.errors import OutputError
+from iobs.models import output
+
+
+def test_output_directory_refuses_a_non_empty_folder(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    with pytest.raises(OutputError, match="not empty"), models.output_directory(tmp_path / "out"):
+        pytest.fail("the body must not run")
+    assert (tmp_path / "out" / "mine").read_text() == "x"
+    with pytest.raises(OutputError, match="is a file"):
+        models.check_output(tmp_path / "out" / "mine")
+    with pytest.raises(OutputError, match="MB left"):
+        models.check_output(tmp_path / "new", needed_bytes=1 << 60)
+    models.check_output(tmp_path / "out", replaceable=("mine",))
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_output_directory_appears_complete(tmp_path, existing):
+    target = tmp_path / "deep" / "out"
+    if existing:
+        target.mkdir(parents=True)
+    with models.output_directory(target) as temporary:
+        (temporary / "file").write_text("x")
+        assert not (target / "file").exists()
+    assert (target / "file").read_text() == "x"
+    assert [entry.name for entry in target.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError, OSError(errno.ENOSPC, "No space left on device")])
+def test_output_directory_is_removed_on_failure(tmp_path, failure):
+    expected = OutputError if isinstance(failure, OSError) else failure
+
+    def write():
+        with models.output_directory(tmp_path / "out") as temporary:
+            (temporary / "file").write_text("x")
+            raise failure
+
+    with pytest.raises(expected):
+        write()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files by a Linux resource limit")
+def test_output_directory_is_removed_if_the_disk_is_full(directory, tmp_path):
+    script = (
+        "import resource, signal, sys\n"
+        "from iobs import models\n"
+        "from iobs.errors import OutputError\n"
+        "loaded = models.load(sys.argv[1])\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try:\n    loaded.save(sys.argv[2])\n"
+        "except OutputError as error:\n    print(error)\n"
+    )
+    out = tmp_path / "folder" / "out"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(directory), str(out)], capture_output=True, text=True, timeout=200
+    )
+    assert "could not be written" in done.stdout, done.stderr
+    assert not [*out.parent.iterdir()]
+
+
+def test_every_path_expands_the_home_folder(directory, tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert models.beside(Path("~/out"), "packed") == tmp_path / "out.packed"
+    models.load("~/model").save("~/saved")
+    assert save_packed("~/saved", "~/packed") == tmp_path / "packed"
+    load_packed("~/packed")
+    batches = [{"input_ids": torch.arange(3, 19).reshape(2, 8)}]
+    options = {"solver": "magnitude", "checkpoint": "~/checkpoint"}
+    prune_directory("~/model", "~/pruned", batches, **options)
+    names = {"work", "model", "saved", "packed", "pruned", "checkpoint"}
+    assert {entry.name for entry in tmp_path.iterdir()} == names
+    assert not list((tmp_path / "work").iterdir())
+    with pytest.raises(OutputError, match="not empty"):
+        models.check_output(Path("~/saved"))
+
+
+def test_output_directory_replaces_replaceable_files(tmp_path):
+    for content in ("old", "new"):
+        with models.output_directory(tmp_path / "out", replaceable=("file",)) as temporary:
+            (temporary / "file").write_text(content)
+    assert (tmp_path / "out" / "file").read_text() == "new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_output_directory_fills_the_target_of_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    for name in ("disk", "disk/new"):  # an existing target and a new one
+        link = tmp_path / "link"
+        link.symlink_to(tmp_path / name)
+        with models.output_directory(link) as temporary:
+            (temporary / "file").write_text("x")
+            assert temporary.is_relative_to(tmp_path / "disk")  # the final move stays on one disk
+        assert link.is_symlink()
+        assert [entry.name for entry in (tmp_path / name).iterdir()] == ["file"]
+        link.unlink()
+        (tmp_path / name / "file").unlink()
+    link.symlink_to(link)
+    with pytest.raises(OutputError, match="is a file"):
+        models.check_output(link)
+
+
+def test_output_directory_fills_mount_points_from_within(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    target.mkdir()
+    monkeypatch.chdir(target)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == target)
+    asked = []
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(place) or usage(place))
+    (target / "lost+found").mkdir()
+    before = target.stat().st_ino
+    for content in ("old", "new"):
+        with models.output_directory(Path("."), replaceable=("file", "folder")) as temporary:
+            (temporary / "file").write_text(content)
+            (temporary / "folder").mkdir()
+    assert target.stat().st_ino == before
+    assert {entry.name for entry in target.iterdir()} == {"file", "folder", "lost+found"}
+    assert (target / "file").read_text() == "new"
+    assert {*asked} == {target}
+
+
+def test_two_outputs_into_one_directory_do_not_mix(tmp_path):
+    def write():
+        with models.output_directory(tmp_path) as slow:
+            (slow / "file").write_text("slow")
+            with models.output_directory(tmp_path) as quick:
+                (quick / "file").write_text("quick")
+
+    with pytest.raises(OutputError, match="not empty"):
+        write()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "quick"
+
+
+def test_output_directory_undoes_a_partial_move(tmp_path, monkeypatch):
+    (tmp_path / "old").write_text("old")
+    rename = Path.rename
+
+    def fails(path, target):
+        if path.name == "second":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+
+    def write():
+        with models.output_directory(tmp_path, replaceable=("old",)) as temporary:
+            for name in ("first", "second"):
+                (temporary / name).write_text("new")
+
+    with pytest.raises(OutputError, match="Input/output"):
+        write()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
+
+
+def test_output_directory_removes_leftovers_of_dead_processes(tmp_path):
+    with output.output_directory(tmp_path / "out") as living:
+        abandoned = tmp_path / ".out.abc.partial"
+        abandoned.mkdir()
+        (abandoned / "model.safetensors").write_bytes(b"half")
+        other = tmp_path / ".other.abc.partial"
+        other.mkdir()
+        with output.output_directory(tmp_path / "out") as temporary:
+            assert living.exists()
+            assert not abandoned.exists()
+            assert other.exists()
+            (temporary / "file").write_text("x")
+        shutil.rmtree(tmp_path / "out")
+        (living / "file").write_text("y")
+    assert (tmp_path / "out" / "file").read_text() == "y"

@@ -1,0 +1,146 @@
+"""Packed files: sparse tensors stored without their zeros."""
+
+import copy
+import json
+
+import pytest
+import torch
+from menagerie import two_sparse_layers
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import iobs
+from iobs.cli import app
+from iobs.errors import ModelError, OutputError
+from iobs.models.packed import packed_share, unpack
+
+
+def same_bits(a, b):
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_packed_file_restores_every_tensor_bit_for_bit(dtype, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    dense = {
+        "sparse": torch.randn(33, 7, generator=generator).to(dtype),
+        "special": torch.tensor([0.0, -0.0, float("nan"), float("inf")] * 30, dtype=dtype),
+        "empty": torch.zeros(0, 3, dtype=dtype),
+        "scalar": torch.tensor(0.0, dtype=dtype),
+        "zeros": torch.zeros(3, 5, 7, dtype=dtype),
+        "integers": torch.arange(10),
+        "flags": torch.tensor([True, False]),
+    }
+    dense["sparse"][torch.rand(33, 7, generator=generator) < 0.6] = 0
+    (tmp_path / "model").mkdir()
+    save_file(dense, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    iobs.save_packed(tmp_path / "model", tmp_path / "packed")
+    (tmp_path / "back").mkdir()
+    unpack(tmp_path / "packed", tmp_path / "back")
+    again = load_file(tmp_path / "back" / "model.safetensors")
+    assert again.keys() == dense.keys()
+    for name, tensor in dense.items():
+        assert again[name].dtype == tensor.dtype
+        assert same_bits(again[name], tensor), name
+
+
+def test_packed_half_sparse_bfloat16_is_at_most_57_percent(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
+    iobs.prune(model, torch.randn(64, 1024).bfloat16(), iobs.Unstructured(0.5), solver="magnitude")
+    (tmp_path / "model").mkdir()
+    save_file({"weight": model.weight.detach()}, tmp_path / "model" / "model.safetensors")
+    iobs.save_packed(tmp_path / "model", tmp_path / "packed")
+    assert packed_share(tmp_path / "model", tmp_path / "packed") <= 0.57
+
+
+def test_load_packed_fills_a_module(tmp_path):
+    model, _ = two_sparse_layers()
+    iobs.save_packed(model, tmp_path / "packed")
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter)
+    assert iobs.load_packed(tmp_path / "packed", into=other) is other
+    assert all(same_bits(a.detach(), b.detach()) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    with pytest.raises(ModelError, match="does not fit"):
+        iobs.load_packed(tmp_path / "packed", into=torch.nn.Sequential(torch.nn.Linear(3, 3)))
+    with pytest.raises(ModelError, match="what module"):
+        iobs.load_packed(tmp_path / "packed")
+    with pytest.raises(OutputError, match="not empty"):
+        iobs.save_packed(model, tmp_path / "packed")
+
+
+def test_load_packed_restores_a_language_model(shared_data, tmp_path):
+    from iobs.models import load
+
+    loaded = load(shared_data / "llama_stories260K")
+    tokens = torch.arange(3, 35).reshape(1, 32)
+    iobs.prune(loaded.module, {"input_ids": tokens}, iobs.Unstructured(0.5), solver="magnitude", holdout=0)
+    iobs.save_packed(loaded, tmp_path / "packed")
+    again = iobs.load_packed(tmp_path / "packed")
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, loaded.module(tokens).logits)
+
+
+def test_load_packed_names_damaged_files(tmp_path):
+    model, _ = two_sparse_layers()
+    iobs.save_packed(model, tmp_path / "packed")
+    file = tmp_path / "packed" / "model.packed"
+    content = file.read_bytes()
+    file.write_bytes(content[:-10])
+    with pytest.raises(ModelError, match="cut short"):
+        iobs.load_packed(tmp_path / "packed", into=model)
+    file.write_bytes(b"nonsense" * 10)
+    with pytest.raises(ModelError, match="damaged"):
+        iobs.load_packed(tmp_path / "packed", into=model)
+    with pytest.raises(ModelError, match=r"no \.packed file"):
+        iobs.load_packed(tmp_path / "nowhere")
+
+
+def test_unpack_names_a_missing_shard_and_writes_nothing(tmp_path):
+    (tmp_path / "model").mkdir()
+    shards = {f"w{number}": f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)}
+    for name, shard in shards.items():
+        save_file({name: torch.eye(16)}, tmp_path / "model" / shard)
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    iobs.save_packed(tmp_path / "model", tmp_path / "packed")
+    run = ["pack", "--unpack", str(tmp_path / "packed"), "-o", str(tmp_path / "back")]
+    assert CliRunner().invoke(app, run).exit_code == 0
+    (tmp_path / "packed" / "model-00001-of-00003.packed").unlink()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"lacks 1 packed files, model-00001-of-00003\.packed"):
+        unpack(tmp_path / "packed", tmp_path / "empty")
+    assert not list((tmp_path / "empty").iterdir())
+    (tmp_path / "packed" / index.name).write_text("{}")
+    with pytest.raises(ModelError, match=r"index\.json is damaged"):
+        unpack(tmp_path / "packed", tmp_path / "empty")
+
+
+def test_packed_file_keeps_unsigned_integers(tmp_path):
+    """Unsigned integers are packed unchanged; a dtype that torch lacks is named as such, not as damage."""
+    (tmp_path / "model").mkdir()
+    dense = {"wide": torch.arange(9).to(torch.uint32), "empty": torch.zeros(0, dtype=torch.uint16)}
+    save_file(dense, tmp_path / "model" / "model.safetensors")
+    iobs.save_packed(tmp_path / "model", tmp_path / "packed")
+    (tmp_path / "back").mkdir()
+    unpack(tmp_path / "packed", tmp_path / "back")
+    again = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(again[name].dtype == dense[name].dtype and same_bits(again[name], dense[name]) for name in dense)
+    header = json.dumps({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "model" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+    with pytest.raises(ModelError, match="F4 numbers, which iobs cannot handle"):
+        iobs.save_packed(tmp_path / "model", tmp_path / "other")
+
+
+def test_pack_accepts_the_current_directory(tmp_path, monkeypatch):
+    model, _ = two_sparse_layers()
+    (tmp_path / "model" / "folder").mkdir(parents=True)
+    (tmp_path / "model" / "folder" / "file").write_text("x")
+    save_file(model.state_dict(), tmp_path / "model" / "model.safetensors")
+    monkeypatch.chdir(tmp_path / "model")
+    assert CliRunner().invoke(app, ["pack", "."]).exit_code == 0
+    assert CliRunner().invoke(app, ["pack", "--unpack", "../model.packed"]).exit_code == 0
+    again = load_file(tmp_path / "model.packed.dense" / "model.safetensors")
+    assert all(same_bits(again[name], value) for name, value in model.state_dict().items())
+    assert (tmp_path / "model.packed.dense" / "folder" / "file").is_file()

@@ -1,0 +1,150 @@
+"""Directories that block by block pruning refuses or covers in part: layouts, missing and additional tensors."""
+
+import json
+
+import families
+import pytest
+import torch
+from families import prune_directory
+from safetensors.torch import load_file, save_file
+
+import iobs
+from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, ProblemError
+from iobs.models import load
+from iobs.models.streamed_store import StreamedStore
+
+OPTIONS = {"solver": "sparsegpt"}
+
+
+def test_unpruned_tensors_are_copied_bit_for_bit(tmp_path):
+    torch.manual_seed(0)
+    model = families.LANGUAGE_MODELS["llama"][0]()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)  # initial norms are 1, which every dtype represents exactly
+    model.save_pretrained(tmp_path / "model")
+    narrow = {"": torch.bfloat16, "norm": torch.float32, "k_proj": torch.float32}
+    before = families.converted(tmp_path / "model" / "model.safetensors", narrow)
+    arguments = tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5)
+    report = prune_directory(*arguments, ignore="*.k_proj", arithmetic=torch.bfloat16, **OPTIONS)
+    pruned = {f"{row.name}.weight" for row in report.audit}
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    for name in before:
+        assert after[name].dtype == before[name].dtype
+        assert torch.equal(after[name], before[name]) == (name not in pruned), name
+
+
+def test_settings_for_the_whole_network_are_refused(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    arguments = tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4)
+    settings = {"rounds": 3, "allocation": "kl", "batch_norm": "update", "target": "dense", "inputs": "dense"}
+    settings |= {"finetune": iobs.FineTune(), "solver": "chita"}
+    for name, value in settings.items():
+        with pytest.raises(ProblemError, match=f"^{name}: not with one block in memory"):
+            prune_directory(*arguments, **{name: value})
+    with pytest.raises(ProblemError, match=r"^rounds: not with one block in memory"):
+        prune_directory(*arguments, rounds=iobs.Rounds(data="fresh"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_store_refuses_a_second_run(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    data = families.language_batches()
+
+    def twice():
+        with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
+            stores.append(store)
+            for sparsity in (0.5, 0.6):
+                reports.append(iobs.prune(store, data, sparsity, "one-shot", holdout=0.0, **OPTIONS))
+
+    stores, reports = [], []
+    with pytest.raises(ProblemError, match="takes one run"):
+        twice()
+    assert len(reports) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(ProblemError, match="takes one run"):
+        iobs.prune(stores[0], data, 0.5, "one-shot")
+
+
+def test_layer_with_a_nonfinite_weight_is_named(tmp_path):
+    model = families.saved("llama", tmp_path / "model")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(NonFiniteError, match=r"weight of layer 'model\.layers\.1\.mlp\.up_proj'"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards_outside_the_index_are_not_copied(tmp_path):
+    model = families.saved("llama", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "model", max_shard_size="5KB")
+    stale = tmp_path / "model" / "model-00099-of-00099.safetensors"
+    save_file({"model.norm.weight": torch.zeros(16)}, stale)
+    save_file({"other": torch.zeros(1)}, tmp_path / "model" / "consolidated.safetensors")
+    prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4), **OPTIONS)
+    written = {file.name for file in (tmp_path / "out").glob("*.safetensors")}
+    assert written == {file.name for file in (tmp_path / "model").glob("*-of-*.safetensors")} - {stale.name}
+    norm = load(tmp_path / "out").module.state_dict()["model.norm.weight"]
+    assert torch.equal(norm, model.state_dict()["model.norm.weight"])
+
+
+def test_unknown_architecture_raises_a_one_line_error(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "t5", "architectures": None}))
+    with pytest.raises(ModelError) as raised:
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
+    assert len(str(raised.value).splitlines()) == 1
+    assert len(str(raised.value)) < 400
+
+
+def test_layers_outside_the_blocks_are_refused_or_skipped(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    batches = families.language_batches()
+    with pytest.raises(LayerSelectionError, match="lm_head is outside"):
+        prune_directory(tmp_path / "model", tmp_path / "out", batches, iobs.NM(2, 4), include="lm_head")
+    assert not (tmp_path / "out").exists()
+    chosen = ["lm_head", "*.mlp.up_proj"]
+    report = prune_directory(tmp_path / "model", tmp_path / "out", batches, iobs.NM(2, 4), include=chosen)
+    assert report.skipped["lm_head"] == "outside the blocks"
+
+
+def test_tensors_the_network_lacks_are_copied(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(4)}
+    save_file({**load_file(file), **buffer}, file, {"format": "pt"})
+    arguments = families.language_batches(), iobs.Unstructured(0.5)
+    with pytest.warns(UserWarning, match="1 tensors that LlamaForCausalLM has no place for"):
+        prune_directory(tmp_path / "model", tmp_path / "out", *arguments, **OPTIONS)
+    name, value = buffer.popitem()
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[name], value)
+
+
+def test_missing_head_is_refused_if_it_is_not_tied(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if k != "lm_head.weight"}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights, lm_head\.weight"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5))
+
+
+def test_tensor_names_of_another_layout_are_refused(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["embed_out.weight"] = tensors.pop("lm_head.weight")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"otherwise .*\(embed_out\.weight\).*in memory"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5))
+
+
+def test_blocks_with_several_outputs_are_refused(tmp_path):
+    config = families.hf.RwkvConfig(vocab_size=48, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2)
+    families.hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"block by block .*ValueError: too many values.*in memory"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5))
+    assert not (tmp_path / "out").exists()

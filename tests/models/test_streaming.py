@@ -1,0 +1,230 @@
+"""Block by block pruning from files to files gives the result of pruning in memory."""
+
+import shutil
+import sys
+from types import SimpleNamespace
+
+import families
+import pytest
+import torch
+from families import prune_directory
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import iobs
+from iobs import models
+from iobs.cli import app
+from iobs.errors import DistributedError, ModelError, OutputError
+from iobs.models import load
+from iobs.models.streamed_store import StreamedStore, reserve, spilled
+from iobs.pruning.runtime import memory
+from iobs.pruning.runtime import ranks as distributed
+from iobs.report import read_report
+
+OPTIONS = {"solver": "sparsegpt"}
+
+
+NAMES = ("opt", "llama", "qwen3", "gemma3", "phi3", "gpt2", "bloom", "falcon", "mamba")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prune_directory_equals_pruning_in_memory(name, tmp_path):
+    families.saved(name, tmp_path / "model")
+    model, data = load(tmp_path / "model").module, families.language_batches()
+    same = {**OPTIONS, "arithmetic": torch.bfloat16}  # the dtype of the network in memory, on any processor
+    report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **same)
+    whole = iobs.prune(model, data, 0.5, "one-shot", holdout=0.0, **OPTIONS)
+    model.save_pretrained(tmp_path / "whole")
+    assert [row.zeros for row in report.audit] == [row.zeros for row in whole.audit]
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_prune_directory_uses_heldout_and_keeps_zeros(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    data = families.language_batches()
+    one = prune_directory(tmp_path / "model", tmp_path / "one", data, iobs.Unstructured(0.4), holdout=0.25)
+    assert all(entry.error_heldout is not None for entry in one.best.layers)
+    further = {"keep_zeros": True, "solver": "magnitude", "refine": "refit"}
+    prune_directory(tmp_path / "one", tmp_path / "two", data, iobs.Unstructured(0.6), **further)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name in (f"{row.name}.weight" for row in one.audit):
+        assert not after[name][before[name] == 0].any()
+        assert (after[name] == 0).sum() > (before[name] == 0).sum()
+
+
+def test_prune_directory_computes_in_a_given_dtype(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    arguments = families.language_batches(), iobs.Unstructured(0.5)
+    reports = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        out = tmp_path / str(dtype)
+        reports[dtype] = prune_directory(tmp_path / "model", out, *arguments, arithmetic=dtype, **OPTIONS)
+        tensors = load_file(out / "model.safetensors")
+        assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+        for row in reports[dtype].audit:
+            assert row.zeros == row.asked == int((tensors[f"{row.name}.weight"] == 0).sum())
+    for ours, theirs in zip(*(report.best.layers for report in reports.values()), strict=True):
+        assert ours.error_calibration == pytest.approx(theirs.error_calibration, rel=0.15)
+
+
+def test_prune_directory_computes_in_the_widest_pruned_dtype(tmp_path):
+    families.saved("llama", tmp_path / "model", torch.float32)
+    file = tmp_path / "model" / "model.safetensors"
+    before = families.converted(file, {"embed": torch.bfloat16})
+    arguments = tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5)
+    report = prune_directory(*arguments, solver="magnitude")
+    assert report.settings["arithmetic"] == "torch.float32"
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in after.items():
+        assert torch.equal(tensor, torch.where(tensor == 0, 0, before[name])), name
+    shutil.rmtree(tmp_path / "out")
+    families.converted(file, {"up_proj": torch.float8_e4m3fn})
+    with pytest.raises(ModelError, match=r"up_proj\.weight is quantised"):
+        prune_directory(*arguments)
+
+
+def test_prune_directory_resumes_to_the_same_bits(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    data = families.language_batches()
+
+    class Stop(Exception):
+        pass
+
+    class StopsAtNinth(iobs.Callback):
+        seen = 0
+
+        def on_layer(self, *_):
+            self.seen += 1
+            if self.seen == 9:
+                raise Stop
+
+    arguments = (data, iobs.Unstructured(0.5))
+    prune_directory(tmp_path / "model", tmp_path / "undisturbed", *arguments, **OPTIONS)
+    with pytest.raises(Stop):
+        prune_directory(
+            tmp_path / "model",
+            tmp_path / "out",
+            *arguments,
+            checkpoint=tmp_path / "run",
+            callbacks=[StopsAtNinth()],
+            **OPTIONS,
+        )
+    assert {entry.name for entry in tmp_path.iterdir()} == {"model", "undisturbed", "run"}
+    prune_directory(tmp_path / "model", tmp_path / "out", *arguments, checkpoint=tmp_path / "run", **OPTIONS)
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("undisturbed", "out"))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def planned(folder, then):
+    """Plan a run, and do something with the store and the plan before the run."""
+    with StreamedStore.open(folder / "model", folder / "out") as store:
+        data, recipe = families.language_batches(), iobs.Recipe(**OPTIONS)
+        then(store, store.plan(store.select(None, None, False), data, recipe, 0.0))
+
+
+def test_prune_directory_announces_its_plan_first(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    plans = []
+
+    def stop(store, plan):
+        plans.append(plan)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        planned(tmp_path, stop)
+    assert plans[0].layers == 14
+    assert plans[0].peak_bytes > plans[0].model_bytes > 0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_prune_directory_restores_the_c_library(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    before = memory._thresholds
+    prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
+    assert memory._thresholds == before
+
+
+def test_prune_directory_refuses_several_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "current", lambda: distributed.Ranks(1, 2))
+    with pytest.raises(DistributedError, match="one process"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
+
+
+def test_prune_directory_checks_disk_space_first(tmp_path, monkeypatch):
+    families.saved("llama", tmp_path / "model")
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+    with pytest.raises(OutputError, match="MB left"):
+        planned(tmp_path, StreamedStore.require_room)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_prune_directory_writes_companions_and_completion(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    (tmp_path / "model" / "templates").mkdir()
+    (tmp_path / "model" / "templates" / "tool.jinja").write_text("x")
+
+    with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
+        report = iobs.prune(store, families.language_batches(), "2:4", "one-shot", **OPTIONS)
+        assert report.zeros > 0
+        assert not (tmp_path / "out").exists()
+        (store.folder / "README.md").write_text("mine")
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
+    assert (tmp_path / "out" / "templates" / "tool.jinja").is_file()
+    assert not list((tmp_path / "out").glob("tmp*"))
+
+
+def test_low_memory_option_prunes_block_by_block(tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    options = ["--low-memory", "--data", str(text), "--samples", "8", "--seq-len", "32", "--solver", "sparsegpt"]
+
+    def run(*more):
+        return CliRunner().invoke(app, ["prune", str(models.EMBEDDED), "-o", str(tmp_path / "out"), *options, *more])
+
+    planned = run("--dry-run")
+    assert "Predicted peak memory" in planned.output
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+        assert "MB left" in run("--dry-run").stderr
+    refused = run("--rounds", "3")
+    assert refused.exit_code == 1
+    assert "Error: rounds: not with one block in memory" in refused.stderr
+    assert not (tmp_path / "out").exists()
+    done = run("--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    assert "Predicted peak memory" in done.stderr  # printed beside the progress bar
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "tokenizer.json", "report.json", "README.md"} <= names
+    assert read_report(tmp_path / "out" / "report.json").settings["arithmetic"] == "torch.float32"
+    assert "50.00 % zeros" in CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "text.txt"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reserves room for a file")
+def test_offloaded_activations_reserve_disk_space(tmp_path):
+    kept = spilled(tmp_path / "0.hidden", torch.randn(1000, 64))
+    assert (tmp_path / "0.hidden").stat().st_blocks * 512 >= kept.numel() * 4
+    with pytest.raises(OSError, match=r"File too large|No space left"):
+        reserve(tmp_path / "1.hidden", 2**62)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("mine")])
+@pytest.mark.parametrize("method", ["on_start", "on_layer", "on_round", "on_end"])
+def test_failed_run_leaves_no_files(method, error, tmp_path):
+    families.saved("llama", tmp_path / "model")
+    before = memory._thresholds
+
+    def fail(*_):
+        assert (tmp_path / "out").exists() is False
+        raise error
+
+    watch = iobs.Callback()
+    setattr(watch, method, fail)
+    with pytest.raises(type(error) if isinstance(error, Exception) else error):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), callbacks=[watch])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    assert memory._thresholds == before

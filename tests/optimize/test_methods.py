@@ -1,0 +1,118 @@
+"""Single steps of the methods against their formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from sparse_problems import correlated_design, sparse_signal
+
+from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.methods import subproblem
+from iobs.optimize.methods.base import state_at
+from iobs.optimize.methods.gradient import StochasticIOBS, stochastic_length
+from iobs.optimize.methods.regularised import RegularisedNewton
+from iobs.optimize.objectives.linear import LeastSquares, Logistic
+from iobs.optimize.problem import DENSE_LIMIT, Problem
+from iobs.optimize.refit.newton import refit
+from iobs.optimize.search.swaps import Swapper
+
+D, K = 10, 4
+
+
+def _objective(kind, rng):
+    X = correlated_design(rng, 40, D, 0.5)
+    return kind(X, rng.random(40))
+
+
+def _eta(theta, gradient, smoothness):
+    """The paper's step length on the support of theta."""
+    on_support = np.linalg.norm(gradient[theta != 0]) ** 2
+    return 1 / (smoothness + on_support / np.linalg.norm(gradient))
+
+
+def _truncated(theta, k):
+    theta = theta.copy()
+    theta[np.argsort(-np.abs(theta))[k:]] = 0
+    return theta
+
+
+@pytest.mark.parametrize("batch", [None, 5])
+@pytest.mark.parametrize("smoothness", [None, 0.3, 40.0])
+@pytest.mark.parametrize("kind", [LeastSquares, Logistic])
+@pytest.mark.parametrize("start", ["sparse", "zero"])
+def test_stochastic_iobs_step_is_the_papers_formula(start, kind, smoothness, batch, rng):
+    objective = _objective(kind, rng)
+    theta = sparse_signal(rng, D, K) if start == "sparse" else np.zeros(D)
+    gradient = objective.value_and_gradient(theta)[1]
+    if batch is not None:
+        gradient = objective.sampled_gradient(theta, np.random.default_rng(7).integers(0, 40, batch))
+    hessian = objective.hessian_block(theta, np.arange(D))
+    bound = np.linalg.eigvalsh(hessian)[-1] if smoothness is None else smoothness
+    method = StochasticIOBS(smoothness, batch)
+    problem = Problem(objective, K, rng=np.random.default_rng(7))
+    new = method.step(problem, method.begin(problem, theta))
+    expected = _truncated(theta - _eta(theta, gradient, bound) * gradient, K)
+    np.testing.assert_allclose(new.theta, expected, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("inside", [0, 3, D])
+def test_stochastic_length_is_the_formula_for_any_mask(inside, rng):
+    theta, gradient = rng.standard_normal(D), rng.standard_normal(D)
+    mask = np.isin(np.arange(D), rng.permutation(D)[:inside])
+    norm = np.linalg.norm(gradient)
+    numerator = 1 - sum(gradient[i] * theta[i] for i in range(D) if not mask[i]) / norm
+    denominator = 0.7 + sum(gradient[i] ** 2 for i in range(D) if mask[i]) / norm
+    assert stochastic_length(theta, gradient, mask, 0.7) == pytest.approx(numerator / denominator)
+    assert stochastic_length(theta, np.zeros(D), mask, 0.7) == pytest.approx(1 / 0.7)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 49, 71, 416])  # seeds where the greedy mask, swapped, is worse than Top-k
+def test_best_support_is_no_worse_than_top_k_and_its_swaps(seed):
+    rng = np.random.default_rng(seed)
+    X = correlated_design(rng, 16, 12, 0.9)
+    model = QuadraticObjective(X.T @ X, X.T @ rng.standard_normal(16))
+    problem, everything = Problem(model, K), np.ones(12, bool)
+    greedy = np.flatnonzero(subproblem.Greedy()(problem, model, K, everything))
+    top = np.sort(np.argsort(-np.abs(np.linalg.solve(model.matrix, model.linear)))[:K])
+    alone = {support.tobytes(): Swapper(problem).improve(refit(model, support))[0].value for support in (greedy, top)}
+    best = model.value(subproblem.BestSupport()(problem, model, K, everything))
+    assert alone[greedy.tobytes()] > alone[top.tobytes()] + 1e-9
+    assert best == pytest.approx(alone[top.tobytes()], rel=1e-9)
+    assert best <= refit(model, top).value
+
+
+@dataclass
+class _Recorder:
+    """A subproblem solver that keeps the damped models and never lowers f, so that the damping grows."""
+
+    models: list = field(default_factory=list)
+
+    def __call__(self, problem, model, count, allowed):
+        self.models.append(model)
+        return np.where(np.arange(model.dimension) < count, 1e3, 0.0)
+
+
+@pytest.mark.parametrize("rule", ["gradient", "cubic"])
+@pytest.mark.parametrize("d", [D, DENSE_LIMIT + 1])
+def test_damped_models_add_a_proximal_term_at_the_iterate(d, rule, rng):
+    X = rng.standard_normal((6, d))
+    objective = LeastSquares(X, rng.standard_normal(6))
+    recorder = _Recorder()
+    method = RegularisedNewton(rule=rule, solver=recorder, final_swaps=False)
+    problem = Problem(objective, K)
+    state = state_at(problem, sparse_signal(rng, d, K), memory=0.0)
+    method.step(problem, state)
+    plain, *damped = recorder.models
+    moved = state.theta + rng.standard_normal(d)
+    squared, amounts = float((moved - state.theta) @ (moved - state.theta)), []
+    for model in damped[:4]:  # later models are almost only damping, so rounding hides the rest
+        np.testing.assert_allclose(model.value_and_gradient(state.theta)[1], state.gradient, rtol=1e-6, atol=1e-6)
+        added = model.hessian_diagonal(moved) - plain.hessian_diagonal(moved)
+        amounts.append(float(added[0]))
+        np.testing.assert_allclose(added, amounts[-1], rtol=1e-6)
+        rise = model.value(moved) - model.value(state.theta) - plain.value(moved) + plain.value(state.theta)
+        assert rise == pytest.approx(0.5 * amounts[-1] * squared, rel=1e-6)
+    first = 1e-3 * plain.hessian_diagonal(moved).mean()
+    np.testing.assert_allclose(amounts, first * 4.0 ** np.arange(4), rtol=1e-6)

@@ -1,0 +1,178 @@
+"""Tables are read alike with and without pandas; others are refused with one line."""
+
+import numpy as np
+import pytest
+
+from iobs.data import tables
+from iobs.data.tables import read_table
+from iobs.errors import DataError, NonFiniteError
+
+
+@pytest.fixture(params=["pandas", "plain"])
+def read(request, tmp_path, monkeypatch):
+    """A function that reads a text as a table, with pandas and without."""
+    if request.param == "pandas":
+        pytest.importorskip("pandas")
+    else:
+        monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
+
+    def run(text, target="y", drop=(), name="t.csv"):
+        file = tmp_path / name
+        file.write_text(text)
+        return read_table(file, target, drop)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a,b,y\n1,2,3,9\n4,5,6,8\n", "Line 2 "),
+        ("a,b,y\n1,2,3\n4,5,6,8\n", "Line 3 "),
+        ("a,b,y\n1,2,3,9\n4,5,6\n", "Line 2 "),
+        ('a,b,y\n"1\n",2,3\n\n4,5,6,8,9\n', "Line 5 "),
+    ],
+)
+def test_read_table_raises_if_a_row_exceeds_the_header(text, line, read):
+    with pytest.raises(DataError, match=f"{line}.* entries under a header of 3 names"):
+        read(text)
+
+
+@pytest.mark.parametrize("text", ["a,b,y\n1,2,3,\n4,5,6,\n", "a,b,y\n1,2,3\n4,5,6,,\n"])
+def test_read_table_ignores_separators_at_line_ends(text, read):
+    table = read(text)
+    assert table.names == ["a", "b"]
+    assert table.X.tolist() == [[1, 2], [4, 5]]
+    assert table.y.tolist() == [3, 6]
+
+
+def test_read_table_treats_short_rows_as_missing(read):
+    with pytest.raises(NonFiniteError, match="'y' is missing or infinite in 1 of 2 rows, the first is row 2"):
+        read("a,b,y\n1,2,3\n4,5\n")
+
+
+def test_read_table_raises_if_names_repeat(read):
+    with pytest.raises(DataError, match="several columns of one name: a, b; give"):
+        read("a,b,a,b,c,y\n1,2,3,4,5,6\n")
+
+
+def test_read_table_skips_blank_lines(read):
+    table = read("\na,y\n\n1,3\n  \n4,5\n\n\n")
+    assert table.X.tolist() == [[1], [4]]
+    assert table.y.tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("mark", ["", "NA", "NaN", "nan", "null", "NULL", "N/A", " NA "])
+def test_read_table_raises_if_an_entry_is_missing(mark, read):
+    with pytest.raises(NonFiniteError, match="'a' is missing or infinite in row 2"):
+        read(f"a,b,y\n1,2,3\n{mark},5,6\n")
+    with pytest.raises(NonFiniteError, match="'a' is missing or infinite in row 2"):
+        read(f"a,b,y\nTrue,2,3\n{mark},5,6\n")
+    for first, other in (("yes", "no"), ("True", "False"), ("1", "0")):
+        with pytest.raises(NonFiniteError, match="'y' is missing or infinite in 2 of 4 rows, the first is row 2"):
+            read(f"a,y\n1,{first}\n2,{mark}\n3,{other}\n4,{mark}\n")
+
+
+def test_read_table_quotes_text_not_missing_entries(read):
+    with pytest.raises(DataError, match=r"text such as 'Paris'; leave it out with --drop 'the city'"):
+        read("the city,y\n,1\n2,3\nParis,4\n")
+
+
+def test_read_table_reads_booleans_as_numbers_or_classes(read):
+    table = read("a,b,y\nTrue,1,FALSE\nfalse,2,TRUE\nTRUE,3,FALSE\n")
+    assert table.X.tolist() == [[1, 1], [0, 2], [1, 3]]
+    assert table.classes == ["False", "True"]
+    assert table.y.tolist() == [0, 1, 0]
+
+
+def test_read_table_names_classes_as_written(read, monkeypatch):
+    monkeypatch.setattr(tables, "_CHUNK_ROWS", 2)  # one chunk of numbers, one of text
+    table = read("a,y\n1,01\n2,01\n3,1.50\n4,x\n")
+    assert table.classes == ["01", "1.50", "x"]
+    assert read("a,y\n1,True\n2,TRUE\n3,x\n4,x\n").classes == ["TRUE", "True", "x"]
+
+
+def test_read_table_drops_columns_without_a_name(read):
+    table = read(",a,b,y\nr1,1,5,2\nr2,3,6,4\n", drop=["Unnamed: 0", "Unnamed: 0", "b"])
+    assert table.names == ["a"]
+
+
+@pytest.mark.parametrize("name", ["T.CSV", "t.Tsv"])
+def test_read_table_accepts_suffixes_in_capitals(name, read):
+    separator = "," if name == "T.CSV" else "\t"
+    assert read(f"a{separator}y\n1{separator}2\n", name=name).X.tolist() == [[1]]
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "it is empty"), ("\n\n", "it is empty"), ("a,y\n", "no rows")])
+def test_read_table_raises_if_there_are_no_rows(text, message, read):
+    with pytest.raises(DataError, match=message):
+        read(text)
+
+
+def test_read_table_raises_if_text_is_not_utf8(read, tmp_path):
+    (tmp_path / "latin.csv").write_bytes("ä,y\n1,2\n".encode("latin-1"))
+    (tmp_path / "late.csv").write_bytes("a,y\n1,ä\n".encode("latin-1"))
+    for name in ("latin.csv", "late.csv"):
+        with pytest.raises(DataError, match="save it as text in UTF-8"):
+            read_table(tmp_path / name, "y")
+
+
+DAYS = np.array(["2020-01-01", "2020-01-02", "2020-01-03"], dtype="datetime64[D]")
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        (DAYS, "dates; give numbers instead, such as days since a date"),
+        (DAYS - DAYS[0], "durations; give numbers"),
+        (np.array([1, 2j, 3]), "complex numbers; give the real"),
+        (np.zeros(3, dtype=[("p", float)]), "records; give each"),
+    ],
+)
+def test_read_table_raises_if_arrays_are_not_numeric(values, what, tmp_path):
+    file = tmp_path / "t.npz"
+    np.savez(file, d=values, a=np.arange(3.0), y=np.arange(3.0))
+    with pytest.raises(DataError, match=f"Column 'd' holds {what}.*, or leave it out with --drop d"):
+        read_table(file, "y")
+    with pytest.raises(DataError, match=f"The target 'd' holds {what}"):
+        read_table(file, "d")
+    assert read_table(file, "y", ["d"]).names == ["a"]
+
+
+def test_read_table_reads_text_in_arrays(tmp_path):
+    file = tmp_path / "t.npz"
+    np.savez(file, a=np.array(["1", "2.5"]), b=np.array([b"3", b"4"]), y=np.array([b"yes", b"no"]))
+    table = read_table(file, "y")
+    assert table.X.tolist() == [[1, 3], [2.5, 4]]
+    assert table.classes == ["no", "yes"]
+    np.savez(file, a=np.arange(2.0), y=np.array(["yes", ""]))
+    with pytest.raises(NonFiniteError, match="in 1 of 2 rows"):
+        read_table(file, "y")
+
+
+def test_read_table_raises_if_target_names_a_column_of_x(tmp_path):
+    np.savez(tmp_path / "t.npz", X=np.eye(3), y=np.arange(3.0))
+    assert read_table(tmp_path / "t.npz", "y").names == ["x0", "x1", "x2"]
+    with pytest.raises(DataError, match="'x0' names a column of X"):
+        read_table(tmp_path / "t.npz", "x0")
+
+
+@pytest.mark.parametrize("damage", ["cut off", "empty", "in its header", "in its numbers", "an array alone"])
+def test_read_table_raises_if_an_archive_is_damaged(damage, tmp_path):
+    file = tmp_path / "t.npz"
+    np.savez_compressed(file, a=np.arange(1000.0), y=np.arange(1000.0))
+    content = bytearray(file.read_bytes())
+    if damage == "an array alone":
+        np.save(tmp_path / "t.npy", np.eye(3))
+        content = (tmp_path / "t.npy").read_bytes()
+    elif damage.startswith("in"):
+        content[100 if damage == "in its header" else len(content) // 4] ^= 255
+    file.write_bytes({"cut off": content[: len(content) // 2], "empty": b""}.get(damage, content))
+    with pytest.raises(DataError, match=r"Cannot read .*; save it again"):
+        read_table(file, "y")
+
+
+def test_read_table_treats_underscores_as_text(tmp_path):
+    (tmp_path / "t.csv").write_text("term,y\n" + "".join(f"20{i:02d}_1,{i % 2}\n" for i in range(4)))
+    with pytest.raises(DataError, match="holds text such as '2000_1'"):
+        read_table(tmp_path / "t.csv", "y")

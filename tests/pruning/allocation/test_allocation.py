@@ -1,0 +1,273 @@
+"""Allocation of sparsity over layers: optimal counts against brute force, bounds, whole networks."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import iobs
+from iobs.errors import LayerSelectionError, PatternError, ProblemError
+from iobs.pruning.allocation.counts import Curve, keep_ranges, optimal_counts
+from iobs.pruning.allocation.output_fisher import output_fisher
+from iobs.pruning.allocation.sensitivity import complete, damage_passes, within_support
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.selection import select
+from iobs.pruning.recipe.allocation import Allocation
+from iobs.pruning.samples.subsets import Samples
+
+LAYERS = (Layer("a", (2, 5)), Layer("b", (1, 6)), Layer("c", (2, 4)))
+
+
+def convex(layer, scale):
+    """A curve of convex falling errors with one point for every count."""
+    total = layer.weights
+    return Curve(list(range(total + 1)), [scale * (total - keep) ** 2 / total for keep in range(total + 1)], scale)
+
+
+@pytest.mark.parametrize("total", [0, 1, 7, 12, 23, 24])
+def test_optimal_counts_equal_brute_force(total):
+    scales = zip(LAYERS, (1.0, 3.0, 0.2), (1.0, 0.5, 4.0), strict=True)
+    effects = {layer: convex(layer, scale).times(weight) for layer, scale, weight in scales}
+    ranges = {layer: (0, layer.weights) for layer in LAYERS}
+    counts = optimal_counts(effects, total, ranges)
+
+    def cost(keeps):
+        return sum(effects[layer].errors[keep] for layer, keep in zip(LAYERS, keeps, strict=True))
+
+    choices = itertools.product(*(range(layer.weights + 1) for layer in LAYERS))
+    best = min(cost(keeps) for keeps in choices if sum(keeps) == total)
+    assert sum(counts.values()) == total
+    assert cost([counts[layer] for layer in LAYERS]) == pytest.approx(best)
+
+
+def test_optimal_counts_respect_bounds_or_raise():
+    curves = {layer: convex(layer, 1.0) for layer in LAYERS}
+    ranges = dict.fromkeys(LAYERS, (2, 5))
+    counts = optimal_counts(curves, 9, ranges)
+    assert sum(counts.values()) == 9
+    assert all(2 <= count <= 5 for count in counts.values())
+    with pytest.raises(PatternError, match="widen"):
+        optimal_counts(curves, 16, ranges)
+
+
+def test_curve_interpolates_its_points_and_falls():
+    curve = Curve([2, 4, 8], [9.0, 1.0, 0.0], 10.0)
+    assert [curve.at(keep) for keep in (2, 4, 8)] == pytest.approx([9.0, 1.0, 0.0])
+    assert curve.at(3) == pytest.approx(3.0)
+    assert curve.at(6) == pytest.approx(1 / 9)  # extrapolates the fall; a straight line to zero would give 0.5
+    assert Curve([4, 8], [1.0, 0.0], 10.0).at(6) == pytest.approx(0.5)
+    assert Curve([2, 4, 8], [1.0, 1.0, 0.0], 10.0).at(6) == pytest.approx(0.5)
+    assert curve.at(1) > curve.at(2)
+    assert curve.at(9) == 0.0  # keeping entries that are already zero costs nothing
+    assert Curve([4], [0.0], 10.0).at(1) == pytest.approx(7.5)
+
+
+def test_allocation_ranges_follow_name_patterns():
+    allocation = Allocation(least=0.1, most=0.8, bounds={"b*": (0.5, 0.5), "re:c": (0.0, 0.25)})
+    assert [*keep_ranges(allocation, LAYERS, 0.6).values()] == [(2, 9), (3, 3), (6, 8)]
+    for pattern in ("d*", "re:("):
+        with pytest.raises(LayerSelectionError, match="allocation bounds"):
+            keep_ranges(Allocation(bounds={pattern: (0.0, 0.5)}), LAYERS, 0.6)
+
+
+@pytest.mark.parametrize("settings", [{"criterion": "guess"}, {"most": 1.0}, {"bounds": {"a": (-0.1, 0.5)}}])
+def test_allocation_refuses_impossible_settings(settings):
+    with pytest.raises(ProblemError):
+        Allocation(**settings)
+
+
+@pytest.fixture
+def network():
+    generator = torch.Generator().manual_seed(5)
+    model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 4))
+    with torch.no_grad():
+        for layer in (0, 2, 4):
+            model[layer].weight.copy_(torch.randn(model[layer].weight.shape, generator=generator) / 4)
+    return model, [torch.randn(50, 20, generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize("criterion", ["error", "fisher", "kl", "evolve", "auto"])
+def test_allocation_keeps_the_exact_global_count(network, criterion):
+    model, data = network
+    report = iobs.prune(
+        model, data, iobs.Unstructured(0.8), "one-shot", allocation=Allocation(criterion, generations=3)
+    )
+    total = 20 * 16 + 16 * 12 + 12 * 4
+    kept = sum(int((model[i].weight != 0).sum()) for i in (0, 2, 4))
+    assert kept <= total // 5
+    assert sum(row.asked for row in report.audit) == total - total // 5
+    assert [row.name for row in report.allocation] == ["0", "2", "4"]
+    assert all(sorted(row.errors, reverse=True) == row.errors for row in report.allocation)
+    assert type(report).from_dict(report.as_dict()) == report
+
+
+def test_allocation_spares_a_layer_that_overfits_calibration():
+    """A head with more inputs than samples has no error on the calibration data and a large one elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 60), nn.ReLU(), nn.Linear(60, 400), nn.ReLU(), nn.Linear(400, 8))
+    with torch.no_grad():
+        for layer, gain in ((0, 1), (2, 1), (4, 3)):
+            weight = model[layer].weight
+            weight.copy_(torch.randn(weight.shape, generator=generator) * gain * (2 / weight.shape[1]) ** 0.5)
+            model[layer].bias.zero_()
+    data = [torch.randn(60, 30, generator=generator) for _ in range(2)]
+    others = torch.randn(2000, 30, generator=generator)
+    dense = model(others).log_softmax(1).detach()
+    found = {}
+    for allocation in ("uniform", "kl"):
+        pruned = copy.deepcopy(model)
+        report = iobs.prune(pruned, data, iobs.Unstructured(0.7), "one-shot", allocation=allocation)
+        sparse = pruned(others).log_softmax(1).detach()
+        found[allocation] = float((dense.exp() * (dense - sparse)).sum(1).mean())
+    assert report.allocation[2].chosen < 0.7
+    assert found["kl"] < 0.9 * found["uniform"]
+
+
+@pytest.mark.parametrize("pattern", [iobs.NM(2, 4), iobs.Unstructured(0.5, per="row")])
+def test_allocation_refuses_patterns_that_fix_every_layer(network, pattern):
+    model, data = network
+    with pytest.raises(PatternError, match="nothing to allocate"):
+        iobs.prune(model, data, pattern, "one-shot", allocation="fisher")
+    report = iobs.prune(model, data, pattern, "one-shot", allocation="auto")
+    assert not report.allocation
+
+
+def test_output_fisher_of_a_linear_classifier_is_exact(network):
+    """The Fisher at the logits is diag(p) - p p^T; its trace over the classes is known."""
+    model = nn.Sequential(nn.Linear(6, 3))
+    layers = select(model).layers
+    data = Samples([torch.randn(300, 6)], [0])
+    found = output_fisher(model, layers, data, seed=0)[layers[0]]
+    probabilities = model(data.batches[0]).softmax(-1).detach()
+    expected = 0.5 * (1 - probabilities.square().sum(1)).mean() / 3
+    assert found == pytest.approx(float(expected), rel=0.1)  # 300 draws of a bounded variable
+
+
+def test_complete_gives_unmeasured_layers_the_typical_effect():
+    curves = {
+        layer: Curve([2, 8], [energy / 2, 0.0], energy) for layer, energy in zip(LAYERS, (1, 1, 0.5), strict=True)
+    }
+    known = {layer: curves[layer].times(weight) for layer, weight in zip(LAYERS, (2.0, 8.0), strict=False)}
+    effects = complete(known, curves)
+    assert effects[LAYERS[0]] == known[LAYERS[0]]
+    assert effects[LAYERS[2]] == Curve([2, 8], [2.0, 0.0], 4.0)
+
+
+class WithUnusedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.unused = nn.Linear(12, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs).relu())
+
+
+@pytest.mark.parametrize("choices", [{"allocation": "error"}, {"allocation": "kl"}, {"allocation": "evolve"}])
+def test_allocation_leaves_out_layers_without_inputs(choices):
+    torch.manual_seed(0)
+    model, data = WithUnusedHead(), [(torch.randn(40, 12), torch.zeros(40, dtype=torch.long)) for _ in range(3)]
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", ignore=[], **choices)
+    assert "unused" in report.skipped
+    assert report.sparsity == 0.5
+    assert bool((model.unused.weight != 0).all())
+
+
+@pytest.mark.parametrize("model", [nn.Linear(12, 3), nn.Sequential(nn.Linear(12, 1), nn.Linear(1, 1))])
+def test_allocation_of_one_layer_and_of_one_weight(model):
+    torch.manual_seed(0)
+    data = [(torch.randn(40, 12), torch.zeros(40, dtype=torch.long)) for _ in range(3)]
+    report = iobs.prune(nn.Sequential(model), data, iobs.Unstructured(0.5), "one-shot", allocation="evolve", ignore=[])
+    assert report.sparsity >= 0.45
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.7])
+def test_allocation_ranges_of_equal_bounds_are_one_count(sparsity):
+    layer = Layer("a", (9, 15))
+    fewest, most = keep_ranges(Allocation("kl", bounds={"a": (sparsity, sparsity)}), [layer], 0.9)[layer]
+    assert fewest == most
+    assert abs(fewest - 135 * (1 - sparsity)) < 1
+
+
+class TwoHeads(nn.Module):
+    """Two outputs; the loss measures only the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.classes, self.box = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+
+    def forward(self, inputs):
+        hidden = self.body(inputs).relu()
+        return self.classes(hidden), self.box(hidden)
+
+
+@pytest.mark.parametrize("criterion", ["fisher", "kl", "evolve"])
+def test_allocation_prunes_a_head_without_loss_moderately(criterion):
+    torch.manual_seed(0)
+    data = [torch.randn(50, 16) for _ in range(6)]
+    report = iobs.prune(TwoHeads(), data, iobs.Unstructured(0.5), "one-shot", allocation=criterion)
+    assert report.audit[2].name == "box"
+    assert 0.3 < report.audit[2].sparsity < 0.7
+    assert report.sparsity == 0.5
+
+
+@pytest.mark.parametrize("criterion", ["kl", "evolve"])
+def test_allocation_prunes_a_layer_of_little_effect_most(criterion):
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.idle, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 4)
+
+        def forward(self, inputs):
+            return self.last(torch.relu(self.first(inputs) + 1e-5 * self.idle(inputs)))
+
+    torch.manual_seed(0)
+    report = iobs.prune(Gated(), torch.randn(400, 16), iobs.Unstructured(0.5), "fast", allocation=criterion)
+    sparsity = {row.name: row.sparsity for row in report.audit}
+    assert sparsity["idle"] > 0.85 > 0.4 > sparsity["first"]
+
+
+def test_within_support_caps_counts_at_nonzero_entries():
+    curves = {layer: Curve([1, full], [1.0, 0.0], 2.0) for layer, full in zip(LAYERS, (4, 6, 3), strict=True)}
+    ranges = {LAYERS[0]: (1, 10), LAYERS[1]: (1, 5), LAYERS[2]: (4, 8)}
+    assert [*within_support(curves, ranges, 9).values()] == [(1, 4), (1, 5), (4, 4)]
+    assert within_support(curves, ranges, 14) == ranges  # 14 entries cannot be kept: only 13 are not zero
+
+
+@pytest.mark.parametrize("keep_zeros", [True, False])
+@pytest.mark.parametrize("criterion", ["kl", "evolve"])
+def test_allocation_of_a_sparse_network_keeps_the_exact_count(network, criterion, keep_zeros):
+    model, data = network
+    for allocation, sparsity in (("uniform", 0.8), (criterion, 0.85)):
+        choices = {"allocation": allocation, "keep_zeros": keep_zeros and allocation != "uniform"}
+        report = iobs.prune(model, data, iobs.Unstructured(sparsity), "one-shot", **choices)
+        assert report.zeros == report.weights - round(report.weights * (1 - sparsity))
+    assert all(0 <= effect < 1e6 for row in report.allocation for effect in row.effects)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_damage_passes_predicts_the_samples_of_the_trials(network, layers):
+    model, data = network
+    seen = 0
+
+    def count(module, args):
+        nonlocal seen
+        seen += len(args[0])
+
+    taken = {}
+    for criterion in ("error", "kl"):
+        fresh, seen = copy.deepcopy(model), 0
+        fresh.register_forward_pre_hook(count)
+        iobs.prune(
+            fresh,
+            data,
+            iobs.Unstructured(0.8),
+            "one-shot",
+            allocation=criterion,
+            include=[str(2 * i) for i in range(layers)],
+        )
+        taken[criterion] = seen
+    judges = 18 + 10  # a fifth of the calibration samples, and the held-out samples
+    looked = damage_passes(layers, judges) + 2 * judges  # plus the unchanged network and the outputs of the dense one
+    assert taken["kl"] - taken["error"] == looked

@@ -1,0 +1,174 @@
+"""Losses of a network on a batch: task losses, divergence from the dense network, batches without a loss."""
+
+import copy
+import math
+
+import pytest
+import torch
+from menagerie import POLISH, Squeezed
+from torch import nn
+
+import iobs
+from iobs.errors import CalibrationError
+from iobs.pruning.calibration.losses import answered, kl_to, kl_to_answers, task_loss
+from iobs.pruning.samples.subsets import Samples
+
+
+def trained(network, inputs, targets, loss):
+    optimizer = torch.optim.Adam(network.parameters(), 1e-2)
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss(network(inputs), targets).backward()
+        optimizer.step()
+    return network.eval()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,)])
+def test_kl_to_compares_real_outputs_by_squared_error(shape):
+    torch.manual_seed(0)
+    inputs = torch.randn(240, 12)
+    targets = (inputs @ torch.randn(12, 5) + 3)[:, : math.prod(shape)].reshape(240, *shape)
+    last = nn.Identity() if shape else Squeezed()
+    network = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, math.prod(shape)), last)
+    network = trained(network, inputs, targets, nn.functional.mse_loss)
+    moved, errors = copy.deepcopy(network), {}
+    with torch.no_grad():
+        moved[2].bias += 1.0  # which a softmax over five outputs is blind to
+        expected = (moved(inputs) - network(inputs)).square().sum() / network(inputs).square().sum()
+        assert float(kl_to(network)(moved, (inputs, targets))) == pytest.approx(float(expected), rel=1e-4)
+    data = [*zip(inputs.split(40), targets.split(40), strict=True)]
+    # A uniform allocation leaves an error that fine-tuning can remove.
+    for name, choices in {"fast": {}, "finetuned": {"finetune": POLISH}}.items():
+        pruned = copy.deepcopy(network)
+        iobs.prune(pruned, data, iobs.Unstructured(0.6), "fast", allocation="uniform", **choices)
+        with torch.no_grad():
+            errors[name] = float((pruned(inputs) - targets).square().mean())
+    assert errors["finetuned"] < 0.9 * errors["fast"]
+
+
+@pytest.mark.parametrize(
+    ("width", "targets", "expected"),
+    [
+        (1, torch.tensor([0, 1, 1]), nn.functional.binary_cross_entropy_with_logits),
+        (4, torch.tensor([0, 3, 1], dtype=torch.int32), nn.functional.cross_entropy),
+        (1, torch.tensor([0, 3, 1]), None),
+        (4, torch.tensor([[0, 3]] * 3), None),
+    ],
+)
+def test_task_loss_follows_the_type_of_the_targets(width, targets, expected):
+    network, inputs = nn.Linear(5, width), torch.randn(3, 5)
+    if expected is None:
+        with pytest.raises(CalibrationError, match="have no task loss"):
+            task_loss(network, (inputs, targets))
+        return
+    wanted = targets[:, None].float() if width == 1 else targets.long()
+    with torch.no_grad():
+        assert float(task_loss(network, (inputs, targets))) == pytest.approx(float(expected(network(inputs), wanted)))
+
+
+def test_losses_of_pixel_classes_average_over_pixels():
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 5, 1)).eval()
+    pruned = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 5, 1)).eval()
+    images = torch.randn(6, 3, 7, 9)
+    with torch.no_grad():
+        answers = [network(images).permute(0, 2, 3, 1).reshape(-1, 5).log_softmax(1) for network in (dense, pruned)]
+        expected = (answers[0].exp() * (answers[0] - answers[1])).sum(1).mean()
+        assert float(kl_to(dense)(pruned, images)) == pytest.approx(float(expected), rel=1e-5)
+        labels = torch.randint(5, (6, 7, 9))
+        likelihood = -answers[1].gather(1, labels.reshape(-1, 1)).mean()
+        assert float(task_loss(pruned, (images, labels))) == pytest.approx(float(likelihood), rel=1e-5)
+    iobs.prune(pruned, [(images, labels)], iobs.Unstructured(0.5), "one-shot", allocation="fisher")
+    assert iobs.audit(pruned)[0].sparsity + iobs.audit(pruned)[1].sparsity > 0.5
+
+
+@pytest.mark.parametrize("loss", ["task", "kl"])
+def test_losses_of_a_single_output_are_not_zero(loss):
+    """The softmax of one output is always 1, so a divergence of distributions would be zero in every round."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).eval()
+    data = [(torch.randn(20, 8), torch.randn(20, 1))]
+    step = iobs.FineTune(lr=1e-3, loss=loss)
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", rounds=iobs.Rounds(2, finetune=step))
+    assert all(record.loss_heldout > 1e-6 for record in report.rounds)
+
+
+class Named(nn.Module):
+    """Takes its input by keyword, and real numbers as labels."""
+
+    def __init__(self, shift=0.0):
+        super().__init__()
+        self.linear, self.shift = nn.Linear(6, 3), shift
+
+    def forward(self, values, labels=None):
+        return self.linear(values) + self.shift
+
+
+def test_kl_to_reads_real_labels_in_a_mapping():
+    torch.manual_seed(0)
+    dense = Named()
+    shifted = copy.deepcopy(dense)
+    shifted.shift = 100.0
+    batch = {"values": torch.randn(10, 6), "labels": torch.randn(10, 3)}
+    stored = answered(dense, Samples.of([batch]), 1000)
+    expected = kl_to(dense)(shifted, batch).detach()
+    assert float(expected) > 1
+    assert torch.equal(kl_to_answers(shifted, stored.batches[0]), expected)
+
+
+def test_kl_to_ignores_classes_with_logit_minus_infinity():
+    torch.manual_seed(0)
+    allowed = torch.tensor([0.0, 0.0, -math.inf, 0.0])
+
+    class Masked(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + allowed
+
+    data = [torch.randn(40, 6)]
+    network = Masked(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4))
+    report = iobs.prune(network, data, iobs.Unstructured(0.5), "best", finetune=None)
+    assert math.isfinite(report.best.loss_heldout)
+
+
+def test_task_loss_refuses_tokens_without_vocabulary_logits():
+    tagger = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 3))
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = tagger
+
+        def forward(self, input_ids):
+            return self.layers(input_ids)
+
+    with pytest.raises(CalibrationError, match="needs targets"):
+        iobs.prune(Tagger(), [{"input_ids": torch.arange(20).reshape(2, 10)}], iobs.Unstructured(0.5), "paper")
+
+
+@pytest.mark.parametrize("holdout", [0.0, 0.1])
+def test_missing_targets_raise_before_any_projection(holdout):
+    visited = []
+
+    class Watching(iobs.Callback):
+        def on_layer(self, *_):
+            visited.append(1)
+
+    network = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    with pytest.raises(CalibrationError, match="needs targets"):
+        iobs.prune(
+            network, [torch.randn(40, 6)], iobs.Unstructured(0.5), "paper", holdout=holdout, callbacks=[Watching()]
+        )
+    assert not visited
+
+
+@pytest.mark.parametrize("targets", [None, {"labels": torch.zeros(40, dtype=torch.long)}])
+def test_targets_that_are_not_a_tensor_count_as_missing(targets):
+    network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    step = iobs.FineTune(loss="task")
+    with pytest.raises(CalibrationError, match="needs targets"):
+        iobs.prune(
+            network,
+            [(torch.randn(40, 8), targets)],
+            iobs.Unstructured(0.5),
+            "one-shot",
+            rounds=iobs.Rounds(2, finetune=step),
+        )

@@ -1,0 +1,78 @@
+"""Selection of layers: what is pruned by default, what stays dense and why."""
+
+import pytest
+import torch
+from checks import zeros_of
+from menagerie import Unfed, build
+from torch import nn
+
+import iobs
+from iobs.errors import LayerSelectionError
+
+
+def test_parametrised_weights_stay_dense():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4)).eval()
+    report = iobs.prune(model, [torch.randn(20, 8)], iobs.Unstructured(0.5), "one-shot")
+    assert [row.name for row in report.audit] == ["1"]
+
+
+def test_layers_without_inputs_are_skipped_with_a_note():
+    report = iobs.prune(Unfed(), [torch.randn(20, 8)], iobs.Unstructured(0.5), "one-shot")
+    assert [row.name for row in report.audit] == ["used"]
+    assert any("unused" in note for note in report.notes)
+    assert "fed it nothing" in report.skipped["unused"]
+    with pytest.raises(LayerSelectionError, match=r"Nothing was pruned.*unused"):
+        iobs.prune(Unfed(), [torch.randn(20, 8)], iobs.Unstructured(0.5), "one-shot", include="unused")
+
+
+def test_include_refuses_patterns_of_another_type():
+    for given in (5, [5]):
+        with pytest.raises(LayerSelectionError, match="include takes a name pattern or a list of them"):
+            iobs.prune(Unfed(), [torch.randn(20, 8)], iobs.Unstructured(0.5), "one-shot", include=given)
+
+
+def test_parametrised_attention_projections_stay_dense():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.attention = nn.utils.parametrizations.weight_norm(attention, "in_proj_weight")
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.attention(x, x, x)[0])
+
+    report = iobs.prune(Attention(), [torch.randn(20, 5, 8)], iobs.Unstructured(0.5), "one-shot")
+    assert [row.name for row in report.audit] == ["attention.out_proj", "head"]
+    assert any("in_proj_weight" in name for name in report.skipped)
+
+
+def test_layers_without_entries_are_skipped():
+    with pytest.warns(UserWarning, match="zero-element"):
+        network = nn.Sequential(nn.Linear(8, 0), nn.Linear(0, 4), nn.Linear(4, 4))
+    report = iobs.prune(network, [torch.randn(20, 8)], iobs.Unstructured(0.5), "one-shot", damping=0.01)
+    assert [row.name for row in report.audit] == ["2"]
+    assert report.skipped["0"] == report.skipped["1"] == "without entries"
+
+
+def test_depthwise_and_tied_layers_stay_dense_by_default():
+    model, data = build("convolutional")
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot")
+    assert report.skipped == {"depthwise": "depthwise convolution"}
+    model, data = build("transformer")
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot")
+    assert report.skipped["head"] == "tied to an embedding"
+
+
+def test_include_skip_and_depthwise_select_layers():
+    model, data = build("convolutional")
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", depthwise=True)
+    assert not report.skipped
+    assert zeros_of(model)["depthwise"] == 36
+    model, data = build("convolutional")
+    report = iobs.prune(
+        model, data, iobs.Unstructured(0.5), "one-shot", include=["stages.*", "re:head"], ignore="*.short"
+    )
+    assert {row.name.split(".")[-1] for row in report.audit} == {"conv1", "conv2", "head"}
+    assert report.skipped["stem"] == "not among the included names"
+    assert report.skipped["stages.0.0.short"] == "ignored by name"

@@ -1,0 +1,226 @@
+"""Checkpoints: fingerprints of runs, locks, damaged entries, full disks."""
+
+import copy
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from small_runs import problem, prune
+
+import iobs
+from iobs.errors import CheckpointError
+from iobs.pruning.runtime import checkpoint
+from iobs.pruning.runtime import ranks as distributed
+from iobs.pruning.runtime.checkpoint import DiskCheckpoint
+from iobs.pruning.runtime.fingerprint import fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"damping": 0.02}, "damping was 0.01 and is 0.02"),
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"ignore": "0"}, "layers was"),
+    ],
+)
+def test_checkpoint_names_changed_settings(change, named, tmp_path):
+    model, data = problem()
+    prune(copy.deepcopy(model), data, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match=named):
+        prune(model, data, checkpoint=tmp_path, **change)
+
+
+def test_checkpoint_distinguishes_sparsities_that_print_alike(tmp_path):
+    model, data = problem()
+    iobs.prune(copy.deepcopy(model), data, iobs.Unstructured(0.99991), "one-shot", checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match="pattern was"):
+        iobs.prune(model, data, iobs.Unstructured(0.99994), "one-shot", checkpoint=tmp_path)
+
+
+def test_checkpoint_names_changed_weights_and_data(tmp_path):
+    model, data = problem()
+    prune(copy.deepcopy(model), data, checkpoint=tmp_path)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].weight[0, 0] += 1
+    with pytest.raises(CheckpointError, match=r"weights 0\.weight"):
+        prune(other, data, checkpoint=tmp_path)
+    data[0][0][0, 0] += 1
+    with pytest.raises(CheckpointError, match="data"):
+        prune(model, data, checkpoint=tmp_path)
+
+
+def test_checkpoint_removes_half_written_files(tmp_path):
+    checkpoint = DiskCheckpoint(tmp_path, {"seed": 0})
+    checkpoint.put("a", {"x": torch.ones(2)}, {"n": 1})
+    (tmp_path / f".{'0' * 24}.safetensors.partial").write_bytes(b"half")
+    (tmp_path / ".run.json.partial").write_bytes(b"half")
+    again = DiskCheckpoint(tmp_path, {"seed": 0})
+    assert "a" in again
+    assert "b" not in again
+    assert again.get("a")[1] == {"n": 1}
+    assert not list(tmp_path.glob(".*"))
+
+
+HOLDER = """
+import sys
+from iobs.pruning.runtime.checkpoint import DiskCheckpoint
+checkpoint = DiskCheckpoint(sys.argv[1], {})
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_checkpoint_refuses_a_second_process(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", HOLDER, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        half = run / f".{'0' * 24}.safetensors.partial"
+        half.write_bytes(b"half")  # a file that the running process is writing
+        with pytest.raises(CheckpointError, match="Another process is at work"):
+            DiskCheckpoint(run, {})
+        assert half.exists()
+        half.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "current", lambda: distributed.Ranks(1, 2))
+            DiskCheckpoint(run, {})  # another rank of the same run
+        holder.stdin.close()
+        holder.wait()
+    first = DiskCheckpoint(run, {})
+    assert "a" not in DiskCheckpoint(run, {})  # a stopped run may be resumed while its old object is still alive
+    assert first is not None
+
+
+def test_checkpoint_leaves_files_of_others(tmp_path):
+    DiskCheckpoint(tmp_path, {})
+    half = tmp_path / f".{'0' * 24}.safetensors.partial"
+    half.write_bytes(b"half")
+    (tmp_path / ".pruned.x1.partial").mkdir()  # an output that another process is writing
+    with pytest.raises(CheckpointError, match=r"\.pruned\.x1\.partial, which is no checkpoint"):
+        DiskCheckpoint(tmp_path, {})
+    assert half.exists()
+    assert (tmp_path / ".pruned.x1.partial").is_dir()
+
+
+def test_checkpoint_stores_gpu_generators(tmp_path, monkeypatch):
+    put_back = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.ByteTensor([1]), torch.ByteTensor([2])])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: put_back.append((device, state.tolist())))
+    checkpoint = DiskCheckpoint(tmp_path, {})
+    checkpoint.put("a", {"x": torch.ones(2)}, {})
+    tensors, _ = DiskCheckpoint(tmp_path, {}).get("a")
+    assert [*tensors] == ["x"]
+    assert sorted(put_back) == [(0, [1]), (1, [2])]
+
+
+def test_checkpoint_refuses_damaged_entries_and_other_folders(tmp_path):
+    checkpoint = DiskCheckpoint(tmp_path / "run", {})
+    checkpoint.put("a", {"x": torch.ones(2)}, {})
+    next((tmp_path / "run").glob("*.safetensors")).write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoint.get("a")
+    (tmp_path / "run" / "holiday.jpg").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"holiday\.jpg"):
+        DiskCheckpoint(tmp_path / "run", {})
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        DiskCheckpoint(tmp_path / "file", {})
+
+
+def test_checkpoint_keeps_earlier_entries_if_the_disk_is_full(tmp_path):
+    import resource
+
+    checkpoint = DiskCheckpoint(tmp_path, {})
+    checkpoint.put("a", {"x": torch.ones(2)}, {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    import signal
+
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="still good"):
+            checkpoint.put("b", {"x": torch.ones(100_000)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    again = DiskCheckpoint(tmp_path, {})
+    assert "a" in again
+    assert "b" not in again
+
+
+def test_fingerprint_distinguishes_functions_of_one_name():
+    def loss_of(factor):
+        return lambda model, batch: factor * model(batch).square().mean()
+
+    class Settings:
+        def __init__(self, value):
+            self.value = value
+
+    assert fingerprint(loss_of(1.0)) == fingerprint(loss_of(1.0))
+    assert fingerprint(loss_of(1.0)) != fingerprint(loss_of(2.0))
+    assert fingerprint(lambda model, batch: model(batch).sum()) != fingerprint(lambda model, batch: model(batch).mean())
+    assert fingerprint(Settings(3)) == fingerprint(Settings(3))
+    assert fingerprint(Settings(3)) != fingerprint(Settings(4))
+
+
+def _with_default(factor):
+    def loss(model, batch, *, factor=factor):
+        return factor * model(batch).square().mean()
+
+    return loss
+
+
+class Loss:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def of(self, model, batch):
+        return self.factor * model(batch).square().mean()
+
+
+class Teacher(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(factor))
+
+
+@dataclass
+class Weighted:
+    weights: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _with_default,
+        lambda factor: Loss(factor).of,
+        lambda factor: partial(Loss.of, factor=factor),
+        Teacher,
+        lambda factor: Weighted(torch.full((2000,), 1.0).index_fill(0, torch.tensor(1000), factor)),
+        lambda factor: {"inner": [np.full(2000, factor)]},
+    ],
+    ids=["keyword", "method", "partial", "module", "dataclass", "containers"],
+)
+def test_fingerprint_covers_the_values_a_loss_holds(make):
+    assert fingerprint(make(1.0)) == fingerprint(make(1.0))
+    assert fingerprint(make(1.0)) != fingerprint(make(9.0))
+
+
+def test_fingerprint_is_equal_in_every_process():
+    code = (
+        "import logging, numpy; from functools import partial\n"
+        "from iobs.pruning.runtime.fingerprint import fingerprint\n"
+        "log, names = logging.getLogger('a'), {'some', 'other', 'names'}\n"
+        "def loss(model, batch, draw=numpy.random.default_rng(0)):\n    log.info(names); return 'a' in {'b', 'c'}\n"
+        "def made():\n    inner = loss; later = lambda: (inner, log, names, none)\n"
+        "    if not names: none = 1\n    return later\n"
+        "print(fingerprint(made()), fingerprint(partial(loss, names)))"
+    )
+    run = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in range(2)]
+    assert run[0] == run[1]

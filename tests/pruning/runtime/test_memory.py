@@ -1,0 +1,86 @@
+"""Reuse of freed memory by the C library, and peak memory."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, reusing_memory
+
+MEGABYTE = 1 << 20
+PROBE = """
+import torch
+from iobs.pruning.runtime.memory import resident, reusing_memory
+with reusing_memory():
+    tensor = torch.ones(16 << 20)
+    filled = resident()
+    del tensor
+    print((filled - resident()) >> 20)
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    if sys.platform != "linux" or any("MALLOC_" in name or "TUNABLES" in name for name in os.environ):
+        pytest.skip("the C library has no such switch, or it is set from outside")
+
+
+# Each measurement runs in a process of its own: the heap of this one depends on the tests before.
+ENDS = """
+import torch
+from iobs.pruning.runtime.memory import resident, reusing_memory
+def left():
+    before = resident()
+    tensor = torch.ones(16 << 20)
+    del tensor
+    return (resident() - before) >> 20
+before = resident()
+with reusing_memory():
+    with reusing_memory():
+        pass  # leaving an inner context must not end the outer one
+    inside = left()
+after = (resident() - before) >> 20
+try:
+    with reusing_memory():
+        raise ZeroDivisionError
+except ZeroDivisionError:
+    print(inside, after, left())
+"""
+
+
+def test_reusing_memory_returns_freed_memory_at_the_end_and_on_an_error() -> None:
+    with reusing_memory():  # which sets the threshold back
+        if not ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 30):
+            pytest.skip("this C library refuses to keep blocks of 64 MB")
+    found = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=True)
+    inside, after, outside = map(int, found.stdout.split())
+    assert inside > 60
+    assert max(after, outside) < 4
+
+
+def test_reusing_memory_respects_settings_of_the_user() -> None:
+    """With this setting, blocks of 64 MB are mapped one by one and returned when freed."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MEGABYTE)}
+    done = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 60
+
+
+def test_memory_watch_of_the_cpu_calls_no_cuda(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("a context on the GPU would be made")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    assert MemoryWatch(torch.device("cpu")).look() > 0
+
+
+def test_memory_watch_of_a_gpu_asks_that_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: asked.append(device) or 2**50)
+    assert MemoryWatch(torch.device("cuda:1")).look() == 2**50
+    assert {str(device) for device in asked} == {"cuda:1"}

@@ -1,0 +1,113 @@
+"""Distributed runs: two ranks agree with one process, and a rank that dies ends the other."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import iobs
+from iobs import models
+from iobs.pruning import driver
+from iobs.pruning.runtime.ranks import Ranks
+
+WORKER = Path(__file__).with_name("rank.py")
+
+
+def launch(mode, output, ranks):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    arguments = [str(WORKER), mode, str(output)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    whole = [sys.executable, *torchrun, *arguments]
+    return subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["one-shot", "rounds"])
+def test_two_ranks_agree_with_one_process(mode, tmp_path):
+    weights = []
+    for ranks in (1, 2):
+        run = launch(mode, tmp_path / str(ranks), ranks)
+        assert run.returncode == 0, run.stderr[-2000:]
+        weights.append(load_file(tmp_path / f"{ranks}.0.safetensors"))
+    one, two = weights
+    other = load_file(tmp_path / "2.1.safetensors")
+    assert all(torch.equal(two[name], other[name]) for name in two)  # ranks hold the same bits
+    matrices = [name for name in one if one[name].ndim > 1]
+    same = sum(int(((one[name] == 0) == (two[name] == 0)).sum()) for name in matrices)
+    assert same / sum(one[name].numel() for name in matrices) >= 0.9999
+    for name in matrices:
+        assert torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-3 * float(one[name].abs().max()))
+
+
+@pytest.mark.slow
+def test_keep_sparse_holds_on_two_ranks_under_ddp(tmp_path):
+    run = launch("ddp", tmp_path / "out", 2)
+    assert run.returncode == 0, run.stderr[-2000:]
+    ranks = [load_file(tmp_path / f"out.{rank}.safetensors") for rank in range(2)]
+    assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
+    assert int((ranks[0]["0.weight"] == 0).sum()) == ranks[0]["0.weight"].numel() // 2
+
+
+@pytest.mark.slow
+def test_rank_ends_if_another_rank_dies(tmp_path):
+    run = launch("death", tmp_path / "out", 2)  # ends, or runs into its time limit
+    assert run.returncode != 0
+    assert not (tmp_path / "out.1.safetensors").exists()
+
+
+def command(*arguments, **variables):
+    """Run the command line with some of torchrun's environment variables set."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_ADDR")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    arguments = [sys.executable, "-m", "iobs", *map(str, arguments)]
+    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_ranks_ignore_variables_of_other_programs(tmp_path):
+    assert command("--version", WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1").stdout.startswith("iobs")
+    alone = command("prune", "-o", tmp_path / "out", tmp_path / "none", WORLD_SIZE="2", RANK="0")
+    assert "Traceback" not in alone.stderr
+    assert "other ranks" not in alone.stderr
+
+
+def test_ranks_that_cannot_be_reached_raise_one_error(tmp_path):
+    variables = {"WORLD_SIZE": "2", "RANK": "first", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    run = command("prune", "-o", tmp_path / "out", **variables)
+    assert run.returncode == 1
+    assert run.stderr.startswith("Error: The other ranks cannot be reached")
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_shows_progress(rank, monkeypatch, capsys):
+    class Watching(iobs.Callback):
+        def on_layer(self, record, round_index):
+            called.append(record.name)
+
+    called = []
+    monkeypatch.setattr(driver, "current", lambda: Ranks(rank, 2))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a bar as on a terminal
+    model, data = torch.nn.Linear(8, 8), [torch.randn(20, 8)]
+    iobs.prune(torch.nn.Sequential(model), data, 0.5, "one-shot", callbacks=[Watching()], progress=True)
+    assert called == ([] if rank else ["0"])
+    assert (capsys.readouterr().err == "") == (rank > 0)
+
+
+@pytest.mark.slow
+def test_command_line_runs_under_torchrun(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    options = ["--data", text, "--samples", "8", "--batch-size", "2", "--seq-len", "32", "--solver", "sparsegpt"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "iobs"]
+    for name, more in (("out", []), ("streamed", ["--low-memory"])):
+        call = [*torchrun, "prune", models.EMBEDDED, "-o", tmp_path / name, *options, *more]
+        run = subprocess.run([*map(str, call)], env=environment, capture_output=True, text=True, timeout=200)
+        assert (run.returncode == 0) == (name == "out"), run.stderr[-2000:]
+    assert "one process" in run.stderr
+    assert (tmp_path / "out" / "report.json").is_file()
+    assert not (tmp_path / "streamed").exists()

@@ -1,0 +1,100 @@
+"""A run that is stopped at any moment and resumed ends in the same bits."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from small_runs import problem, prune
+
+import iobs
+from iobs.pruning import workspace
+
+
+def falls_off(module, batch):
+    """A loss without lower bound that is NaN once the last bias is far below 0: only long runs diverge."""
+    outputs = module(batch[0] if isinstance(batch, tuple) else batch)
+    far = torch.is_grad_enabled() and float(module[3].bias.detach().mean()) < FAR
+    return outputs.mean() * (float("nan") if far else 1.0)
+
+
+FAR = -0.2
+
+
+OPTIONS = {
+    "one shot": {},
+    "rounds": {"rounds": iobs.Rounds(3, finetune=iobs.FineTune(lr=1e-3, optimizer="adam", steps=2, loss="kl"))},
+    "finetune": {
+        "rounds": iobs.Rounds(2, finetune=iobs.FineTune(lr=1e-2)),
+        "finetune": iobs.FineTune(lr=1e-3, optimizer="adam", steps=3, loss="kl", parameters="all"),
+    },
+    "choices": {
+        "allocation": iobs.Allocation("evolve", generations=2),
+        "finetune": iobs.FineTune(
+            lr="auto", optimizer="auto", steps=12, loss="kl", augment="auto", support="fixed", batch_size=5
+        ),
+    },
+    "a long fine-tuning that diverges": {
+        "finetune": iobs.FineTune(
+            lr="auto", optimizer="momentum", steps=36, loss=falls_off, support="fixed", batch_size=5, parameters="all"
+        ),
+    },
+}
+
+
+class Stop(Exception):
+    pass
+
+
+class StopsAt(iobs.Callback):
+    """Raises at the n-th event of a run."""
+
+    def __init__(self, moment):
+        self.left = moment
+
+    def _event(self, *_):
+        self.left -= 1
+        if self.left == 0:
+            raise Stop
+
+    on_layer = on_step = on_round = on_measure = _event
+
+
+@pytest.mark.parametrize("every", [0.0, 120.0])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_resumed_run_ends_in_the_same_bits(options, every, tmp_path, monkeypatch):
+    monkeypatch.setattr(workspace, "SAVED_EVERY", every)
+    model, data = problem()
+    undisturbed = copy.deepcopy(model)
+    expected = prune(undisturbed, data, **options)
+    for moment in itertools.count(1):
+        stopped = copy.deepcopy(model)
+        try:
+            prune(stopped, data, checkpoint=tmp_path / "run", callbacks=[StopsAt(moment)], **options)
+        except Stop:
+            continue  # the next attempt resumes this checkpoint and is stopped later
+        break
+    assert moment > 3
+    fresh = copy.deepcopy(model)
+    report = prune(fresh, data, checkpoint=tmp_path / "run", **options)
+    for network in (stopped, fresh):
+        assert all(torch.equal(a, b) for a, b in zip(network.parameters(), undisturbed.parameters(), strict=True))
+    assert [record.loss_heldout for record in report.rounds] == [record.loss_heldout for record in expected.rounds]
+    assert report.best_round == expected.best_round
+
+
+def test_resumed_run_restores_buffers_that_forward_changes(tmp_path):
+    class Counting(torch.nn.Sequential):
+        def __init__(self):
+            super().__init__(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+            self.register_buffer("passes", torch.zeros(1))
+
+        def forward(self, inputs):
+            self.passes += 1
+            return super().forward(inputs)
+
+    model, data = Counting(), torch.randn(20, 8)
+    with pytest.raises(Stop):
+        iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", checkpoint=tmp_path, callbacks=[StopsAt(3)])
+    assert model.passes == 0
+    iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", checkpoint=tmp_path)

@@ -1,0 +1,93 @@
+"""Batches: accepted forms, clear errors for the others, the class axis of outputs, held-out samples."""
+
+import pytest
+import torch
+from menagerie import perceptron_batches
+from torch import nn
+
+import iobs
+from iobs.errors import CalibrationError
+from iobs.pruning.samples import batches, outputs
+from iobs.pruning.samples import batches as data_batches
+from iobs.pruning.samples.subsets import Samples, split
+
+
+def test_batch_that_the_network_refuses_raises_calibration_error():
+    with pytest.raises(CalibrationError, match=r"cannot take calibration batch 0.*\(20, 9\)"):
+        iobs.prune(nn.Sequential(nn.Linear(8, 4)).eval(), [torch.randn(20, 9)], iobs.Unstructured(0.5), "one-shot")
+
+
+def test_batches_refuse_a_bare_pair_of_inputs_and_targets():
+    pair = torch.randn(20, 8), torch.randint(4, (20,))
+    with pytest.raises(CalibrationError, match="goes into a list"):
+        iobs.prune(nn.Sequential(nn.Linear(8, 4)).eval(), pair, iobs.Unstructured(0.5), "one-shot")
+    pieces = torch.randn(20, 8).split(5)  # a tuple of tensors too, and a list of batches
+    iobs.prune(nn.Sequential(nn.Linear(8, 4)).eval(), pieces, iobs.Unstructured(0.5), "one-shot")
+
+
+def test_class_axis_follows_integer_targets():
+    scores = torch.randn(4, 3, 7)
+    assert outputs.class_axis(scores, (torch.randn(4, 2, 7), torch.zeros(4, 7, dtype=torch.int64))) == 1
+    assert outputs.class_axis(scores, (torch.randn(4, 2, 7), torch.zeros(4, 3, dtype=torch.int64))) == 2
+    assert outputs.class_axis(scores, {"input_ids": torch.zeros(4, 3, dtype=torch.int64)}) == 2
+    pixels = torch.randn(2, 8, 9, 5)
+    assert outputs.class_axis(pixels, (torch.randn(2, 8, 9, 3), torch.zeros(2, 8, 9, dtype=torch.int64))) == 3
+    assert outputs.class_axis(pixels, torch.randn(2, 3, 9, 5)) == 1
+    assert outputs.class_axis(torch.randn(4, 9), torch.randn(4, 9)) is None  # a reconstruction
+    assert outputs.class_axis(torch.randn(4, 1), (torch.randn(4, 9), torch.zeros(4, dtype=torch.int64))) is None
+
+
+def test_batches_refuse_nested_tuples():
+    data = [((torch.randn(4, 8), torch.randn(4, 8)), torch.zeros(4))]
+    with pytest.raises(CalibrationError, match="tuple within a tuple"):
+        iobs.prune(nn.Sequential(nn.Linear(8, 4)), data, iobs.Unstructured(0.5), "one-shot")
+
+
+class Squeezes(nn.Module):
+    """A regression with one output a sample; for one sample the output is a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 1))
+
+    def forward(self, x):
+        return self.layers(x).squeeze()
+
+
+@pytest.mark.parametrize("recipe", ["fast", "best"])
+def test_outputs_may_squeeze_a_single_sample(recipe):
+    torch.manual_seed(0)
+    network, data = Squeezes(), [(torch.randn(8, 6), torch.randn(8)) for _ in range(4)]
+    report = iobs.prune(network, data, iobs.Unstructured(0.5), recipe, finetune=None)
+    assert report.sparsity == pytest.approx(0.5, abs=0.02)
+
+
+class Asserts(nn.Linear):
+    def forward(self, x):
+        assert x.shape[1] == 8, "the width is wrong"
+        return super().forward(x.of_images if x.ndim > 2 else x)
+
+
+@pytest.mark.parametrize(("shape", "cause"), [((40, 9), AssertionError), ((40, 8, 2), AttributeError)])
+def test_assertions_of_the_network_raise_calibration_error(shape, cause):
+    with pytest.raises(CalibrationError, match=r"batch 0.*(the width is wrong|of_images)") as found:
+        iobs.prune(nn.Sequential(Asserts(8, 4)), [torch.randn(shape)], iobs.Unstructured(0.5), "one-shot")
+    assert isinstance(found.value.__cause__, cause)
+
+
+@pytest.mark.parametrize("odd", [torch.randn(10, 9), torch.randn(10, 8).double()])
+def test_require_all_accepted_names_the_batch_that_does_not_fit(odd):
+    network = nn.Sequential(nn.Linear(8, 4))
+    calls = []
+    network.register_forward_pre_hook(lambda *_: calls.append(1))
+    good = [torch.randn(10, 8) for _ in range(3)]
+    with pytest.raises(CalibrationError, match=r"batch 3\b"):
+        batches.require_all_accepted(network, batches.collect([*good, odd]))
+    assert len(calls) <= 2, "one of a kind is enough"
+
+
+def test_split_separates_heldout_samples():
+    fit, heldout = split(Samples.of(data_batches.collect(perceptron_batches())), 0.25, 3)
+    assert (fit.samples, heldout.samples) == (48, 16)
+    rows = torch.cat([batch[0] for batch in fit.batches + heldout.batches])
+    assert len(rows.unique(dim=0)) == 64

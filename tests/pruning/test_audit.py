@@ -1,0 +1,85 @@
+"""Audit of the zeros of a model or its files against a pattern or a report."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from menagerie import build
+from safetensors.torch import save_file
+
+import iobs
+from iobs.errors import AuditError, ModelError, PatternError
+from iobs.pruning.audit import audit_layers, require_promised
+from iobs.pruning.network.layers import find_layers
+
+
+def test_audit_counts_zeros_of_a_model_and_of_its_files(tmp_path):
+    model, data = build("perceptron")
+    iobs.prune(model, data, iobs.Unstructured(0.7), "one-shot")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    of_model = {row.name: row.zeros for row in iobs.audit(model)}
+    of_files = {row.name: row.zeros for row in iobs.audit(tmp_path, iobs.Unstructured(0.7))}
+    assert of_model == of_files
+    assert of_model["fc1"] == 192 - 58
+
+
+def test_audit_finds_a_weight_that_is_not_zero_again():
+    model, data = build("perceptron")
+    pattern = iobs.NM(2, 4)
+    iobs.prune(model, data, pattern, "one-shot")
+    with torch.no_grad():
+        model.fc2.weight[0, :4] = 1.0
+    with pytest.raises(AuditError, match="'fc2' keeps 4 of a group of 4"):
+        iobs.audit(model, pattern)
+    with pytest.raises(AuditError, match="'fc2' keeps 4"):
+        audit_layers(model, dict.fromkeys(find_layers(model), pattern))
+
+
+def test_audit_takes_a_layer_with_a_stray_zero_for_dense():
+    model, data = build("perceptron")
+    pattern = iobs.NM(2, 4)
+    with pytest.raises(AuditError, match="the model is dense, and 2:4 holds nowhere"):
+        iobs.audit(model, pattern)
+    with torch.no_grad():
+        model.fc2.weight[0, 0] = 0.0
+    with pytest.raises(AuditError, match="'fc2' has most, 1 of"):
+        iobs.audit(model, pattern)
+    iobs.prune(model, data, pattern, "one-shot", ignore="fc2")
+    assert {row.name for row in iobs.audit(model, pattern) if row.asked} == {"fc1", "fc3"}
+    with pytest.raises(AuditError, match="'fc2' keeps 4 of a group of 4"):
+        iobs.audit(model, pattern, layers=["fc1", "fc2"])
+
+
+def test_audit_raises_if_pattern_does_not_divide_a_layer():
+    model, data = build("perceptron")
+    iobs.prune(model, data, iobs.Unstructured(0.75), "one-shot")
+    with pytest.raises(PatternError):
+        iobs.audit(model, iobs.NM(5, 7))
+
+
+def test_audit_counts_each_row_and_layer_separately():
+    model, data = build("perceptron")
+    pattern = iobs.Unstructured(0.5, per="row")
+    before = iobs.prune(model, data, pattern, "one-shot").audit
+    with torch.no_grad():
+        model.fc1.weight[0].fill_(1.0)
+        model.fc1.weight[1:4].zero_()
+    with pytest.raises(AuditError, match="'fc1' keeps 12 of 12"):
+        audit_layers(model, dict.fromkeys(find_layers(model), pattern))
+    require_promised(iobs.audit(model), before, Path("here"))
+    with torch.no_grad():
+        model.fc2.weight.fill_(1.0)
+    with pytest.raises(AuditError, match="here has 0 zeros in layer 'fc2'"):
+        require_promised(iobs.audit(model), before, Path("here"))
+    renamed = [replace(row, name=f"model.{row.name}") for row in before]
+    with pytest.raises(AuditError, match="files call otherwise"):
+        require_promised(iobs.audit(model), renamed, Path("here"))
+
+
+def test_audit_refuses_unreadable_files(tmp_path):
+    with pytest.raises(ModelError, match=r"no \.safetensors file"):
+        iobs.audit(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\x00")
+    with pytest.raises(ModelError, match="truncated"):
+        iobs.audit(tmp_path)

@@ -1,0 +1,113 @@
+"""Zeros survive training after `iobs.keep_sparse`."""
+
+import pytest
+import torch
+from menagerie import two_sparse_layers
+
+import iobs
+from iobs.errors import LayerSelectionError
+
+
+def zeros(model):
+    return {name: value == 0 for name, value in model.named_parameters() if value.ndim > 1}
+
+
+@pytest.mark.parametrize("wrapped", ["adam", "sgd"])
+def test_keep_sparse_holds_zeros_until_removed(wrapped):
+    model, data = two_sparse_layers()
+    before = zeros(model)
+    options = {
+        "adam": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    }
+    optimizer = options[wrapped]()
+    handle = iobs.keep_sparse(model, optimizer)
+    start = model[0].weight.detach().clone()
+    for _ in range(50):
+        optimizer.zero_grad()
+        (model(data) - data).square().mean().backward()
+        optimizer.step()
+    assert not torch.equal(model[0].weight, start)
+    assert all((value[mask] == 0).all() for (_, value), mask in _pairs(model, before))
+    handle.remove()
+    optimizer.zero_grad()
+    (model(data) - data).square().mean().backward()
+    optimizer.step()
+    assert any((value[mask] != 0).any() for (_, value), mask in _pairs(model, before))
+
+
+def _pairs(model, masks):
+    return [((name, value), masks[name]) for name, value in model.named_parameters() if name in masks]
+
+
+def test_keep_sparse_refuses_a_dense_model():
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(LayerSelectionError, match="no zeros"):
+        iobs.keep_sparse(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_keep_sparse_holds_zeros_in_a_line_search():
+    model, data = two_sparse_layers()
+    before = zeros(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+    iobs.keep_sparse(model, optimizer)
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(data) - data).square().mean()
+        loss.backward()
+        seen.append(all((value[mask] == 0).all() for (_, value), mask in _pairs(model, before)))
+        return loss
+
+    optimizer.step(closure)
+    assert len(seen) > 2
+    assert all(seen)
+
+
+def test_keep_sparse_ignores_nan_gradients_of_zeros():
+    model, _ = two_sparse_layers()
+    before = zeros(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    iobs.keep_sparse(model, optimizer)
+    for (_, value), mask in _pairs(model, before):
+        value.grad = torch.where(mask, torch.nan, 0.1)
+    optimizer.step()
+    assert all((value[mask] == 0).all() for (_, value), mask in _pairs(model, before))
+
+
+def test_keep_sparse_accepts_frozen_and_sparse_gradients():
+    model = torch.nn.Sequential(torch.nn.Embedding(6, 4, padding_idx=0, sparse=True), torch.nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight[:2] = 0
+    model[1].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    iobs.keep_sparse(model, optimizer)
+    model(torch.arange(6)).square().mean().backward()
+    optimizer.step()
+    assert not model[0].weight[0].any()
+    assert not model[1].weight[:2].any()
+
+
+def test_keep_sparse_leaves_out_all_zero_matrices():
+    model, data = two_sparse_layers()
+    adapter = torch.nn.Linear(model[0].in_features, model[0].in_features, bias=False)
+    torch.nn.init.zeros_(adapter.weight)
+    whole = torch.nn.Sequential(adapter, *model)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"0\.weight: all zeros"):
+        handle = iobs.keep_sparse(whole, optimizer)
+    assert adapter.weight not in handle.masks
+    (whole(data) - data).square().mean().backward()
+    optimizer.step()
+    assert adapter.weight.any()
+
+
+@pytest.mark.parametrize("solver", ["magnitude", "wanda", "sparsegpt", "obc", "admm"])
+def test_prune_with_keep_zeros_holds_old_zeros(solver):
+    model, data = two_sparse_layers()
+    before = zeros(model)
+    report = iobs.prune(model, data, iobs.Unstructured(0.7), "one-shot", solver=solver, keep_zeros=True)
+    assert report.sparsity == pytest.approx(0.7, abs=1e-3)
+    for (_, value), mask in _pairs(model, before):
+        assert (value[mask] == 0).all()

@@ -1,0 +1,96 @@
+"""Solver and refinement classes as values: plain fields, checked options, and the results of `solve` by name."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from solver_problems import random_problem
+
+import iobs
+from iobs.errors import ProblemError
+from iobs.solvers import ADMM, OBC, Exact, Magnitude, Refit, ScreenedSwap, SparseGPT, Swap, Wanda
+
+VALUES = [
+    ADMM(budget="best"),
+    SparseGPT(block=16),
+    OBC(),
+    Magnitude(),
+    Wanda(),
+    Exact(limit=5000),
+    Refit(),
+    Swap(rounds=3),
+    ScreenedSwap(candidates=8, passes=2),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_solver_is_a_frozen_dataclass_of_plain_values(value):
+    stored = json.loads(json.dumps(dataclasses.asdict(value)))
+    assert type(value)(**stored) == value
+    assert hash(type(value)(**stored)) == hash(value)
+    assert type(value)().__dataclass_params__.frozen
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: ADMM(budget="huge"), '"fast", "default" or "best"'),
+        (lambda: ADMM(budget=["fast"]), '"fast", "default" or "best"'),
+        (lambda: SparseGPT(block=0), "block must be a whole number of at least 1, got 0"),
+        (lambda: SparseGPT(block=1.5), "block must be a whole number of at least 1, got 1.5"),
+        (lambda: SparseGPT(block="128"), "block must be a whole number of at least 1, got '128'"),
+        (lambda: Exact(limit=0), "limit must be a whole number of at least 1"),
+        (lambda: Exact(limit=True), "limit must be a whole number of at least 1"),
+        (lambda: Swap(rounds=-1), "rounds must be a whole number of at least 0"),
+        (lambda: ScreenedSwap(candidates=0), "candidates must be a whole number of at least 1"),
+        (lambda: ScreenedSwap(passes=0), "passes must be a whole number of at least 1"),
+    ],
+)
+def test_solver_option_raises_if_not_allowed(make, expected):
+    with pytest.raises(ProblemError, match=expected):
+        make()
+
+
+def test_solver_option_may_be_a_numpy_integer():
+    assert SparseGPT(block=np.int64(16)) == SparseGPT(block=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "value"),
+    [
+        ("admm", {"budget": "fast"}, ADMM(budget="fast")),
+        ("admm", {}, ADMM()),
+        ("admm", {"budget": "best"}, ADMM(budget="best")),
+        ("sparsegpt", {"block": 16}, SparseGPT(block=16)),
+        ("obc", {}, OBC()),
+        ("magnitude", {}, Magnitude()),
+        ("wanda", {}, Wanda()),
+    ],
+)
+@pytest.mark.parametrize(("refine", "refinement"), [(None, None), ("refit", Refit()), ("swap", Swap())])
+@pytest.mark.parametrize("shape", [(6, 16), (130, 64)])
+def test_solve_gives_equal_bits_by_name_and_by_value(shape, name, options, value, refine, refinement):
+    if shape == (130, 64) and refine == "swap":
+        shape = (20, 32)  # swaps of large layers take seconds
+    problem, pattern = random_problem(*shape, dtype=torch.float32), iobs.Unstructured(0.5)
+    named = iobs.solve(problem, pattern, name, refine=refine, damping=0.01, **options)
+    given = iobs.solve(problem, pattern, value, refine=refinement, damping=0.01)
+    assert torch.equal(given.weight, named.weight)
+    assert torch.equal(given.mask, named.mask)
+    assert given.stats == named.stats
+
+
+def test_exact_gives_equal_bits_by_name_and_by_value():
+    problem = random_problem(3, 8)
+    named = iobs.solve(problem, iobs.NM(2, 4), "exact", limit=5000)
+    assert torch.equal(iobs.solve(problem, iobs.NM(2, 4), Exact(limit=5000)).weight, named.weight)
+
+
+def test_screened_swap_is_a_refinement_of_solve():
+    problem, pattern = random_problem(24, 48, dtype=torch.float32), iobs.NM(2, 4)
+    plain = iobs.solve(problem, pattern, Magnitude())
+    found = iobs.solve(problem, pattern, Magnitude(), refine=ScreenedSwap())
+    assert found.stats["swaps"] > 0
+    assert found.loss.sum() < plain.loss.sum()

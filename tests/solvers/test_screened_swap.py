@@ -1,0 +1,143 @@
+"""Screened swaps: optimal among candidates, never worse, equal in torch and numba and for any number of threads."""
+
+import pytest
+import torch
+from solver_problems import best_on, random_problem, swapped_masks
+
+import iobs
+from iobs.core.patterns import top_mask
+from iobs.core.quadratic import Solution
+from iobs.errors import NotPositiveDefiniteError
+from iobs.solvers.kernels import screen
+from iobs.solvers.kernels.inverse import shifted_inverse
+from iobs.solvers.refit_weights import scaled
+from iobs.solvers.screened_swap import ScreenedSwap, candidate_columns
+
+PATTERNS = [iobs.Unstructured(0.5), iobs.Unstructured(0.6, per="row"), iobs.NM(2, 4), iobs.NM(3, 8)]
+
+
+def by_magnitude(problem, pattern):
+    mask = top_mask(problem.centre().abs(), pattern)
+    return Solution.of(problem, best_on(problem.to(torch.float64), mask).to(problem.dtype), mask)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_swap_rows_agrees_in_torch_and_numba(pattern):
+    problem = random_problem(12, 32, dtype=torch.float32)
+    groups, solution = pattern.groups((12, 32)), by_magnitude(problem, pattern)
+    hessian, linear, scale = scaled(problem)
+    weight = solution.weight * scale
+    slots = candidate_columns(hessian, linear, screen.Rows.of(solution.mask, weight), groups, 6)
+    forms = []
+    for form in (screen.swap_rows_torch, screen.swap_rows_numba):
+        rows = screen.Rows.of(solution.mask.clone(), weight.clone())
+        form(rows, hessian, linear, slots, groups, 1e-5, 10)
+        forms.append(rows)
+    plain, numba = forms
+    assert int(plain.swaps.sum()) > 0
+    assert torch.equal(plain.swaps, numba.swaps)
+    assert torch.equal(plain.mask, numba.mask)
+    assert torch.equal(plain.names, numba.names)
+    # Condition 50 times the rounding of float32, and the rounding of the updates of swaps.
+    torch.testing.assert_close(plain.weight, numba.weight, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(plain.prices, numba.prices, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_candidate_columns_rank_by_obs_saliency(pattern):
+    """Reference in unscaled variables: w_i^2 / [H^-1]_ii of members and g_j^2 [H^-1]_jj of outsiders."""
+    problem = random_problem(12, 32, condition=1e4)
+    units = torch.logspace(-3, 3, 32, dtype=torch.float64)
+    problem = iobs.Quadratic.at(problem.centre() / units, problem.matrix * units * units[:, None])
+    groups, mask = pattern.groups((12, 32)), top_mask(torch.rand(12, 32), pattern)
+    weight = best_on(problem, mask)
+    hessian, linear, scale = scaled(problem)
+    rows = screen.Rows.of(mask, weight.float() * scale)
+    chosen = candidate_columns(hessian, linear, rows, groups, 8)
+    variance = torch.linalg.inv(problem.matrix).diagonal()
+    cost = (weight.square() / variance).masked_fill(~mask, torch.inf)
+    gain = (problem.gradient(weight).square() * variance).masked_fill(mask, -torch.inf)
+    for row, columns in enumerate(chosen.tolist()):
+        if groups.size >= 32:
+            leaving = cost[row].argsort()[: min(8, int(mask[row].sum()))].tolist()
+            entering = gain[row].argsort(descending=True)[: min(8, int((~mask[row]).sum()))].tolist()
+        else:
+            promise = gain[row].reshape(-1, groups.size).amax(1) - cost[row].reshape(-1, groups.size).amin(1)
+            best = promise.argsort(descending=True)[: 16 // groups.size].tolist()
+            members = [group * groups.size + i for group in best for i in range(groups.size)]
+            leaving = [column for column in members if mask[row, column]]
+            entering = [column for column in members if not mask[row, column]]
+        found = [column for column in columns if column >= 0]
+        assert set(found) == {*leaving, *entering}
+        assert mask[row, found].tolist() == [True] * len(leaving) + [False] * len(entering)
+
+
+@pytest.mark.parametrize("form", [screen.swap_rows_torch, screen.swap_rows_numba])
+def test_swap_rows_leaves_a_row_if_members_are_singular(form):
+    hessian = torch.eye(6)
+    hessian[0, 1] = hessian[1, 0] = 1 + 1e-6
+    mask = torch.tensor([[True, True, True, False, False, False]])
+    rows = screen.Rows.of(mask.clone(), mask.float())
+    slots = torch.tensor([[2, 3, 4, 5]])
+    form(rows, hessian, torch.ones(1, 6), slots, iobs.Unstructured(0.5, per="row").groups((1, 6)), 1e-6, 64)
+    assert torch.equal(rows.mask, mask)
+    assert torch.equal(rows.weight, mask.float())
+    assert int(rows.swaps) == 0
+
+
+@pytest.mark.parametrize("pattern", PATTERNS[1:], ids=str)
+def test_screened_swap_is_optimal_if_all_columns_are_candidates(pattern):
+    problem = random_problem(3, 16, dtype=torch.float32)
+    start = by_magnitude(problem, pattern)
+    found = ScreenedSwap(candidates=16)(problem, pattern, start)
+    assert found.stats["swaps"] > 0
+    exact = problem.to(torch.float64)
+    least = exact.loss(best_on(exact, found.mask)).sum()
+    assert found.loss.sum() < start.loss.sum()
+    for mask in swapped_masks(found.mask, pattern):
+        assert exact.loss(best_on(exact, mask)).sum() >= least - 1e-5 * least.abs()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_screened_swap_keeps_counts_and_is_never_worse(pattern):
+    problem = random_problem(24, 48, dtype=torch.float32, condition=1e4)
+    start = by_magnitude(problem, pattern)
+    found = ScreenedSwap(candidates=4)(problem, pattern, start)
+    assert found.loss.sum() <= start.loss.sum()
+    groups = pattern.groups((24, 48))
+    assert (found.mask.reshape(groups.count, -1).sum(1) == groups.keep).all()
+
+
+def test_screened_swap_handles_empty_and_full_rows():
+    problem = random_problem(4, 16, dtype=torch.float32)
+    mask = torch.zeros(4, 16, dtype=torch.bool)
+    mask[0], mask[1, :3] = True, True
+    start = Solution.of(problem, best_on(problem.to(torch.float64), mask).float(), mask)
+    found = ScreenedSwap()(problem, iobs.Unstructured(keep=19), start)
+    assert int(found.mask.sum()) == 19
+    assert found.stats["exchanges"] > 0
+    assert found.loss.sum() < start.loss.sum()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS[:3], ids=str)
+def test_best_budget_gives_equal_bits_on_1_and_2_threads(pattern):
+    problem = random_problem(96, 64, dtype=torch.float32)  # large enough for screened swaps
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(iobs.solve(problem, pattern, budget="best", damping=0.01))
+    finally:
+        torch.set_num_threads(threads)
+    assert (found[0].mask == found[1].mask).double().mean() >= 0.9999
+    assert torch.equal(found[0].weight, found[1].weight)
+
+
+@pytest.mark.parametrize("d", [5, 384, 385, 900])
+def test_shifted_inverse_equals_a_dense_inverse(d):
+    samples = torch.randn(2 * d, d)
+    hessian = samples.T @ samples / d
+    expected = torch.linalg.inv(hessian.double() + 0.2 * torch.eye(d, dtype=torch.float64))
+    torch.testing.assert_close(shifted_inverse(hessian, 0.2).double(), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotPositiveDefiniteError):
+        shifted_inverse(hessian - 10 * torch.eye(d), 0.2)
