@@ -1,4 +1,4 @@
-"""The pictures of optimize.md: python docs/make_optimize_plots.py"""
+"""Draw the figures of optimize.md: python docs/make_optimize_plots.py"""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ mpl.use("Agg")
 from matplotlib import pyplot
 
 import iobs
-from iobs.optimize.objectives import LeastSquares, Logistic
-from iobs.optimize.theory import compare
+from iobs.optimize.objectives.linear import LeastSquares, Logistic
+from iobs.paper.theory import compare
 
 IMAGES = Path(__file__).parent / "images"
 
 
 def signal(rng, d, k):
-    """k entries of size U(0.5, 1.5) and random sign."""
+    """A vector (d,) with k entries of size U(0.5, 1.5) and random sign."""
     theta = np.zeros(d)
     theta[rng.choice(d, k, replace=False)] = rng.uniform(0.5, 1.5, k) * rng.choice([-1, 1], k)
     return theta
 
 
 def family(axis):
-    """Distance to the minimiser, step by step, on one noiseless regression."""
+    """Plot the distance to the minimiser at every step, on one noiseless regression."""
     rng = np.random.default_rng(1)
     X, truth = rng.standard_normal((256, 128)) / 16, signal(rng, 128, 16)
     for method in ("iht", "accelerated_iht", "stochastic_iobs", "htp", "topk_iobs"):
@@ -40,7 +40,7 @@ def family(axis):
 
 
 def rate(axis):
-    """Quadratic convergence on soft-label logistic regression, with the theorem's bounds."""
+    """Plot quadratic convergence on soft-label logistic regression and the theorem's bounds."""
     rng = np.random.default_rng(2)
     X, truth = rng.standard_normal((400, 40)), signal(rng, 40, 6)
     iterates = [0.5 * truth]
@@ -57,7 +57,7 @@ def rate(axis):
 
 
 def recovery(axis):
-    """Share of exact recoveries against k, n 100, d 250."""
+    """Plot the share of exact recoveries against k, for n = 100 and d = 250."""
     sizes = range(15, 46, 5)
     for method in ("auto", "cosamp", "htp", "omp", "iht"):
         shares = []
@@ -75,7 +75,7 @@ def recovery(axis):
 
 
 def main() -> None:
-    """Draw them all."""
+    """Draw all figures."""
     IMAGES.mkdir(exist_ok=True)
     for draw in (family, rate, recovery):
         figure, axis = pyplot.subplots(figsize=(5.6, 3.8), layout="constrained")
