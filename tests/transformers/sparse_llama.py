@@ -2,10 +2,16 @@
 
 import torch
 
+import iobs
 from iobs.models import ensure_torchvision
 
 ensure_torchvision()
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402 - after the operators of torchvision are declared
+from transformers import (  # noqa: E402 - after the operators of torchvision are declared
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 SMALL = {
     "hidden_size": 16,
@@ -40,3 +46,19 @@ def zeros(model):
 def holds(model, masks):
     """Check that the model is zero exactly where it was, and nowhere else."""
     return all(torch.equal(dict(model.named_parameters())[name] == 0, mask) for name, mask in masks.items())
+
+
+def trainer(model, folder, callbacks=None, **options):
+    settings = {"max_steps": 4, "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1, "save_strategy": "no"}
+    settings |= {"per_device_train_batch_size": 4, "use_cpu": True, "report_to": [], "disable_tqdm": True} | options
+    callbacks = [iobs.transformers.SparsityCallback()] if callbacks is None else callbacks
+    optimizers = settings.pop("optimizers", (None, None))
+    arguments = TrainingArguments(output_dir=str(folder), **settings)
+    return Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=rows(),
+        eval_dataset=rows(8),
+        callbacks=callbacks,
+        optimizers=optimizers,
+    )

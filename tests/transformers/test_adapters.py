@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from sparse_llama import holds, rows, sparse_llama, zeros
-from test_callback import trainer
+from sparse_llama import holds, rows, sparse_llama, trainer, zeros
 
 import iobs
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError

@@ -6,30 +6,14 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file
-from sparse_llama import holds, rows, sparse_llama, zeros
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from sparse_llama import holds, rows, sparse_llama, trainer, zeros
+from transformers import TrainerCallback
 
 import iobs
 from iobs.errors import AuditError, LayerSelectionError, ModelError
 
 pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch about this machine
-
-
-def trainer(model, folder, callbacks=None, **options):
-    settings = {"max_steps": 4, "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1, "save_strategy": "no"}
-    settings |= {"per_device_train_batch_size": 4, "use_cpu": True, "report_to": [], "disable_tqdm": True} | options
-    callbacks = [iobs.transformers.SparsityCallback()] if callbacks is None else callbacks
-    optimizers = settings.pop("optimizers", (None, None))
-    arguments = TrainingArguments(output_dir=str(folder), **settings)
-    return Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=rows(),
-        eval_dataset=rows(8),
-        callbacks=callbacks,
-        optimizers=optimizers,
-    )
 
 
 def trained(model, before):
