@@ -67,3 +67,36 @@ def test_links_of_the_readme_lead_to_files():
     missing = [link for link in links if not link.startswith("https://") and not (ROOT / link).exists()]
     assert len(links) > 20
     assert not missing
+
+
+GRID = {
+    ("mlpnet", "ours (ADMM)", "+ allocation"): "ours 82.5",
+    ("mlpnet", "ALPS-like ADMM", "+ allocation"): "ALPS-like ADMM 80.8",
+    ("mlpnet", "Wanda", "+ allocation"): "Wanda 40.7",
+    ("mlpnet", "SparseGPT", "+ allocation"): "SparseGPT 39.1",
+    ("mlpnet", "magnitude", "+ allocation"): "magnitude 35.7",
+    ("mlpnet", "magnitude", "+ steps"): "magnitude reaches 89.0",
+    ("resnet20", "global magnitude", "one shot"): "from 52.8",
+    ("resnet20", "global magnitude", "one shot, batch norm on altered images"): "to 79.1",
+    ("resnet20", "CHITA", "one shot"): "CHITA from 58.6",
+    ("resnet20", "CHITA", "one shot, batch norm on altered images"): "to 78.7",
+}
+
+
+def test_readme_quotes_the_grid_of_solvers_and_recipes():
+    """Seed 0, as the README says."""
+    file = ROOT / "benchmarks" / "results" / "grid.jsonl"
+    if not file.exists():
+        pytest.skip("the grid has no rows yet")
+    rows = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()]
+    found = {(row["network"], row["solver"], row["recipe"]): row["score"] for row in rows if row["seed"] == 0}
+    text = " ".join(README.split())
+    for key, quoted in GRID.items():
+        assert quoted in text
+        assert abs(float(quoted.split()[-1]) - found[key]) <= 0.051, key
+    uniform = [
+        score
+        for (network, solver, recipe), score in found.items()
+        if (network, recipe) == ("mlpnet", "one shot") and solver not in ("CHITA", "global magnitude")
+    ]
+    assert max(uniform) < 23

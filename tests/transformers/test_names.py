@@ -12,7 +12,6 @@ assert iobs.transformers.SparsityCallback
 import transformers
 assert transformers is not iobs.transformers
 assert issubclass(iobs.transformers.SparsityCallback, transformers.TrainerCallback)
-assert "peft" not in sys.modules and "accelerate" not in sys.modules
 """
 
 
