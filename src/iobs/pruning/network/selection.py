@@ -145,10 +145,9 @@ def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) ->
     """The layers that stay dense unless they are included, by name, with the reason."""
     reasons = {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    heads: set[int] = set()
-    if isinstance(model, library_class("transformers.modeling_utils", "PreTrainedModel")):
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        heads = set() if head is None else {id(head)}
+    pretrained = library_class("transformers.modeling_utils", "PreTrainedModel")
+    inner = [module for module in model.modules() if isinstance(module, pretrained)]  # also inside a wrapper
+    heads = {id(module.get_output_embeddings()) for module in inner}  # type: ignore[operator]
     for layer in layers:
         module = model.get_submodule(layer.path)
         if id(layer.stored(model)) in embeddings:
