@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch as functorch
 from torch.overrides import TorchFunctionMode
 
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer, projections
@@ -55,7 +56,7 @@ def _holders(model: nn.Module, layer: Layer) -> list[nn.Module]:
 def _before_call(layer: Layer, note: Note, direct: _DirectUses) -> Callable[..., None]:
     def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         direct.inside.add(layer.name)
-        note(layer, module, args[0] if args else next(iter(kwargs.values())))
+        note(layer, module, outside_vmap(args[0] if args else next(iter(kwargs.values()))))
 
     return before
 
@@ -134,8 +135,21 @@ class _DirectUses(TorchFunctionMode):
         if layer.name in self.inside or matrix.shape != own.shape or matrix.stride() != own.stride():
             return
         # A new object only if necessary, because layers with the same input are recognised by its identity.
-        value = value.detach() if value.requires_grad else value
+        value = outside_vmap(value.detach() if value.requires_grad else value)
         self.note(layer, self.model.get_submodule(layer.path), value)
+
+
+def outside_vmap(value: Tensor) -> Tensor:
+    """The tensor behind a value inside `torch.vmap`, with the mapped dimensions in front; other values unchanged."""
+    while functorch.is_batchedtensor(value):
+        dimension = functorch.maybe_get_bdim(value)
+        value = functorch.get_unwrapped(value).movedim(dimension, 0)
+    return value
+
+
+def version_of(value: Tensor) -> int:
+    """The number of in-place changes of a tensor so far; 0 in inference mode, which does not count them."""
+    return 0 if value.is_inference() else value._version
 
 
 def _transposed(value: Tensor) -> Tensor:
