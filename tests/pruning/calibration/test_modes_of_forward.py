@@ -1,9 +1,10 @@
 """Forwards in inference mode and inside `torch.vmap`."""
 
-import iobs
 import pytest
 import torch
 from torch import nn
+
+import iobs
 
 
 class InInferenceMode(nn.Module):

@@ -1,10 +1,11 @@
 """Hugging Face models inside another module: they are configured, and their heads stay dense, as if they were alone."""
 
 import families
-import iobs
 import pytest
 import torch
 from torch import nn
+
+import iobs
 
 
 class Classifier(nn.Module):

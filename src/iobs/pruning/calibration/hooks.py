@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import signature
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch._C import _functorch as functorch
 from torch.overrides import TorchFunctionMode
 
-from iobs.pruning.network.layers import CONVOLUTIONS, Layer, projections
+from iobs.pruning.calibration.recurrent import matrix_inputs
+from iobs.pruning.network.layers import CONVOLUTIONS, RECURRENT, Layer, projections
 
 Note = Callable[[Layer, nn.Module, Tensor], None]
 Args: TypeAlias = tuple[Any, ...]  # of a module or a torch function
@@ -25,8 +27,8 @@ _MATMULS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.
 def captured_inputs(model: nn.Module, layers: Sequence[Layer], note: Note) -> Iterator[None]:
     """Call `note(layer, module, input)` for every input of the layers.
 
-    Layers that are called as modules get a hook. Slices of fused experts, projections of nn.MultiheadAttention, and
-    weights that the model multiplies itself are recognised in the calls of torch functions.
+    Layers that are called as modules get a hook, and so do recurrent modules. Slices of fused experts, projections of
+    nn.MultiheadAttention, and weights that the model multiplies itself are recognised in the calls of torch functions.
     """
     with ExitStack() as stack:
         direct = _DirectUses(model, layers, note)
@@ -36,6 +38,10 @@ def captured_inputs(model: nn.Module, layers: Sequence[Layer], note: Note) -> It
                     before = _before_call(layer, note, direct)
                     stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                     stack.callback(module.register_forward_hook(_after_call(layer, direct)).remove)
+        for path, inner in groupby(layers, lambda layer: layer.path):
+            if isinstance(module := model.get_submodule(path), RECURRENT):
+                before = _before_recurrence([*inner], note)
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.enter_context(direct)
         yield
 
@@ -57,6 +63,15 @@ def _before_call(layer: Layer, note: Note, direct: _DirectUses) -> Callable[...,
     def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         direct.inside.add(layer.name)
         note(layer, module, outside_vmap(args[0] if args else next(iter(kwargs.values()))))
+
+    return before
+
+
+def _before_recurrence(layers: Sequence[Layer], note: Note) -> Callable[..., None]:
+    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        found = matrix_inputs(module, args, kwargs)
+        for layer in layers:
+            note(layer, module, found[layer.parameter])
 
     return before
 
