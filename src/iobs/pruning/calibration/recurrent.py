@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import torch
@@ -102,6 +102,6 @@ def _run(module: nn.RNNBase, suffix: str, steps: Tensor, state: State) -> Tensor
     names += ["weight_hr"] if module.proj_size else []
     weights = [getattr(module, name + suffix) for name in names]
     rest = weights, module.bias, 1, 0.0, False, False, False  # one layer, no dropout, eval mode, one direction
+    kernels: dict[str, Callable[..., tuple[Tensor, ...]]]
     kernels = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
-    output: Tensor = kernels[module.mode](steps, state if module.mode == "LSTM" else state[0], *rest)[0]
-    return output
+    return kernels[module.mode](steps, state if module.mode == "LSTM" else state[0], *rest)[0]

@@ -174,7 +174,7 @@ def _projections_of(path: str, module: nn.MultiheadAttention) -> list[Layer]:
     return [layer for layer in layers if layer.parameter in own]
 
 
-def _gates_of(path: str, module: nn.Module) -> list[Layer]:
+def _gates_of(path: str, module: nn.RNNBase | nn.RNNCellBase) -> list[Layer]:
     """The input-hidden and hidden-hidden matrices of a recurrent layer, one for each gate.
 
     The projection of an LSTM with `proj_size` is left out: torch does not return its input.
@@ -182,10 +182,10 @@ def _gates_of(path: str, module: nn.Module) -> list[Layer]:
     layers = []
     for name, weight in module.named_parameters(recurse=False):
         if name.startswith(("weight_ih", "weight_hh")) and weight.is_floating_point():
-            gates = _GATES[weight.shape[0] // int(module.hidden_size)]
-            shape = int(module.hidden_size), weight.shape[1]
-            parts = [Part(gate, index, len(gates)) for index, gate in enumerate(gates)] or [None]
+            gates, shape = _GATES[weight.shape[0] // module.hidden_size], (module.hidden_size, weight.shape[1])
+            parts = [Part(gate, index, len(gates)) for index, gate in enumerate(gates)]
             layers += [Layer(path, shape, name, part=part) for part in parts]
+            layers += [] if parts else [Layer(path, shape, name)]
     return layers
 
 
