@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from iobs import errors
+    from iobs.core.column_groups import Groups
+    from iobs.core.free_bias import FreeBias
     from iobs.core.patterns import NM, Unstructured
     from iobs.core.quadratic import Quadratic, Solution
     from iobs.models import load
@@ -31,7 +33,9 @@ __all__ = [
     "Allocation",
     "Callback",
     "FineTune",
+    "FreeBias",
     "GlobalMagnitude",
+    "Groups",
     "MinimizeResult",
     "Quadratic",
     "Recipe",
@@ -57,6 +61,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "iobs.core.column_groups": ("Groups",),
+    "iobs.core.free_bias": ("FreeBias",),
     "iobs.core.patterns": ("NM", "Unstructured"),
     "iobs.core.quadratic": ("Quadratic", "Solution"),
     "iobs.models": ("load",),

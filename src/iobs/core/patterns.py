@@ -19,7 +19,7 @@ from iobs.errors import PatternError, is_a
 
 
 @dataclass(frozen=True)
-class Groups:
+class Partition:
     """Partition of a (rows, columns) matrix, read row by row, into equal groups.
 
     Attributes:
@@ -36,7 +36,7 @@ class Groups:
 class Pattern(Protocol):
     """Number of entries that a matrix keeps, and the groups within which entries compete."""
 
-    def groups(self, shape: tuple[int, int]) -> Groups:
+    def groups(self, shape: tuple[int, int]) -> Partition:
         """Partition of a matrix of the given shape.
 
         Raises:
@@ -77,7 +77,7 @@ class Unstructured:
         if self.per not in ("layer", "row"):
             raise PatternError(f'per must be "layer" or "row", got {self.per!r}.')
 
-    def groups(self, shape: tuple[int, int]) -> Groups:
+    def groups(self, shape: tuple[int, int]) -> Partition:
         """One group for the layer, or one group for each row."""
         rows, columns = shape
         count, size = (1, rows * columns) if self.per == "layer" else (rows, columns)
@@ -85,7 +85,7 @@ class Unstructured:
         assert keep is not None
         if keep > size:
             raise PatternError(f"Cannot keep {keep} of {size} entries per {self.per}; keep must be at most {size}.")
-        return Groups(count, size, keep)
+        return Partition(count, size, keep)
 
     def __str__(self) -> str:
         amount = f"{self.sparsity:.4g}" if self.sparsity is not None else f"keep {self.keep}"
@@ -108,7 +108,7 @@ class NM:
             given = f"keep={self.keep!r} of={self.of!r}"
             raise PatternError(f"N:M needs whole 0 < keep <= of, got {given}; 2:4 is NM(keep=2, of=4).")
 
-    def groups(self, shape: tuple[int, int]) -> Groups:
+    def groups(self, shape: tuple[int, int]) -> Partition:
         """One group for every `of` neighbouring columns of each row."""
         rows, columns = shape
         if columns % self.of:
@@ -116,7 +116,7 @@ class NM:
                 f"The pattern {self} needs a number of columns divisible by {self.of}, got {columns}; "
                 "ignore this layer or choose another pattern."
             )
-        return Groups(rows * columns // self.of, self.of, self.keep)
+        return Partition(rows * columns // self.of, self.of, self.keep)
 
     @property
     def sparsity(self) -> float:
@@ -190,7 +190,7 @@ def top_mask(scores: Tensor, pattern: Pattern) -> Tensor:
     return top_mask_of(scores, pattern.groups((scores.shape[0], scores.shape[1])))
 
 
-def top_mask_of(scores: Tensor, groups: Groups) -> Tensor:
+def top_mask_of(scores: Tensor, groups: Partition) -> Tensor:
     """`top_mask` for the groups of a pattern."""
     shape = scores.shape
     table = scores.reshape(groups.count, groups.size)
