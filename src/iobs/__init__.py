@@ -12,7 +12,7 @@ if _TYPE_CHECKING:
     from iobs import errors
     from iobs.core.column_groups import Groups
     from iobs.core.free_bias import FreeBias
-    from iobs.core.patterns import NM, Unstructured
+    from iobs.core.patterns import NM, Grid, Unstructured
     from iobs.core.quadratic import Quadratic, Solution
     from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
@@ -35,6 +35,7 @@ __all__ = [
     "FineTune",
     "FreeBias",
     "GlobalMagnitude",
+    "Grid",
     "Groups",
     "MinimizeResult",
     "Quadratic",
@@ -63,7 +64,7 @@ __all__ = [
 _HOMES = {
     "iobs.core.column_groups": ("Groups",),
     "iobs.core.free_bias": ("FreeBias",),
-    "iobs.core.patterns": ("NM", "Unstructured"),
+    "iobs.core.patterns": ("NM", "Grid", "Unstructured"),
     "iobs.core.quadratic": ("Quadratic", "Solution"),
     "iobs.models": ("load",),
     "iobs.models.packed": ("load_packed", "save_packed"),

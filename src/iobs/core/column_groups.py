@@ -72,7 +72,7 @@ class Groups:
             return torch.tensor(self.index)
         if columns % self.index:
             raise PatternError(
-                f"Groups of {self.index} columns do not divide {columns} columns; give the group of every column instead."
+                f"Groups of {self.index} columns do not divide {columns} columns; give the group of every column."
             )
         return torch.arange(columns) // self.index
 

@@ -127,6 +127,81 @@ class NM:
         return f"{self.keep}:{self.of}"
 
 
+@dataclass(frozen=True)
+class Grid:
+    """Weights on a symmetric grid: whole multiples of a scale, from -(2^(bits-1) - 1) to 2^(bits-1) - 1 times it.
+
+    Each row has one scale for every `group` neighbouring columns. Zero lies on the grid. `pattern & grid` keeps as many
+    entries as the pattern and puts their values on the grid: `Unstructured(0.5) & Grid(4)`.
+
+    Args:
+        bits: of each value, 2 to 8.
+        group: neighbouring columns that share a scale; the last group may be shorter.
+        symmetric: only True; grids with an offset do not contain zero.
+
+    Raises:
+        PatternError: an argument is impossible.
+    """
+
+    bits: int = 4
+    group: int = 128
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if not is_a(Integral, self.bits) or not 2 <= self.bits <= 8:
+            raise PatternError(f"A grid has 2 to 8 bits, got {self.bits!r}.")
+        if not is_a(Integral, self.group) or self.group < 1:
+            raise PatternError(f"group must be a whole number of at least 1, got {self.group!r}; 128 is usual.")
+        if self.symmetric is not True:
+            raise PatternError("Only symmetric grids are supported, because zero must lie on the grid.")
+
+    @property
+    def levels(self) -> int:
+        """Largest multiple of the scale, 2^(bits-1) - 1."""
+        return int(2 ** (self.bits - 1) - 1)
+
+    def scales(self, columns: int) -> int:
+        """Number of scales of each row."""
+        return -(-columns // self.group)
+
+    def groups(self, shape: tuple[int, int]) -> Partition:
+        """One group that keeps all entries."""
+        return Partition(1, shape[0] * shape[1], shape[0] * shape[1])
+
+    def __rand__(self, pattern: Pattern) -> SparseGrid:
+        return SparseGrid(pattern, self)
+
+    def __str__(self) -> str:
+        return f"int{self.bits}/{self.group}"
+
+
+@dataclass(frozen=True)
+class SparseGrid:
+    """Kept entries of a pattern with values on a grid, made by `pattern & grid`.
+
+    Attributes:
+        pattern: number of kept entries and the groups in which they compete.
+        grid: values of the kept entries; a kept entry may be zero, which lies on the grid.
+
+    Raises:
+        PatternError: `pattern` is not `Unstructured` or `NM`.
+    """
+
+    pattern: Pattern
+    grid: Grid
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, (Unstructured, NM)):
+            raise PatternError(f"A grid combines with Unstructured or NM, got {self.pattern!r}.")
+
+    def groups(self, shape: tuple[int, int]) -> Partition:
+        """Partition of the pattern."""
+        return self.pattern.groups(shape)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} on {self.grid}"
+
+
 def require_pattern(pattern: object) -> None:
     """Check that an object is a pattern, not a number or a string.
 
@@ -144,19 +219,23 @@ def keep_count(size: int, sparsity: float) -> int:
 
 
 def parse(text: str) -> Pattern:
-    """Read a pattern from text: "2:4", "0.5" or "50%".
+    """Read a pattern from text: "2:4", "0.5", "50%", "int4", "int3/64" (64 columns share a scale) or "50%+int4".
 
     Raises:
         PatternError: the text is not a pattern.
     """
+    sparse, _, grid = text.rpartition("int")
     try:
+        if grid != text:
+            values = Grid(*(int(part) for part in grid.split("/", 1)))
+            return parse(sparse.removesuffix("+")) & values if sparse else values  # type: ignore[operator, no-any-return]
         if ":" in text:
             keep, of = text.split(":")
             return NM(int(keep), int(of))
         number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         raise PatternError(
-            f"Cannot read the pattern {text!r}: give a sparsity such as 0.5, or N:M such as 2:4."
+            f"Cannot read the pattern {text!r}: give a sparsity such as 0.5, N:M such as 2:4, or a grid such as int4."
         ) from None
     return Unstructured(number)
 

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from iobs.core.column_groups import Groups
-from iobs.core.patterns import Pattern, require_pattern
+from iobs.core.patterns import Grid, Pattern, SparseGrid, require_pattern
 from iobs.solvers.admm import ADMM
 from iobs.solvers.exact import Exact
+from iobs.solvers.gridded.baselines import GPTQ, JointSparseGPT, OBROrder, RoundToNearest
+from iobs.solvers.gridded.search import GridSearch
 from iobs.solvers.grouped.exchange import Exchange
 from iobs.solvers.grouped.proof import GroupExact
 from iobs.solvers.grouped.removal import Osscar, Removal
@@ -46,6 +48,13 @@ GROUP_SOLVERS: Solvers = {
     "scores": GivenScores,
 }
 GROUP_REFINEMENTS: Refinements = {"refit": GroupRefit, "swap": Exchange}
+GRID_SOLVERS: Solvers = {
+    "admm": GridSearch,
+    "gptq": GPTQ,
+    "sparsegpt": JointSparseGPT,
+    "obr": OBROrder,
+    "magnitude": RoundToNearest,
+}
 BUDGETED = {"admm", "search"}  # solvers with a `budget` option
 
 
@@ -68,6 +77,7 @@ class Family:
 
 ENTRIES = Family(SOLVERS, REFINEMENTS, "admm")
 COLUMN_GROUPS = Family(GROUP_SOLVERS, GROUP_REFINEMENTS, "search", whole_columns=True)
+GRIDS = Family(GRID_SOLVERS, {}, "admm")
 
 
 def family_of(pattern: Pattern) -> Family:
@@ -77,6 +87,8 @@ def family_of(pattern: Pattern) -> Family:
         PatternError: the object is no pattern.
     """
     require_pattern(pattern)
+    if isinstance(pattern, (Grid, SparseGrid)):
+        return GRIDS
     return COLUMN_GROUPS if isinstance(pattern, Groups) else ENTRIES
 
 

@@ -38,10 +38,11 @@ def solve(
 
     Args:
         quadratic: the problem, (rows, d). Never modified.
-        pattern: what is kept: entries, for example `Unstructured(0.5)`, or whole groups of columns, `Groups`.
+        pattern: what is kept: entries, for example `Unstructured(0.5)`; entries with values on a grid, for example
+            `Unstructured(0.5) & Grid(4)`; or whole groups of columns, `Groups`.
         solver: for entries "magnitude", "wanda", "sparsegpt", "obc", "admm", "exact"; for groups "search", "greedy",
-            "exact", "osscar", "random", "magnitude", "wanda", "flap", "scores"; or any `Solver`. None: "admm" for
-            entries and "search" for groups.
+            "exact", "osscar", "random", "magnitude", "wanda", "flap", "scores"; on a grid "admm", "gptq", "sparsegpt",
+            "obr", "magnitude"; or any `Solver`. None: "search" for groups, otherwise "admm".
         refine: None, "refit" (exact weights on the support), "swap" (exact 1-swaps), or any `Refinement`.
         damping: weight of the proximal term to the anchor, relative to the mean of the Hessian's diagonal. If a
             Cholesky factorisation fails, the damping is raised tenfold with a `DampingWarning`, at most five times.
@@ -103,9 +104,7 @@ def solve_many(
         return []
     families = [family_of(pattern) for pattern in patterns]
     if any(family is not families[0] for family in families):
-        raise ProblemError(
-            "Problems that are solved together need patterns of one kind: all of entries, or all Groups."
-        )
+        raise ProblemError("Problems that are solved together need patterns of one kind: entries, grids or Groups.")
     choices = _choices(families[0], solver, refine, damping, budget, name, options)
     return _solve_all(quadratics, patterns, Quadratic.stack(quadratics).sharing(), choices)
 
@@ -194,6 +193,8 @@ def _finished(
     """Convert a solution to the problem given by the user: its units and dtype, undamped, dead columns zero."""
     stats = {**solution.stats, "damping": damping, "dead_columns": 0 if dead is None else int(dead.sum())}
     weight = solution.weight if unit == 1 else solution.weight * unit
+    if "scales" in stats:  # of values on a grid, in the units of the weights
+        stats["scales"] = (stats["scales"] * unit).to(quadratic.dtype)
     solution = replace(solution, problem=quadratic, weight=weight.to(quadratic.dtype), stats=stats)
     if dead is None:
         return solution

@@ -170,7 +170,7 @@ class _Search:
         """P_gr, u^T = P_gg^-1 P_gr, and v^T with which removing g changes M by - u v^T - v u^T."""
         own, left = self._slots(np.array([group])), self._slots(rest)
         crossed = inverse[np.ix_(own, left)]
-        u: Array = np.linalg.solve(inverse[np.ix_(own, own)], crossed)
+        u = np.linalg.solve(inverse[np.ix_(own, own)], crossed).astype(np.float64, copy=False)
         return crossed, u, energy[np.ix_(own, left)] - 0.5 * energy[np.ix_(own, own)] @ u
 
     def _costs_after(self, inverse: Array, energy: Array, group: int, rest: Indices) -> Array:
