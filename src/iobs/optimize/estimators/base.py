@@ -130,6 +130,8 @@ class SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
 
     def _penalty(self, X: Samples, weights: Array) -> Array:
         """The ridge of every feature (d,): the same per standard deviation, so that units do not matter."""
+        if self.ridge == 0:
+            return np.zeros(X.shape[1])
         return self.ridge * variances(X, weights, self.fit_intercept)
 
     def _sizes(self, choices: int, samples: float) -> list[int]:
@@ -159,8 +161,9 @@ class SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
                 )
             objective = self._objective(X[train], y[train], weights[train])
             groups = self._groups(objective, X.shape[1])
-            fits = fit_path(objective, groups, sizes, False, self.random_state)
-            totals += [self._held_out(X[test], y[test], weights[test], fit, objective) for fit in fits]
+            fits = fit_path(objective, groups, sizes, False, self.random_state, exact=False)
+            held_out = X[test], y[test], weights[test]
+            totals += [self._held_out(*held_out, fit, objective) for fit in fits]
             mass += float(weights[test].sum())
         return [float(total) / mass for total in totals]
 
