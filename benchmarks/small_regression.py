@@ -74,7 +74,7 @@ def race(n: int, d: int, seed: int, repeats: int) -> list[dict[str, object]]:
             row["loss_ratio"] = loss(X, y, ours().support_) / loss(X, y, np.flatnonzero(theirs().coef_))
         rows.append(row)
         print(
-            f"{n:5d} {d:5d}  {name:7s} iobs {mine * 1e3:8.1f} ms   abess {other * 1e3:8.1f} ms   ratio {mine / other:5.2f}"
+            f"{n:5d} {d:5d} {name:7s} iobs {mine * 1e3:8.1f} ms  abess {other * 1e3:8.1f} ms  ratio {mine / other:5.2f}"
         )
     return rows
 
