@@ -145,9 +145,29 @@ def standard_errors(objective: Objective, fit: Fit, samples: float, intercept: b
         samples: n, or the sum of the sample weights.
         intercept: whether centring estimated one more parameter.
     """
-    inverse = inverse_block(objective.hessian_block(fit.theta, fit.support))
+    block = objective.hessian_block(fit.theta, fit.support)
     noise = 1.0
+    if isinstance(objective, Multinomial):
+        return Inference(_contrast_errors(block, objective.classes), noise)
+    inverse = inverse_block(block)
     if isinstance(objective, LeastSquares):
         freedom = samples - fit.support.size - intercept
         noise = math.sqrt(2 * unpenalised(objective, fit) / freedom) if freedom > 0 else math.nan
     return Inference(noise * np.sqrt(np.maximum(inverse.diagonal(), 0.0)), noise)
+
+
+def _contrast_errors(hessian: Array, classes: int) -> Array:
+    """Standard errors of coefficients about their mean over the classes, which alone change the probabilities.
+
+    A constant added to the coefficients of a feature in all classes changes nothing but the ridge term. H has a
+    curvature added in these directions, so that it can be inverted, and they are projected out of the inverse.
+    """
+    features = hessian.shape[0] // classes
+    level = float(np.mean(hessian.diagonal())) if hessian.size else 0.0
+    inverse = inverse_block(hessian + level * np.kron(np.eye(features), np.ones((classes, classes))))
+    centring = np.eye(classes) - 1 / classes
+    blocks = [
+        centring @ inverse[start : start + classes, start : start + classes] @ centring
+        for start in range(0, hessian.shape[0], classes)
+    ]
+    return np.sqrt(np.maximum([entry for each in blocks for entry in each.diagonal()], 0.0))
