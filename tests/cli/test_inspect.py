@@ -62,7 +62,7 @@ def test_inspect_checks_the_layers_of_the_report(run, written):
         assert "50.00 % zeros: 640 of 1,280 weights in 2 layers" in text
         assert "zeros elsewhere, not counted: 4 (1 of 96)" in text
     change(lambda weights: weights["2.weight"].fill_(1.0))
-    assert "'2' keeps 4 of a group of 4" in one_error(run("inspect", out, "--pattern", "2:4", code=1))
+    assert "'2' keeps 4 of a group of 4" in one_error(run("inspect", out, "--pattern", "2:4", code=2))
 
 
 def test_inspect_ignores_stray_zeros_without_a_report(run, written):
@@ -73,7 +73,7 @@ def test_inspect_ignores_stray_zeros_without_a_report(run, written):
     assert "weights in 2 layers" in text
     assert "not counted: 4 (1 of 96)" in text
     change(lambda weights: [weights[f"{layer}.weight"].fill_(1.0) for layer in (0, 2)])
-    assert "'4' has most, 1 of 96" in one_error(run("inspect", out, "--pattern", "2:4", code=1))
+    assert "'4' has most, 1 of 96" in one_error(run("inspect", out, "--pattern", "2:4", code=2))
     change(lambda weights: weights["4.weight"].fill_(1.0))
     assert "the model is dense" in one_error(run("inspect", out, "--pattern", "2:4", code=1))
     assert "this model is dense" in run("inspect", out).output
@@ -94,8 +94,8 @@ def test_inspect_ignores_reports_of_other_programs(run, written):
 
 
 def test_inspect_refuses_a_folder_without_a_model(run, tmp_path):
-    assert "is not a directory" in one_error(run("inspect", tmp_path / "none", code=1))
-    assert "no .safetensors" in one_error(run("inspect", tmp_path, code=1))
+    assert "is not a directory" in one_error(run("inspect", tmp_path / "none", code=2))
+    assert "no .safetensors" in one_error(run("inspect", tmp_path, code=2))
 
 
 def test_inspect_reports_a_dense_model(run):

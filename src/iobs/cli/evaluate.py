@@ -37,7 +37,7 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
     loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
-    as_json: console.AsJson = False,
+    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Evaluate a model: perplexity on text, accuracy on labelled inputs, multiple choice, or lm-eval tasks.
 
@@ -83,7 +83,7 @@ def evaluate(
             console.say(
                 f"{cut} of {len(asked.test)} prompts were longer than the model's context: beginnings were cut."
             )
-    if as_json:
+    if talk.as_json:
         console.print_json(scores | answers)
         return
     out = console.output_console()

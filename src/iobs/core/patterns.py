@@ -149,16 +149,29 @@ def parse(text: str) -> Pattern:
     Raises:
         PatternError: the text is not a pattern.
     """
+    if ":" not in text:
+        return Unstructured(share(text))
     try:
-        if ":" in text:
-            keep, of = text.split(":")
-            return NM(int(keep), int(of))
-        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        keep, of = text.split(":")
+        return NM(int(keep), int(of))
     except ValueError:
-        raise PatternError(
-            f"Cannot read the pattern {text!r}: give a sparsity such as 0.5, or N:M such as 2:4."
-        ) from None
-    return Unstructured(number)
+        raise _unreadable(text) from None
+
+
+def share(text: str) -> float:
+    """Read a share from text: "0.5" or "50%".
+
+    Raises:
+        PatternError: the text is neither.
+    """
+    try:
+        return float(Decimal(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
+    except (ArithmeticError, ValueError):
+        raise _unreadable(text) from None
+
+
+def _unreadable(text: str) -> PatternError:
+    return PatternError(f"Cannot read the pattern {text!r}: give a sparsity such as 0.5 or 50%, or N:M such as 2:4.")
 
 
 def as_pattern(value: Pattern | float | str) -> Pattern:
