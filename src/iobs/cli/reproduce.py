@@ -14,6 +14,10 @@ from iobs.cli.completion import words
 from iobs.paper import Experiment, Request, Results, experiments, find
 
 
+def _completed(incomplete: str) -> list[str]:
+    return words([experiment.name for experiment in experiments()])(incomplete)
+
+
 def _own(metavar: str, text: str) -> object:
     return typer.Option(metavar=metavar, help=text, show_default=False, rich_help_panel="Your own network and data")
 
@@ -25,7 +29,7 @@ def reproduce(
         typer.Argument(
             help="Name of the experiment; leave it out to list all.",
             show_default=False,
-            autocompletion=words([experiment.name for experiment in experiments()]),
+            autocompletion=_completed,
         ),
     ] = None,
     stand_in: Annotated[

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run writes.
+    """Output directory and checkpoint of a run.
 
     Attributes:
         output: the output directory; None if nothing is written.
