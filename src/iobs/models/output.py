@@ -170,7 +170,7 @@ def _contents(directory: Path) -> list[str]:
         names = [entry.name for entry in target.iterdir() if not _is_partial(entry, target.name)]
     except OSError as error:
         raise UnusableOutputError(f"{directory} cannot be read; choose another output directory.") from error
-    if target.is_mount():
+    if os.path.ismount(target):  # Path.is_mount is missing on Windows before Python 3.12
         names = [name for name in names if name != "lost+found"]  # part of every new ext file system
     return names
 
