@@ -37,14 +37,11 @@ def test_text_files_name_their_encoding(file):
 WINDOWS = """
 import os, sys, threading, importlib, pathlib, pkgutil
 import torch, numpy, numba, scipy, safetensors.torch, rich.console, rich.progress, typer, typer.testing, yaml, sklearn
-from iobs.models.vision_shim import ensure_torchvision
-ensure_torchvision()
-import threadpoolctl, scipy.optimize, scipy.linalg, scipy.sparse, scipy.special, matplotlib.pyplot, transformers
-import sklearn.linear_model, sklearn.model_selection, multiprocessing.synchronize, torch._inductor.config
-import transformers.models.llama.modeling_llama, transformers.models.auto.tokenization_auto, torch.utils.data
+import threadpoolctl, scipy.optimize, scipy.linalg, scipy.sparse, scipy.special, matplotlib.pyplot
+import sklearn.linear_model, sklearn.model_selection, multiprocessing.synchronize, torch.utils.data
 for name in ("resource", "fcntl", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix"):
     sys.modules[name] = None
-MISSING = ("sysconf", "posix_fallocate", "getuid", "geteuid", "sched_getaffinity", "sched_setaffinity", "fork", "mkfifo")
+MISSING = ("sysconf", "posix_fallocate", "getuid", "geteuid", "sched_getaffinity", "sched_setaffinity", "fork")
 for name in MISSING:
     if hasattr(os, name):
         delattr(os, name)
@@ -77,14 +74,24 @@ def call(*words):
     result = CliRunner().invoke(app, [*words])
     assert result.exit_code == 0, (words, result.output, result.exception)
     return result
-small = ("--include", "model.layers.0.mlp.up_proj", "--samples", "8", "--seq-len", "32")
-call("prune", "-o", f"{folder}/out", "--recipe", "one-shot", "--resume", *small, "--eval-data", f"{folder}/text.txt")
-call("prune", "-o", f"{folder}/out", "--recipe", "one-shot", "--overwrite", *small, "--eval-data", f"{folder}/text.txt")
-call("evaluate", f"{folder}/out", "--data", f"{folder}/text.txt", "--seq-len", "32", "--json")
+source = (f"{folder}/mine.py:net", "--data", f"{folder}/mine.py:batches", "--recipe", "one-shot", "-o", f"{folder}/out")
+call("prune", *source, "--resume")
+call("prune", *source, "--overwrite")
+call("evaluate", f"{folder}/out", "--data", f"{folder}/mine.py:batches", "--json")
 call("inspect", f"{folder}/out")
 call("pack", f"{folder}/out")
 call("solve", f"{folder}/a.csv", "-k", "1")
 print("worked")
+"""
+
+NETWORK = """
+import torch
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+
+def batches():
+    return [(torch.randn(40, 8), torch.arange(40) % 2)]
 """
 
 
@@ -98,7 +105,7 @@ def test_every_module_imports_without_the_modules_that_windows_lacks(tmp_path):
 
 
 def test_commands_work_without_the_modules_that_windows_lacks(tmp_path):
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
+    (tmp_path / "mine.py").write_text(NETWORK, encoding="utf-8")
     rows = "".join(f"{i},{i * i % 7},{2 * i}\n" for i in range(20))
     (tmp_path / "a.csv").write_text(f"a,b,y\n{rows}", encoding="utf-8")
     found = run(WINDOWS + WORK, tmp_path)

@@ -152,10 +152,10 @@ def parse(text: str) -> Pattern:
     if ":" not in text:
         return Unstructured(share(text))
     try:
-        keep, of = text.split(":")
-        return NM(int(keep), int(of))
+        keep, of = map(int, text.split(":"))
     except ValueError:
         raise _unreadable(text) from None
+    return NM(keep, of)
 
 
 def share(text: str) -> float:
