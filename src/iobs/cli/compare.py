@@ -79,10 +79,12 @@ def compare(
             "give evaluation data: on the calibration data, methods that overfit would win",
             param_hint="--eval-data",
         )
-    chosen = [*dict.fromkeys(name.strip() for name in methods.split(","))]
+    chosen = [*dict.fromkeys(name.strip() for name in methods.split(",") if name.strip())]
     unknown = [name for name in chosen if name not in METHODS]
-    if unknown:
-        raise typer.BadParameter(f"{', '.join(unknown)}: choose among {', '.join(METHODS)}", param_hint="--methods")
+    if unknown or not chosen:
+        raise typer.BadParameter(
+            f"{', '.join(unknown) or 'no method'}: choose among {', '.join(METHODS)}", param_hint="--methods"
+        )
     wanted = {text.strip(): parse(text.strip()) for text in patterns.split(",")}
     pairs = [(text, name) for text in wanted for name in chosen if name not in PEERS or ":" not in text]
     if len(pairs) < len(wanted) * len(chosen):
