@@ -138,6 +138,9 @@ def use(python: Path, folder: Path) -> None:
     table.write_text("a,b,y\n" + "".join(f"{i},{i * i % 7},{2 * i}\n" for i in range(20)), encoding="utf-8")
     command = python.parent / "iobs"
     run(command, "--version", cwd=folder)
+    small = ("--recipe", "one-shot", "--samples", "8", "--seq-len", "32", "--include", "model.layers.0.mlp.up_proj")
+    pruned = json.loads(run(command, "prune", *small, "--dry-run", "--json", cwd=folder))
+    require(pruned["layers"][0]["zeros"] > 0, "iobs prune finds nothing to prune in the embedded model.")
     started = time.perf_counter()
     require("prune" in run(command, "--help", cwd=folder), "iobs --help does not name its commands.")
     print(f"iobs --help: {time.perf_counter() - started:.2f} s")
