@@ -2,19 +2,37 @@
 PYTHON ?= python3
 BIN := .venv/bin
 THREADS ?= 2
+PLACE := import sysconfig; print(sysconfig.get_path("purelib"))
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo check test test-all golden lint clean
+.PHONY: setup demo check test test-all test-vision golden lint package clean
 
-setup: .venv/.installed
+setup: .venv/.setup
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "iobs needs Python 3.11 or newer; run: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: setup
+# The package alone, without the tools of developers.
+.venv/.demo: .venv/.python pyproject.toml constraints.txt
+	$(INSTALL) -e .
+	@touch $@
+
+.venv/.setup: .venv/.demo
+	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+# An environment of its own on top of .venv: the torchvision of the registry does not fit every build of torch, and
+# where it does not, nothing outside iobs can import it.
+.venv-vision/.setup: .venv/.setup
+	$(BIN)/python -m venv .venv-vision
+	$(BIN)/python -c '$(PLACE)' > $$(.venv-vision/bin/python -c '$(PLACE)')/below.pth
+	.venv-vision/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm torchvision
+	@touch $@
+
+demo: .venv/.demo
 	$(BIN)/iobs demo
 
 check: setup
@@ -23,6 +41,10 @@ check: setup
 
 test: setup
 	$(BIN)/python -m pytest -q -n $(THREADS)
+
+# The tests that need timm and torchvision, which `make test` skips.
+test-vision: .venv-vision/.setup
+	.venv-vision/bin/python -m pytest -q -n $(THREADS) -k 'timm or vision' tests/models tests/pruning tests/data tests/paper
 
 test-all: setup
 	$(BIN)/python -m pytest -q -m 'slow or not slow'
@@ -35,5 +57,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Builds wheel and sdist, and uses the wheel in a fresh environment that has only the core dependencies.
+package: setup
+	$(BIN)/python scripts/check_package.py
+
 clean:
-	rm -rf .venv iobs-demo build dist *.egg-info
+	rm -rf .venv .venv-vision iobs-demo build dist *.egg-info
