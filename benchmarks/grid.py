@@ -196,6 +196,15 @@ def shared_counts(rows: Rows, zoo: Any, options: Any, key: Row) -> dict[str, int
     return next(row["keeps"] for row in rows.all if all(row.get(name) == asked[name] for name in KEYS))
 
 
+def warm_up() -> None:
+    """Compile the kernels before anything is timed."""
+    data = [(torch.randn(64, 40), torch.randint(0, 8, (64,)))]
+    for solver in SOLVERS.values():
+        for width in (24, 300):
+            layers = nn.Linear(40, width), nn.ReLU(), nn.Linear(width, 8)
+            iobs.prune(nn.Sequential(*layers), data, 0.5, iobs.Recipe(solver=solver))
+
+
 def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("--networks", nargs="*", default=list(SQUARES), choices=list(SQUARES))
@@ -204,6 +213,7 @@ def main() -> None:
     options_of.add_argument("--levels", nargs="*", help="sparsities; by default one a network")
     options = options_of.parse_args()
     torch.set_num_threads(1)
+    warm_up()
     zoo, rows = require_data(options.data), Rows("grid", KEYS, options.again)
     for network in options.networks:
         for seed in options.seeds or ([0] if options.quick else [0, 1, 2]):
