@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 from alps_like import ALPSLike
-from networks import BEST, FAST, NETWORKS, Case
-from rows import Row, Rows, Work, measured, parser, require_data, stamp
+from networks import BEST, FAST, NETWORKS, Case, dense_work
+from rows import Row, Rows, Work, measured, parser, require_data, stamp, warm_up
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
@@ -118,15 +118,6 @@ def run(case: Case, recipe: iobs.Recipe, level: str, ignore: str | None, seed: i
     return report, work
 
 
-def dense_work(case: Case) -> float:
-    """Layer multiply-adds of a forward pass, per sample."""
-    batch = case.batches[0]
-    inputs = batch["input_ids"] if isinstance(batch, dict) else batch[0]
-    with measured() as work, torch.no_grad():
-        case.module(inputs[:1])
-    return work.forward
-
-
 def normed(network: str, case: Case, seed: int) -> Iterator[tuple[str, float, Work]]:
     """Scores with batch-norm statistics estimated again; the weights stay, and the statistics come back."""
     if not any(isinstance(module, nn.BatchNorm2d) for module in case.module.modules()):
@@ -196,15 +187,6 @@ def shared_counts(rows: Rows, zoo: Any, options: Any, key: Row) -> dict[str, int
     return next(row["keeps"] for row in rows.all if all(row.get(name) == asked[name] for name in KEYS))
 
 
-def warm_up() -> None:
-    """Compile the kernels before anything is timed."""
-    data = [(torch.randn(64, 40), torch.randint(0, 8, (64,)))]
-    for solver in SOLVERS.values():
-        for width in (24, 300):
-            layers = nn.Linear(40, width), nn.ReLU(), nn.Linear(width, 8)
-            iobs.prune(nn.Sequential(*layers), data, 0.5, iobs.Recipe(solver=solver))
-
-
 def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("--networks", nargs="*", default=list(SQUARES), choices=list(SQUARES))
@@ -213,7 +195,7 @@ def main() -> None:
     options_of.add_argument("--levels", nargs="*", help="sparsities; by default one a network")
     options = options_of.parse_args()
     torch.set_num_threads(1)
-    warm_up()
+    warm_up(*(iobs.Recipe(solver=solver) for solver in SOLVERS.values()))
     zoo, rows = require_data(options.data), Rows("grid", KEYS, options.again)
     for network in options.networks:
         for seed in options.seeds or ([0] if options.quick else [0, 1, 2]):

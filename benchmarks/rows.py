@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import iobs
+
 RESULTS = Path(__file__).resolve().parent / "results"
 REQUIRED = ("commit", "seed", "processor_seconds", "machine")
 UNRECORDED = "not recorded"  # machine of the rows from before machines and processor time were recorded
@@ -62,7 +64,7 @@ class Rows:
         """Add a row in place of the older one with the same keys, and write the file."""
         missing = [name for name in (*REQUIRED, *self.keys) if row.get(name) is None]
         assert not missing, f"a row without {', '.join(missing)}"
-        self.all = [old for old in self.all if not self._same(old, row)] + [row]
+        self.all = [old for old in read(self.name) if not self._same(old, row)] + [row]
         text = "".join(json.dumps(one) + "\n" for one in self.all)
         (RESULTS / f"{self.name}.jsonl").write_text(text, encoding="utf8")
         shown = " ".join(str(row[key]) for key in self.keys)
@@ -133,6 +135,15 @@ def measured() -> Iterator[Work]:
         work.wall_seconds, work.processor_seconds = time.perf_counter() - wall, time.process_time() - processor
         for hook in hooks:
             hook.remove()
+
+
+def warm_up(*recipes: iobs.Recipe) -> None:
+    """Compile the kernels of these recipes before anything is timed."""
+    data = [(torch.randn(64, 40), torch.randint(0, 8, (64,)))]
+    for recipe in recipes:
+        for width in (24, 300):
+            layers = nn.Linear(40, width), nn.ReLU(), nn.Linear(width, 8)
+            iobs.prune(nn.Sequential(*layers), data, 0.5, recipe)
 
 
 def stamp(seed: int) -> Row:
