@@ -25,14 +25,13 @@ layer, or the recipe around it? Each column adds one part of the recipe to the c
 `benchmarks/alps_like.py`, written from the paper; the authors' own code runs in the layer race. "Ours" is `ADMM()`.
 A cell: mean over seeds (number of seeds), processor seconds. An empty cell was not measured yet."""
 
-
 WORK = """The work of a run, medians over solvers. Gradient steps include the trials of learning rates. Passes are those
 of one sample through the whole network. The columns before `best` do not include the measurements of the
 allocation."""
 
-HEADLINE = """`best` takes up to 4,800 gradient steps on the calibration samples. A peer that gets the same allocation, the
-same targets and the same steps comes close to it: the recipe is worth more than the solver, and the solver is worth
-most where no steps follow. Scores along the recipes:"""
+HEADLINE = """`best` takes up to 4,800 gradient steps on the calibration samples. A peer that gets the same
+allocation, the same targets and the same steps comes close to it: the recipe is worth more than the solver, and the
+solver is worth most where no steps follow. Scores along the recipes:"""
 
 
 def tables(rows: list[Row]) -> str:

@@ -58,10 +58,10 @@ def tables(rows: list[dict[str, Any]]) -> str:
         "with "
         "the best round by held-out samples.",
         "- SparseGPT, CHITA, CBS and WoodFisher are this library's own forms of these methods (`docs/accuracy.md`).",
-        "- **Stale rows.** The rows are of several commits, which `networks.jsonl` names. Some ablations of the "
-        "language "
-        "model, of ViT and of MobileNet are of an older allocation (before 2e48af6, LOG.md), and `best` at 2:4 on the "
-        "language model is of an older recipe. `--again` measures all rows of other commits anew.",
+        "- **Stale rows.** The rows are of several commits, which `networks.jsonl` names. Made by older code: some "
+        "ablations of the language model, of ViT and of MobileNet (an allocation from before 2e48af6, LOG.md), `best` "
+        "on the language model at 2:4, and `one shot, uniform` on ResNet-20 where its seconds are wall seconds. "
+        "`make benchmarks AGAIN=--again` measures all rows of other commits anew.",
     ]
     for name, network in NETWORKS.items():
         own = [row for row in rows if row["network"] == name]

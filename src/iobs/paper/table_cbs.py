@@ -36,8 +36,8 @@ def run(request: Request) -> Results:
     notes = [
         f"Measured on {origin}; published is MobileNetV1 1.0 on all of ImageNet. Compare drops, not values.",
         "Depthwise convolutions stay dense and uncounted, as in the paper; its number of rounds is not stated.",
-        "The paper's I-OBS solves with SparseGPT, a row of its own here. The row ADMM is solver=\"admm\" with "
-        f"budget=\"fast\". {SETTINGS[0].samples} calibration samples are our choice, the paper states no number.",
+        'The paper\'s I-OBS solves with SparseGPT, a row of its own here. The row ADMM is solver="admm" with '
+        f'budget="fast". {SETTINGS[0].samples} calibration samples are our choice, the paper states no number.',
         *data_notes({"MobileNetV1": SETTINGS[0]}, request, "ImageNet", "pictures"),
     ]
     return Results("Top-1 accuracy in per cent", rows, notes)
