@@ -25,6 +25,7 @@ MODULES = {
     "pruning": [
         "keep_sparse",
         "samples",
+        "coverage",
         "report",
         "recipe",
         "network",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from iobs.cli.run_file import Asked
     from iobs.data import Source
     from iobs.models import LoadedModel
+    from iobs.pruning.coverage import Reason
     from iobs.pruning.recipe import Changes
     from iobs.pruning.report import Report
     from iobs.pruning.workspace import Request
@@ -274,11 +275,11 @@ def _run(
         console.say(report.notes[-1])
         return report, error
     if dense:
-        report.scores = {"dense": dense, "pruned": pruned}
+        report.add_scores({"dense": dense, "pruned": pruned})
     return report, None
 
 
-def _show_layers(request: Request, skipped: dict[str, str]) -> None:
+def _show_layers(request: Request, skipped: dict[str, Reason]) -> None:
     from rich.table import Table
 
     from iobs.pruning.allocation.counts import under_pattern

@@ -4,6 +4,7 @@ Modules, in an order in which each imports only from modules before it (`tests/t
 
     keep_sparse  training that keeps the zeros
     samples      calibration samples: what a batch is, its outputs, subsets
+    coverage     the share of a model that was pruned, and why the rest stayed dense
     report       results of a run, as plain records
     recipe       settings of a run, as frozen values: Recipe, Rounds, FineTune, Allocation, Rule
     network      the model: its weight matrices, the selection of layers, its modes

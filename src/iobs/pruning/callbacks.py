@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from iobs.errors import CoverageWarning
 from iobs.pruning.report import LayerRecord, Report, RoundRecord
 
 logger = logging.getLogger("iobs")
@@ -94,17 +96,30 @@ def _to_all(name: str) -> Callable[..., None]:
 
 
 class Callbacks(Callback):
-    """Several callbacks as one; keeps the notes for the report."""
+    """Several callbacks as one; keeps the notes for the report.
+
+    Attributes:
+        notes: all notes, in order.
+        warned: True after `warn`.
+    """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = [*callbacks]
         self.notes: list[str] = []
+        self.warned = False
 
     def on_note(self, text: str) -> None:
         """Keep the note and pass it on."""
         self.notes.append(text)
         for one in self.callbacks:
             one.on_note(text)
+
+    def warn(self, text: str) -> None:
+        """Keep a note on the coverage of the model that is also a warning."""
+        self.notes.append(text)
+        self.warned = True
+        logger.info(text)
+        warnings.warn(text, CoverageWarning, stacklevel=6)  # the caller of iobs.prune
 
     on_start = _to_all("on_start")
     on_measure = _to_all("on_measure")

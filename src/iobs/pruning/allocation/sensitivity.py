@@ -139,7 +139,7 @@ class Planner:
                 self.on_progress("error curves of layers", len(self.measured), len(self.layers))
                 if allocation.criterion == "evolve":
                     self.measured[layer].statistics = statistics
-        return sweep.without_input
+        return [*sweep.without_input]
 
     @torch.no_grad()
     def _measure_layer(self, layer: Layer, statistics: Statistics, levels: list[float], tried: set[float]) -> Measured:
