@@ -30,6 +30,7 @@ MODULES = {
         "recipe",
         "network",
         "runtime",
+        "forecast",
         "callbacks",
         "progress",
         "calibration",

@@ -9,6 +9,7 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     recipe       settings of a run, as frozen values: Recipe, Rounds, FineTune, Allocation, Rule
     network      the model: its weight matrices, the selection of layers, its modes
     runtime      processes and storage: checkpoints, ranks, memory
+    forecast     the work of a run and the time that is left
     callbacks    progress of a run, for callbacks
     progress     the progress bar, a callback
     calibration  forward passes of the calibration data: Gram matrices and losses

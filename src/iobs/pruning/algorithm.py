@@ -13,6 +13,7 @@ Every run uses this loop. It reads and writes these objects:
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -25,11 +26,12 @@ from iobs.pruning.baselines.projection import audit_network, project_network
 from iobs.pruning.calibration.gram import by_magnitude
 from iobs.pruning.calibration.scores import metric
 from iobs.pruning.calibration.sweep import Group, Sweep
-from iobs.pruning.cost.seconds import affordable, estimate_seconds
+from iobs.pruning.cost.seconds import affordable, forecast, measured_costs
 from iobs.pruning.coverage import Coverage, Reason
 from iobs.pruning.decisions.learning_rate import candidates, decide_rates
 from iobs.pruning.decisions.sparsity import allocate, decide_growth, scheduled
 from iobs.pruning.finetune.trainer import Trainer
+from iobs.pruning.forecast import Forecast
 from iobs.pruning.layerwise.patterns import asked
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.layerwise.targets import TARGETS
@@ -60,7 +62,7 @@ def run(work: Workspace) -> Report:
     """Run Algorithm 2; at the end the model has the weights of the best record."""
     started, census = time.perf_counter(), Census.of(work.store.model)
     with work.store.running(work.request.patterns, work.memory):  # restores the dense weights on any failure
-        dense = prepare(work, census)
+        dense, foretell = prepare(work, census), forecaster(work)
         plan, allocation = allocate(work)
         best = Best(work, plan)
         trainer: Trainer | None = None
@@ -68,7 +70,10 @@ def run(work: Workspace) -> Report:
             record = project(work, scheduled(plan, work.decided.rounds, index), index, trainer)  # lines 3 to 8
             best.consider(record)
             if index == 0:
-                work.decided = decide_rates(work, replace(work.decided, rounds=decide_growth(work)))
+                work.decided = replace(work.decided, rounds=decide_growth(work))
+                foretell()
+                work.decided = decide_rates(work, work.decided)
+                foretell()
             if index + 1 == work.decided.rounds.count:
                 break
             trainer = finetune(work, record, trainer)  # line 9
@@ -197,11 +202,27 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     for step in (between, after):
         if step is not None:
             work.require_gradient(step)
-    if between is not None or after is not None:
-        recipe, holdout = work.recipe, work.request.holdout
-        expected = estimate_seconds(work.store.model, layers, work.chain, work.fit, recipe, work.decided, holdout)
-        work.note(f"Estimated time: {expected:.0f} s.")
     return ComparisonLoss(work.scoring.name, loss), score_of(work)
+
+
+def forecaster(work: Workspace) -> Callable[[], object]:
+    """Forecast the time of the run, in a note and to the callbacks; the result does it again for later decisions.
+
+    The speeds are measured only if gradient steps may make the run long, or if a callback wants to know.
+    """
+    steps = work.decided.rounds.finetune or work.decided.finetune
+    if work.scoring is None or work.recipe.network_solver or not (steps or work.callbacks.wants_forecast):
+        return lambda: None
+    costs = measured_costs(work.store.model, work.selection.layers, work.fit)
+
+    def foretell() -> Forecast:
+        layers, blocks = work.selection.layers, len(work.chain)
+        found = forecast(costs, layers, blocks, work.fit, work.request, work.decided)
+        work.callbacks.on_forecast(found)
+        return found
+
+    work.note(f"Estimated time: {foretell().seconds:.0f} s.")
+    return foretell
 
 
 def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from iobs.errors import CoverageWarning
+from iobs.pruning.forecast import Forecast
 from iobs.pruning.report import LayerRecord, Report, RoundRecord
 
 logger = logging.getLogger("iobs")
@@ -26,6 +27,9 @@ class Callback:
 
     def on_note(self, text: str) -> None:
         """The run has decided or estimated something, in one sentence."""
+
+    def on_forecast(self, forecast: Forecast) -> None:
+        """The run expects this work; the forecast is made again when a decision changes it."""
 
     def on_measure(self, task: str, done: int, total: int) -> None:
         """Part of a measurement that a decision rests on is done: layers, samples or steps."""
@@ -121,7 +125,13 @@ class Callbacks(Callback):
         logger.info(text)
         warnings.warn(text, CoverageWarning, stacklevel=6)  # the caller of iobs.prune
 
+    @property
+    def wants_forecast(self) -> bool:
+        """Check that a callback listens to forecasts, which take a few forward passes."""
+        return any(type(one).on_forecast is not Callback.on_forecast for one in self.callbacks)
+
     on_start = _to_all("on_start")
+    on_forecast = _to_all("on_forecast")
     on_measure = _to_all("on_measure")
     on_rounds = _to_all("on_rounds")
     on_layer = _to_all("on_layer")
