@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import signature
 from itertools import groupby
@@ -24,14 +24,23 @@ _MATMULS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.
 
 
 @contextmanager
-def captured_inputs(model: nn.Module, layers: Sequence[Layer], note: Note) -> Iterator[None]:
-    """Call `note(layer, module, input)` for every input of the layers.
+def captured_inputs(
+    model: nn.Module, layers: Sequence[Layer], note: Note, used: dict[Layer, bool] | None = None
+) -> Iterator[None]:
+    """Call `note(layer, module, input)` for every input of the layers, and mark layers that torch functions use.
 
     Layers that are called as modules get a hook, and so do recurrent modules. Slices of fused experts, projections of
     nn.MultiheadAttention, and weights that the model multiplies itself are recognised in the calls of torch functions.
+
+    Args:
+        model: the model.
+        layers: layers whose inputs are captured.
+        note: called with every input.
+        used: set to True for layers whose weight is an argument of any torch function, also without a product; None:
+            not recorded.
     """
     with ExitStack() as stack:
-        direct = _DirectUses(model, layers, note)
+        direct = _DirectUses(model, layers, note, used)
         for layer in layers:
             if layer.is_called:
                 for module in _holders(model, layer):
@@ -89,13 +98,17 @@ class _DirectUses(TorchFunctionMode):
     A weight is recognised by its address in memory, since its slices and transposes share its storage.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], note: Note) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[Layer], note: Note, used: dict[Layer, bool] | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.note = model, note
+        self.model, self.note, self.used = model, note, used
+        self.parameters: dict[tuple[int, int] | None, list[Layer]] = {}  # layers of each parameter, by address
         self.inside: set[str] = set()  # layers whose module is running; a hook has already captured their input
         self.matrices: dict[tuple[int, int] | None, tuple[Layer, Tensor]] = {}  # (rows, columns), by address
         for layer in layers:
             tensor = layer.tensor(model)
+            self.parameters.setdefault(_address(layer.stored(model)), []).append(layer)
             if tensor.ndim == 2:
                 self.matrices[_address(tensor)] = layer, tensor.mT if layer.transposed else tensor
 
@@ -117,7 +130,18 @@ class _DirectUses(TorchFunctionMode):
             if isinstance(left, Tensor) and isinstance(right, Tensor):
                 self._capture(_transposed(right), left)
                 self._capture(left, _transposed(right))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self.used is not None and isinstance(result, (Tensor, list, tuple)) and not isinstance(result, torch.Size):
+            self._mark(args, self.used)
+        return result
+
+    def _mark(self, arguments: Iterable[object], used: dict[Layer, bool]) -> None:
+        """Mark the layers whose parameter is among the arguments of a function, also within a list."""
+        for value in arguments:
+            if isinstance(value, (list, tuple)):
+                self._mark(value, used)
+            elif isinstance(value, Tensor):
+                used.update(dict.fromkeys(self.parameters.get(_address(value), ()), True))
 
     def _capture_attention(self, func: Callable[..., tuple[Tensor, object]], given: Kwargs) -> None:
         """Capture the inputs of the projections of torch's attention, (samples, positions, channels)."""
