@@ -29,7 +29,7 @@ def prune_low_memory(
     """
     from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
     from iobs.cli.results import write_card
-    from iobs.cli.running import prune_as_asked, saying_how_to_continue
+    from iobs.cli.running import prune_as_asked
     from iobs.models.output import expanded
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore, without_weights
@@ -63,7 +63,7 @@ def prune_low_memory(
         return
     _show(plan, console.say)
     store.require_room(plan)
-    with saying_how_to_continue(checkpoint), store.writing(place.replaceable):
+    with store.writing(place.replaceable):
         facts = {"model": directory, "calibration": name, "seq_len": window}
         report = prune_as_asked(store, batches, asked, checkpoint, facts)
         write_card(report, "transformers", store.folder, Path(directory) / "README.md")

@@ -125,5 +125,5 @@ def saying_how_to_continue(checkpoint: Path | None) -> Iterator[None]:
         elif any(checkpoint.glob("*.safetensors")):
             console.warn(f"Finished layers and steps are saved in {checkpoint}. Continue with: {again}")
         else:
-            console.warn(f"Nothing of this run is saved yet. Start again with: {again}")
+            console.warn(f"Nothing of this run is saved yet. Start it again with: {again}")
         raise
