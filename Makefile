@@ -5,7 +5,7 @@ THREADS ?= 2
 PLACE := import sysconfig; print(sysconfig.get_path("purelib"))
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo check test test-all test-vision golden lint package clean
+.PHONY: setup demo check test test-all test-vision golden lint package benchmarks benchmarks-quick clean
 
 setup: .venv/.setup
 
@@ -60,6 +60,44 @@ lint: setup
 # Builds wheel and sdist, and uses the wheel in a fresh environment that has only the core dependencies.
 package: setup
 	$(BIN)/python scripts/check_package.py
+
+# Rows that are there are skipped; AGAIN=--again measures rows of other commits anew. DATA is the folder of zoo.py; PEERS
+# is the folder of the clones that benchmarks/layer_peers.py names (without it only our solvers run in the layer race).
+DATA ?= ../shared/data
+PEERS ?=
+AGAIN ?=
+BENCHMARK = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks
+WITH_PEERS = $(if $(PEERS),--peers $(PEERS))
+
+benchmarks-quick: setup
+	$(BENCHMARK)/grid.py --quick --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/networks.py --quick --data $(DATA) $(AGAIN) --networks mlpnet resnet20 --methods magnitude SparseGPT \
+		CHITA "one shot, uniform" "fast (one shot)"
+	$(BENCHMARK)/resnet20_oneshot.py --quick --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/paper_rounds.py --quick --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/small_networks.py --quick $(AGAIN)
+	$(BENCHMARK)/layer_race.py --quick $(WITH_PEERS) $(AGAIN)
+	$(BENCHMARK)/layer_shapes.py --quick $(WITH_PEERS) $(AGAIN)
+	$(BENCHMARK)/recovery.py --quick $(AGAIN)
+	$(BENCHMARK)/resume_kills.py --kills 5
+	$(BENCHMARK)/assemble.py
+
+benchmarks: setup
+	$(BENCHMARK)/grid.py --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/networks.py --ablations --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/resnet20_oneshot.py --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/paper_rounds.py --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/small_networks.py $(AGAIN)
+	$(BENCHMARK)/layer_race.py $(WITH_PEERS) $(AGAIN)
+	$(BENCHMARK)/layer_shapes.py $(WITH_PEERS) $(AGAIN)
+	$(BENCHMARK)/recovery.py $(AGAIN)
+	$(BENCHMARK)/resume_kills.py
+	$(BENCHMARK)/resume_kills.py --ranks 2 --kills 5
+	$(BENCHMARK)/two_ranks.py
+	$(BENCHMARK)/scale.py --model 1024 --layers 1 --threads 1
+	$(BENCHMARK)/scale.py --model 1.1b --layers 1 --threads 1
+	$(BENCHMARK)/scale.py
+	$(BENCHMARK)/assemble.py
 
 clean:
 	rm -rf .venv .venv-vision iobs-demo build dist *.egg-info

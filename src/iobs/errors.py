@@ -65,6 +65,10 @@ class DampingWarning(UserWarning):
     """The damping of a Hessian was raised because its Cholesky factorisation failed."""
 
 
+class CoverageWarning(UserWarning):
+    """Much of a model stayed dense for a reason that can surprise."""
+
+
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
     """First line of an exception's message; `otherwise`, or else the type's name, if the message is empty."""
     return (str(error).strip().splitlines() or [otherwise or type(error).__name__])[0]

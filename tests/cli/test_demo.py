@@ -11,7 +11,8 @@ import iobs
 from iobs import models
 from iobs.cli import app
 from iobs.cli import demo as demo_command
-from iobs.pruning.report import Report
+from iobs.pruning.coverage import Coverage
+from iobs.pruning.report import ComparisonLoss, Report
 from iobs.report import read_report
 
 
@@ -73,4 +74,4 @@ def test_demo_replaces_only_an_earlier_demo(tmp_path, monkeypatch):
 
 
 def as_report(model):
-    return Report({"model": model}, "task loss", None, [], 0, {}, [], 1.0, 1)
+    return Report({"model": model}, ComparisonLoss("task loss"), [], 0, Coverage(0, 0, 0, 0), [], 1.0, 1)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from iobs.cli.running import Place
     from iobs.data import Source
     from iobs.models import LoadedModel
+    from iobs.pruning.coverage import Reason
     from iobs.pruning.recipe import Changes
     from iobs.pruning.report import Report
     from iobs.pruning.workspace import Request
@@ -297,11 +298,11 @@ def _run(
         console.warn(report.notes[-1])
         return report, error
     if dense:
-        report.scores = {"dense": dense, "pruned": pruned}
+        report.add_scores({"dense": dense, "pruned": pruned})
     return report, None
 
 
-def _show_layers(request: Request, skipped: dict[str, str], as_json: bool) -> None:
+def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool) -> None:
     from rich.table import Table
 
     from iobs.pruning.allocation.counts import under_pattern
