@@ -1,0 +1,39 @@
+"""Docstrings of iobs in the markup of Sphinx: backticks mark code, and stars are stars."""
+
+from __future__ import annotations
+
+import re
+
+from sphinx.application import Sphinx
+
+import iobs
+
+_CODE = re.compile(r"(`[^`]+`)")
+_ARGUMENT = re.compile(r"^\s*\*{1,2}\w+:")  # an entry of the section Args, such as "**options: ..."
+
+
+def _marked_up(line: str) -> str:
+    """One line of a docstring: `code` as a literal or a link to a public name, and other signs escaped."""
+    if _ARGUMENT.match(line):
+        return line
+    parts = _CODE.split(line)
+    return "".join(_code(part[1:-1]) if index % 2 else _escaped(part) for index, part in enumerate(parts))
+
+
+def _code(text: str) -> str:
+    name = text.removeprefix("iobs.")
+    return f":py:obj:`{name} <iobs.{name}>`" if name in iobs.__all__ else f"``{text}``"
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"(\*|\||(?<=\w)_(?=\W|$))", r"\\\1", text)
+
+
+def _process(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    lines[:] = [_marked_up(line) for line in lines]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Rewrite docstrings before napoleon reads their sections."""
+    app.connect("autodoc-process-docstring", _process, priority=400)
+    return {"parallel_read_safe": True}
