@@ -1,6 +1,3 @@
-import copy
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -20,14 +17,6 @@ def _language_model():
         num_key_value_heads=2, max_position_embeddings=32,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
-
-
-@functools.lru_cache(maxsize=1)
-def _models():
-    """The models of the pages; copied for each page, because pages change them."""
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)).eval()
-    return {"model": _language_model(), "network": network}
 
 
 @pytest.fixture(scope="session")
@@ -57,27 +46,34 @@ def names(files):
     """The namespace that the blocks of a page begin with: a model, its data, a layer, a regression."""
     import iobs
 
-    generator = torch.Generator().manual_seed(2)
     random = np.random.default_rng(0)
     X = random.standard_normal((80, 20))
     y = X[:, :3] @ np.array([3.0, -2.0, 1.0]) + 0.1 * random.standard_normal(80)
-    inputs, labels = torch.randn(256, 64, generator=generator), torch.randint(0, 10, (256,), generator=generator)
-    models = copy.deepcopy(_models())
+    model = _language_model()
     return {
         "iobs": iobs,
         "torch": torch,
         "nn": nn,
-        "model": models["model"],
+        "model": model,
+        "network": _language_model,
         "batches": _text_batches(),
-        "optimizer": torch.optim.AdamW(models["model"].parameters(), lr=1e-3),
-        "network": models["network"],
-        "image_batches": list(zip(inputs.split(64), labels.split(64), strict=True)),
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
         "X": X,
         "y": y,
         "labels": np.repeat(np.arange(10), 2),
         "k": 3,
         "objective": iobs.objectives.LeastSquares(X, y),
     }
+
+
+@pytest.fixture
+def pruned_names(names):
+    """As `names`, where the model is pruned already: half of every matrix of its layers is zero."""
+    with torch.no_grad():
+        for name, parameter in names["model"].named_parameters():
+            if "_proj" in name:
+                parameter[:, ::2] = 0
+    return names
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ LANGUAGES = {"python", "console", "text", "yaml", ""}
 BLOCKS = [block for page in PAGES for block in blocks_of(page.read_text(encoding="utf8"), name_of(page))]
 # Blocks whose X is a tensor: the inputs of a layer.
 OF_A_LAYER = re.compile(r"\bW\b|X\.T @ X")
+# Pages that begin with a pruned model.
+OF_A_PRUNED_MODEL = {"own-models.md"}
 
 
 def test_blocks_name_a_known_language_or_a_directive():
@@ -24,13 +26,13 @@ def known(block):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_python_blocks_of_a_page_run_in_order(page, names, layer_names, files, tmp_path, monkeypatch, capsys):
+def test_python_blocks_of_a_page_run_in_order(page, request, names, layer_names, files, tmp_path, monkeypatch, capsys):
     blocks = [b for b in BLOCKS if b.page == name_of(page) and b.language == "python" and b.reason is None]
     if not blocks:
         pytest.skip("the page has no python block to run")
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    space = dict(names)
+    space = dict(request.getfixturevalue("pruned_names") if page.name in OF_A_PRUNED_MODEL else names)
     for block in blocks:
         if OF_A_LAYER.search(block.text):
             space |= {name: layer_names[name] for name in ("W", "X")}
