@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 THREADS ?= 2
 
-.PHONY: setup demo check test test-all golden lint clean
+.PHONY: setup demo check test test-all golden lint docs notebooks clean
 
 setup: .venv/.installed
 
@@ -34,6 +34,18 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/.docs-installed
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+	$(BIN)/python docs/check_offline.py build/site
+	@echo "The site is in build/site; open build/site/index.html"
+
+notebooks: .venv/.docs-installed
+	$(BIN)/python docs/run_notebooks.py
+
+.venv/.docs-installed: .venv/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 clean:
 	rm -rf .venv iobs-demo build dist *.egg-info

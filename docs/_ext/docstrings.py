@@ -29,8 +29,19 @@ def _escaped(text: str) -> str:
     return re.sub(r"(\*|\||(?<=\w)_(?=\W|$))", r"\\\1", text)
 
 
+def _with_returns(lines: list[str]) -> list[str]:
+    """The section Returns as a field: napoleon would take the words before a colon for a type."""
+    found: list[str] = []
+    for line in lines:
+        if found and found[-1].strip() == "Returns:":
+            found[-1] = f":returns: {line.strip()}"
+        else:
+            found.append(line)
+    return found
+
+
 def _process(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    lines[:] = [_marked_up(line) for line in lines]
+    lines[:] = _with_returns([_marked_up(line) for line in lines])
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
