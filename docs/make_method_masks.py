@@ -29,7 +29,7 @@ IMAGE = Path(__file__).parent / "images" / "method_masks.png"
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer: weights (rows, d), its Hessian (d, d), and for each row the gradients (rows, samples, d) of the loss."""
+    """One layer: weights (rows, d), Hessian (d, d), and gradients of the loss for each row (rows, samples, d)."""
 
     weight: Tensor
     hessian: Tensor
@@ -216,7 +216,9 @@ def draw(masks: dict[str, Tensor], errors: dict[str, float]) -> None:
         axis.imshow((2 * kept.int() + reference.int()).numpy(), cmap=colours, vmin=0, vmax=3, interpolation="nearest")
         axis.set_title(f"{name}: error {errors[name]:.3f}", fontsize=10)
         axis.set(xticks=[], yticks=[])
-    marks = [plt.Rectangle((0, 0), 1, 1, facecolor=colours(i), edgecolor="#30475e", linewidth=0.5) for i in (3, 2, 1, 0)]
+    marks = [
+        plt.Rectangle((0, 0), 1, 1, facecolor=colours(i), edgecolor="#30475e", linewidth=0.5) for i in (3, 2, 1, 0)
+    ]
     texts = ["kept, as in the best mask", "kept here only", "kept in the best mask only", "removed by both"]
     figure.legend(marks, texts, loc="lower center", ncols=4, frameon=False, fontsize=10)
     figure.tight_layout(rect=(0, 0.04, 1, 1))

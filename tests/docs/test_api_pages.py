@@ -3,8 +3,9 @@
 import importlib
 import re
 
-import iobs
 from blocks import ROOT
+
+import iobs
 
 PAGES = sorted((ROOT / "docs" / "api").glob("*.rst"))
 NAMED = re.compile(r"^\.\. auto(?:function|class|module|data|exception):: (\S+)", re.MULTILINE)

@@ -25,6 +25,6 @@ def test_foreign_files_are_found(text, tmp_path):
 
 
 def test_own_files_and_plain_links_are_allowed(tmp_path):
-    text = '<script src="_static/a.js"></script><a href="https://host.example/">a paper</a><link rel="next" href="b.html">'
+    text = '<script src="_static/a.js"></script><a href="https://host.example/">paper</a><link rel="next" href="b">'
     (tmp_path / "index.html").write_text(text)
     assert not loaded_from_elsewhere(tmp_path)
