@@ -45,7 +45,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 default_role = "literal"
-smartquotes = False  # quotation marks of code stay as they are typed
+smartquotes_action = "D"  # dashes only: quotation marks of code stay as they are typed
 html_math_renderer = "mathml"
 
 html_theme = "furo"

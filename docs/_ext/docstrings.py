@@ -44,7 +44,15 @@ def _process(app: Sphinx, what: str, name: str, value: object, options: object, 
     lines[:] = _with_returns([_marked_up(line) for line in lines])
 
 
+def _signature(
+    app: Sphinx, what: str, name: str, value: object, options: object, arguments: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """Defaults that a dataclass makes anew are shown as dots, which Sphinx can parse."""
+    return arguments and arguments.replace("<factory>", "..."), returned
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Rewrite docstrings before napoleon reads their sections."""
+    """Rewrite docstrings before napoleon reads their sections, and defaults in signatures."""
     app.connect("autodoc-process-docstring", _process, priority=400)
+    app.connect("autodoc-process-signature", _signature)
     return {"parallel_read_safe": True}

@@ -42,6 +42,8 @@ def test_python_blocks_of_a_page_run_in_order(page, request, names, layer_names,
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             exec(code, space)  # the page's own code
+        printed = capsys.readouterr().out
+        assert printed or "except iobs.errors" not in block.text, f"{block} raises no error"
     torch.set_num_threads(1)
 
 
