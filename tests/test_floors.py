@@ -27,10 +27,12 @@ MODULES = {
     "pruning": [
         "keep_sparse",
         "samples",
+        "coverage",
         "report",
         "recipe",
         "network",
         "runtime",
+        "forecast",
         "callbacks",
         "progress",
         "calibration",

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from iobs import errors, transformers
-    from iobs.core.patterns import NM, Unstructured
+    from iobs.core.column_groups import Groups
+    from iobs.core.free_bias import FreeBias
+    from iobs.core.patterns import NM, Grid, Unstructured
     from iobs.core.quadratic import Quadratic, Solution
     from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
@@ -31,7 +33,10 @@ __all__ = [
     "Allocation",
     "Callback",
     "FineTune",
+    "FreeBias",
     "GlobalMagnitude",
+    "Grid",
+    "Groups",
     "MinimizeResult",
     "Quadratic",
     "Recipe",
@@ -58,7 +63,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "iobs.core.patterns": ("NM", "Unstructured"),
+    "iobs.core.column_groups": ("Groups",),
+    "iobs.core.free_bias": ("FreeBias",),
+    "iobs.core.patterns": ("NM", "Grid", "Unstructured"),
     "iobs.core.quadratic": ("Quadratic", "Solution"),
     "iobs.models": ("load",),
     "iobs.models.packed": ("load_packed", "save_packed"),

@@ -95,13 +95,14 @@ def test_masked_adapters_have_the_gradients_of_the_masked_product():
     torch.testing.assert_close(found, (a.grad, b.grad), atol=1e-4, rtol=1e-4)
 
 
-def test_adapters_trained_by_the_trainer_merge_without_loss(tmp_path):
+def test_adapters_trained_by_the_trainer_merge_without_loss(tmp_path, caplog):
     pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
     model = sparse_llama()
     masks, start = zeros(model), copy.deepcopy(model.state_dict())
     whole = adapted(model, trained=False)
     mask_adapters(whole)
     trainer(whole, tmp_path).train()
+    assert "a plain merge fills the zeros" in caplog.text
     before = logits(whole.eval())
     merged, _ = merge_adapters(whole)
     assert holds(merged, masks)

@@ -2,6 +2,10 @@
 
 import json
 import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +76,14 @@ def test_zeros_are_kept_under_a_gradient_scaler(tmp_path):
     assert holds(model, masks)
 
 
+@pytest.mark.slow
+def test_trainer_keeps_exactly_the_zeros_on_two_ranks(tmp_path):
+    script = Path(__file__).with_name("trainer_rank.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, tmp_path]
+    found = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
+
+
 def test_training_without_the_callback_fills_zeros(tmp_path):
     model = sparse_llama()
     masks = zeros(model)
@@ -103,7 +115,7 @@ def test_resumed_training_keeps_the_zeros_and_ends_in_the_same_bits(tmp_path):
 def test_checkpoint_that_lost_zeros_is_refused(tmp_path):
     trainer(sparse_llama(), tmp_path, callbacks=[], save_strategy="steps", save_steps=2).train()
     run = trainer(sparse_llama(), tmp_path / "resumed")
-    with pytest.raises(AuditError, match="written without SparsityCallback"):
+    with pytest.raises(AuditError, match="fewer zeros than the Trainer was given"):
         run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
@@ -136,12 +148,14 @@ def test_dense_model_is_refused(tmp_path):
         trainer(sparse_llama(0.0), tmp_path).train()
 
 
-@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED"])
-def test_split_parameters_are_refused_before_any_work(tmp_path, monkeypatch, name):
-    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    arguments = type("Arguments", (), {})()
-    with pytest.raises(ModelError, match=f"under {name.lower()}.*DistributedDataParallel"):
-        iobs.transformers.SparsityCallback().on_init_end(arguments, None, None)
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("where", ["arguments", "launcher"])
+def test_split_parameters_are_refused_before_any_work(monkeypatch, name, where):
+    given = {name: True} if where == "arguments" else {}
+    if where == "launcher":
+        monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
+    with pytest.raises(ModelError, match=f"under {name}.*DistributedDataParallel"):
+        iobs.transformers.SparsityCallback().on_init_end(SimpleNamespace(**given), None, None)
 
 
 def test_optimizer_of_other_tensors_is_refused(tmp_path):

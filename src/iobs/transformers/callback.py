@@ -64,7 +64,8 @@ class SparsityCallback(TrainerCallback):
         assert isinstance(optimizer, torch.optim.Optimizer)
         self._stop()
         self._zeros, self._first_step = _zeros(model), True
-        _require_zeros(self._promised, self._zeros, "The checkpoint was written without SparsityCallback")
+        what = "Training would begin with fewer zeros than the Trainer was given, perhaps from a dense checkpoint"
+        _require_zeros(self._promised, self._zeros, what)
         if not self._zeros:
             raise LayerSelectionError("The model holds no zeros to keep; prune it before training.")
         _require_own_parameters(model, optimizer)
@@ -83,7 +84,7 @@ class SparsityCallback(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: object) -> None:
         """Add `sparsity` to the log and to `state.log_history`."""
-        if not self._zeros:  # an evaluation before any training
+        if not self._zeros:  # an evaluation before or after the training
             return
         share = self._check(given["model"], f"at step {state.global_step}")
         for log in (given.get("logs"), state.log_history[-1] if state.log_history else None):
@@ -101,8 +102,9 @@ class SparsityCallback(TrainerCallback):
         self._stop()
         share = self._check(given["model"], "at the end of training")
         _LOG.info("Training kept all %d zeros; sparsity %.4f.", sum(self._zeros.values()), share)
+        self._zeros = {}
         if hasattr(given["model"], "peft_config"):
-            _LOG.info("Merge the adapters with iobs.transformers.merge_adapters: a plain merge fills the zeros.")
+            _LOG.warning("Merge the adapters with iobs.transformers.merge_adapters: a plain merge fills the zeros.")
 
     def _check(self, model: object, when: str) -> float:
         """Count the zeros, and return their share. Raises AuditError if zeros were lost."""
