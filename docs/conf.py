@@ -28,7 +28,7 @@ exclude_patterns = ["_ext", "images/README.md"]
 root_doc = "index"
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]  # the tables of benchmarks/ are put together from parts with levels of their own
 nb_execution_mode = "off"  # notebooks are committed with their outputs; `make notebooks` makes them
 nb_merge_streams = True

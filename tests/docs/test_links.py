@@ -33,10 +33,18 @@ def test_links_lead_to_files_and_headings(page):
         assert not anchor or file.suffix not in (".md", ".ipynb") or anchor in anchors_of(file), target + anchor
 
 
-def test_site_shows_files_outside_its_folder_as_pages():
+@pytest.mark.parametrize(
+    ("text", "file", "page", "expected"),
+    [
+        ("](../benchmarks/RESULTS.md#x)", "docs/accuracy.md", "docs/accuracy.md", "](benchmarks.md#x)"),
+        ("](../../README.md)", "docs/howto/errors.md", "docs/howto/errors.md", "](../index.md)"),
+        ("](../examples/lora.py)", "docs/own-models.md", "docs/own-models.md", "](../examples/lora.py)"),
+        ("](docs/pruning.md#counts)", "README.md", "docs/results.md", "](pruning.md#counts)"),
+        ("](results/race.png)", "benchmarks/RESULTS.md", "docs/benchmarks.md", "](../benchmarks/results/race.png)"),
+        ("](https://host.example/a.md)", "README.md", "docs/results.md", "](https://host.example/a.md)"),
+    ],
+)
+def test_links_lead_to_pages_of_the_site(text, file, page, expected):
     from links import on_site
 
-    assert on_site("[a](../benchmarks/RESULTS.md#x)", "accuracy") == "[a](benchmarks.md#x)"
-    assert on_site("[a](../../README.md)", "howto/errors") == "[a](../index.md)"
-    assert on_site("[a](../benchmarks.md)", "howto/errors") == "[a](../benchmarks.md)"
-    assert on_site("[a](../examples/prune_your_own.py)", "index") == "[a](../examples/prune_your_own.py)"
+    assert on_site(text, file, page) == expected
