@@ -18,7 +18,9 @@ from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer, find_layers, joined, library_class, linear_maps
 
 _LISTED = 5  # weights and kinds of modules that an error names
-_SUPPORTED = "Linear, Conv1d to Conv3d, MultiheadAttention, Conv1D and fused experts of transformers"
+_SUPPORTED = (
+    "Linear, Conv1d to Conv3d, MultiheadAttention, LSTM, GRU, RNN, and Conv1D and fused experts of transformers"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return Reason("embedding", "embedding")
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return Reason("recurrent", f"weight of a recurrent layer, {kind}")
+        return Reason("recurrent", f"projection of a recurrent layer, {kind}")
     if isinstance(module, _ConvTransposeNd):
         return Reason("convolution", f"weight of a transposed convolution, {kind}")
     if isinstance(module, (ParametrizationList, *linear_maps(), nn.MultiheadAttention)):
