@@ -40,19 +40,17 @@ def _least(weight: Floats, hessian: Floats) -> float:
 @njit(nogil=True, cache=True)
 def _smallest(values: Floats, count: int, found: Indices) -> int:
     """Write the indices of the `count` smallest finite values to `found`, ascending; return their number."""
-    if count < values.size:
-        bound = np.partition(values, count - 1)[count - 1]
-    else:
-        bound = values.max()
-    made = 0
-    for j in range(values.size):  # the values below the bound first: ties must not push them out
-        if values[j] < bound and values[j] < np.inf:
-            found[made] = j
-            made += 1
+    bound = np.partition(values, count - 1)[count - 1] if count < values.size else values.max()
+    ties = count
     for j in range(values.size):
-        if made < count and values[j] == bound and values[j] < np.inf:
+        ties -= values[j] < bound
+    made = 0
+    for j in range(values.size):
+        tied = values[j] == bound and ties > 0
+        if (values[j] < bound or tied) and values[j] < np.inf:
             found[made] = j
             made += 1
+            ties -= tied
     return made
 
 
