@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     warm_up()
     for problem in sorted(load(arguments.cache, names), key=lambda one: one.weight.numel()):
         for cell in arguments.cells.split(","):
-            for name in SOLVERS:
+            for name in arguments.solvers.split(","):
                 pruned = "+" in cell
                 if (problem.name, cell, name) in done or (name == "OBR order" and not pruned):
                     continue
@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(".cache/layer_problems.pt"), help="file for the problems")
     parser.add_argument("--only", help="problems, separated by commas")
     parser.add_argument("--cells", default=",".join(CELLS), help="patterns, separated by commas")
+    parser.add_argument("--solvers", default=",".join(SOLVERS), help="solvers, separated by commas")
     parser.add_argument("--report", action="store_true", help="only write the report")
     arguments = parser.parse_args()
     if not arguments.report:

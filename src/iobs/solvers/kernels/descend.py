@@ -7,6 +7,7 @@ by the sum of both and H_ij t_i t_j.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class GridRows:
     group: int
     levels: int
 
-    def arrays(self) -> tuple[object, ...]:
+    def arrays(self) -> tuple[Any, ...]:
         """The attributes with tensors as numpy arrays that share their memory."""
         tensors = self.weight, self.gradient, self.mask, self.scales, self.hessian
         return (*(tensor.numpy() for tensor in tensors), self.group, self.levels)

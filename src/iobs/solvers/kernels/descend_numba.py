@@ -19,7 +19,7 @@ def _point(value: float, scale: float, levels: int) -> float:
         code = code * 0 + levels
     elif code < -levels:
         code = code * 0 - levels
-    return code * scale
+    return code * scale  # type: ignore[no-any-return]
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
@@ -34,7 +34,7 @@ def _least(weight: Floats, hessian: Floats) -> float:
     size = 0.0
     for j in range(weight.size):
         size += hessian[j, j] * weight[j] * weight[j]
-    return 64 * np.finfo(weight.dtype).eps * size
+    return 64 * np.finfo(weight.dtype).eps * size  # type: ignore[return-value]
 
 
 @njit(nogil=True, cache=True)
