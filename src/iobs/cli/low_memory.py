@@ -36,7 +36,7 @@ def prune_low_memory(
     from iobs.models.streamed_store import StreamedStore, without_weights
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import require_alone
-    from iobs.report import write_report
+    from iobs.report import summary_lines, write_report
 
     require_alone()
     options, recipe = asked.options, asked.recipe
@@ -81,7 +81,10 @@ def prune_low_memory(
         asked.write(store.folder)
     if checkpoint is not None:
         shutil.rmtree(checkpoint)
-    console.output_console().print(f"Written: {output} ({report.sparsity:.2%} zeros)")
+    out = console.output_console()
+    for line in summary_lines(report):
+        out.print(line)
+    out.print(f"Written: {output} ({report.sparsity:.2%} zeros)")
 
 
 def _show(plan: Plan, show: Callable[[str], None]) -> None:

@@ -250,6 +250,7 @@ def _run(
     from iobs.cli.results import score
     from iobs.cli.watch import Watch
     from iobs.errors import first_line
+    from iobs.evaluate import BeforeAfter
 
     options = asked.options
     name, window, batches = batches_of_run(loaded, options)
@@ -264,7 +265,7 @@ def _run(
             ignore=options.ignore,
             holdout=options.holdout,
             seed=options.seed,
-            callbacks=[Watch(steps)],
+            callbacks=[Watch(steps), BeforeAfter(batches, loaded.tokenizer)],
             checkpoint=checkpoint,
         )
     report.settings = {"model": loaded.source, "calibration": name, "seq_len": window, **report.settings}
