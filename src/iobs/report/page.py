@@ -146,7 +146,7 @@ def _captioned(one: Sample) -> str:
 
 
 def _scores(report: Report) -> str:
-    if not report.scores:
+    if len(report.scores) <= 2:  # the facts at the top show them
         return ""
     metrics = score_names(report.scores)
     rows = []
@@ -196,6 +196,8 @@ def _errors(report: Report) -> str:
     if not report.best.layers:
         return ""
     caption = _ERROR_CAPTION.format(escape(measured_in(report.best)))
+    if len(report.rounds) > 1:
+        caption += _AGAINST_DENSE
     if report.best.kind == "finetune":
         caption += " Fine-tuning changed these weights afterwards; errors are not measured again."
     return _picture(of_round("Error by layer", report), caption, plots.error_by_layer(report))
@@ -284,7 +286,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: bool =
 
 
 _ERROR_CAPTION = (
-    "Relative error ‖VX − Y‖² / ‖Y‖² of each layer's sparse weight V in {}, on calibration and on held-out "
-    "samples. Y is the output of the weights that were pruned in this round, which gradient steps may have changed; "
-    "“against dense” uses the output of the dense weights."
+    "Relative error ‖VX − Y‖² / ‖Y‖² of each layer's sparse weight V in {}, on calibration and on held-out samples; Y "
+    "is the output that the layer should have."
 )
+_AGAINST_DENSE = " “Against dense” uses the output of the dense weights for Y."

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, GREY, INK = "#2f6f9f", "#d9822b", "#3d8b5f", "#9aa5b1", "#243b53"
 # With more layers, names would be unreadable: the axis shows positions instead.
-_NAMED_LAYERS = 40
+_NAMED_LAYERS = 24
 _NUMBERED_ROUNDS = 10
 _KINDS = 14  # with more kinds of layers their bars would be unreadable
 _COLOURS = (BLUE, ORANGE, GREEN, "#7b4fa3", "#b3423a", "#2a9d9a", "#8a6d3b")
@@ -45,7 +45,7 @@ def drawn(draw: Callable[Arguments, Figure]) -> Callable[Arguments, str]:
                 draw(*arguments, **options).savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
             return buffer.getvalue()
         except Exception as error:  # any error: it must not stop the weights of a long run from being written
-            warnings.warn(f"The picture {draw.__name__} could not be drawn: {error}", stacklevel=2)
+            warnings.warn(f"The figure {draw.__name__} could not be drawn: {error}", stacklevel=2)
             return _NOT_DRAWN
 
     return svg

@@ -17,7 +17,7 @@ body.iobs { margin: 0; }
 .iobs section { background: var(--card); border-radius: .6rem; padding: 1rem; margin: 1rem 0; }
 .iobs pre { background: var(--card); border-radius: .6rem; padding: .7rem 1rem; margin: 1rem 0; font-size: .85rem;
   white-space: pre-wrap; overflow-wrap: anywhere; }
-.iobs .facts { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(12rem, 1fr)); }
+.iobs .facts { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(9.25rem, 1fr)); }
 .iobs .facts div { background: var(--card); border-radius: .6rem; padding: .8rem 1rem; }
 .iobs .facts b { display: block; font-size: 1.35rem; }
 .iobs .facts span { color: var(--soft); font-size: .85rem; }
