@@ -285,12 +285,14 @@ def _run(
     from iobs.cli.results import score
     from iobs.cli.running import prune_as_asked
     from iobs.errors import first_line
+    from iobs.evaluate import BeforeAfter
 
     options = asked.options
     name, window, batches = batches_of_run(loaded, options)
     dense = score(loaded, scoring, options.seq_len, "scoring the dense model")
     facts = {"model": loaded.source, "calibration": name, "seq_len": window}
-    report = prune_as_asked(loaded.module, batches, asked, checkpoint, facts)
+    shown = [BeforeAfter(batches, loaded.tokenizer)]
+    report = prune_as_asked(loaded.module, batches, asked, checkpoint, facts, shown)
     try:
         pruned = score(loaded, scoring, options.seq_len, "scoring the pruned model")
     except (Exception, KeyboardInterrupt) as error:
