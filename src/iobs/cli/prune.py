@@ -318,7 +318,8 @@ def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool) ->
     zeros = {layer: asked_zeros(pattern, layer.shape) for layer, pattern in request.patterns.items()}
     if as_json:
         layers = [{"layer": one.name, "shape": one.shape, "zeros": count} for one, count in zeros.items()]
-        console.print_json({"pattern": str(request.pattern), "layers": layers, "dense": skipped})
+        dense = {name: str(reason) for name, reason in skipped.items()}
+        console.print_json({"pattern": str(request.pattern), "layers": layers, "dense": dense})
         return
     for layer, count in zeros.items():
         table.add_row(layer.name, " x ".join(map(str, layer.shape)), f"{count:,} of {layer.weights:,}")
