@@ -37,7 +37,7 @@ def test_audit_finds_a_weight_that_is_not_zero_again():
 
 
 def test_audit_reads_patterns_as_prune_does():
-    model = nn.Sequential(nn.Linear(8, 8))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     model[0].weight.data[:, ::2] = 0
     asked = [iobs.audit(model, pattern)[0].asked for pattern in (iobs.NM(2, 4), "2:4", 0.5, "50%")]
     assert asked == [32, 32, 32, 32]
