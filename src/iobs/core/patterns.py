@@ -227,8 +227,9 @@ def parse(text: str) -> Pattern:
     sparse, _, grid = text.rpartition("int")
     try:
         if grid != text:
-            values = Grid(*(int(part) for part in grid.split("/", 1)))
-            return parse(sparse.removesuffix("+")) & values if sparse else values  # type: ignore[operator, no-any-return]
+            bits, divided, group = grid.partition("/")
+            values = Grid(int(bits), int(group)) if divided else Grid(int(bits))
+            return SparseGrid(parse(sparse.removesuffix("+")), values) if sparse else values
         if ":" in text:
             keep, of = map(int, text.split(":"))
             return NM(keep, of)

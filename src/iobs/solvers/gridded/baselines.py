@@ -48,7 +48,7 @@ class GPTQ:
 
 @dataclass(frozen=True)
 class JointSparseGPT:
-    """SparseGPT (Frantar and Alistarh, 2023) with quantisation in the same pass: mask, rounding and feedback by columns.
+    """SparseGPT (Frantar and Alistarh, 2023) with quantisation: mask, rounding and feedback in one pass.
 
     Args:
         block: columns whose mask is chosen together, also that of N:M groups.

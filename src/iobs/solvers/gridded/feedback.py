@@ -71,7 +71,7 @@ def feed_back_on_support(centre: Tensor, hessian: Tensor, mask: Tensor, scales: 
     counts = mask.sum(1)
     order = counts.argsort()
     size = max(1, int(counts.max()))
-    for rows in torch.split(order, max(1, _BATCH // (size * size))):  # type: ignore[no-untyped-call]
+    for rows in torch.split(order, max(1, _BATCH // (size * size))):
         most = int(counts[rows].max())
         if most == 0:
             continue

@@ -7,6 +7,7 @@ by the sum of both and H_ij t_i t_j.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class GridRows:
     group: int
     levels: int
 
-    def arrays(self) -> tuple[object, ...]:
+    def arrays(self) -> tuple[Any, ...]:
         """The attributes with tensors as numpy arrays that share their memory."""
         tensors = self.weight, self.gradient, self.mask, self.scales, self.hessian
         return (*(tensor.numpy() for tensor in tensors), self.group, self.levels)
@@ -107,7 +108,7 @@ def exchange_entries_torch(rows: GridRows, of: int, candidates: int, limit: int)
         leaving = leaving.masked_fill(~rows.mask, torch.inf)
         entering = entering.masked_fill(rows.mask, torch.inf)
         count = min(candidates, columns) if of >= columns else columns
-        i, j = leaving.sort(1, stable=True).indices[:, :count], entering.sort(1, stable=True).indices[:, :count]
+        i, j = _smallest(leaving, count), _smallest(entering, count)
         out, moved = leaving.gather(1, i), rows.weight.gather(1, i)
         crossed = rows.hessian[i[:, :, None], j[:, None, :]]
         gradient = rows.gradient.gather(1, j)[:, None, :] - crossed * moved[:, :, None]
@@ -142,7 +143,7 @@ def step_pairs_torch(rows: GridRows, candidates: int, limit: int) -> None:
         single = torch.cat([rows.gradient, rows.gradient], 1) * steps + 0.5 * curvature.repeat(2) * steps.square()
         allowed = torch.cat([rows.mask, rows.mask], 1) & (both.abs() < torch.cat([top, top], 1))
         ratio = (single / (curvature.repeat(2) * steps.square())).masked_fill(~allowed, torch.inf)
-        chosen = ratio.sort(1, stable=True).indices[:, : min(candidates, 2 * columns)]
+        chosen = _smallest(ratio, min(candidates, 2 * columns))
         at, move = chosen % columns, steps.gather(1, chosen)
         alone = single.gather(1, chosen).masked_fill(~allowed.gather(1, chosen), torch.inf)
         crossed = rows.hessian[at[:, :, None], at[:, None, :]] * move[:, :, None] * move[:, None, :]
@@ -158,6 +159,12 @@ def step_pairs_torch(rows: GridRows, candidates: int, limit: int) -> None:
             code = (rows.weight[active, column] / spread[active, column]).round_() + step.sign()
             rows.weight[active, column] = code * spread[active, column]
             rows.gradient[active] += step[:, None] * rows.hessian[column]
+
+
+def _smallest(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` smallest values of each row, ascending: of equal moves the first is made."""
+    indices: Tensor = values.sort(dim=1, stable=True).indices[:, :count]
+    return indices.sort(dim=1).values
 
 
 def _least(rows: GridRows) -> Tensor:

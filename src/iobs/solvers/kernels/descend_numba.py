@@ -19,7 +19,7 @@ def _point(value: float, scale: float, levels: int) -> float:
         code = code * 0 + levels
     elif code < -levels:
         code = code * 0 - levels
-    return code * scale
+    return code * scale  # type: ignore[no-any-return]
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
@@ -34,25 +34,23 @@ def _least(weight: Floats, hessian: Floats) -> float:
     size = 0.0
     for j in range(weight.size):
         size += hessian[j, j] * weight[j] * weight[j]
-    return 64 * np.finfo(weight.dtype).eps * size
+    return 64 * np.finfo(weight.dtype).eps * size  # type: ignore[return-value]
 
 
 @njit(nogil=True, cache=True)
 def _smallest(values: Floats, count: int, found: Indices) -> int:
     """Write the indices of the `count` smallest finite values to `found`, ascending; return their number."""
-    if count < values.size:
-        bound = np.partition(values, count - 1)[count - 1]
-    else:
-        bound = values.max()
-    made = 0
-    for j in range(values.size):  # the values below the bound first: ties must not push them out
-        if values[j] < bound and values[j] < np.inf:
-            found[made] = j
-            made += 1
+    bound = np.partition(values, count - 1)[count - 1] if count < values.size else values.max()
+    ties = count
     for j in range(values.size):
-        if made < count and values[j] == bound and values[j] < np.inf:
+        ties -= values[j] < bound
+    made = 0
+    for j in range(values.size):
+        tied = values[j] == bound and ties > 0
+        if (values[j] < bound or tied) and values[j] < np.inf:
             found[made] = j
             made += 1
+            ties -= tied
     return made
 
 
