@@ -78,7 +78,8 @@ def pruned_names(names):
 
 @pytest.fixture
 def layer_names(names):
-    """As `names`, where X and W are a layer's inputs and weights."""
+    """As `names`, where X, W and b are a layer's inputs, weights and bias; its problem, and the mean of its inputs."""
     generator = torch.Generator().manual_seed(3)
-    W, X = torch.randn(8, 16, generator=generator), torch.randn(64, 16, generator=generator)
-    return names | {"W": W, "X": X}
+    W, X = torch.randn(4, 144, generator=generator), torch.randn(400, 144, generator=generator)
+    problem = names["iobs"].Quadratic.at(W, X.T @ X / len(X))
+    return names | {"W": W, "X": X, "b": torch.zeros(4), "mean": X.mean(0), "problem": problem}

@@ -12,7 +12,7 @@ from blocks import PAGES, ROOT, TUTORIALS, blocks_of, commands_of, name_of
 LANGUAGES = {"python", "console", "text", "yaml", ""}
 BLOCKS = [block for page in PAGES for block in blocks_of(page.read_text(encoding="utf8"), name_of(page))]
 # Blocks whose X is a tensor: the inputs of a layer.
-OF_A_LAYER = re.compile(r"\bW\b|X\.T @ X")
+OF_A_LAYER = re.compile(r"\bW\b|X\.T @ X|solve\(problem")
 # Pages that begin with a pruned model.
 OF_A_PRUNED_MODEL = {"own-models.md"}
 
@@ -35,7 +35,7 @@ def test_python_blocks_of_a_page_run_in_order(page, request, names, layer_names,
     space = dict(request.getfixturevalue("pruned_names") if page.name in OF_A_PRUNED_MODEL else names)
     for block in blocks:
         if OF_A_LAYER.search(block.text):
-            space |= {name: layer_names[name] for name in ("W", "X")}
+            space |= {name: layer_names[name] for name in ("W", "X", "b", "mean", "problem")}
         elif re.search(r"\bX\b", block.text):
             space |= {"X": names["X"]}
         code = compile("\n" * block.line + block.text, page, "exec")
