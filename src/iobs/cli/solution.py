@@ -43,8 +43,8 @@ class PathRow(TypedDict):
     score_error: NotRequired[float | None]
 
 
-class ModelReport(TypedDict):
-    """The fitted model as written to JSON; `value` is the loss, `model` what predicts."""
+class FitReport(TypedDict):
+    """Numbers of the fit; `value` is the loss, `explained` the share of the baseline's loss, ridge terms excluded."""
 
     loss: str
     samples: int
@@ -54,6 +54,11 @@ class ModelReport(TypedDict):
     value_without_features: float
     explained: float | None
     noise: float | None
+
+
+class ModelReport(FitReport):
+    """The fitted model as written to JSON; `model` is what predicts."""
+
     intercept: float | list[float]
     classes: list[str]
     features: list[FeatureRow]
@@ -66,7 +71,7 @@ class ModelReport(TypedDict):
 
 @dataclass(frozen=True)
 class Solution:
-    """What `iobs solve` found.
+    """Result of `iobs solve`.
 
     Attributes:
         table: the data.
@@ -145,7 +150,6 @@ def report(found: Solution) -> ModelReport:
         "k": found.size,
         "value": best.value,
         "value_without_features": constant.value,
-        # The share of the baseline's loss that the columns explain, ridge terms excluded.
         "explained": 1 - unpenalised(objective, best) / empty if empty > 0 else None,
         "noise": noise if found.loss == "squared" and math.isfinite(noise) else None,
         "intercept": float(constants[0]) if constants.size == 1 else constants.tolist(),

@@ -66,7 +66,7 @@ class Problems:
 
 @dataclass(frozen=True)
 class Coding:
-    """How one column of a file becomes columns of the design.
+    """Translation of one column of a file into columns of the design.
 
     Attributes:
         name: of the column.
