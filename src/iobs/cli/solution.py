@@ -233,7 +233,7 @@ def write(file: Path, model: ModelReport) -> None:
     from iobs.report.numbers import to_json
 
     try:
-        file.write_text(to_json(model) + "\n")
+        file.write_text(to_json(model) + "\n", encoding="utf8")
     except OSError as error:
         raise OutputError(f"Cannot write {file}: {error.strerror}.") from error
     console.say(f"Wrote {file}")
