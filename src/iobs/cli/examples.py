@@ -33,6 +33,10 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "iobs solve data.csv --target price -k 5": "the best five columns",
         "iobs solve data.csv --target price -k cv --plot path.png": "the number chosen by cross-validation",
     },
+    "predict": {
+        "iobs predict model.json new.csv": "predict the rows of a new table",
+        "iobs predict model.json new.csv -o predictions.csv": "write the predictions to a file",
+    },
     "reproduce": {
         "iobs reproduce": "list the tables and figures",
         "iobs reproduce figure-mnist --stand-in -o RESULTS": "run one with a small data set",

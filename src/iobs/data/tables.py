@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import importlib.util
 import itertools
 import math
 import os
-import shlex
+import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from iobs.errors import DataError, NonFiniteError
-from iobs.optimize.objectives.design import Array
+from iobs.data.encoding import (
+    Coding,
+    Column,
+    Missing,
+    Problems,
+    as_text,
+    coding_of,
+    encoded,
+    is_missing,
+    target_of,
+)
+from iobs.errors import DataError
+from iobs.optimize.objectives.design import Array, Booleans
 
-Column: TypeAlias = npt.NDArray[Any]  # (n,) of any dtype
 Entry: TypeAlias = str | bytes | float | None
 
 _CHUNK_ROWS = 50_000
@@ -48,13 +58,7 @@ _MISSING = (
     "-1.#IND",
 )
 _TRUTH = {"true": 1.0, "false": 0.0}
-# Array kinds that are neither numbers nor text, and what to do about them.
-_UNFIT = {
-    "M": "dates; give numbers instead, such as days since a date",
-    "m": "durations; give numbers instead, such as seconds",
-    "c": "complex numbers; give the real and the imaginary part as two columns",
-    "V": "records; give each of their fields as a column",
-}
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 @dataclass(frozen=True)
@@ -66,26 +70,96 @@ class Table:
         y: (n,) numbers; class numbers if the target held text.
         names: names of the columns of X.
         classes: the text of each class number; empty for a numeric target.
+        codings: how each column of the file became columns of X.
+        dropped: number of rows left out because of missing values.
     """
 
     X: Array
     y: Array
     names: list[str]
     classes: list[str]
+    codings: tuple[Coding, ...] = ()
+    dropped: int = 0
 
 
-def read_table(file: Path, target: str, drop: Sequence[str] = ()) -> Table:
+def read_table(
+    file: Path,
+    target: str,
+    drop: Sequence[str] = (),
+    *,
+    missing: Missing = "error",
+    categories: Sequence[str] = (),
+) -> Table:
     """Read a table with a header.
 
     Args:
         file: .csv (also .tsv), .parquet, or .npz with arrays X and y, or with one array per column.
         target: name of the column to be explained; it may hold text.
         drop: names of columns to leave out.
+        missing: what to do about missing values: "error"; "drop" leaves out their rows; "mean" puts the mean of the
+            column, with a column of 0 and 1 that marks them, or a level of their own for categories. Rows without a
+            target are left out by both.
+        categories: names of columns of numbers that are categories.
 
     Raises:
-        DataError: no such file, column or format; two columns of one name; a row longer than the header; a column of
-            text, dates or complex numbers; a file too large for this machine's memory.
-        NonFiniteError: missing or infinite values.
+        DataError: no such file, column or format; two columns of one name; a row longer than the header; columns that
+            hold neither numbers nor categories; a file too large for this machine's memory. One error has all problems.
+        NonFiniteError: all problems are missing or infinite values.
+    """
+    columns = read_columns(file, (*([target] if target else []), *categories))
+    absent = [name for name in dict.fromkeys((target, *drop, *categories)) if name not in columns]
+    if absent:
+        raise DataError(_without(file, absent, list(columns)))
+    if len(columns[target]) == 0:
+        raise DataError(f"{file} has no rows.")
+    columns = {name: values for name, values in columns.items() if name == target or name not in drop}
+    if len(columns) == 1:
+        raise DataError(f"{file} has no column besides the target {target!r}.")
+    columns = {
+        name: as_text(values) if name in categories and values.dtype.kind in "fiub" else values
+        for name, values in columns.items()
+    }
+    answers = columns.pop(target)
+    if answers.dtype.kind == "O":
+        answers = _parsed(answers.tolist())
+    kept = _complete(columns, answers, missing)
+    columns, answers = {name: values[kept] for name, values in columns.items()}, answers[kept]
+    problems = Problems(str(file))
+    if not kept.any():
+        problems.add("every row has missing values; nothing is left to fit.", gap=True)
+        problems.raise_if_any()
+    y, classes = target_of(answers, target, problems)
+    found = [coding_of(name, values, missing, problems, name in categories) for name, values in columns.items()]
+    problems.raise_if_any()
+    codings = tuple(coding for coding in found if coding is not None)
+    X, names = encoded(codings, columns, problems)
+    problems.raise_if_any()
+    return Table(X, y, names, classes, codings, int(np.count_nonzero(~kept)))
+
+
+def _complete(columns: dict[str, Column], answers: Column, missing: Missing) -> Booleans:
+    """True for the rows that are used (n,); an empty column is a problem of its own and drops no row."""
+    kept = np.ones(len(answers), dtype=np.bool_)
+    if missing == "error":
+        return kept
+    kept &= ~is_missing(answers)
+    if missing == "drop":
+        for values in columns.values():
+            gone = is_missing(values)
+            if not gone.all():
+                kept &= ~gone
+    return kept
+
+
+def read_columns(file: Path, text: Sequence[str] = ()) -> dict[str, Column]:
+    """The columns of a table: float64 (missing: NaN), bool, or text (missing: None).
+
+    Args:
+        file: as `read_table`.
+        text: names of columns whose entries are kept as written.
+
+    Raises:
+        DataError: as `read_table`.
     """
     if not file.is_file():
         raise DataError(f"There is no file {file}; give a .csv, .parquet or .npz file.")
@@ -93,60 +167,15 @@ def read_table(file: Path, target: str, drop: Sequence[str] = ()) -> Table:
     suffix = file.suffix.lower()
     if suffix not in readers:
         raise DataError(f"Cannot read {file.suffix or 'a file without suffix'}; give a .csv, .parquet or .npz file.")
-    columns = readers[suffix](file, target)
-    missing = [name for name in (target, *drop) if name not in columns]
-    if missing:
-        raise DataError(f"{file} has no column {missing[0]!r}; it has: {_some(list(columns))}.")
-    if len(columns[target]) == 0:
-        raise DataError(f"{file} has no rows.")
-    answer, classes = _target(columns.pop(target), target)
-    columns = {name: values for name, values in columns.items() if name not in drop}
-    if not columns:
-        raise DataError(f"{file} has no column besides the target {target!r}.")
-    return Table(_matrix(columns), answer, list(columns), classes)
+    return readers[suffix](file, text)
 
 
-def _matrix(columns: dict[str, Column]) -> Array:
-    for name, values in columns.items():
-        _refuse_unfit(values, f"Column {name!r}", f", or leave it out with --drop {shlex.quote(name)}")
-        if values.dtype.kind == "O":
-            text = next((value for value in values if value is not None and not _is_number(value)), "")
-            raise DataError(
-                f"Column {name!r} holds text such as {text!r}; leave it out with --drop {shlex.quote(name)}, "
-                "or turn it into numbers (one column of 0 and 1 a value)."
-            )
-    matrix = np.empty((len(next(iter(columns.values()))), len(columns)))
-    for j, (name, values) in enumerate(columns.items()):
-        matrix[:, j] = values
-        if not np.isfinite(matrix[:, j]).all():
-            row = int(np.flatnonzero(~np.isfinite(matrix[:, j]))[0])
-            raise NonFiniteError(
-                f"Column {name!r} is missing or infinite in row {row + 1}; fill it in, "
-                f"or leave it out with --drop {shlex.quote(name)}."
-            )
-    return matrix
-
-
-def _target(values: Column, name: str) -> tuple[Array, list[str]]:
-    _refuse_unfit(values, f"The target {name!r}")
-    text = values.dtype.kind in "Ob"
-    gone = np.array([value is None for value in values]) if text else ~np.isfinite(values)
-    if gone.any():
-        raise NonFiniteError(
-            f"The target {name!r} is missing or infinite in {np.count_nonzero(gone)} of {gone.size} rows, the first is "
-            f"row {np.argmax(gone) + 1}; remove those rows first. (Empty entries, NA, NaN and null count as missing.)"
-        )
-    if not text:
-        return np.asarray(values, dtype=np.float64), []
-    classes, numbers = np.unique(values.astype(str), return_inverse=True)
-    if classes.size < 2:
-        raise DataError(f"The target {name!r} is {str(classes[0])!r} everywhere; there is nothing to tell apart.")
-    return numbers.astype(np.float64), [str(value) for value in classes]
-
-
-def _refuse_unfit(values: Column, what: str, otherwise: str = "") -> None:
-    if values.dtype.kind in _UNFIT:
-        raise DataError(f"{what} holds {_UNFIT[values.dtype.kind]}{otherwise}.")
+def _without(file: Path, absent: list[str], names: list[str]) -> str:
+    """The message that columns are not in a file, with the names that are most alike."""
+    what = ", ".join(repr(name) for name in absent)
+    close = [near for name in absent for near in difflib.get_close_matches(name, names, 1)]
+    hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+    return f"{file} has no column {what}; it has: {_some(names)}.{hint}"
 
 
 def _refuse_doubles(file: Path, names: Sequence[str]) -> None:
@@ -155,19 +184,42 @@ def _refuse_doubles(file: Path, names: Sequence[str]) -> None:
         raise DataError(f"{file} has several columns of one name: {_some(doubles)}; give each its own.")
 
 
-def _read_text(file: Path, target: str) -> dict[str, Column]:
-    separator = "\t" if file.suffix.lower() == ".tsv" else ","
+def _read_text(file: Path, text: Sequence[str]) -> dict[str, Column]:
+    separator = _separator(file)
     rows = _rows(file, separator)
     header = [name or f"Unnamed: {j}" for j, name in enumerate(next(rows))]
     _refuse_doubles(file, header)
     if importlib.util.find_spec("pandas") is not None:
         _check_memory(file, separator, _BYTES)
-        columns = _read_with_pandas(file, separator, header, target)
+        columns = _read_with_pandas(file, separator, header, text)
         if columns is not None:
             return columns
     _check_memory(file, separator, _BYTES_AS_TEXT)
     table = list(rows)
-    return {name: _parsed([row[j] for row in table]) for j, name in enumerate(header)}
+    entries: dict[str, list[Entry]] = {name: [row[j] for row in table] for j, name in enumerate(header)}
+    return {name: _column(values, name in text, separator) for name, values in entries.items()}
+
+
+def _separator(file: Path) -> str:
+    """Tab for .tsv; for .csv the comma, unless the first line has none but semicolons or tabs."""
+    if file.suffix.lower() == ".tsv":
+        return "\t"
+    with file.open("rb") as handle:
+        first = next((line for line in handle if line.strip()), b"")
+    counts = {separator: first.count(separator.encode()) for separator in (",", ";", "\t")}
+    return "," if counts[","] else max(counts, key=lambda separator: counts[separator])
+
+
+def _column(values: list[Entry], text: bool, separator: str) -> Column:
+    """Entries of a text file; between semicolons, "1,5" is a number."""
+    if text:
+        return np.array([None if _is_missing(value) else str(value) for value in values], dtype=object)
+    if separator == ";":
+        values = [
+            value.replace(",", ".") if isinstance(value, str) and _DECIMAL_COMMA.fullmatch(value.strip()) else value
+            for value in values
+        ]
+    return _parsed(values)
 
 
 def _rows(file: Path, separator: str) -> Iterator[list[str]]:
@@ -197,7 +249,7 @@ def _rows(file: Path, separator: str) -> Iterator[list[str]]:
         raise DataError(f"Cannot read {file}: it is empty.")
 
 
-def _read_with_pandas(file: Path, separator: str, header: list[str], target: str) -> dict[str, Column] | None:
+def _read_with_pandas(file: Path, separator: str, header: list[str], text: Sequence[str]) -> dict[str, Column] | None:
     """The columns, or None if pandas finds rows whose length differs from that of the header."""
     import pandas
 
@@ -213,7 +265,7 @@ def _read_with_pandas(file: Path, separator: str, header: list[str], target: str
                     names=range(len(header)),
                     index_col=False,  # otherwise the first entries of longer rows become row names
                     dtype={
-                        j: str for j, name in enumerate(header) if name == target
+                        j: str for j, name in enumerate(header) if name in text
                     },  # class names as written in the file
                     keep_default_na=False,
                     na_values=_MISSING,
@@ -226,10 +278,14 @@ def _read_with_pandas(file: Path, separator: str, header: list[str], target: str
     except UnicodeDecodeError as error:
         raise DataError(f"Cannot read {file}: {error}; save it as text in UTF-8.") from error
     frame = pandas.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
-    return {name: _plain(frame[j].to_numpy()) for j, name in enumerate(header)}
+    arrays = {name: frame[j].to_numpy() for j, name in enumerate(header)}
+    return {
+        name: _column(values.tolist(), name in text, separator) if values.dtype.kind in "OUS" else values
+        for name, values in arrays.items()
+    }
 
 
-def _read_parquet(file: Path, target: str) -> dict[str, Column]:
+def _read_parquet(file: Path, text: Sequence[str]) -> dict[str, Column]:
     if importlib.util.find_spec("pyarrow") is None:
         raise DataError("Reading Parquet needs pyarrow: pip install pyarrow, or save the table as .csv or .npz.")
     from pyarrow import parquet
@@ -242,7 +298,7 @@ def _read_parquet(file: Path, target: str) -> dict[str, Column]:
     return {name: _plain(table.column(name).to_numpy()) for name in table.column_names}
 
 
-def _read_npz(file: Path, target: str) -> dict[str, Column]:
+def _read_npz(file: Path, text: Sequence[str]) -> dict[str, Column]:
     try:
         with file.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
@@ -251,6 +307,7 @@ def _read_npz(file: Path, target: str) -> dict[str, Column]:
     except Exception as error:  # zipfile, zlib and numpy's parser raise a dozen exception types for a damaged file
         raise DataError(f"Cannot read {file}: {error}; save it again with numpy.savez.") from error
     if "X" in arrays and "y" in arrays and arrays["X"].ndim == 2:
+        target = text[0] if text else "y"
         columns = {f"x{j}": arrays["X"][:, j] for j in range(arrays["X"].shape[1])}
         if target in columns:
             raise DataError(
@@ -324,14 +381,6 @@ def _is_missing(value: Entry) -> bool:
     if isinstance(value, str):
         return value.strip() in _MISSING
     return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def _is_number(value: str | bytes | float) -> bool:
-    try:
-        _number(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _some(names: list[str]) -> str:

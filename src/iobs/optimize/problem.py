@@ -109,7 +109,8 @@ class Problem:
         count = self.size if count is None else min(count, int(self.candidates.sum()))
         if count == 0:
             return np.sort(self.forced)
-        masked = np.where(self.candidates, np.nan_to_num(scores, nan=-1.0), -np.inf)
+        finite = scores if np.isfinite(scores).all() else np.nan_to_num(scores, nan=-1.0)
+        masked = np.where(self.candidates, finite, -np.inf)
         threshold = np.partition(masked, masked.size - count)[masked.size - count]
         above = np.flatnonzero(masked > threshold)
         tied = np.flatnonzero(masked == threshold)[: count - above.size]

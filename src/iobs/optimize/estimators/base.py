@@ -15,7 +15,7 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.plots import draw_coefficients, draw_scores
+from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients
 from iobs.optimize.estimators.summary import Row, Summary
 from iobs.optimize.objectives.arguments import forced_columns
 from iobs.optimize.objectives.base import Objective
@@ -202,17 +202,13 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         names = self._names()
         draw_coefficients(right, sizes, self._standardised(), [names[j] for j in self._seen], self.k_)
         if np.ndim(self.path_[0]["coef"]) > 1:
-            right.set_ylabel("largest coefficient of a class, per standard deviation")
+            right.set_ylabel("per standard deviation, largest of a class")
         return figure
 
     def _standardised(self) -> Array:
         """Coefficients per standard deviation (number of k, features on the path)."""
-        table = np.zeros((len(self.path_), self._seen.size))
-        for row, entry in zip(table, self.path_, strict=True):
-            values = np.atleast_2d(entry["coef"])
-            largest = values[np.abs(values).argmax(axis=0), np.arange(values.shape[1])]
-            row[np.searchsorted(self._seen, entry["support"])] = largest
-        return table * self._spread
+        supports, coefs = [entry["support"] for entry in self.path_], [entry["coef"] for entry in self.path_]
+        return largest_coefficients(supports, coefs, self._seen) * self._spread
 
     def _support(self, objective: Objective, fit: Fit) -> Indices:
         return np.flatnonzero(objective.split(fit.theta)[0]).astype(np.int64)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from iobs.optimize.objectives.design import Array
+from iobs.optimize.objectives.design import Array, Indices
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,6 +74,21 @@ def draw_coefficients(ax: Axes, sizes: Sequence[int], table: Array, names: Seque
             text.set_text(_short(names[j]))  # a label given to legend must not begin with an underscore
     ax.set(xlabel="number of columns k", ylabel="coefficient per standard deviation")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def largest_coefficients(supports: Sequence[Indices], coefs: Sequence[Array], columns: Indices) -> Array:
+    """Coefficients along a path (number of k, columns), the largest over the classes in absolute value.
+
+    Args:
+        supports: the support of every k.
+        coefs: (k,) or (classes, k) for each support.
+        columns: sorted columns of the table; they include every support.
+    """
+    table = np.zeros((len(supports), columns.size))
+    for row, support, coef in zip(table, supports, coefs, strict=True):
+        values = np.atleast_2d(coef)
+        row[np.searchsorted(columns, support)] = values[np.abs(values).argmax(axis=0), np.arange(values.shape[1])]
+    return table
 
 
 def _short(name: str) -> str:

@@ -15,7 +15,7 @@ from iobs.optimize.objectives.design import Array, Booleans, DenseDesign, Indice
 from iobs.optimize.objectives.linear import LeastSquares
 
 GRAM_LIMIT = 1536  # most coordinates of a quadratic whose whole Hessian is stored
-_WHOLE_WORK = 1e8  # most multiplications for which all rows of H are computed at once
+_WHOLE_WORK = 5e8  # most multiplications for which all rows of H are computed at once
 _AHEAD = 16  # number of rows of H that are computed with a missing one; one product of matrices is faster than many
 
 

@@ -37,16 +37,18 @@ def newton_direction(hessian: Floats, gradient: Array) -> Array:
     if not gradient.size:
         return np.zeros(0)
     solve = sposv if hessian.dtype == np.float32 else dposv
+    _, direction, info = solve(hessian, -gradient, lower=1)
+    if info == 0 and np.isfinite(direction).all():
+        return np.asarray(direction, dtype=np.float64)
     diagonal = np.abs(hessian.diagonal())
     floor = diagonal.max(initial=0.0) * 1e-14
     ridge = np.maximum(diagonal, floor if floor > 0 else 1.0)
-    amount = 0.0
+    amount = _JITTER
     while amount < 1e8:
-        matrix = hessian + np.diag(amount * ridge) if amount else hessian
-        _, direction, info = solve(matrix, -gradient, lower=1)
+        _, direction, info = solve(hessian + np.diag(amount * ridge), -gradient, lower=1)
         if info == 0 and np.isfinite(direction).all():
             return np.asarray(direction, dtype=np.float64)
-        amount = _JITTER if amount == 0 else 100 * amount
+        amount = 100 * amount
     return np.asarray(-gradient / ridge)
 
 

@@ -1,0 +1,52 @@
+"""`iobs predict`: predictions of a regression that `iobs solve` wrote."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from iobs.cli import console
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(help="The model that iobs solve ... -o wrote.", show_default=False)],
+    data: Annotated[Path, typer.Argument(help="A table with the columns that the model uses.", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            callback=console.at_home,
+            help="Write the predictions as .csv; without it they are printed.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Predict the rows of a new table with a model that `iobs solve` wrote.
+
+    A table that lacks a column, or has levels that the model does not know, is refused with all problems at once.
+    """
+    from iobs.data.fitted import Fitted
+    from iobs.errors import OutputError
+
+    found = Fitted.load(model).predict(data)
+    if output is None:
+        _write(found, sys.stdout)
+        return
+    try:
+        with output.open("w", newline="", encoding="utf8") as file:
+            _write(found, file)
+    except OSError as error:
+        raise OutputError(f"Cannot write {output}: {error.strerror}.") from error
+    console.say(f"Wrote {output}")
+
+
+def _write(found: dict[str, list[str] | list[float]], file: TextIO) -> None:
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(found)
+    for row in zip(*found.values(), strict=True):
+        writer.writerow([repr(value) if isinstance(value, float) else value for value in row])

@@ -1,0 +1,359 @@
+"""The result of `iobs solve`: its report, tables and figure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+import numpy as np
+
+from iobs.cli import console
+
+if TYPE_CHECKING:
+    from iobs.data.tables import Table
+    from iobs.optimize.estimators.base import SparseEstimator
+    from iobs.optimize.objectives.base import Objective
+    from iobs.optimize.objectives.design import Array
+    from iobs.optimize.refit.fit import Fit
+
+_BEYOND = 3  # values of k beyond the chosen one that the printed path shows
+
+
+class FeatureRow(TypedDict):
+    """A chosen column and its coefficient; `label` is the class, where there are more than two."""
+
+    name: str
+    label: NotRequired[str]
+    coefficient: float
+    standard_error: float | None
+    z: float | None
+    per_standard_deviation: float
+
+
+class PathRow(TypedDict):
+    """The best columns for one k; `score` and its error are there if k was chosen."""
+
+    k: int
+    value: float
+    features: list[str]
+    score: NotRequired[float]
+    score_error: NotRequired[float | None]
+
+
+class FitReport(TypedDict):
+    """Numbers of the fit; `value` is the loss, `explained` the share of the baseline's loss, ridge terms excluded."""
+
+    loss: str
+    samples: int
+    columns: int
+    k: int
+    value: float
+    value_without_features: float
+    explained: float | None
+    noise: float | None
+
+
+class ModelReport(FitReport):
+    """The fitted model as written to JSON; `model` is what predicts."""
+
+    intercept: float | list[float]
+    classes: list[str]
+    features: list[FeatureRow]
+    standard_errors: str
+    path: list[PathRow]
+    model: dict[str, Any]
+    rows_dropped: int
+    certificate: NotRequired[str]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Result of `iobs solve`.
+
+    Attributes:
+        table: the data.
+        target: name of the column that is explained.
+        loss: "squared", "logistic" or "poisson".
+        objective: the loss on the table.
+        fits: the best fits for k = 0, 1, ... up to the k that is used.
+        chooser: the estimator that chose k; None if k was given.
+        how: k as asked for.
+    """
+
+    table: Table
+    target: str
+    loss: str
+    objective: Objective
+    fits: list[Fit]
+    chooser: SparseEstimator | None
+    how: str
+
+    @property
+    def size(self) -> int:
+        """The k that is used."""
+        return len(self.fits) - 1
+
+    @property
+    def best(self) -> Fit:
+        """The fit for that k."""
+        return self.fits[-1]
+
+    @cached_property
+    def spread(self) -> Array:
+        """Standard deviations of the columns (d,)."""
+        return np.asarray(self.table.X.std(axis=0))
+
+    def coefficients(self, theta: Array) -> tuple[Array, Array]:
+        """(1, d) and (1,), or (C, d) and (C,) for C > 2 classes."""
+        from iobs.optimize.objectives.multinomial import Multinomial
+
+        if isinstance(self.objective, Multinomial):
+            return self.objective.table(theta)
+        coefficients, constant = self.objective.split(theta)
+        return coefficients[None, : len(self.table.names)], np.array([constant])
+
+    @cached_property
+    def errors(self) -> tuple[Array, float]:
+        """Standard errors in the shape of the coefficients, NaN outside the support; and the noise."""
+        from iobs.optimize.objectives.multinomial import Multinomial
+        from iobs.optimize.search.path import standard_errors
+
+        found = standard_errors(self.objective, self.best, len(self.table.y), intercept=True)
+        values = np.full(self.objective.dimension, np.nan)
+        values[self.best.support] = found.errors
+        if isinstance(self.objective, Multinomial):
+            return self.objective.table(values)[0], found.noise
+        return values[None, : len(self.table.names)], found.noise
+
+
+def report(found: Solution) -> ModelReport:
+    """The result as plain values."""
+    from iobs.optimize.estimators.summary import AFTER_SELECTION
+    from iobs.optimize.objectives.multinomial import Multinomial
+    from iobs.optimize.refit.newton import refit
+    from iobs.optimize.search.path import unpenalised
+
+    objective, table, best = found.objective, found.table, found.best
+    # The baseline has no column, not even the forced ones: only the intercept, where it is a coordinate.
+    first = 0 if isinstance(objective, Multinomial) else len(table.names)
+    constant = refit(objective, objective.forced[objective.forced >= first])
+    empty = unpenalised(objective, constant)
+    constants = found.coefficients(best.theta)[1]
+    noise = found.errors[1]
+    return {
+        "loss": found.loss,
+        "samples": len(table.y),
+        "columns": len(table.names),
+        "k": found.size,
+        "value": best.value,
+        "value_without_features": constant.value,
+        "explained": 1 - unpenalised(objective, best) / empty if empty > 0 else None,
+        "noise": noise if found.loss == "squared" and math.isfinite(noise) else None,
+        "intercept": float(constants[0]) if constants.size == 1 else constants.tolist(),
+        "classes": table.classes,
+        "features": _features(found),
+        "standard_errors": AFTER_SELECTION,
+        "path": _path(found),
+        "model": _fitted(found),
+        "rows_dropped": table.dropped,
+    }
+
+
+def _features(found: Solution) -> list[FeatureRow]:
+    theta, errors = found.coefficients(found.best.theta)[0], found.errors[0]
+    weight = np.abs(theta).max(axis=0) * found.spread
+    used = [j for j in np.argsort(-weight, kind="stable").tolist() if theta[:, j].any()]
+    rows: list[FeatureRow] = []
+    for j in used:
+        for number, label in enumerate(found.table.classes if len(theta) > 1 else [""]):
+            value, error = float(theta[number, j]), float(errors[number, j])
+            row: FeatureRow = {
+                "name": found.table.names[j],
+                "coefficient": value,
+                "standard_error": error if math.isfinite(error) else None,
+                "z": value / error if error > 0 else None,
+                "per_standard_deviation": value * float(found.spread[j]),
+            }
+            if label:
+                row["label"] = label
+            rows.append(row)
+    return rows
+
+
+def _path(found: Solution) -> list[PathRow]:
+    """The fits of every k; those beyond the chosen k are the chooser's."""
+    names = found.table.names
+    rows: list[PathRow] = [
+        {
+            "k": k,
+            "value": fit.value,
+            "features": [names[j] for j in np.flatnonzero(found.coefficients(fit.theta)[0].any(axis=0))],
+        }
+        for k, fit in enumerate(found.fits)
+    ]
+    if found.chooser is None:
+        return rows
+    for entry in found.chooser.path_:
+        if entry["k"] >= len(rows):
+            rows.append(
+                {"k": entry["k"], "value": entry["loss"], "features": [names[j] for j in entry["support"].tolist()]}
+            )
+        rows[entry["k"]]["score"] = entry["score"]
+        error = entry["score_error"]
+        rows[entry["k"]]["score_error"] = error if math.isfinite(error) else None
+    return rows
+
+
+def _fitted(found: Solution) -> dict[str, Any]:
+    """The model on the columns of the file that it uses."""
+    from iobs.data.fitted import Fitted
+
+    theta, constants = found.coefficients(found.best.theta)
+    kept, codings, start = [], [], 0
+    for coding in found.table.codings:
+        columns = range(start, start + len(coding.names))
+        start = columns.stop
+        if theta[:, list(columns)].any():
+            codings.append(coding)
+            kept += list(columns)
+    model = Fitted(found.target, found.loss, tuple(found.table.classes), tuple(codings), theta[:, kept], constants)
+    return model.to_plain()
+
+
+def write(file: Path, model: ModelReport) -> None:
+    """Write the report as JSON.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    from iobs.errors import OutputError
+    from iobs.report.numbers import to_json
+
+    try:
+        file.write_text(to_json(model) + "\n", encoding="utf8")
+    except OSError as error:
+        raise OutputError(f"Cannot write {file}: {error.strerror}.") from error
+    console.say(f"Wrote {file}")
+
+
+def draw(file: Path, found: Solution) -> None:
+    """Draw the score and the coefficients of every k.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from iobs.errors import OutputError
+    from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients
+
+    columns = np.arange(len(found.table.names))
+    tables = [found.coefficients(fit.theta)[0] for fit in found.fits]
+    scores, errors, what = [fit.value for fit in found.fits], np.full(len(tables), np.nan), f"{found.loss} loss"
+    if found.chooser is not None:
+        path = found.chooser.path_
+        scores, errors = [entry["score"] for entry in path], np.array([entry["score_error"] for entry in path])
+        what = "held-out loss per row" if found.how == "cv" else f"{found.how.upper()} (lower is better)"
+        for entry in path[len(tables) :]:
+            wide = np.zeros_like(tables[0])
+            wide[:, entry["support"]] = entry["coef"]
+            tables.append(wide)
+    table = largest_coefficients([columns] * len(tables), tables, columns) * found.spread
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    draw_scores(left, range(len(scores)), scores, errors, found.size, what)
+    draw_coefficients(right, range(len(tables)), table, found.table.names, found.size)
+    if len(tables[0]) > 1:
+        right.set_ylabel("per standard deviation, largest of a class")
+    figure.suptitle(found.target, parse_math=False)
+    try:
+        with mpl.rc_context({"text.parse_math": False}):
+            figure.savefig(file, dpi=130)
+    except (OSError, ValueError) as error:
+        raise OutputError(f"Cannot write {file}: {error}.") from error
+    console.say(f"Wrote {file}")
+
+
+def show(found: Solution, model: ModelReport) -> None:
+    """Print the coefficients, the path and what a reader must know about both."""
+    from rich.table import Table as RichTable
+
+    out = console.output_console()
+    names = list(dict.fromkeys(row["name"] for row in model["features"]))  # k and the forced columns
+    many = len(found.table.classes) > 2
+    title = f"{len(names)} of {model['columns']} columns, {model['samples']:,} rows, {model['loss']} loss"
+    shown = RichTable(title=title, title_justify="left", header_style="bold")
+    shown.add_column("column")
+    if many:
+        shown.add_column("class")
+    for heading in ("coefficient", "standard error", "z", "per standard deviation"):
+        shown.add_column(heading, justify="right")
+    for row in model["features"]:
+        error, z = row["standard_error"], row["z"]
+        shown.add_row(
+            row["name"],
+            *([row.get("label", "")] if many else []),
+            f"{row['coefficient']:.5g}",
+            "–" if error is None else f"{error:.2g}",
+            "–" if z is None else f"{z:.1f}",
+            f"{row['per_standard_deviation']:.3g}",
+        )
+    intercepts = model["intercept"] if isinstance(model["intercept"], list) else [model["intercept"]]
+    for label, value in zip(found.table.classes if many else [""], intercepts, strict=True):
+        shown.add_row("(intercept)", *([label] if many else []), f"{value:.5g}", "", "", "")
+    out.print(shown)
+    out.print(_path_table(found, model))
+    for line in _remarks(found, model):
+        out.print(line)
+
+
+def _path_table(found: Solution, model: ModelReport) -> object:
+    from rich.table import Table as RichTable
+
+    shown = RichTable(title="best columns for every k", title_justify="left", header_style="bold")
+    for heading in ("k", "loss", *(["score"] if found.chooser is not None else [])):
+        shown.add_column(heading, justify="right")
+    shown.add_column("change")
+    before: set[str] = set()
+    for row in model["path"][: found.size + 1 + _BEYOND]:
+        after = set(row["features"])
+        change = [f"+{name}" for name in sorted(after - before)] + [f"-{name}" for name in sorted(before - after)]
+        before = after
+        score, error = row.get("score"), row.get("score_error")
+        cells = [str(row["k"]) + ("*" if row["k"] == found.size else ""), f"{row['value']:.6g}"]
+        if score is not None:
+            cells.append(f"{score:.6g}" + (f" ± {error:.2g}" if error is not None else ""))
+        shown.add_row(*cells, " ".join(change))
+    return shown
+
+
+def _remarks(found: Solution, model: ModelReport) -> list[str]:
+    lines = [f"* the k that is used{'' if found.chooser is None else f', chosen by {found.how}'}"]
+    empty, value = model["value_without_features"], model["value"]
+    share = "nothing to explain" if model["explained"] is None else f"{model['explained']:.1%} of it explained"
+    lines.append(f"loss {value:.6g}, {empty:.6g} without any column: {share}")
+    classes = found.table.classes
+    if model["loss"] == "squared":
+        noise = model["noise"]
+        known = "no rows are left to estimate the noise from"
+        lines.append(known if noise is None else f"noise {noise:.4g} (standard deviation)")
+    elif len(classes) == 2:
+        lines.append(f"coefficients are for {classes[1]!r} against {classes[0]!r}")
+    elif classes:
+        lines.append("coefficients of a column are differences from their mean over the classes")
+    used = {row["name"] for row in model["features"]}
+    for coding in found.table.codings:
+        if coding.levels and used & set(coding.names):
+            lines.append(f"{coding.name}: coefficients are against the reference level {coding.levels[0]!r}")
+        elif coding.fill is not None and used & set(coding.names):
+            lines.append(f"{coding.name}: missing values were replaced by the mean, {coding.fill:.5g}")
+    if found.table.dropped:
+        lines.append(f"{found.table.dropped:,} rows with missing values were left out")
+    lines.append(model["standard_errors"])
+    if "certificate" in model:
+        lines.append(f"certificate: {model['certificate']}")
+    return lines

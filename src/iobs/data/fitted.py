@@ -1,0 +1,147 @@
+"""A fitted regression as plain JSON, and its predictions for new tables; nothing in the file is ever executed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import expit, softmax
+
+from iobs.data.encoding import Coding, Problems, encoded
+from iobs.data.tables import read_columns
+from iobs.errors import DataError, ModelError
+from iobs.optimize.objectives.design import Array
+
+FORMAT = "iobs regression 1"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A generalised linear model on named columns of a table.
+
+    Attributes:
+        target: name of the column that it predicts.
+        loss: "squared", "logistic" or "poisson".
+        classes: of a text target, else empty.
+        codings: how the columns of a table become columns of the design; only of columns that are used.
+        coefficients: (1, d), or (C, d) for C > 2 classes, over the design of `codings`.
+        constants: (1,) or (C,).
+    """
+
+    target: str
+    loss: str
+    classes: tuple[str, ...]
+    codings: tuple[Coding, ...]
+    coefficients: Array
+    constants: Array
+
+    def to_plain(self) -> dict[str, Any]:
+        """The model as plain values for JSON."""
+        codings = [{"name": each.name, "levels": list(each.levels), "fill": each.fill} for each in self.codings]
+        return {
+            "format": FORMAT,
+            "target": self.target,
+            "loss": self.loss,
+            "classes": list(self.classes),
+            "codings": codings,
+            "design": [name for coding in self.codings for name in coding.names],
+            "coefficients": self.coefficients.tolist(),
+            "constants": self.constants.tolist(),
+        }
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Fitted:
+        """The model of plain values.
+
+        Raises:
+            ModelError: the values are not those of a model, or of another format.
+        """
+        if plain.get("format") != FORMAT:
+            raise ModelError(f"The file holds no model of format {FORMAT!r}; write one with iobs solve ... -o MODEL.")
+        try:
+            codings = tuple(
+                Coding(
+                    str(each["name"]),
+                    tuple(str(level) for level in each["levels"]),
+                    None if each["fill"] is None else float(each["fill"]),
+                )
+                for each in plain["codings"]
+            )
+            classes = tuple(str(name) for name in plain["classes"])
+            coefficients = np.array(plain["coefficients"], dtype=np.float64)
+            constants = np.array(plain["constants"], dtype=np.float64)
+            model = cls(str(plain["target"]), str(plain["loss"]), classes, codings, coefficients, constants)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"The model is damaged ({error!r}); write it again with iobs solve ... -o MODEL."
+            ) from None
+        width = sum(len(coding.names) for coding in codings)
+        finite = np.isfinite(coefficients).all() and np.isfinite(constants).all()
+        if coefficients.shape != (constants.size, width) or not finite or model.loss not in _LOSSES:
+            raise ModelError("The model is damaged: its coefficients do not fit its columns; write it again.")
+        return model
+
+    @classmethod
+    def load(cls, file: Path) -> Fitted:
+        """The model that `iobs solve -o` wrote to a file, or to model.json in a folder.
+
+        Raises:
+            ModelError: no such file, or not a model.
+        """
+        file = file / "model.json" if file.is_dir() else file
+        try:
+            plain = json.loads(file.read_text(encoding="utf8"))
+        except OSError as error:
+            raise ModelError(f"Cannot read {file}: {error.strerror}.") from None
+        except ValueError:
+            raise ModelError(f"{file} is not JSON; give the file that iobs solve ... -o wrote.") from None
+        if not isinstance(plain, dict):
+            raise ModelError(f"{file} holds no model; give the file that iobs solve ... -o wrote.")
+        return cls.of_plain(plain["model"] if isinstance(plain.get("model"), dict) else plain)
+
+    def design(self, file: Path) -> Array:
+        """The design matrix (n, d) of a new table; other columns are ignored, and the target may be absent.
+
+        Raises:
+            DataError: a column is absent, or holds what the model does not know; one error has all problems.
+            NonFiniteError: values are missing where the model has nothing to put in their place.
+        """
+        columns = read_columns(file, [coding.name for coding in self.codings if coding.levels])
+        rows = len(next(iter(columns.values())))
+        if rows == 0:
+            raise DataError(f"{file} has no rows.")
+        problems = Problems(str(file))
+        absent = [coding.name for coding in self.codings if coding.name not in columns]
+        for name in absent:
+            problems.add(f"there is no column {name!r}, which the model uses.")
+        there = [coding for coding in self.codings if coding.name in columns]
+        matrix = encoded(there, columns, problems)[0] if there else np.zeros((rows, 0))
+        problems.raise_if_any()
+        return matrix
+
+    def predict(self, file: Path) -> dict[str, list[str] | list[float]]:
+        """Predictions for the rows of a table: the target, and for classes the probability of each.
+
+        Raises:
+            DataError: as `design`.
+            NonFiniteError: as `design`.
+        """
+        margins = self.design(file) @ self.coefficients.T + self.constants
+        if self.loss == "squared":
+            return {self.target: margins[:, 0].tolist()}
+        if self.loss == "poisson":
+            return {self.target: np.exp(np.minimum(margins[:, 0], 700.0)).tolist()}
+        single = margins.shape[1] == 1
+        shares = np.column_stack([expit(-margins), expit(margins)]) if single else softmax(margins, axis=1)
+        classes = self.classes or ("0", "1")
+        found: dict[str, list[str] | list[float]] = {
+            self.target: [classes[number] for number in shares.argmax(axis=1).tolist()]
+        }
+        return found | {f"probability of {name}": shares[:, j].tolist() for j, name in enumerate(classes)}
+
+
+_LOSSES = ("squared", "logistic", "poisson")

@@ -1,0 +1,151 @@
+"""Odd CSV files: each is read as a person means it, or refused by one error that names all its problems."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import typer
+from sklearn.preprocessing import OneHotEncoder
+from typer.testing import CliRunner
+
+from iobs.cli.solve import solve
+from iobs.data import tables
+from iobs.data.tables import read_table
+from iobs.errors import DataError, IOBSError, NonFiniteError
+
+app = typer.Typer()
+app.command()(solve)
+
+
+@pytest.fixture(params=["pandas", "plain"])
+def write(request, tmp_path, monkeypatch):
+    """A function that writes bytes or text as a table; read with pandas and without."""
+    if request.param == "pandas":
+        pytest.importorskip("pandas")
+    else:
+        monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
+
+    def run(content):
+        file = tmp_path / "t.csv"
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return file
+
+    return run
+
+
+ROWS = "".join(f"{a},{b},{a + b}\n" for a, b in ((1, 2), (3, 1), (5, 4), (2, 2)))
+
+READ = {
+    "a byte order mark": ("﻿a,b,y\n" + ROWS, ["a", "b"], [1, 2]),
+    "semicolons": ("a;b;y\n1;2;3\n3;1;4\n5;4;9\n", ["a", "b"], [1, 2]),
+    "semicolons and decimal commas": ("a;b;y\n1,5;2;3\n3,25;1;4\n5;4;9\n", ["a", "b"], [1.5, 2]),
+    "tabs in a .csv": ("a\tb\ty\n1\t2\t3\n3\t1\t4\n", ["a", "b"], [1, 2]),
+    "quoted commas in a name": ('"a, in m",b,y\n' + ROWS, ["a, in m", "b"], [1, 2]),
+    "quoted numbers": ('a,b,y\n"1","2",3\n"3",1,4\n', ["a", "b"], [1, 2]),
+    "Windows line ends": ("a,b,y\r\n1,2,3\r\n3,1,4\r\n", ["a", "b"], [1, 2]),
+    "spaces around numbers": ("a,b,y\n 1 , 2,3\n3,1 ,4\n", ["a", "b"], [1, 2]),
+    "a constant column": ("a,b,y\n1,2,3\n1,1,4\n", ["a", "b"], [1, 2]),
+    "huge whole numbers": (
+        "a,b,y\n123456789012345678901234567890,2,3\n1,1,4\n",
+        ["a", "b"],
+        [1.2345678901234568e29, 2],
+    ),
+    "booleans": ("a,b,y\ntrue,2,3\nFALSE,1,4\n", ["a", "b"], [1, 2]),
+    "exponents": ("a,b,y\n1e3,-2E-1,3\n3,1,4\n", ["a", "b"], [1000, -0.2]),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_odd_table_is_read(name, write):
+    content, names, first = READ[name]
+    table = read_table(write(content), "y")
+    assert table.names == names
+    np.testing.assert_allclose(table.X[0], first)
+
+
+REFUSED = {
+    "an empty column": ("a,b,y\n1,,3\n2,,4\n", NonFiniteError, "column 'b' is empty; leave it out with --drop b"),
+    "a number that overflows": ("a,b,y\n1e400,2,3\n3,1,4\n", NonFiniteError, "'a' is infinite or too large .*row 1"),
+    "a number too large to square": ("a,b,y\n1e200,2,3\n3,1,4\n", NonFiniteError, "'a' is infinite or too large"),
+    "infinity": ("a,b,y\n1,2,3\n3,-inf,4\n", NonFiniteError, "'b' is infinite .*row 2"),
+    "dates": ("a,d,y\n1,2020-01-02,3\n2,2020-01-03,4\n", DataError, "'d' holds dates such as '2020-01-02'; give days"),
+    "local dates": ("a,d,y\n1,2.1.2020,3\n2,31.1.2020,4\n", DataError, "'d' holds dates"),
+    "names of rows": ("id,a,y\nr1,1,3\nr2,3,4\nr3,2,2\n", DataError, "'id' holds text such as 'r1', 3 different ones"),
+    "a typing error": ("a,y\n1,3\n2,4\n3x,4\n", DataError, "'a' holds text such as '3x' among numbers, in row 3"),
+    "an infinite target": ("a,y\n1,3\n2,inf\n", NonFiniteError, "the target 'y' is infinite"),
+    "missing targets": (
+        "a,y\n1,3\n2,\n3,NA\n",
+        NonFiniteError,
+        r"the target 'y' is missing in 2 of 3 rows \(rows 2, 3\)",
+    ),
+    "only missing values": ("a,y\n,\n,\n", NonFiniteError, "has 2 problems"),
+    "a target of names": (
+        "a,y\n" + "".join(f"{i},name{i}\n" for i in range(60)),
+        DataError,
+        "'y' holds 60 different texts such as 'name0'; give numbers",
+    ),
+    "one class": ("a,y\n1,yes\n2,yes\n", DataError, "the target 'y' is 'yes' everywhere"),
+    "another encoding": ("ä,y\n1,2\n".encode("latin-1"), DataError, "save it as text in UTF-8"),
+    "two columns of one name": ("a,a,y\n1,2,3\n", DataError, "several columns of one name: a"),
+    "a long row": ("a,y\n1,2\n1,2,3\n", DataError, "Line 3 .* has 3 entries under a header of 2 names"),
+    "an absent target": ("a,Y\n1,2\n", DataError, "has no column 'y'; it has: a, Y"),
+    "a target much like another": ("a,yield\n1,2\n", DataError, "no column 'yeild'.*Did you mean 'yield'"),
+    "binary": (bytes(range(256)), DataError, "Cannot read"),
+    "only a target": ("y\n1\n2\n", DataError, "no column besides the target"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_odd_table_is_refused_by_one_error(name, write):
+    content, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        read_table(write(content), "yeild" if "much like" in name else "y")
+
+
+def test_all_problems_of_a_table_are_named_at_once(write):
+    lines = [f"{i},{'' if i in (3, 5) else i},2021-01-{i + 1:02d},r{i},{'' if i == 6 else i},," for i in range(9)]
+    file = write("a,gaps,day,id,y,empty,\n" + "\n".join(lines) + "\n")
+    with pytest.raises(DataError) as raised:
+        read_table(file, "y")
+    text = str(raised.value)
+    assert "has 6 problems" in text
+    assert "the target 'y' is missing in 1 of 9 rows (row 7)" in text
+    assert "column 'gaps' is missing in 2 of 9 rows (rows 4, 6)" in text
+    assert "column 'day' holds dates" in text
+    assert "column 'id' holds text" in text
+    assert "column 'empty' is empty" in text
+
+
+def test_rows_with_missing_values_are_dropped_or_marked(write):
+    file = write("a,c,y\n1,u,1\n,v,2\n3,,3\n4,u,\n5,v,5\n")
+    dropped = read_table(file, "y", missing="drop")
+    assert dropped.X.tolist() == [[1, 0], [5, 1]]
+    assert dropped.dropped == 3
+    marked = read_table(file, "y", missing="mean")
+    assert marked.names == ["a", "a is missing", "c=u", "c=v"] or marked.names == [
+        "a",
+        "a is missing",
+        "c=v",
+        "c=(missing)",
+    ]
+    np.testing.assert_allclose(marked.X[:, 0], [1, 3, 3, 5])
+    assert marked.X[:, 1].tolist() == [0, 1, 0, 0]
+    assert marked.y.tolist() == [1, 2, 3, 5]
+    with pytest.raises(NonFiniteError, match="every row has missing values"):
+        read_table(write("a,b,y\n1,,1\n,2,2\n"), "y", missing="drop")
+
+
+def test_categories_are_coded_as_by_scikit_learn(write):
+    towns = ["Rome", "Berlin", "Paris", "Berlin", "Rome", "Paris"]
+    file = write("town,zip,y\n" + "".join(f"{town},{i % 2},{i}\n" for i, town in enumerate(towns)))
+    table = read_table(file, "y", categories=["zip"])
+    assert table.names == ["town=Paris", "town=Rome", "zip=1"]
+    theirs = OneHotEncoder(drop="first", sparse_output=False).fit_transform(np.array(towns)[:, None])
+    np.testing.assert_array_equal(table.X[:, :2], theirs)
+    assert table.codings[0].levels[0] == "Berlin"  # the reference level
+
+
+def test_a_single_row_is_no_regression(write):
+    result = CliRunner().invoke(app, [str(write("a,y\n1,2\n"))])
+    assert isinstance(result.exception, IOBSError)
+    assert "1 row" in str(result.exception)

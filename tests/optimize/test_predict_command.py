@@ -1,0 +1,134 @@
+"""`iobs predict`: a model from `iobs solve` predicts new tables, or says all that does not fit."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+import typer
+from sklearn.datasets import load_wine
+from typer.testing import CliRunner
+
+from iobs.cli.predict import predict
+from iobs.cli.solve import solve
+from iobs.errors import DataError, ModelError, NonFiniteError
+from iobs.optimize.estimators import SparseClassifier
+
+app = typer.Typer()
+app.command("solve")(solve)
+app.command("predict")(predict)
+
+
+def _run(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def _houses(file, rng, n=120, gaps=()):
+    town = rng.choice(["Berlin", "Paris", "Rome"], n)
+    size, rooms = rng.normal(100, 20, n), rng.integers(1, 6, n)
+    price = 3 * size + 40 * rooms + 120 * (town == "Paris") + rng.standard_normal(n)
+    lines = [
+        f"{town[i]},{'' if i in gaps else size[i]},{rooms[i]},{rng.standard_normal()},{price[i]}" for i in range(n)
+    ]
+    file.write_text("town,size,rooms,luck,price\n" + "\n".join(lines) + "\n")
+    return price
+
+
+def _column(text, name):
+    return [row[name] for row in csv.DictReader(io.StringIO(text))]
+
+
+@pytest.fixture
+def model(rng, tmp_path):
+    _houses(tmp_path / "old.csv", rng)
+    _run("solve", tmp_path / "old.csv", "--target", "price", "-k", 3, "-o", tmp_path / "model.json")
+    return tmp_path / "model.json"
+
+
+def test_predictions_of_new_rows_are_close(model, rng, tmp_path):
+    price = _houses(tmp_path / "new.csv", rng, 30)
+    found = np.array(_column(_run("predict", model, tmp_path / "new.csv"), "price"), dtype=float)
+    assert np.abs(found - price).max() < 5
+    _run("predict", tmp_path, tmp_path / "new.csv", "-o", tmp_path / "out.csv")  # a folder with model.json
+    np.testing.assert_array_equal(np.array(_column((tmp_path / "out.csv").read_text(), "price"), dtype=float), found)
+
+
+def test_new_table_may_lack_the_target_and_unused_columns(model, tmp_path):
+    file = tmp_path / "new.csv"
+    file.write_text("rooms,town,size\n2,Berlin,100\n2,Paris,100\n")
+    first, second = (float(value) for value in _column(_run("predict", model, file), "price"))
+    assert first == pytest.approx(380, abs=2)
+    assert second - first == pytest.approx(120, abs=2)
+
+
+def test_new_table_that_does_not_fit_is_refused_with_all_problems(model, tmp_path):
+    file = tmp_path / "new.csv"
+    file.write_text("town,size\nOslo,\nParis,abc\n")
+    with pytest.raises(DataError) as raised:
+        _run("predict", model, file)
+    assert "has 3 problems" in str(raised.value)
+    assert "no column 'rooms'" in str(raised.value)
+    assert "does not know: 'Oslo'; it knows 'Berlin', 'Paris', 'Rome'" in str(raised.value)
+    assert "'size' holds text such as 'abc'" in str(raised.value)
+    file.write_text("town,size,rooms\nParis,,1\n")
+    with pytest.raises(NonFiniteError, match="'size' is missing in 1 of 1 rows"):
+        _run("predict", model, file)
+
+
+def test_imputed_models_impute_new_rows_by_the_old_mean(rng, tmp_path):
+    _houses(tmp_path / "old.csv", rng, gaps=range(0, 120, 9))
+    arguments = ("--target", "price", "--missing", "mean", "-k", 4, "-o", tmp_path / "model.json")
+    assert "missing values were replaced by the mean" in _run("solve", tmp_path / "old.csv", *arguments)
+    (tmp_path / "new.csv").write_text("town,size,rooms,luck\nParis,,2,0\n")
+    assert float(_column(_run("predict", tmp_path / "model.json", tmp_path / "new.csv"), "price")[0]) > 0
+
+
+def test_classes_are_predicted_by_name_with_probabilities(tmp_path):
+    data = load_wine()
+    file = tmp_path / "wine.csv"
+    labels = data.target_names[data.target]
+    rows = [",".join([*map(repr, x.tolist()), label]) for x, label in zip(data.data, labels, strict=True)]
+    file.write_text(",".join([*data.feature_names, "kind"]) + "\n" + "\n".join(rows) + "\n")
+    shown = _run(
+        "solve", file, "--target", "kind", "-k", 3, "-o", tmp_path / "model.json", "--plot", tmp_path / "p.svg"
+    )
+    assert "class_2" in shown
+    found = _run("predict", tmp_path / "model.json", file)
+    estimator = SparseClassifier(3, ridge=1e-6).fit(data.data, labels)
+    assert _column(found, "kind") == estimator.predict(data.data).tolist()
+    shares = np.array(_column(found, "probability of class_1"), dtype=float)
+    np.testing.assert_allclose(shares, estimator.predict_proba(data.data)[:, 1], atol=1e-6)
+    chosen = _run("solve", file, "--target", "kind", "-k", "bic", "--json", "--force", "ash")
+    assert "ash" in json.loads(chosen)["path"][0]["features"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not json", "is not JSON"),
+        ("[]", "holds no model"),
+        ("{}", "no model of format"),
+        ('{"format": "iobs regression 1"}', "damaged"),
+    ],
+)
+def test_damaged_models_are_refused(text, message, tmp_path):
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(ModelError, match=message):
+        _run("predict", tmp_path / "model.json", tmp_path / "model.json")
+    with pytest.raises(ModelError, match="Cannot read"):
+        _run("predict", tmp_path / "none.json", tmp_path / "model.json")
+
+
+def test_model_whose_coefficients_do_not_fit_is_refused(model, tmp_path):
+    plain = json.loads(model.read_text())
+    plain["model"]["coefficients"] = [[1.0]]
+    model.write_text(json.dumps(plain))
+    with pytest.raises(ModelError, match="do not fit its columns"):
+        _run("predict", model, tmp_path / "old.csv")
