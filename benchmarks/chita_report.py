@@ -36,8 +36,8 @@ others (first table). On the authors' draw our form gives the same mask and 66.7
 EXPLANATION = """## Why one-shot CHITA is magnitude and a refit on ResNet-20
 
 The projected gradient steps of CHITA take the exact length on the support. The largest eigenvalue of the Fisher matrix
-sets that length. At 80 % the first step moves no weight by more than 0.052; the least kept weight is 0.116. So all 20
-steps change no entry of the mask, and the result is the mask of magnitude with exact weights on it. The authors'
+sets that length. At 80 % the first step moves no weight by more than 0.052; the least kept weight is 0.116. So
+the steps change no entry of the mask, and the result is the mask of magnitude with exact weights on it. The authors'
 code does the same in its best one-shot setting there, on purpose: its "heuristic" solver starts from magnitude and
 solves block by block.
 
