@@ -66,8 +66,8 @@ def steps(count: int, **changes: Any) -> iobs.FineTune:
 ADAM = {"optimizer": "adam", "lr": 1e-3}
 SQUARES = {
     "mlpnet": Square("0.98", BEST.finetune, RECIPES),
-    "resnet20": Square("0.8", steps(300, **ADAM), RECIPES[:4]),
-    "vit": Square("0.7", steps(300, **ADAM), RECIPES[:3]),
+    "resnet20": Square("0.8", steps(300, **ADAM), RECIPES[:3]),
+    "vit": Square("0.7", steps(300, **ADAM), (ONE_SHOT, TARGETED)),
     "mobilenet": Square("0.6", steps(60, **{**ADAM, "lr": 1e-4}), ()),
     "llama_stories260K": Square("0.5", steps(100, **ADAM), ()),
 }

@@ -29,9 +29,9 @@ WORK = """The work of a run, medians over solvers. Gradient steps include the tr
 of one sample through the whole network. The columns before `best` do not include the measurements of the
 allocation."""
 
-HEADLINE = """`best` takes up to 4,800 gradient steps on the calibration samples, which no one-shot peer does. The parts
-of the recipe (along a line) are worth more than the solver (between lines). The solver is worth most where no gradient
-steps follow. Scores along the recipes:"""
+HEADLINE = """`best` takes up to 4,800 gradient steps on the calibration samples, which no one-shot peer does. Along a
+line stands what the parts of the recipe are worth with one solver. The last line of each network is what the solver
+is worth in each recipe: the lead of ours over the better of magnitude and SparseGPT."""
 
 
 def tables(rows: list[Row]) -> str:
@@ -55,13 +55,7 @@ def grid_table(network: str, level: str, own: list[Row]) -> list[str]:
         cells = [cell(solver, recipe, own) for recipe in RECIPES]
         if any(cells):
             lines.append(f"| {solver} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "The work of a run (medians over solvers): gradient steps, trials of learning rates included; passes of a",
-    ]
-    lines[-1] += (
-        " sample forward through the network and back, the allocation's measurements not included before `best`."
-    )
+    lines += ["", WORK]
     lines += ["", "| recipe | gradient steps | kept in the result | forward passes | backward passes |"]
     lines += ["|---|---|---|---|---|"]
     for recipe in RECIPES:
@@ -92,16 +86,33 @@ def mean_of(rows: list[Row], network: str, solver: str, recipe: str) -> float | 
     return statistics.mean(found) if found else None
 
 
+COMPARED = ("magnitude", "SparseGPT", "ours (ADMM)")
+
+
 def worth(rows: list[Row]) -> list[str]:
     """The headline: the scores along the recipes, with the simplest solver, a peer and ours."""
     lines = ["", "## What each part is worth", "", HEADLINE, ""]
     for network in NETWORKS:
-        for solver in ("magnitude", "SparseGPT", "ours (ADMM)"):
-            scores = [(recipe, mean_of(rows, network, solver, recipe)) for recipe in RECIPES]
-            chain = [f"{recipe} {score:.1f}" for recipe, score in scores if score is not None]
+        scores = {(solver, recipe): mean_of(rows, network, solver, recipe) for solver in COMPARED for recipe in RECIPES}
+        for solver in COMPARED:
+            chain = [
+                f"{recipe} {scores[solver, recipe]:.1f}" for recipe in RECIPES if scores[solver, recipe] is not None
+            ]
             if len(chain) > 1:
                 lines.append(f"- {TITLES[network]}, {solver}: {', '.join(chain)}.")
+        leads = [(recipe, lead(network, [scores[solver, recipe] for solver in COMPARED])) for recipe in RECIPES]
+        told = [f"{recipe} {value:+.1f}" for recipe, value in leads if value is not None]
+        if told:
+            lines.append(f"- {TITLES[network]}, lead of our solver: {', '.join(told)}.")
     return lines
+
+
+def lead(network: str, scores: list[float | None]) -> float | None:
+    """How much better the last score is than the best of the others; None if it or one of them was not measured."""
+    if any(score is None for score in scores):
+        return None
+    sign = -1 if NETWORKS[network].score == "perplexity" else 1
+    return sign * scores[-1] - max(sign * score for score in scores[:-1])
 
 
 def batch_norm(rows: list[Row]) -> list[str]:

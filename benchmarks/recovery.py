@@ -158,7 +158,12 @@ def race(section, cells, make, entries, rows):
         for name, (supports, objectives, seconds) in stats.items():
             found = {"support": float(np.mean(supports)), "objective": float(np.mean(objectives)), "trials": trials}
             times = {"milliseconds": 1e3 * statistics.median(seconds), "processor_seconds": sum(seconds)}
-            rows.put({**key_of(section, label, name, seed), **found, **times, **stamp(seed)})
+            rows.put({**key_of(section, label, name, seed), **found, **times, **stamped(seed)})
+
+
+def stamped(seed):
+    """Commit, seed, machine, and the versions of the peers."""
+    return {**stamp(seed), "peers": versions()}
 
 
 def key_of(section, label, solver, seed):
@@ -249,7 +254,7 @@ def section_general(trials, seed, out):
             errors, spent, wall = zip(*values, strict=True)
             times = {"milliseconds": 1e3 * statistics.median(spent), "wall_milliseconds": 1e3 * statistics.median(wall)}
             measured = {"error": max(errors), "trials": len(values), "processor_seconds": sum(spent)}
-            out.put({**key_of("general", kind, name, seed), **measured, **times, **stamp(seed)})
+            out.put({**key_of("general", kind, name, seed), **measured, **times, **stamped(seed)})
 
 
 def general_solvers(kind, X, margin):
@@ -291,7 +296,7 @@ def section_far(trials, seed, out):
                 steps += [len(result.history) - 1] if good else []
             found = {"reached": reached, "trials": 30, "steps": float(statistics.median(steps)) if steps else None}
             seconds = {"processor_seconds": time.process_time() - began}
-            out.put({**key_of("far", kind, method, seed), **found, **seconds, **stamp(seed)})
+            out.put({**key_of("far", kind, method, seed), **found, **seconds, **stamped(seed)})
 
 
 # n, d, k, correlation, how many
@@ -311,11 +316,11 @@ def section_certificate(trials, seed, out):
                 found = certify(LeastSquares(X, y), k, seconds=20)
                 gaps = {"gap": found.gap, "relative_gap": found.gap_explained, "nodes": found.nodes}
                 times = {"processor_seconds": time.process_time() - begun, "seconds": found.seconds}
-                out.put({**key_of("certificate", label, "iobs", start), **gaps, **times, **stamp(start)})
+                out.put({**key_of("certificate", label, "iobs", start), **gaps, **times, **stamped(start)})
             if "OKRIDGE_PYTHON" in os.environ and not out.has(**key_of("certificate", label, "OKRidge", start)):
                 theirs = okridge(X, y, k)
                 if theirs is not None:
-                    out.put({**key_of("certificate", label, "OKRidge", start), **theirs, **stamp(start)})
+                    out.put({**key_of("certificate", label, "OKRidge", start), **theirs, **stamped(start)})
 
 
 OKRIDGE = """
@@ -365,7 +370,7 @@ def section_million(trials, seed, out):
         if not out.has(**key_of("million", label, name, seed)):
             found = within(PATIENCE, lambda solver=solver: np.flatnonzero(np.asarray(solver(X, y, k)).ravel()))
             right = None if found["support"] is None else int(np.intersect1d(found.pop("support"), chosen).size)
-            out.put({**key_of("million", label, name, seed), **found, "found": right, "of": k, **stamp(seed)})
+            out.put({**key_of("million", label, name, seed), **found, "found": right, "of": k, **stamped(seed)})
 
 
 PATIENCE = 120  # seconds of processor time that a solver of the million columns may take

@@ -26,6 +26,8 @@ def tables(rows: list[Row]) -> str:
         "minimiser: read both. The first seed is in each row; none was used in development. Peers that were not "
         "installed have no column. L0Learn's core (fastsparsegams) is penalised, so the largest support of at most k "
         "on its path is taken. scikit-learn's OMP takes no sparse design.",
+        "",
+        f"Peers: {'; '.join(dict.fromkeys(row['peers'] for row in rows))}.",
     ]
     for section, title in RACES.items():
         lines += table(section, title, rows, race_cell)
