@@ -144,8 +144,8 @@ def test_coverage_of_a_streamed_model_equals_the_resident_one(tmp_path):
 
 
 def test_dense_share_of_20_percent_warns_once():
-    model, batches = build("lstm")
-    with pytest.warns(CoverageWarning, match=r"Only \d+% of the weight entries.*recurrent layers") as caught:
+    model, batches = build("transposed convolution")
+    with pytest.warns(CoverageWarning, match=r"Only \d+% of the weight entries.*convolutions") as caught:
         report = iobs.prune(model, batches, 0.5, "one-shot", solver="magnitude", holdout=0.0)
     assert len(caught) == 1
     assert str(caught[0].message) in report.notes
@@ -159,8 +159,10 @@ def test_embeddings_and_choices_of_the_user_warn_not(ignored):
 
 
 def test_model_without_layers_is_refused_with_what_is_there():
-    with pytest.raises(LayerSelectionError, match=r"0 weight matrices.*LSTM \(576 entries\).*weight_ih_l0.*Replace"):
-        select(nn.LSTM(8, 8))
+    with pytest.raises(
+        LayerSelectionError, match=r"0 weight matrices.*ConvTranspose2d \(584 entries\).*weight.*Replace"
+    ):
+        select(nn.ConvTranspose2d(8, 8, 3))
     model = coverage_models.transposed()
     with pytest.raises(LayerSelectionError, match=r"2 weight matrices and all are skipped.*ignored by name"):
         select(model, ignore="*")

@@ -9,9 +9,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from iobs.core.patterns import Pattern, Unstructured
+from iobs.core.patterns import Pattern, Unstructured, share
 from iobs.data.documents import CORPORA
-from iobs.errors import ProblemError, is_a
+from iobs.errors import PatternError, ProblemError, is_a
 from iobs.models.factory import is_function_spec
 from iobs.models.output import destination
 from iobs.pruning.driver import require_numbers
@@ -166,6 +166,6 @@ def _found(source: str, folder: Path) -> str:
 
 def _share(text: str) -> float:
     try:
-        return float(text)
-    except ValueError:
+        return share(text)
+    except PatternError:
         raise ProblemError(f"holdout must be a number in [0, 1), got {text!r}.") from None

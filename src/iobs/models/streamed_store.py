@@ -100,13 +100,16 @@ class StreamedStore(Store):
             yield store
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self, replaceable: Collection[str] = ()) -> Iterator[None]:
         """Keep the output's files in a temporary folder, which becomes the output at the end.
+
+        Args:
+            replaceable: names in the output directory that are replaced then.
 
         Raises:
             OutputError, AuditError: as `open`.
         """
-        with giving_memory_back(), output_directory(self.output) as folder:
+        with giving_memory_back(), output_directory(self.output, replaceable) as folder:
             self.folder, self._ready = folder, True
             yield
             require_promised(audit(folder), self._rows, self.output)

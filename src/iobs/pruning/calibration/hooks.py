@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import signature
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch as functorch
 from torch.overrides import TorchFunctionMode
 
-from iobs.pruning.network.layers import CONVOLUTIONS, Layer, projections
+from iobs.pruning.calibration.recurrent import matrix_inputs
+from iobs.pruning.network.layers import CONVOLUTIONS, RECURRENT, Layer, projections
 
 Note = Callable[[Layer, nn.Module, Tensor], None]
 Args: TypeAlias = tuple[Any, ...]  # of a module or a torch function
@@ -26,8 +29,8 @@ def captured_inputs(
 ) -> Iterator[None]:
     """Call `note(layer, module, input)` for every input of the layers, and mark layers that torch functions use.
 
-    Layers that are called as modules get a hook. Slices of fused experts, projections of nn.MultiheadAttention, and
-    weights that the model multiplies itself are recognised in the calls of torch functions.
+    Layers that are called as modules get a hook, and so do recurrent modules. Slices of fused experts, projections of
+    nn.MultiheadAttention, and weights that the model multiplies itself are recognised in the calls of torch functions.
 
     Args:
         model: the model.
@@ -44,6 +47,10 @@ def captured_inputs(
                     before = _before_call(layer, note, direct)
                     stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                     stack.callback(module.register_forward_hook(_after_call(layer, direct)).remove)
+        for path, inner in groupby(layers, lambda layer: layer.path):
+            if isinstance(module := model.get_submodule(path), RECURRENT):
+                before = _before_recurrence([*inner], note)
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.enter_context(direct)
         yield
 
@@ -64,7 +71,16 @@ def _holders(model: nn.Module, layer: Layer) -> list[nn.Module]:
 def _before_call(layer: Layer, note: Note, direct: _DirectUses) -> Callable[..., None]:
     def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         direct.inside.add(layer.name)
-        note(layer, module, args[0] if args else next(iter(kwargs.values())))
+        note(layer, module, outside_vmap(args[0] if args else next(iter(kwargs.values()))))
+
+    return before
+
+
+def _before_recurrence(layers: Sequence[Layer], note: Note) -> Callable[..., None]:
+    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        found = matrix_inputs(module, args, kwargs)
+        for layer in layers:
+            note(layer, module, found[layer.parameter])
 
     return before
 
@@ -158,8 +174,21 @@ class _DirectUses(TorchFunctionMode):
         if layer.name in self.inside or matrix.shape != own.shape or matrix.stride() != own.stride():
             return
         # A new object only if necessary, because layers with the same input are recognised by its identity.
-        value = value.detach() if value.requires_grad else value
+        value = outside_vmap(value.detach() if value.requires_grad else value)
         self.note(layer, self.model.get_submodule(layer.path), value)
+
+
+def outside_vmap(value: Tensor) -> Tensor:
+    """The tensor behind a value inside `torch.vmap`, with the mapped dimensions in front; other values unchanged."""
+    while functorch.is_batchedtensor(value):
+        dimension = functorch.maybe_get_bdim(value)
+        value = functorch.get_unwrapped(value).movedim(dimension, 0)
+    return value
+
+
+def version_of(value: Tensor) -> int:
+    """The number of in-place changes of a tensor so far; 0 in inference mode, which does not count them."""
+    return 0 if value.is_inference() else value._version
 
 
 def _transposed(value: Tensor) -> Tensor:

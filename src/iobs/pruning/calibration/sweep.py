@@ -16,7 +16,7 @@ from iobs.errors import NonFiniteError
 from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram, Statistics
-from iobs.pruning.calibration.hooks import captured_inputs
+from iobs.pruning.calibration.hooks import captured_inputs, version_of
 from iobs.pruning.calibration.replay import BEFORE, StopForward, Stream
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.runtime.ranks import ALONE, Ranks
@@ -293,7 +293,7 @@ def _execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict
         counts[layer.name] = counts.get(layer.name, 0) + 1
         if counts[layer.name] == 1:
             alive.append(value)
-            key = (id(value), value._version, *_geometry(module))
+            key = (id(value), version_of(value), *_geometry(module))
             order.setdefault(key, SharedInput([], 1)).layers.append(layer)
 
     for index in sorted(range(len(stream.data)), key=lambda index: -_numbers_a_sample(stream.data[index])):

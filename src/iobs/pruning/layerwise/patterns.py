@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from iobs.core.patterns import Pattern, Unstructured, as_pattern
+from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured, as_pattern
 from iobs.errors import LayerSelectionError, PatternError
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer
@@ -67,8 +67,11 @@ def require_fit(layers: Sequence[Layer], pattern: Pattern) -> None:
     """Check that a pattern fits every layer.
 
     Raises:
-        PatternError: it does not; names all layers that it does not fit.
+        PatternError: it does not; names all layers that it does not fit. Or it has a grid, which only `iobs.solve`
+            takes.
     """
+    if isinstance(pattern, (Grid, SparseGrid)):
+        raise PatternError(f"The pattern {pattern} has a grid, which only iobs.solve takes. Whole networks: not yet.")
     misfits, reason = [], ""
     for layer in layers:
         try:

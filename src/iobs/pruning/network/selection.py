@@ -18,7 +18,9 @@ from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer, find_layers, joined, library_class, linear_maps
 
 _LISTED = 5  # weights and kinds of modules that an error names
-_SUPPORTED = "Linear, Conv1d to Conv3d, MultiheadAttention, Conv1D and fused experts of transformers"
+_SUPPORTED = (
+    "Linear, Conv1d to Conv3d, MultiheadAttention, LSTM, GRU, RNN, and Conv1D and fused experts of transformers"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return Reason("embedding", "embedding")
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return Reason("recurrent", f"weight of a recurrent layer, {kind}")
+        return Reason("recurrent", f"projection of a recurrent layer, {kind}")
     if isinstance(module, _ConvTransposeNd):
         return Reason("convolution", f"weight of a transposed convolution, {kind}")
     if isinstance(module, (ParametrizationList, *linear_maps(), nn.MultiheadAttention)):
@@ -192,10 +194,9 @@ def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) ->
     """The layers that stay dense unless they are included, by name, with the reason."""
     reasons = {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    heads: set[int] = set()
-    if isinstance(model, library_class("transformers.modeling_utils", "PreTrainedModel")):
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        heads = set() if head is None else {id(head)}
+    pretrained = library_class("transformers.modeling_utils", "PreTrainedModel")
+    inner = [module for module in model.modules() if isinstance(module, pretrained)]  # also inside a wrapper
+    heads = {id(module.get_output_embeddings()) for module in inner}  # type: ignore[operator]
     for layer in layers:
         module = model.get_submodule(layer.path)
         if id(layer.stored(model)) in embeddings:
