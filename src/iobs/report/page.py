@@ -204,7 +204,7 @@ def _errors(report: Report) -> str:
 
 
 def _zeros(report: Report) -> str:
-    """Where the zeros went, by kind of layer and by depth; one sentence if all layers have the same share."""
+    """Figure of the zeros by kind of layer and by depth; one sentence if all layers have the same share."""
     rows = report.audit
     if not rows:
         return ""
