@@ -9,7 +9,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
-    from iobs import errors
+    from iobs import errors, transformers
     from iobs.core.column_groups import Groups
     from iobs.core.free_bias import FreeBias
     from iobs.core.patterns import NM, Grid, Unstructured
@@ -59,6 +59,7 @@ __all__ = [
     "prune",
     "save_packed",
     "solve",
+    "transformers",
 ]
 
 _HOMES = {
@@ -78,7 +79,11 @@ _HOMES = {
     "iobs.solvers": ("ADMM", "OBC", "SparseGPT", "solve"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {"errors": "iobs.errors", "objectives": "iobs.optimize.objectives"}
+_MODULES = {
+    "errors": "iobs.errors",
+    "objectives": "iobs.optimize.objectives",
+    "transformers": "iobs.transformers",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -104,7 +104,7 @@ def test_damaged_input_raises_one_error_and_writes_nothing(damage, message, opti
     damage(place / "in" / "model")
     before = sorted(file.relative_to(place) for file in place.rglob("*"))
     result = CliRunner().invoke(app, arguments(place, *options))
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 2, result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("Error:")]
     assert len(lines) == 1, result.stderr
     assert "Traceback" not in result.output

@@ -231,14 +231,30 @@ def parse(text: str) -> Pattern:
             values = Grid(int(bits), int(group)) if divided else Grid(int(bits))
             return SparseGrid(parse(sparse.removesuffix("+")), values) if sparse else values
         if ":" in text:
-            keep, of = text.split(":")
-            return NM(int(keep), int(of))
-        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+            keep, of = map(int, text.split(":"))
+            return NM(keep, of)
     except ValueError:
-        raise PatternError(
-            f"Cannot read the pattern {text!r}: give a sparsity such as 0.5, N:M such as 2:4, or a grid such as int4."
-        ) from None
-    return Unstructured(number)
+        raise _unreadable(text) from None
+    return Unstructured(share(text))
+
+
+def share(text: str) -> float:
+    """Read a share from text: "0.5" or "50%".
+
+    Raises:
+        PatternError: the text is neither.
+    """
+    try:
+        return float(Decimal(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
+    except (ArithmeticError, ValueError):
+        raise _unreadable(text) from None
+
+
+def _unreadable(text: str) -> PatternError:
+    return PatternError(
+        f"Cannot read the pattern {text!r}: "
+        "give a sparsity such as 0.5 or 50%, N:M such as 2:4, or a grid such as int4."
+    )
 
 
 def as_pattern(value: Pattern | float | str) -> Pattern:

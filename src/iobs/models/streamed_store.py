@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +100,16 @@ class StreamedStore(Store):
             yield store
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self, replaceable: Collection[str] = ()) -> Iterator[None]:
         """Keep the output's files in a temporary folder, which becomes the output at the end.
+
+        Args:
+            replaceable: names in the output directory that are replaced then.
 
         Raises:
             OutputError, AuditError: as `open`.
         """
-        with giving_memory_back(), output_directory(self.output) as folder:
+        with giving_memory_back(), output_directory(self.output, replaceable) as folder:
             self.folder, self._ready = folder, True
             yield
             require_promised(audit(folder), self._rows, self.output)
@@ -229,6 +232,10 @@ class StreamedStore(Store):
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Do nothing: there is only one round."""
 
+    def zeros(self) -> int:
+        """Number of zeros among all parameters, counted in the written tensors."""
+        return sum(self._writer.zeros.values())
+
     def audit(self, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
         """The zeros of every pruned layer, counted when its block was written."""
         return self._rows
@@ -293,13 +300,20 @@ class BlockWriter:
     Args:
         streamed: the model and the source's files.
         directory: of the written files.
+
+    Attributes:
+        zeros: number of zeros of every written parameter, by name; a shared parameter has one name.
     """
 
     streamed: StreamedModel
     directory: Path
+    zeros: dict[str, int] = field(default_factory=dict)
 
     def __enter__(self) -> BlockWriter:
-        source = self.streamed.directory
+        source, module = self.streamed.directory, self.streamed.module
+        first = {id(parameter): name for name, parameter in module.named_parameters()}
+        parameters = module.named_parameters(remove_duplicate=False)
+        self.names = {name: first[id(parameter)] for name, parameter in parameters}
         copy_companions(source.path, self.directory, keep_index=True, leave=REPORTS)
         self.writers = {
             file: ShardWriter(self.directory / file.name, entries, source.metadata[file])
@@ -319,6 +333,8 @@ class BlockWriter:
             self._put(name, tensor)
 
     def _put(self, name: str, tensor: Tensor) -> None:
+        if name in self.names:
+            self.zeros[self.names[name]] = int((tensor == 0).sum())
         for file, entries in self.streamed.directory.shards.items():
             if name in entries:
                 self.writers[file].put(name, tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from iobs.errors import AuditError, ModelError, PatternError
 from iobs.pruning.network.layers import Layer, find_layers, projections
 from iobs.pruning.report import AuditRow
 
+_RECURRENT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?$")  # parameters of recurrent modules
 _PRUNED_SHARE = 0.1  # a layer with a smaller share of the zeros that a pattern asks for counts as not pruned
 
 
@@ -129,7 +131,8 @@ def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
 def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The weight matrices in a stored tensor, by name; none in biases and statistics."""
     stacked = tensor.ndim == 3 and len(tensor) > 1  # experts in one tensor
-    if not tensor.is_floating_point() or tensor.ndim < 2 or not (name.endswith("weight") or stacked):
+    named = name.endswith("weight") or _RECURRENT.search(name)
+    if not tensor.is_floating_point() or tensor.ndim < 2 or not (named or stacked):
         return
     if name.endswith("in_proj_weight"):  # of nn.MultiheadAttention
         yield from ((f"{name}.{part}", rows) for part, rows in projections(tensor).items())

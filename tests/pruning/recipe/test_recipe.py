@@ -16,7 +16,7 @@ RECIPES = {
     "blocks": iobs.Recipe(
         solver=iobs.SparseGPT(block=64), allocation=iobs.Allocation("kl", 0.1, 0.9, {"*.0": (0, 0.5)})
     ),
-    "chita++": iobs.Recipe(solver=iobs.CHITA(stages=15, block=100)),
+    "chita++": iobs.Recipe(solver=iobs.CHITA(stages=15, block=100, searches=2)),
     "rules": iobs.Recipe(
         rules=(
             iobs.Rule("re:.*attn.*", pattern="2:4", solver="sparsegpt"),

@@ -16,7 +16,7 @@ from iobs.errors import NonFiniteError
 from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram, Statistics
-from iobs.pruning.calibration.hooks import captured_inputs
+from iobs.pruning.calibration.hooks import captured_inputs, version_of
 from iobs.pruning.calibration.replay import BEFORE, StopForward, Stream
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.runtime.ranks import ALONE, Ranks
@@ -110,7 +110,7 @@ class Sweep:
         residency: holds weights and activations.
 
     Attributes:
-        without_input: layers that have received no input so far.
+        without_input: layers that have received no input so far; True if the model uses their weight in some other way.
     """
 
     model: nn.Module
@@ -124,7 +124,7 @@ class Sweep:
     positions: int = gram.POSITIONS
     ranks: Ranks = ALONE
     residency: Residency = field(default_factory=InMemory)
-    without_input: list[Layer] = field(default_factory=list, init=False)
+    without_input: dict[Layer, bool] = field(default_factory=dict, init=False)
 
     @property
     def _own(self) -> tuple[Samples, Samples]:
@@ -148,7 +148,7 @@ class Sweep:
         data = self._own[0].batches + self._own[1].batches
         models = [self.model] if self.reference is None else [self.model, self.reference]
         streams = [Stream(one, data, self.chain, keep=self._kept) for one in models]
-        self.without_input = list(self.layers)
+        self.without_input = dict.fromkeys(self.layers, False)
         for stage in streams[0].stages:
             self.residency.enter(stage)
             yield from self._groups_of(streams, stage)
@@ -166,12 +166,12 @@ class Sweep:
 
     def _groups_of(self, streams: list[Stream], stage: int) -> Iterator[Group]:
         """The groups of one stage."""
-        wanted = streams[0].layers_of(stage, self.without_input)
+        wanted = streams[0].layers_of(stage, [*self.without_input])
         with torch.no_grad():
-            order = self._agreed(_execution_order(streams[0], stage, wanted), wanted)
+            order = self._agreed(_execution_order(streams[0], stage, wanted, self.without_input), wanted)
         for shared in order:
             found = set(shared.layers)
-            self.without_input = [layer for layer in self.without_input if layer not in found]
+            self.without_input = {layer: used for layer, used in self.without_input.items() if layer not in found}
             if shared.layers[0].expert is None:
                 yield Group(shared.layers, partial(self._statistics, streams, stage, shared))
             else:
@@ -271,11 +271,12 @@ def _entry(found: Callable[[], list[Statistics]], number: int) -> Statistics:
     return found()[number]
 
 
-def _execution_order(stream: Stream, stage: int, layers: list[Layer]) -> list[SharedInput]:
+def _execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[Layer, bool]) -> list[SharedInput]:
     """The layers that a stage calls, in execution order, grouped by input.
 
     The first run is on the batch of the largest samples, where a loop over positions is longest. Further batches
-    follow while some layers have not been called, such as experts that receive few tokens.
+    follow while some layers have not been called, such as experts that receive few tokens. Layers whose weight is the
+    argument of any torch function are marked in `used`.
     """
     if not layers:
         return []
@@ -292,14 +293,14 @@ def _execution_order(stream: Stream, stage: int, layers: list[Layer]) -> list[Sh
         counts[layer.name] = counts.get(layer.name, 0) + 1
         if counts[layer.name] == 1:
             alive.append(value)
-            key = (id(value), value._version, *_geometry(module))
+            key = (id(value), version_of(value), *_geometry(module))
             order.setdefault(key, SharedInput([], 1)).layers.append(layer)
 
     for index in sorted(range(len(stream.data)), key=lambda index: -_numbers_a_sample(stream.data[index])):
         uncounted = [layer for layer in layers if layer.name not in counts]
         if not uncounted:
             break
-        with captured_inputs(stream.model, uncounted, note):
+        with captured_inputs(stream.model, uncounted, note, used):
             stream.run(stage, index)
     groups = []
     for shared in order.values():

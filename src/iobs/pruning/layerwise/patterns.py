@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured, as_pattern
 from iobs.errors import LayerSelectionError, PatternError
+from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import Rule
@@ -27,13 +28,13 @@ def patterns_of(
     """
     for rule in rules:
         _require_match(rule, selection)
-    dense: dict[str, str] = {}
+    dense: dict[str, Reason] = {}
     found: dict[Layer, Pattern] = {}
     for layer in selection.layers:
         matching = [rule for rule in rules if rule.matches(layer.name)]
         last = next((rule for rule in reversed(matching) if rule.dense or rule.pattern is not None), None)
         if last is not None and last.dense:
-            dense[layer.name] = f"dense by the rule {last.match!r}"
+            dense[layer.name] = Reason("asked", f"dense by the rule {last.match!r}")
         else:
             found[layer] = pattern if last is None else as_pattern(last.pattern)  # type: ignore[arg-type]
     if not found:
