@@ -5,7 +5,7 @@ THREADS ?= 2
 PLACE := import sysconfig; print(sysconfig.get_path("purelib"))
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo check test test-all test-vision golden lint package benchmarks benchmarks-quick clean
+.PHONY: setup demo check test test-all test-vision golden lint docs notebooks package benchmarks benchmarks-quick clean
 
 setup: .venv/.setup
 
@@ -56,6 +56,20 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation site; warnings are errors, and nothing is read from a network.
+docs: .venv/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+	$(BIN)/python docs/check_offline.py build/site
+	@echo "The site is in build/site; open build/site/index.html"
+
+# Executes the tutorials and stores their outputs.
+notebooks: .venv/.docs
+	$(BIN)/python docs/run_notebooks.py
+
+.venv/.docs: .venv/.demo
+	$(INSTALL) -e '.[docs]'
+	@touch $@
 
 # Builds wheel and sdist, and uses the wheel in a fresh environment that has only the core dependencies.
 package: setup

@@ -46,7 +46,11 @@ class UnusableOutputError(OutputError, ValueError):
 
 
 class CheckpointError(IOBSError, RuntimeError):
-    """A checkpoint belongs to another run; the message names the difference."""
+    """A checkpoint belongs to another run, is damaged, or cannot be written."""
+
+
+class OtherRunError(CheckpointError, ValueError):
+    """A checkpoint belongs to another run; the message names the differing settings."""
 
 
 class DistributedError(IOBSError, RuntimeError):

@@ -115,6 +115,10 @@ def compare(
         except IOBSError as error:  # the others go on; what took hours is not lost
             console.warn(f"{name} at {text} failed: {error}")
             continue
+        except KeyboardInterrupt:
+            if trials and output is not None:
+                console.warn(f"{len(trials)} of {len(pairs)} results are in {output / RESULTS}.")
+            raise
         trials.append(Trial(name, text, sparsity, metric, found[metric], seconds))
         _keep(trials, dense[metric], output)
     loaded.module.load_state_dict(original)

@@ -29,13 +29,13 @@ def prune_low_memory(
     """
     from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
     from iobs.cli.results import write_card
-    from iobs.cli.running import prune_as_asked, saying_how_to_continue
+    from iobs.cli.running import prune_as_asked
     from iobs.models.output import expanded
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore, without_weights
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import require_alone
-    from iobs.report import write_report
+    from iobs.report import summary_lines, write_report
 
     require_alone()
     options, recipe, output, checkpoint = asked.options, asked.recipe, place.output, place.checkpoint
@@ -63,7 +63,7 @@ def prune_low_memory(
         return
     _show(plan, console.say)
     store.require_room(plan)
-    with saying_how_to_continue(checkpoint), store.writing(place.replaceable):
+    with store.writing(place.replaceable):
         facts = {"model": directory, "calibration": name, "seq_len": window}
         report = prune_as_asked(store, batches, asked, checkpoint, facts)
         write_card(report, "transformers", store.folder, Path(directory) / "README.md")
@@ -73,7 +73,10 @@ def prune_low_memory(
     if as_json:
         console.print_json({"output": str(output), **report.as_dict()})
         return
-    console.output_console().print(f"Written: {output} ({report.sparsity:.2%} zeros)")
+    out = console.output_console()
+    for line in summary_lines(report):
+        out.print(line)
+    out.print(f"Written: {output} ({report.sparsity:.2%} zeros)")
 
 
 def _show(plan: Plan, show: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -141,7 +142,7 @@ def prune(
 ) -> None:
     """Prune MODEL and write it to a directory that loads as before, with report.html, report.json and recipe.yaml."""
     from iobs.cli.low_memory import prune_low_memory
-    from iobs.cli.running import Place
+    from iobs.cli.running import Place, saying_how_to_continue
 
     asked = _asked(method, calibration, loading.dtype, low_memory)
     if output is None and not dry_run:
@@ -149,9 +150,16 @@ def prune(
     place = Place.of(model, output, overwrite, resume)
     if asked.options.low_memory:
         _refuse_whole(calibration, loading)
-        prune_low_memory(model, asked, loading.device, place, dry_run, talk.as_json)
-    else:
-        _prune_resident(model, asked, calibration.eval_data, loading, place, dry_run, talk.as_json)
+    failure = None
+    with nullcontext() if dry_run else saying_how_to_continue(place.checkpoint):
+        if asked.options.low_memory:
+            prune_low_memory(model, asked, loading.device, place, dry_run, talk.as_json)
+        else:
+            failure = _prune_resident(model, asked, calibration.eval_data, loading, place, dry_run, talk.as_json)
+    if isinstance(failure, KeyboardInterrupt):
+        raise failure
+    if failure is not None:  # a script must not take a model without its scores for one that was scored
+        raise typer.Exit(1)
 
 
 def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memory: bool | None) -> Asked:
@@ -216,10 +224,14 @@ def _prune_resident(
     place: Place,
     dry_run: bool,
     as_json: bool,
-) -> None:
+) -> BaseException | None:
+    """Prune a model that is in memory as a whole.
+
+    Returns:
+        The error of scoring the pruned model, which is written nevertheless.
+    """
     from iobs.cli.loading import load_model
     from iobs.cli.results import write_results
-    from iobs.cli.running import saying_how_to_continue
     from iobs.data import open_source
     from iobs.models import check_output, output_directory, size_in_bytes
     from iobs.pruning.driver import requested
@@ -237,22 +249,18 @@ def _prune_resident(
             open_source([*options.data], "calibration", loaded)
         if current().first:
             _show_layers(request, selection.skipped, as_json)
-        return
+        return None
     assert output is not None
     check_output(output, size_in_bytes(loaded.module), place.replaceable)
-    with saying_how_to_continue(checkpoint):
-        report, failure = _run(loaded, asked, scoring, checkpoint)
-        if not current().first:
-            return
-        with output_directory(output, place.replaceable) as temporary:
-            write_results(loaded, report, temporary, model_folder=None)
-            asked.write(temporary)
+    report, failure = _run(loaded, asked, scoring, checkpoint)
+    if not current().first:
+        return None
+    with output_directory(output, place.replaceable) as temporary:
+        write_results(loaded, report, temporary, model_folder=None)
+        asked.write(temporary)
     place.finish()
     _show(report, output, as_json)
-    if isinstance(failure, KeyboardInterrupt):
-        raise failure
-    if failure is not None:  # a script must not take a model without its scores for one that was scored
-        raise typer.Exit(1)
+    return failure
 
 
 def _scoring_data(loaded: LoadedModel, specs: list[str] | None) -> Source | None:
@@ -277,12 +285,14 @@ def _run(
     from iobs.cli.results import score
     from iobs.cli.running import prune_as_asked
     from iobs.errors import first_line
+    from iobs.evaluate import BeforeAfter
 
     options = asked.options
     name, window, batches = batches_of_run(loaded, options)
     dense = score(loaded, scoring, options.seq_len, "scoring the dense model")
     facts = {"model": loaded.source, "calibration": name, "seq_len": window}
-    report = prune_as_asked(loaded.module, batches, asked, checkpoint, facts)
+    shown = [BeforeAfter(batches, loaded.tokenizer)]
+    report = prune_as_asked(loaded.module, batches, asked, checkpoint, facts, shown)
     try:
         pruned = score(loaded, scoring, options.seq_len, "scoring the pruned model")
     except (Exception, KeyboardInterrupt) as error:
@@ -308,7 +318,8 @@ def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool) ->
     zeros = {layer: asked_zeros(pattern, layer.shape) for layer, pattern in request.patterns.items()}
     if as_json:
         layers = [{"layer": one.name, "shape": one.shape, "zeros": count} for one, count in zeros.items()]
-        console.print_json({"pattern": str(request.pattern), "layers": layers, "dense": skipped})
+        dense = {name: str(reason) for name, reason in skipped.items()}
+        console.print_json({"pattern": str(request.pattern), "layers": layers, "dense": dense})
         return
     for layer, count in zeros.items():
         table.add_row(layer.name, " x ".join(map(str, layer.shape)), f"{count:,} of {layer.weights:,}")

@@ -31,7 +31,9 @@ class SparsityCallback(TrainerCallback):
     `load_best_model_at_end` has loaded its model. Each log gains `sparsity`: the share of zeros among the entries of
     all matrices that held zeros when training began.
 
-    Raises, from the methods that the `Trainer` calls:
+    The errors come from the methods that the `Trainer` calls.
+
+    Raises:
         ModelError: DeepSpeed, FSDP, Megatron or tensor parallelism splits the parameters, or the optimizer steps on
             tensors that are not parameters of the model.
         LayerSelectionError: the model holds no zeros.

@@ -90,8 +90,7 @@ def test_linearity_check_runs_no_forward_on_plain_layers():
 @pytest.mark.parametrize("kind", ["StdConv2d", "ScaledStdConv2d", "Conv2dSame"])
 def test_timm_convolutions_that_change_the_weight_stay_dense(kind):
     ensure_torchvision()
-    from timm import layers
-
+    layers = pytest.importorskip("timm.layers")
     network = nn.Sequential(getattr(layers, kind)(3, 8, 3, stride=2), nn.Flatten(), nn.LazyLinear(4)).eval()
     images = torch.randn(4, 3, 8, 8)
     network(images)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from iobs.errors import CheckpointError
+from iobs.errors import CheckpointError, OtherRunError
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.differences import differences
 from iobs.pruning.runtime.ranks import current
@@ -110,7 +110,7 @@ class DiskCheckpoint(Checkpoint):
             ) from error
         different = differences(stored, identity)
         if different:
-            raise CheckpointError(
+            raise OtherRunError(
                 f"The checkpoint in {self.directory} is of another run: {different}. Give the settings that it was "
                 "started with, or another directory, or remove this one."
             )
