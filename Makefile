@@ -101,6 +101,8 @@ benchmarks-quick-others:
 	$(BENCHMARK)/small_networks.py --quick $(AGAIN)
 	-$(BENCHMARK)/layer_race.py --quick $(WITH_PEERS) $(AGAIN)
 	$(BENCHMARK)/layer_shapes.py --quick $(WITH_PEERS) $(AGAIN)
+	$(BENCHMARK)/structured_layers.py --quick --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/grid_layers.py --quick $(AGAIN)
 	$(BENCHMARK)/recovery.py --quick $(AGAIN)
 	$(BENCHMARK)/resume_kills.py --kills 5
 
@@ -112,6 +114,8 @@ benchmarks: setup
 	$(BENCHMARK)/small_networks.py $(AGAIN)
 	-$(BENCHMARK)/layer_race.py $(WITH_PEERS) $(AGAIN)
 	$(BENCHMARK)/layer_shapes.py $(WITH_PEERS) $(AGAIN)
+	$(BENCHMARK)/structured_layers.py --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/grid_layers.py $(AGAIN)
 	$(BENCHMARK)/recovery.py $(AGAIN)
 	$(BENCHMARK)/resume_kills.py
 	$(BENCHMARK)/resume_kills.py --ranks 2 --kills 5

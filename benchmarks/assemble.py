@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import chita_report
+import grid_layers
 import grid_report
 import layer_report
 import layer_shapes
@@ -19,6 +20,7 @@ import recovery_report
 import resnet20_oneshot
 import scale_report
 import small_networks
+import structured_layers
 from rows import RESULTS, Row, read
 
 PAGE = Path(__file__).resolve().parent / "RESULTS.md"
@@ -43,6 +45,8 @@ SECTIONS = (
     Section("small_networks", small_networks.tables, "seven small networks, a development set"),
     Section("layer_race", layer_report.tables, "error and time of a single layer, beside SparseGPT, ALPS and OBC"),
     Section("layer_shapes", layer_shapes.tables, "time and memory of large layers"),
+    Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
+    Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),
 )

