@@ -40,6 +40,7 @@ MODULES = {
         "workspace",
         "decisions",
         "baselines",
+        "reconstruction",
         "cost",
         "algorithm",
         "driver",

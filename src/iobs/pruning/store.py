@@ -112,9 +112,17 @@ class Store(InMemory):
         """The layer's weights in the dense model, (rows, columns); None if the current weights are still dense."""
         return layer.matrix(self._original[layer.key])
 
+    def dense_tensor(self, name: str) -> Tensor | None:
+        """A parameter of the dense model by name; None if the current parameter is still dense."""
+        return self._original[name]
+
     def write(self, layer: Layer, weight: Tensor) -> None:
         """Write a layer's pruned weights, (rows, columns)."""
         layer.write(self.model, weight)
+
+    def write_tensor(self, name: str, value: Tensor) -> None:
+        """Write a parameter that changes besides the pruned weights, such as a bias."""
+        self.model.get_parameter(name).detach().copy_(value)
 
     def put(self, layer: Layer, tensor: Tensor) -> None:
         """Write a layer's tensor from a checkpoint, in the shape and dtype of the parameter."""

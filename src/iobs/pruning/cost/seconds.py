@@ -59,7 +59,7 @@ def estimate_seconds(
     """
     batch = batches.take(fit.batches[0], torch.arange(min(16, batches.size(fit.batches[0]))))
     forward = min(_timed(model, batch) for _ in range(2)) / batches.size(batch)  # seconds per sample
-    streams = 2 if recipe.target in ("dense", "model") or recipe.inputs == "dense" else 1
+    streams = 2 if recipe.target != "layer" or recipe.inputs == "dense" else 1
     # A group of layers costs a pass of its own block along a chain, and otherwise a pass of the whole model.
     passes = streams * (2 + len(layers) / (2 * max(1, len(chain))))
     rows = _rows_per_sample(model, layers, batch, POSITIONS)
