@@ -29,7 +29,7 @@ from iobs.models.streamed import StreamedModel
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.calibration.blocks import Block, inside
-from iobs.pruning.cost.memory_plan import Plan, plan
+from iobs.pruning.cost.memory_plan import Plan, held_blocks, plan
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe
@@ -67,6 +67,9 @@ class StreamedStore(Store):
         self._patterns: dict[Layer, Pattern] = {}
         self._pruned: set[Layer] = set()
         self._rows: list[AuditRow] = []
+        self._changed: set[str] = set()  # other parameters of the blocks in memory that were changed
+        self._recipe = Recipe()
+        self._dense: StreamedModel | None = None  # the same blocks of the dense model, if the recipe compares with them
         self._ready = False  # for its only run, which lets the weights outside the blocks go
 
     @classmethod
@@ -126,6 +129,7 @@ class StreamedStore(Store):
         if not self._ready:
             raise ProblemError("A streamed store takes one run, in the context of its `open`; open another one.")
         self.require_streamable(recipe)
+        self._recipe = recipe
 
     @staticmethod
     def require_streamable(recipe: Recipe) -> None:
@@ -135,15 +139,17 @@ class StreamedStore(Store):
             ProblemError: names the settings.
         """
         usual = Recipe()
-        whole = ("allocation", "target", "inputs", "rounds", "finetune", "batch_norm")
+        whole = ("allocation", "inputs", "rounds", "finetune", "batch_norm")
         names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
+        if recipe.target == "model":
+            names.append("target")
         if recipe.network_solver is not None:
             names.append("solver")
         if names:
             raise ProblemError(
                 f"{', '.join(names)}: not with one block in memory at a time yet, because the whole model would be "
-                'needed. Take the recipe "one-shot" and its solver, refine, damping, rules and keep_zeros, or prune in '
-                "memory."
+                'needed. Take the recipe "one-shot" and its solver, refine, damping, target, bias, blocks, rules and '
+                "keep_zeros, or prune in memory."
             )
 
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
@@ -173,6 +179,8 @@ class StreamedStore(Store):
     def running(self, patterns: Mapping[Layer, Pattern], memory: MemoryWatch) -> Iterator[None]:
         """Open the output's files for a run, and measure memory continuously."""
         self._patterns, self._ready = dict(patterns), False
+        if self._recipe.target != "layer" or self._recipe.blocks is not None:
+            self._dense = self.streamed.dense_copy()
         with ExitStack() as stack:
             self._spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.folder)))
             self._writer = stack.enter_context(BlockWriter(self.streamed, self.folder))
@@ -189,33 +197,61 @@ class StreamedStore(Store):
         if 0 <= stage < len(self.streamed.blocks):
             block = self.streamed.blocks[stage]
             self.streamed.load(block)
+            if self._dense is not None:
+                self._dense.load(block)
             require_finite(self.model, [layer for layer in self._patterns if inside(layer, block.path)])
 
     def leave(self, stage: int) -> None:
         """Write a block to the output and drop it; after the stage before the blocks, drop the weights outside them."""
-        if stage < 0:
+        if stage < 0 and self._recipe.blocks is None:  # a reconstruction runs the head
             self.streamed.drop_outside()
+            if self._dense is not None:
+                self._dense.drop_outside()
+        elif stage < 0:
+            return
         elif stage < len(self.streamed.blocks):
             block = self.streamed.blocks[stage]
             written = {layer: pattern for layer, pattern in self._patterns.items() if layer in self._pruned}
             written = {layer: pattern for layer, pattern in written.items() if inside(layer, block.path)}
             self._rows += audit_layers(self.model, written)
-            self._writer.block(block, {layer.key for layer in written})
+            changed = {name for name in self._changed if name.startswith(f"{block.path}.")}
+            self._changed -= changed
+            self._writer.block(block, {layer.key for layer in written} | changed)
             self.streamed.drop(block)
+            if self._dense is not None:
+                self._dense.drop(block)
 
     def keep(self, index: int, hidden: Tensor) -> Tensor:
         """Put the hidden state of a batch into a mapped file, or leave it on a GPU."""
         return spilled(self._spill / f"{index}.hidden", hidden) if self.device.type == "cpu" else hidden
 
     # ---- weights
+    @property
+    def dense_model(self) -> nn.Module | None:
+        """The dense model with the same blocks in memory, if the recipe needs it."""
+        return None if self._dense is None else self._dense.module
+
     def dense(self, layer: Layer) -> Tensor | None:
-        """None: the current weights of a layer are the dense ones."""
-        return None
+        """The dense weights of a layer in memory; None without a dense model: the current weights are still dense."""
+        return None if self._dense is None else layer.read(self._dense.module)
+
+    def dense_tensor(self, name: str) -> Tensor | None:
+        """A dense parameter in memory; None without a dense model."""
+        return None if self._dense is None else self._dense.module.get_parameter(name).detach()
+
+    def write_tensor(self, name: str, value: Tensor) -> None:
+        """Write a parameter into the model, rounded to its dtype in the files; outside the blocks also to its file."""
+        rounded = self.streamed.rounded(name, value)
+        super().write_tensor(name, rounded)
+        if any(name.startswith(f"{block.path}.") for block in self.streamed.blocks):
+            self._changed.add(name)
+        else:
+            self._writer.put(name, rounded)
 
     def write(self, layer: Layer, weight: Tensor) -> None:
         """Write a layer's pruned weights into the model, rounded to the dtype of its file."""
         self._pruned.add(layer)
-        super().write(layer, self.streamed.rounded(layer, weight))
+        super().write(layer, self.streamed.rounded(layer.key, weight))
 
     def put(self, layer: Layer, tensor: Tensor) -> None:
         """Write a layer's stored tensor from a checkpoint into the model."""
@@ -240,16 +276,19 @@ class StreamedStore(Store):
         model_bytes = sum(entry.bytes for entry in entries.values())
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]
         numbers = [sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks]
+        held = held_blocks(recipe)
+        outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
         return plan(
             layers=selection.layers,
-            block_bytes=itemsize * max(numbers),
-            outside_bytes=model_bytes - sum(entry.bytes for block in blocks for entry in block),
+            block_bytes=held.bytes(max(numbers), itemsize),
+            outside_bytes=0 if recipe.blocks is not None else outside,
             model_bytes=model_bytes,
             batches=batches,
             recipe=recipe,
             holdout=holdout,
             itemsize=itemsize,
             device=self.device,
+            held=held,
         )
 
     def require_room(self, plan: Plan) -> None:
@@ -307,18 +346,19 @@ class BlockWriter:
         }
         inner = {name for block in self.streamed.blocks for name in self.streamed.names(block)}
         for name, tensor in source.read([name for name in source.entries if name not in inner]):
-            self._put(name, tensor)
+            self.put(name, tensor)
         return self
 
     def block(self, block: Block, pruned: set[str]) -> None:
         """Write a block: pruned tensors from memory, the others bit for bit from the source."""
         source, state = self.streamed.directory, self.streamed.module.state_dict()
         for name in pruned:
-            self._put(name, state[name].to(source.entries[name].dtype))
+            self.put(name, state[name].to(source.entries[name].dtype))
         for name, tensor in source.read([name for name in self.streamed.names(block) if name not in pruned]):
-            self._put(name, tensor)
+            self.put(name, tensor)
 
-    def _put(self, name: str, tensor: Tensor) -> None:
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor into the file that holds it in the source; a second call replaces it."""
         for file, entries in self.streamed.directory.shards.items():
             if name in entries:
                 self.writers[file].put(name, tensor)

@@ -202,7 +202,9 @@ def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:
         samples, heldout = in_steps(samples, recipe.blocks), in_steps(work.heldout, recipe.blocks)
     else:
         heldout = work.heldout
-    if teacher is None and (recipe.inputs == "dense" or (recipe.blocks is not None and work.chain)):
+    if work.scoring is None:
+        teacher = work.store.dense_model
+    elif teacher is None and (recipe.inputs == "dense" or (recipe.blocks is not None and work.chain)):
         assert work.scoring is not None
         teacher = work.scoring.reference
     return Sweep(

@@ -49,6 +49,11 @@ class Store(InMemory):
         """The device that the model computes on."""
         return next(self.model.parameters()).device
 
+    @property
+    def dense_model(self) -> nn.Module | None:
+        """The dense model beside the model, if the store holds one; models in memory are copied by `Scoring`."""
+        return None
+
     # ---- before the run
     def require_possible(self, recipe: Recipe) -> None:
         """Check that the recipe works with the part of the model that is in memory at one time.

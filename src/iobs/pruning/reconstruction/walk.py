@@ -83,6 +83,7 @@ class Walk:
     projection: Projection
     fit: BlockFit
     rate: float | None = field(default=None, init=False)
+    _place: int = field(default=1, init=False)  # of the dense model's hidden states, 1 or 3
 
     def __post_init__(self) -> None:
         self.rate = None if self.fit.lr == "auto" else self.fit.lr
@@ -97,7 +98,8 @@ class Walk:
         for stage in base.stages:
             sweep.residency.enter(stage)
             if stage in full:
-                wanted = self._outputs(dense, stage)
+                other = 4 - self._place
+                wanted = self._outputs(dense, stage, other)
                 self._prune_block(ahead, dense, stage, wanted)
                 last = stage == full[-1] and self.fit.last == "kl"
                 window = Window(self._streams(base, dense), range(first, stage + 1), wanted, last)
@@ -106,8 +108,9 @@ class Walk:
                 self._move(base, base, range(before, first))
                 for passed in range(before, first):
                     sweep.residency.leave(passed)
-                self._move(base, ahead, range(first, stage + 1))
-                dense.hidden = wanted
+                if stage != full[-1] or sweep.without_input:
+                    self._move(base, ahead, range(first, stage + 1))
+                dense.hidden, dense.keep, self._place = wanted, sweep.place(other), other
                 continue
             self._project(sweep, [ahead if stage >= 0 else base, dense], stage, self.projection)
             if stage < 0:
@@ -158,9 +161,9 @@ class Walk:
         return Streams(pruned, dense, [*range(count)], [*range(count, len(pruned.data))])
 
     @torch.no_grad()
-    def _outputs(self, dense: Stream, stage: int) -> list[Tensor]:
-        """The outputs of a block of the dense model on its stored inputs, by batch."""
-        keep = self.sweep.place(3 if stage % 2 else 1)  # the inputs are still in the other place
+    def _outputs(self, dense: Stream, stage: int, place: int) -> list[Tensor]:
+        """The outputs of a block of the dense model, stored in another place than the inputs, which stay."""
+        keep = self.sweep.place(place)
         found = (dense.through([stage], index, hidden.clone()) for index, hidden in enumerate(dense.hidden))
         return [keep(index, hidden) for index, hidden in enumerate(found)]
 
