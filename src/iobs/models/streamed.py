@@ -125,8 +125,12 @@ class StreamedModel:
         return cls(directory, module, blocks, place, arithmetic or _native(widest, place), surplus)
 
     def dense_copy(self) -> StreamedModel:
-        """The same files with a module of its own, whose weights outside the blocks are shared; blocks are empty."""
-        shared = {id(value): value for value in (*self.module.parameters(), *self.module.buffers())}
+        """The same files with a module of its own, whose matrices outside the blocks are shared; blocks are empty.
+
+        Vectors such as the scale of the last norm are copied, since a reconstruction changes them.
+        """
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        shared = {id(value): value for value in tensors if value.ndim > 1 or value.is_meta}
         return replace(self, module=copy.deepcopy(self.module, shared))
 
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:

@@ -5,13 +5,10 @@ The source's files are read tensor by tensor, and the output's files are written
 
 from __future__ import annotations
 
-import errno
-import os
-import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from iobs.models.huggingface import check_directory, context_of, has_tokenizer, 
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import check_output, expanded, output_directory
 from iobs.models.shards import ShardWriter
+from iobs.models.spill import reserve, spilled
 from iobs.models.streamed import StreamedModel
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.pruning.audit import audit, audit_layers, require_promised
@@ -38,6 +36,27 @@ from iobs.pruning.runtime.memory import MemoryWatch, giving_memory_back
 from iobs.pruning.runtime.ranks import require_alone
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Names, Store
+
+__all__ = ["BlockWriter", "StreamedStore", "reserve", "spilled", "without_weights"]
+
+
+@dataclass
+class _Run:
+    """State of the only run of a store.
+
+    Attributes:
+        recipe: of the run.
+        patterns: of every layer.
+        pruned: layers that have been pruned.
+        changed: other parameters of the blocks in memory that were changed.
+        rows: zeros of the layers whose blocks were written.
+    """
+
+    recipe: Recipe = field(default_factory=Recipe)
+    patterns: dict[Layer, Pattern] = field(default_factory=dict)
+    pruned: set[Layer] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
+    rows: list[AuditRow] = field(default_factory=list)
 
 
 class StreamedStore(Store):
@@ -64,11 +83,7 @@ class StreamedStore(Store):
         self.streamed, self.output = streamed, output
         self.arithmetic = streamed.arithmetic
         self.folder = output
-        self._patterns: dict[Layer, Pattern] = {}
-        self._pruned: set[Layer] = set()
-        self._rows: list[AuditRow] = []
-        self._changed: set[str] = set()  # other parameters of the blocks in memory that were changed
-        self._recipe = Recipe()
+        self._run = _Run()
         self._dense: StreamedModel | None = None  # the same blocks of the dense model, if the recipe compares with them
         self._ready = False  # for its only run, which lets the weights outside the blocks go
 
@@ -112,7 +127,7 @@ class StreamedStore(Store):
         with giving_memory_back(), output_directory(self.output) as folder:
             self.folder, self._ready = folder, True
             yield
-            require_promised(audit(folder), self._rows, self.output)
+            require_promised(audit(folder), self._run.rows, self.output)
 
     @property
     def device(self) -> torch.device:
@@ -129,7 +144,7 @@ class StreamedStore(Store):
         if not self._ready:
             raise ProblemError("A streamed store takes one run, in the context of its `open`; open another one.")
         self.require_streamable(recipe)
-        self._recipe = recipe
+        self._run.recipe = recipe
 
     @staticmethod
     def require_streamable(recipe: Recipe) -> None:
@@ -178,8 +193,8 @@ class StreamedStore(Store):
     @contextmanager
     def running(self, patterns: Mapping[Layer, Pattern], memory: MemoryWatch) -> Iterator[None]:
         """Open the output's files for a run, and measure memory continuously."""
-        self._patterns, self._ready = dict(patterns), False
-        if self._recipe.target != "layer" or self._recipe.blocks is not None:
+        self._run.patterns, self._ready = dict(patterns), False
+        if self._run.recipe.target != "layer" or self._run.recipe.blocks is not None:
             self._dense = self.streamed.dense_copy()
         with ExitStack() as stack:
             self._spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.folder)))
@@ -199,11 +214,11 @@ class StreamedStore(Store):
             self.streamed.load(block)
             if self._dense is not None:
                 self._dense.load(block)
-            require_finite(self.model, [layer for layer in self._patterns if inside(layer, block.path)])
+            require_finite(self.model, [layer for layer in self._run.patterns if inside(layer, block.path)])
 
     def leave(self, stage: int) -> None:
         """Write a block to the output and drop it; after the stage before the blocks, drop the weights outside them."""
-        if stage < 0 and self._recipe.blocks is None:  # a reconstruction runs the head
+        if stage < 0 and self._run.recipe.blocks is None:  # a reconstruction runs the head
             self.streamed.drop_outside()
             if self._dense is not None:
                 self._dense.drop_outside()
@@ -211,19 +226,32 @@ class StreamedStore(Store):
             return
         elif stage < len(self.streamed.blocks):
             block = self.streamed.blocks[stage]
-            written = {layer: pattern for layer, pattern in self._patterns.items() if layer in self._pruned}
+            written = {layer: pattern for layer, pattern in self._run.patterns.items() if layer in self._run.pruned}
             written = {layer: pattern for layer, pattern in written.items() if inside(layer, block.path)}
-            self._rows += audit_layers(self.model, written)
-            changed = {name for name in self._changed if name.startswith(f"{block.path}.")}
-            self._changed -= changed
+            self._run.rows += audit_layers(self.model, written)
+            changed = {name for name in self._run.changed if name.startswith(f"{block.path}.")}
+            self._run.changed -= changed
             self._writer.block(block, {layer.key for layer in written} | changed)
             self.streamed.drop(block)
             if self._dense is not None:
                 self._dense.drop(block)
 
+    def release(self, stage: int) -> None:
+        """Drop a block without writing it."""
+        if 0 <= stage < len(self.streamed.blocks):
+            self.streamed.drop(self.streamed.blocks[stage])
+            if self._dense is not None:
+                self._dense.drop(self.streamed.blocks[stage])
+
     def keep(self, index: int, hidden: Tensor) -> Tensor:
         """Put the hidden state of a batch into a mapped file, or leave it on a GPU."""
         return spilled(self._spill / f"{index}.hidden", hidden) if self.device.type == "cpu" else hidden
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Put a tensor into a mapped file of its own until the end of the run, or leave it on a GPU."""
+        if self.device.type != "cpu":
+            return tensor
+        return spilled(self._spill / f"{len([*self._spill.iterdir()])}.held", tensor)
 
     # ---- weights
     @property
@@ -244,18 +272,18 @@ class StreamedStore(Store):
         rounded = self.streamed.rounded(name, value)
         super().write_tensor(name, rounded)
         if any(name.startswith(f"{block.path}.") for block in self.streamed.blocks):
-            self._changed.add(name)
+            self._run.changed.add(name)
         else:
             self._writer.put(name, rounded)
 
     def write(self, layer: Layer, weight: Tensor) -> None:
         """Write a layer's pruned weights into the model, rounded to the dtype of its file."""
-        self._pruned.add(layer)
+        self._run.pruned.add(layer)
         super().write(layer, self.streamed.rounded(layer.key, weight))
 
     def put(self, layer: Layer, tensor: Tensor) -> None:
         """Write a layer's stored tensor from a checkpoint into the model."""
-        self._pruned.add(layer)
+        self._run.pruned.add(layer)
         super().put(layer, tensor)
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -267,7 +295,7 @@ class StreamedStore(Store):
 
     def audit(self, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
         """The zeros of every pruned layer, counted when its block was written."""
-        return self._rows
+        return self._run.rows
 
     # ---- cost of a run
     def plan(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float) -> Plan:
@@ -298,31 +326,6 @@ class StreamedStore(Store):
             OutputError: the disk has too little room.
         """
         check_output(self.output, needed_bytes=plan.model_bytes + plan.spilled_bytes)
-
-
-def reserve(file: Path, size: int) -> None:
-    """Create a file of `size` bytes with its space on the disk reserved.
-
-    Without the reservation, writing into a mapped file kills the process if the disk is full.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    with file.open("wb") as opened:
-        if sys.platform != "linux" or not size:
-            return
-        try:
-            os.posix_fallocate(opened.fileno(), 0, size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # raised by file systems without reservations
-                raise
-
-
-def spilled(file: Path, hidden: Tensor) -> Tensor:
-    """A copy of a tensor in a file that is mapped into memory, so that it takes no anonymous memory."""
-    reserve(file, hidden.numel() * hidden.element_size())
-    kept = torch.from_file(str(file), shared=True, size=hidden.numel(), dtype=hidden.dtype)
-    return kept.reshape(hidden.shape).copy_(hidden)
 
 
 @dataclass

@@ -43,8 +43,16 @@ class Residency(Protocol):
         """Release the weights of a stage, after the inputs of the next stage have been computed."""
         ...
 
+    def release(self, stage: int) -> None:
+        """Release the weights of a stage without keeping them; it will be entered again."""
+        ...
+
     def keep(self, index: int, hidden: Tensor) -> Tensor:
         """Store a hidden state until the next block needs it; it replaces the one at the same `index`."""
+        ...
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Store a tensor until the end of the run."""
         ...
 
 
@@ -59,9 +67,16 @@ class InMemory:
     def leave(self, stage: int) -> None:
         """Do nothing."""
 
+    def release(self, stage: int) -> None:
+        """Do nothing."""
+
     def keep(self, index: int, hidden: Tensor) -> Tensor:
         """Return the hidden state itself."""
         return hidden
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself."""
+        return tensor
 
 
 @dataclass(frozen=True)

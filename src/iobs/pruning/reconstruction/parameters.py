@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,11 @@ class Masters:
         }
         return cls(store, values, masks)
 
+    def held(self, hold: Callable[[Tensor], Tensor]) -> Masters:
+        """The same masters and masks, each stored by `hold`."""
+        values, masks = ({name: hold(one) for name, one in part.items()} for part in (self.values, self.masks))
+        return Masters(self.store, values, masks)
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The model's parameters, in the order of the masters; they require gradients afterwards."""
@@ -88,9 +93,14 @@ class Masters:
     @torch.no_grad()
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Write a snapshot into the masters and into the model."""
+        self.replace(values)
+        self.copy_to_model()
+
+    @torch.no_grad()
+    def replace(self, values: Mapping[str, Tensor]) -> None:
+        """Write a snapshot into the masters alone."""
         for name, value in values.items():
             self.values[name].copy_(value)
-        self.copy_to_model()
 
     @torch.no_grad()
     def keep(self) -> None:

@@ -19,14 +19,17 @@ from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction.fitting import Fit, Streams, Window
+from iobs.pruning.reconstruction.network_steps import NetworkSteps
 from iobs.pruning.reconstruction.parameters import Masters, fitted_names
 from iobs.pruning.report import JsonObject
 from iobs.pruning.samples.batches import Batch, positions, size, take
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 
+NETWORK_RATES = (5e-5, 2e-4, 5e-4, 1.5e-3)
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 _TRIAL_SHARE, _TRIAL_STEPS = 5, 12  # a trial of a rate takes a fifth of the steps, and at least twelve
+_NETWORK_SHARE = 10  # a trial of a rate of the whole network takes a tenth of its steps
 _RETREAT = 4.0  # a fit that raises the held-out loss is repeated with a rate this much smaller
 _FIRST_SHARE = 0.6  # of the sparsity, in the first of several projections
 _GROWTH = 1.5  # exponent of the growth: about 42, 55, 65 and 70 % for four projections to 70 %
@@ -76,6 +79,7 @@ class Walk:
 
     Attributes:
         rate: learning rate of the fits; None until it is chosen.
+        fitted: parameters of finished blocks, if steps of the whole network follow.
     """
 
     work: Workspace
@@ -83,6 +87,7 @@ class Walk:
     projection: Projection
     fit: BlockFit
     rate: float | None = field(default=None, init=False)
+    fitted: list[Masters] = field(default_factory=list, init=False)
     _place: int = field(default=1, init=False)  # of the dense model's hidden states, 1 or 3
 
     def __post_init__(self) -> None:
@@ -107,7 +112,7 @@ class Walk:
                 before, first = first, min(next_start(full, stage, self.fit.window), stage + 1)
                 self._move(base, base, range(before, first))
                 for passed in range(before, first):
-                    sweep.residency.leave(passed)
+                    self._leave(passed)
                 if stage != full[-1] or sweep.without_input:
                     self._move(base, ahead, range(first, stage + 1))
                 dense.hidden, dense.keep, self._place = wanted, sweep.place(other), other
@@ -117,10 +122,94 @@ class Walk:
                 sweep.advance([base, dense], stage)
                 sweep.residency.leave(stage)
                 ahead.arguments, ahead.hidden = base.arguments, [*base.hidden]
+                begin = self._begin(base)
             elif stage < count:
                 sweep.advance([ahead, dense], stage)
         for stage in range(first, count + 1):
-            sweep.residency.leave(stage)
+            self._leave(stage)
+        if self.fit.network_steps:
+            self._network(begin, dense)
+
+    # ---- steps of the whole network
+    def _begin(self, base: Stream) -> Stream:
+        """A stream that keeps the inputs of the first block, which the steps of the whole network start from."""
+        if not self.fit.network_steps:
+            return base
+        keep = self.sweep.place(4)
+        return replace(base, hidden=[keep(index, hidden) for index, hidden in enumerate(base.hidden)])
+
+    def _leave(self, stage: int) -> None:
+        """Leave a finished block; before steps of the whole network only its fitted parameters are kept."""
+        if not self.fit.network_steps or stage >= len(self.sweep.chain):
+            self.sweep.residency.leave(stage)
+            return
+        model, layers = self.work.store.model, self.work.selection.layers
+        names, masks = fitted_names(model, layers, [self.sweep.chain[stage].path], self.work.frozen)
+        residency = self.sweep.residency
+        self.fitted.append(Masters.of(self.work.store, names, masks).held(residency.hold))
+        residency.release(stage)
+
+    def _network(self, begin: Stream, dense: Stream) -> None:
+        """Take the steps of the whole network, undo them if they raise the held-out loss, and leave all blocks."""
+        work, key, residency = self.work, f"round {self.projection.index} steps of the network", self.sweep.residency
+        masters = [*self.fitted, Masters.of(work.store, self._vectors_outside(), {})]
+        streams = self._streams(begin, dense)
+        steps = NetworkSteps(
+            begin, dense, masters, residency, streams.fit, streams.heldout, self.sweep.ranks, work.request.seed
+        )
+        if key in work.checkpoint:
+            tensors = work.checkpoint.get(key)[0]
+            for one in masters:
+                one.replace({name: tensors[name] for name in one.values})
+        else:
+            before = steps.loss()
+            rate = self._network_rate(steps, before)
+            if not self._after_network(steps, self.fit.network_steps, rate) < before:
+                steps.undo()
+                work.note(f"The steps of the whole network are left out: they raise the held-out loss {before:.3g}.")
+            work.checkpoint.put(key, {name: value for one in masters for name, value in one.values.items()}, {})
+        for stage, one in enumerate(masters):
+            residency.enter(stage)
+            one.copy_to_model()
+            one.keep()
+            residency.leave(stage)
+
+    def _network_rate(self, steps: NetworkSteps, before: float) -> float:
+        """The learning rate of the steps of the whole network, given or chosen by trials."""
+        if self.fit.network_lr != "auto":
+            return self.fit.network_lr
+        count = max(_TRIAL_STEPS, self.fit.network_steps // _NETWORK_SHARE)
+
+        def trial(rate: float) -> float:
+            steps.undo()
+            steps.run(count, rate)
+            return steps.loss()
+
+        tried = try_rates(trial, NETWORK_RATES, before)
+        steps.undo()
+        best = boldest({("adam", rate): loss for rate, loss in tried.items()})
+        rate = NETWORK_RATES[0] if best is None else best[1]
+        text = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in tried.items())
+        self.work.note(f"Learning rate of the whole network: {rate:g} (held-out loss {before:.4g}, trials {text}).")
+        return rate
+
+    def _after_network(self, steps: NetworkSteps, count: int, rate: float) -> float:
+        """The held-out loss after steps of the whole network; infinite if they diverge."""
+        try:
+            steps.run(count, rate)
+            return steps.loss()
+        except NonFiniteError:
+            return math.inf
+
+    def _vectors_outside(self) -> list[str]:
+        """The names of the vectors outside the blocks, such as the scale of the last norm."""
+        everywhere = tuple(f"{block.path}." for block in self.sweep.chain)
+        return [
+            name
+            for name, value in self.work.store.model.named_parameters()
+            if value.ndim == 1 and value.is_floating_point() and not name.startswith(everywhere)
+            if name not in self.work.frozen
+        ]
 
     # ---- projections of one block
     def _prune_block(self, ahead: Stream, dense: Stream, stage: int, wanted: list[Tensor]) -> None:
@@ -203,13 +292,7 @@ class Walk:
         paths = [chain[stage].path for stage in window.stages]
         names, masks = fitted_names(model, layers, paths, work.frozen)
         if window.kl:
-            everywhere = tuple(f"{block.path}." for block in chain)
-            names += [
-                name
-                for name, value in model.named_parameters()
-                if value.ndim == 1 and value.is_floating_point() and not name.startswith(everywhere)
-                if name not in work.frozen
-            ]
+            names += self._vectors_outside()
         seed = work.request.seed + window.stages.stop
         return Fit(window, Masters.of(work.store, names, masks), self.sweep.ranks, seed)
 
