@@ -2,19 +2,37 @@
 PYTHON ?= python3
 BIN := .venv/bin
 THREADS ?= 2
+PLACE := import sysconfig; print(sysconfig.get_path("purelib"))
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo check test test-all golden lint clean
+.PHONY: setup demo check test test-all test-vision golden lint docs notebooks package benchmarks benchmarks-quick clean
 
-setup: .venv/.installed
+setup: .venv/.setup
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "iobs needs Python 3.11 or newer; run: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: setup
+# The package alone, without the tools of developers.
+.venv/.demo: .venv/.python pyproject.toml constraints.txt
+	$(INSTALL) -e .
+	@touch $@
+
+.venv/.setup: .venv/.demo
+	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+# An environment of its own on top of .venv: the torchvision of the registry does not fit every build of torch, and
+# where it does not, nothing outside iobs can import it.
+.venv-vision/.setup: .venv/.setup
+	$(BIN)/python -m venv .venv-vision
+	$(BIN)/python -c '$(PLACE)' > $$(.venv-vision/bin/python -c '$(PLACE)')/below.pth
+	.venv-vision/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm torchvision
+	@touch $@
+
+demo: .venv/.demo
 	$(BIN)/iobs demo
 
 check: setup
@@ -23,6 +41,10 @@ check: setup
 
 test: setup
 	$(BIN)/python -m pytest -q -n $(THREADS)
+
+# The tests that need timm and torchvision, which `make test` skips.
+test-vision: .venv-vision/.setup
+	.venv-vision/bin/python -m pytest -q -n $(THREADS) -k 'timm or vision' tests/models tests/pruning tests/data tests/paper
 
 test-all: setup
 	$(BIN)/python -m pytest -q -m 'slow or not slow'
@@ -35,5 +57,61 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation site; warnings are errors, and nothing is read from a network.
+docs: .venv/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+	$(BIN)/python docs/check_offline.py build/site
+	@echo "The site is in build/site; open build/site/index.html"
+
+# Executes the tutorials and stores their outputs.
+notebooks: .venv/.docs
+	$(BIN)/python docs/run_notebooks.py
+
+.venv/.docs: .venv/.demo
+	$(INSTALL) -e '.[docs]'
+	@touch $@
+
+# Builds wheel and sdist, and uses the wheel in a fresh environment that has only the core dependencies.
+package: setup
+	$(BIN)/python scripts/check_package.py
+
+# Rows that are there are skipped; AGAIN=--again measures rows of other commits anew. DATA is the folder of zoo.py; PEERS
+# is the folder of the clones that benchmarks/layer_peers.py names (without it only our solvers run in the layer race).
+DATA ?= ../shared/data
+PEERS ?=
+AGAIN ?=
+BENCHMARK = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks
+WITH_PEERS = $(if $(PEERS),--peers $(PEERS))
+
+benchmarks-quick: setup
+	$(BENCHMARK)/grid.py --quick --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/networks.py --quick --data $(DATA) $(AGAIN) --networks mlpnet resnet20 --methods magnitude SparseGPT \
+		CHITA "one shot, uniform" "fast (one shot)"
+	$(BENCHMARK)/resnet20_oneshot.py --quick --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/paper_rounds.py --quick --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/small_networks.py --quick $(AGAIN)
+	$(BENCHMARK)/layer_race.py --quick $(WITH_PEERS) $(AGAIN)
+	$(BENCHMARK)/layer_shapes.py --quick $(WITH_PEERS) $(AGAIN)
+	$(BENCHMARK)/recovery.py --quick $(AGAIN)
+	$(BENCHMARK)/resume_kills.py --kills 5
+	$(BENCHMARK)/assemble.py
+
+benchmarks: setup
+	$(BENCHMARK)/grid.py --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/networks.py --ablations --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/resnet20_oneshot.py --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/paper_rounds.py --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/small_networks.py $(AGAIN)
+	$(BENCHMARK)/layer_race.py $(WITH_PEERS) $(AGAIN)
+	$(BENCHMARK)/layer_shapes.py $(WITH_PEERS) $(AGAIN)
+	$(BENCHMARK)/recovery.py $(AGAIN)
+	$(BENCHMARK)/resume_kills.py
+	$(BENCHMARK)/resume_kills.py --ranks 2 --kills 5
+	$(BENCHMARK)/two_ranks.py
+	$(BENCHMARK)/scale.py --model 1024 --layers 1 --threads 1
+	$(BENCHMARK)/scale.py --model 1.1b --layers 1 --threads 1
+	$(BENCHMARK)/scale.py
+	$(BENCHMARK)/assemble.py
+
 clean:
-	rm -rf .venv iobs-demo build dist *.egg-info
+	rm -rf .venv .venv-vision iobs-demo build dist *.egg-info

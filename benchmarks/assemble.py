@@ -1,41 +1,112 @@
-"""Put the tables of benchmarks/results/ together in benchmarks/RESULTS.md; each section names its command.
+"""Write benchmarks/RESULTS.md from the rows in results/, and nothing else; also the picture of the layer race.
 
 python benchmarks/assemble.py
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-# In the order of the results page: what a reader asks first comes first.
+import chita_report
+import grid_report
+import layer_report
+import layer_shapes
+import networks_report
+import paper_rounds
+import recovery_report
+import resnet20_oneshot
+import scale_report
+import small_networks
+from rows import RESULTS, Row, read
+
+PAGE = Path(__file__).resolve().parent / "RESULTS.md"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section: the file of its rows, its tables, and what it answers."""
+
+    rows: str
+    tables: Callable[[list[Row]], str]
+    answers: str
+
+
+# What a reader asks first comes first.
 SECTIONS = (
-    "resnet20_oneshot",
-    "paper_rounds",
-    "networks",
-    "small_networks",
-    "layer_race",
-    "layer_shapes_cpu",
-    "recovery",
-    "scale",
+    Section("grid", grid_report.tables, "what the solver and each part of the recipe are worth"),
+    Section("networks", networks_report.tables, "accuracy against sparsity, ours and peers, on five networks"),
+    Section("networks", chita_report.tables, "the strongest peer: its authors' figures beside ours"),
+    Section("resnet20_oneshot", resnet20_oneshot.tables, "the solvers alone, on one network"),
+    Section("paper_rounds", paper_rounds.tables, "the paper's algorithm, round by round"),
+    Section("small_networks", small_networks.tables, "seven small networks, a development set"),
+    Section("layer_race", layer_report.tables, "error and time of a single layer, beside SparseGPT, ALPS and OBC"),
+    Section("layer_shapes", layer_shapes.tables, "time and memory of large layers"),
+    Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
+    Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),
 )
+
 INTRODUCTION = """# Results
 
-Every figure here was made by a script in this folder, beside its peer, with the same threads and the same count of
-non-zeros (a page says where two differ); where the two were not run one after the other the section says so. Machines
-were small and shared: trust ratios, not seconds. Nothing was chosen on test data. Each section names its command;
-`python benchmarks/assemble.py` puts the sections together.
-"""
+Each table is made by one command, which stands at its head, from rows in `benchmarks/results/*.jsonl`. Each row names
+its commit, seed, processor seconds and machine. This page is written from the rows alone (`benchmarks/assemble.py`).
+
+    make benchmarks-quick    # a part of every table, in under 30 minutes on two quiet cores
+    make benchmarks          # everything; hours. Done rows are skipped, so it can be stopped and continued
+
+- **Data.** Nothing was chosen on test data. All methods of a table see the same calibration samples, unless it says
+  otherwise, and make the same number of zeros.
+- **Seconds** are processor seconds of one thread. Rows from before these were recorded say so ("s wall", machine "not
+  recorded"): their machines were small and shared, so trust ratios, not seconds.
+- **Old tables.** Where a table was made before rows were kept, its old figures stand under "Older figures", transcribed
+  with their commit, until the command has measured them again.
+- **`fast` and `best`** are this library's recipes. `fast` takes no gradient step. `best` takes up to 4,800 gradient
+  steps on the calibration samples, which no one-shot peer does; the first section says what these steps are worth."""
 
 
-def lowered(line: str) -> str:
-    """A line of a section as it stands one folder and one heading up."""
-    return f"#{line}" if line.startswith("#") else line.replace("](layer_race.png)", "](results/layer_race.png)")
+def page() -> str:
+    """The whole page."""
+    bodies = [section.tables(read(section.rows)).strip() for section in SECTIONS]
+    bodies = [joined(body, older(section.rows)) for section, body in zip(SECTIONS, bodies, strict=True)]
+    titles = [body.split("\n")[0].lstrip("# ") for body in bodies]
+    contents = [
+        f"{number}. [{title}](#{anchor(title)}): {section.answers}"
+        for number, (title, section) in enumerate(zip(titles, SECTIONS, strict=True), 1)
+    ]
+    lowered = ["\n".join(f"#{line}" if line.startswith("#") else line for line in body.split("\n")) for body in bodies]
+    return "\n\n".join([INTRODUCTION, "## Contents", "\n".join(contents), *lowered]) + "\n"
+
+
+def joined(body: str, old: str) -> str:
+    """A section and its older figures, if there are any."""
+    return f"{body}\n\n{old}" if old and not body.startswith(chita_report.INTRODUCTION[:9]) else body
+
+
+def anchor(title: str) -> str:
+    """The anchor of a title, as GitHub makes it."""
+    return "".join(sign for sign in title.lower().replace(" ", "-") if sign.isalnum() or sign in "-_")
+
+
+def older(name: str) -> str:
+    """Tables of a page that were made before rows were kept."""
+    rows = [row for row in read("transcribed") if row["page"] == name]
+    if not rows:
+        return ""
+    lines = ["## Older figures", "", "Transcribed from the page of the named commit; their raw rows were not kept."]
+    for title, commit, seed, head in dict.fromkeys(
+        (row["title"], row["commit"], row["seed"], tuple(row["head"])) for row in rows
+    ):
+        own = [row for row in rows if (row["title"], row["seed"]) == (title, seed)]
+        lines += ["", f"**{title}** (commit {commit}, seeds {seed})", ""]
+        lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        lines += [f"| {' | '.join(row['cells'])} |" for row in own if tuple(row["head"]) == head]
+    return "\n".join(lines)
 
 
 def main() -> None:
-    texts = [(HERE / "results" / f"{name}.md").read_text(encoding="utf8").strip() for name in SECTIONS]
-    # Sections are pages of their own with one title each; here they are one level down.
-    bodies = ["\n".join(lowered(line) for line in text.splitlines()) for text in texts]
-    (HERE / "RESULTS.md").write_text("\n\n".join([INTRODUCTION.strip(), *bodies]) + "\n", encoding="utf8")
+    layer_report.plot(read("layer_race"), RESULTS / "layer_race.png")
+    PAGE.write_text(page(), encoding="utf8")
 
 
 if __name__ == "__main__":

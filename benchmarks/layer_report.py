@@ -6,10 +6,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from rows import UNRECORDED, Row
 
 ORDER = ["SparseGPT", "ours sparsegpt", "ours admm fast", "ours admm", "ours admm best", "ALPS", "ours obc", "OBC"]
 CHOSEN_ON = ["L2.q", "L5.o", "L0.o", "L2.o", "S1024", "S4096x1024"]
@@ -30,28 +27,35 @@ def ratios(cells: Cells, solver: str, peer: str, field: str) -> dict[tuple[str, 
     }
 
 
-def write_report(rows: list[dict], folder: Path) -> None:
-    """layer_race.md and layer_race.png."""
+def cells_of(rows: list[Row]) -> Cells:
+    """Rows by (problem, sparsity) and solver."""
     cells: Cells = {}
     for row in rows:
         cells.setdefault((row["problem"], row["cell"]), {})[row["solver"]] = row
-    plot(cells, folder / "layer_race.png")
+    return cells
+
+
+def tables(rows: list[Row]) -> str:
+    """The page of the race."""
+    cells = cells_of(rows)
+    old = sum(row["machine"] == UNRECORDED for row in rows)
     text = [
         "# The layer race",
         "",
-        "Made by `benchmarks/layer_race.py`: real layers of all-MiniLM-L6-v2 and synthetic ones, float32 problems, "
-        "damping 0.01, CPU, one thread, one process, interleaved, non-zeros equal to within five. Errors are relative, "
-        "under the undamped Gram matrix. Seconds are CPU time, least of up to three repeats. "
+        "`python benchmarks/layer_race.py --peers FOLDER`: real layers of all-MiniLM-L6-v2 and synthetic ones, float32 "
+        "problems, damping 0.01, CPU, one thread, one process, interleaved, nonzeros equal to within five. Errors are "
+        "relative, under the undamped Gram matrix. Seconds are processor time, least of up to three repeats. "
         "SparseGPT and ours were timed beside each other, mostly in a run after the others. "
-        f"The ADMM schedules were chosen on {', '.join(CHOSEN_ON)}; every layer is reported.",
+        f"The ADMM schedules were chosen on {', '.join(CHOSEN_ON)}; every layer is reported. Of the {len(rows)} rows, "
+        f"{old} were measured before commits were recorded; they name the commit that stored them.",
         "",
-        "![error against time](layer_race.png)",
+        "![error against time](results/layer_race.png)",
         "",
         *summary(cells),
         *by_group(cells),
         *by_cell(cells),
     ]
-    (folder / "layer_race.md").write_text("\n".join(text) + "\n")
+    return "\n".join(text) + "\n"
 
 
 def summary(cells: Cells) -> list[str]:
@@ -69,10 +73,10 @@ def summary(cells: Cells) -> list[str]:
             f"| {solver} | {geometric_mean(ratios(cells, solver, 'SparseGPT', 'error').values()):.3f} "
             f"| {geometric_mean(against.values()):.4f} ({max(against.values(), default=math.nan):.3f}) "
             f"| {geometric_mean(ratios(cells, solver, 'ALPS', 'held_out').values()):.4f} "
-            f"| {geometric_mean(ratios(cells, solver, 'SparseGPT', 'seconds').values()):.3f} "
-            f"| {geometric_mean(ratios(cells, solver, 'ALPS', 'seconds').values()):.3f} | {len(against)} |"
+            f"| {geometric_mean(ratios(cells, solver, 'SparseGPT', 'processor_seconds').values()):.3f} "
+            f"| {geometric_mean(ratios(cells, solver, 'ALPS', 'processor_seconds').values()):.3f} | {len(against)} |"
         )
-    obc = ratios(cells, "ours obc", "OBC", "seconds")
+    obc = ratios(cells, "ours obc", "OBC", "processor_seconds")
     if obc:
         error = ratios(cells, "ours obc", "OBC", "error")
         lines += ["", f"OBC at 384 columns: {geometric_mean(obc.values()):.4f} of the reference's time at "]
@@ -88,7 +92,7 @@ def summary(cells: Cells) -> list[str]:
         lines[-1] += f"({len(same)} cells)."
     large = cells.get(("S1024", "0.5"), {}).get("ours obc")
     if large:
-        lines += ["", f"A whole 1024 x 1024 layer by exact greedy removal: {large['seconds']:.1f} s."]
+        lines += ["", f"A whole 1024 x 1024 layer by exact greedy removal: {large['processor_seconds']:.1f} s."]
     return [*lines, ""]
 
 
@@ -114,9 +118,11 @@ def by_group(cells: Cells) -> list[str]:
         def mean(solver: str, peer: str, field: str, part: Cells = part) -> float:
             return geometric_mean(ratios(part, solver, peer, field).values())
 
-        entries = [f"{mean(s, 'ALPS', 'error'):.4f} ({mean(s, 'ALPS', 'seconds'):.3f})" for s in solvers]
+        entries = [f"{mean(s, 'ALPS', 'error'):.4f} ({mean(s, 'ALPS', 'processor_seconds'):.3f})" for s in solvers]
         for solver in ("ours sparsegpt", "ours admm fast"):
-            entries.append(f"{mean(solver, 'SparseGPT', 'error'):.3f}, {mean(solver, 'SparseGPT', 'seconds'):.3f}")
+            entries.append(
+                f"{mean(solver, 'SparseGPT', 'error'):.3f}, {mean(solver, 'SparseGPT', 'processor_seconds'):.3f}"
+            )
         lines.append(f"| {name} | " + " | ".join(entries) + " |")
     return [*lines, ""]
 
@@ -127,7 +133,7 @@ def by_cell(cells: Cells) -> list[str]:
     lines += ["| layer | sparsity | " + " | ".join(solvers) + " |", "|" + "---|" * (len(solvers) + 2)]
     for (problem, cell), rows in cells.items():
         entries = [
-            f"{100 * rows[s]['error']:.3f} / {100 * rows[s]['held_out']:.3f} ({rows[s]['seconds']:.3f})"
+            f"{100 * rows[s]['error']:.3f} / {100 * rows[s]['held_out']:.3f} ({rows[s]['processor_seconds']:.3f})"
             if s in rows
             else "-"
             for s in solvers
@@ -136,15 +142,22 @@ def by_cell(cells: Cells) -> list[str]:
     return lines
 
 
-def plot(cells: Cells, file: Path) -> None:
+def plot(rows: list[Row], file: Path) -> None:
     """Error against time, geometric means over the cells that everyone ran in, relative to SparseGPT."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cells = cells_of(rows)
     everyone = [solver for solver in ORDER if solver not in ("ours obc", "OBC")]
     common = {key: rows for key, rows in cells.items() if all(solver in rows for solver in everyone)}
     if not common:
         return
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    fields = ("processor_seconds", "error")
     points = {
-        solver: [geometric_mean(ratios(common, solver, "SparseGPT", field).values()) for field in ("seconds", "error")]
+        solver: [geometric_mean(ratios(common, solver, "SparseGPT", name).values()) for name in fields]
         for solver in everyone
     }
     for solver, (seconds, error) in points.items():

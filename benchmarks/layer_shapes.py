@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from rows import Row, Rows, stamp
 
 from iobs.pruning.runtime.memory import MemoryWatch, resident
 
@@ -70,7 +71,7 @@ def run_one(name: str, rows: int, columns: int, device: str, peers: Path | None,
     weight, gram = problem(rows, columns, device)
     before = torch.cuda.memory_allocated() if device == "cuda" else resident()
     memory = MemoryWatch(torch.device(device))
-    seconds, peak = [], 0
+    seconds, peak, started = [], 0, time.process_time()
     for repeat in range(repeats):
         wait(device)
         began = time.perf_counter() if device == "cuda" else time.process_time()
@@ -82,7 +83,7 @@ def run_one(name: str, rows: int, columns: int, device: str, peers: Path | None,
             wait(device)
         seconds.append((time.perf_counter() if device == "cuda" else time.process_time()) - began)
         peak = peak if repeat else allocated(memory) - before
-    return {"solver": name, "rows": rows, "columns": columns, "seconds": min(seconds), "peak": peak}
+    return {"seconds": min(seconds), "peak": peak, "processor_seconds": time.process_time() - started}
 
 
 def product_rate(size: int, device: str) -> float:
@@ -99,30 +100,40 @@ def product_rate(size: int, device: str) -> float:
     return 2 * size**3 / best
 
 
-def race_shapes(device: str, peers: Path | None, shapes: list[str], repeats: int, threads: int) -> str:
-    """One table a shape, in Markdown."""
+def race_shapes(device: str, peers: Path | None, shapes: list[str], repeats: int, threads: int, rows: Rows) -> None:
+    """A row a shape and solver."""
     torch.set_num_threads(threads)
     rate = product_rate(4096 if device == "cuda" else 2048, device)
     unit = "GPU" if device == "cuda" else f"CPU, {threads} thread" + "s" * (threads > 1)
-    lines = [f"# Large layers ({unit})", "", f"float32 matrix product: {rate / 1e9:.0f} GFlop/s. Sparsity 0.5.", ""]
     for shape in shapes:
-        rows, columns = map(int, shape.split("x"))
-        floor = (columns**3 / 3 + rows * columns**2) / rate
-        lines += [f"## {shape}", "", f"Flop floor of SparseGPT: {floor:.3f} s (d^3/3 + rows d^2).", ""]
-        lines += [
-            "| solver | seconds | x floor | peak extra memory, MB | in rows x cols buffers |",
-            "|---|---|---|---|---|",
-        ]
         for name in SOLVERS:
-            if SOLVERS[name] is None and peers is None:
+            key = {"shape": shape, "unit": unit, "solver": name}
+            if rows.has(**key) or (SOLVERS[name] is None and peers is None):
                 continue
-            row = _in_own_process(name, shape, device, peers, repeats, threads)
-            lines.append(
-                f"| {name} | {row['seconds']:.3f} | {row['seconds'] / floor:.2f} | {row['peak'] / 1e6:.0f} "
-                f"| {row['peak'] / (4 * rows * columns):.1f} |"
-            )
-        lines.append("")
-    return "\n".join(lines)
+            found = _in_own_process(name, shape, device, peers, repeats, threads)
+            rows.put({**key, **found, "product_rate": rate, **stamp(0)})
+
+
+def tables(rows: list[Row]) -> str:
+    """Seconds and memory by shape."""
+    lines = [
+        "# Large layers",
+        "",
+        "`python benchmarks/layer_shapes.py --shape 4096x4096`, peers beside it with `--peers FOLDER` (with `--quick`: "
+        "1024x1024). Sparsity 0.5. The flop floor is that of SparseGPT, d^3/3 + rows d^2, at the speed of a float32 "
+        "matrix product on the same machine. Peak memory is that above the finished problem.",
+    ]
+    for shape, unit in dict.fromkeys((row["shape"], row["unit"]) for row in rows):
+        lines += ["", f"## {shape}, {unit}", ""]
+        lines += ["| solver | seconds | x floor | peak extra memory, MB | in rows x columns buffers |"]
+        lines += ["|---|---|---|---|---|"]
+        count, columns = map(int, shape.split("x"))
+        for row in (row for row in rows if (row["shape"], row["unit"]) == (shape, unit)):
+            floor = (columns**3 / 3 + count * columns**2) / row["product_rate"]
+            seconds = [f"{row['seconds']:.3f}", f"{row['seconds'] / floor:.2f}"]
+            memory = [f"{row['peak'] / 1e6:.0f}", f"{row['peak'] / (4 * count * columns):.1f}"]
+            lines.append(f"| {row['solver']} | {' | '.join([*seconds, *memory])} |")
+    return "\n".join(lines) + "\n"
 
 
 def _in_own_process(name: str, shape: str, device: str, peers: Path | None, repeats: int, threads: int) -> dict:
@@ -140,20 +151,19 @@ def main() -> None:
     parser.add_argument("--shape", help="rows x columns; all three shapes if not given")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="the shape 1024x1024")
+    parser.add_argument("--again", action="store_true", help="measure rows of other commits anew")
     parser.add_argument("--one", choices=list(SOLVERS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    shapes = [arguments.shape] if arguments.shape else SHAPES
+    usual = ["1024x1024"] if arguments.quick else SHAPES
+    shapes = [arguments.shape] if arguments.shape else usual
     common = (arguments.device, arguments.peers)
     if arguments.one:
         rows, columns = map(int, shapes[0].split("x"))
         print(json.dumps(run_one(arguments.one, rows, columns, *common, arguments.repeats, arguments.threads)))
         return
-    text = race_shapes(*common, shapes, arguments.repeats, arguments.threads)
-    title, _, rest = text.partition("\n")
-    command = f"python benchmarks/layer_shapes.py --shape {shapes[0]}"
-    text = f"{title}\n\n`{command}`, peers beside it with `--peers FOLDER`.\n{rest}"
-    (Path(__file__).parent / "results" / f"layer_shapes_{arguments.device}.md").write_text(text + "\n")
-    print(text)
+    rows = Rows("layer_shapes", ("shape", "unit", "solver"), arguments.again)
+    race_shapes(*common, shapes, arguments.repeats, arguments.threads, rows)
 
 
 if __name__ == "__main__":

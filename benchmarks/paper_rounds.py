@@ -1,19 +1,24 @@
 """Algorithm 2 to the letter on ResNet-20: SparseGPT, one SGD step of 0.01 on the task loss, and again.
 
-1,000 labelled calibration images drawn by seed from train10k, a tenth of them held out; all 22 convolution and linear
-weights, batch-norm untouched. Every round's losses, its layers' errors against the dense weights, and its accuracy.
+    python benchmarks/paper_rounds.py --data FOLDER [--quick] [--seeds 0 1 2] [--rounds 8]
 
-    python benchmarks/paper_rounds.py --data ../shared/data
+1,000 labelled calibration images drawn by seed from train10k, a tenth of them held out; all 22 convolution and linear
+weights, batch norm untouched. A row a run is added to results/paper_rounds.jsonl: every round's losses, its layers'
+errors against the dense weights, and its accuracy.
 """
 
-import argparse
+from __future__ import annotations
+
 import statistics
-from pathlib import Path
 
 import torch
-from resnet20_oneshot import load_zoo
+from networks import NETWORKS
+from rows import Row, Rows, measured, parser, require_data, stamp, warm_up
 
 import iobs
+
+KEYS = ("sparsity", "rounds", "seed")
+SPARSITIES = (0.6, 0.5)
 
 
 class Accuracy(iobs.Callback):
@@ -26,66 +31,65 @@ class Accuracy(iobs.Callback):
         self.scores.append(self.score())
 
 
-def run(zoo, sparsity: float, seed: int, rounds: int):
-    images, labels = zoo.cifar10("train10k", "resnet20")
-    test = zoo.cifar10("test5000", "resnet20")
-    drawn = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:1000]
-    model = zoo.resnet20()
-    watch = Accuracy(lambda: zoo.accuracy(model, *test))
-    batches = [(images[rows], labels[rows]) for rows in drawn.split(125)]
-    report = iobs.prune(model, batches, sparsity, "paper", rounds=rounds, seed=seed, callbacks=[watch])
-    return report, watch.scores
+def run(case, sparsity: float, seed: int, rounds: int) -> Row:
+    """One run as a row; the seconds include the scores of the rounds."""
+    watch = Accuracy(lambda: case.score(case.module))
+    with measured() as work:
+        report = iobs.prune(case.module, case.batches, sparsity, "paper", rounds=rounds, seed=seed, callbacks=[watch])
+    found = {
+        "heldout": [record.loss_heldout for record in report.rounds],
+        "calibration": [record.loss_calibration for record in report.rounds],
+        "layer_error": [statistics.mean(one.error_dense for one in record.layers) for record in report.rounds],
+        "accuracy": watch.scores,
+        "best_round": report.best_round,
+    }
+    return {"sparsity": sparsity, "rounds": rounds, **found, **work.fields(), **stamp(seed)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.6])
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/paper_rounds.md"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    zoo = load_zoo(options.data)
+def tables(rows: list[Row]) -> str:
+    """Every round's losses, means over seeds."""
     lines = [
         "# Algorithm 2 to the letter, ResNet-20",
         "",
-        f'`python benchmarks/paper_rounds.py`: `recipe="paper"` with {options.rounds} rounds, seeds {options.seeds}, '
-        "means. Losses are the task loss; layer error is the mean over layers of the relative output error against "
-        "the dense weights, on the layer's own calibration inputs. Accuracy on test5000 is shown, not used: the "
+        '`python benchmarks/paper_rounds.py` (with `--quick`: seed 0, 60 %): `recipe="paper"`, means over seeds. '
+        "Losses are the task loss. The layer error is the mean over layers of the relative output error against the "
+        "dense weights, on the layer's own calibration inputs. Accuracy on test5000 is shown, not used: the "
         "held-out column chooses.",
     ]
-    for sparsity in options.sparsities:
-        runs = []
-        for seed in options.seeds:
-            runs.append(run(zoo, sparsity, seed, options.rounds))
-            heldout = [round(record.loss_heldout, 4) for record in runs[-1][0].rounds]
-            print(sparsity, seed, heldout, runs[-1][1], flush=True)
-        lines += [
-            "",
-            f"## {sparsity:.0%}",
-            "",
-            "| round | held-out loss | calibration loss | layer error against dense | accuracy |",
-            "|---|---|---|---|---|",
+    for sparsity, rounds in sorted({(row["sparsity"], row["rounds"]) for row in rows}):
+        lines += section([row for row in rows if (row["sparsity"], row["rounds"]) == (sparsity, rounds)])
+    return "\n".join(lines) + "\n"
+
+
+def section(runs: list[Row]) -> list[str]:
+    """The table of one sparsity."""
+    seeds, seconds = (sorted(row[name] for row in runs) for name in ("seed", "processor_seconds"))
+    lines = ["", f"## {runs[0]['sparsity']:.0%}", "", f"Seeds {seeds}, {statistics.median(seconds):.0f} s a run.", ""]
+    lines += ["| round | held-out loss | calibration loss | layer error against dense | accuracy |"]
+    lines += ["|---|---|---|---|---|"]
+    for index in range(runs[0]["rounds"]):
+        values = [
+            statistics.mean(row[name][index] for row in runs)
+            for name in ("heldout", "calibration", "layer_error", "accuracy")
         ]
-        for index in range(options.rounds):
-            records = [report.rounds[index] for report, _ in runs]
-            errors = [statistics.mean(layer.error_dense for layer in record.layers) for record in records]
-            lines.append(
-                f"| {index + 1} | {statistics.mean(r.loss_heldout for r in records):.4f} "
-                f"| {statistics.mean(r.loss_calibration for r in records):.4f} | {statistics.mean(errors):.4f} "
-                f"| {statistics.mean(scores[index] for _, scores in runs):.2f} |"
-            )
-        best = [min(record.loss_heldout for record in report.rounds[1:]) for report, _ in runs]
-        first = [report.rounds[0].loss_heldout for report, _ in runs]
-        won = [report.best_round + 1 for report, _ in runs]
-        lines += [
-            "",
-            f"Best later round against round 1, held-out: {statistics.mean(best):.4f} against "
-            f"{statistics.mean(first):.4f}; rounds that won: {won}.",
-        ]
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text("\n".join(lines) + "\n", encoding="utf8")
+        lines.append(f"| {index + 1} | {' | '.join(f'{value:.4f}' for value in values[:3])} | {values[3]:.2f} |")
+    best = statistics.mean(min(row["heldout"][1:]) for row in runs)
+    first = statistics.mean(row["heldout"][0] for row in runs)
+    won = [row["best_round"] + 1 for row in runs]
+    return [*lines, "", f"Best later round against round 1, held-out: {best:.4f} against {first:.4f}; best: {won}."]
+
+
+def main() -> None:
+    options_of = parser(__doc__)
+    options_of.add_argument("--rounds", type=int, default=8)
+    options = options_of.parse_args()
+    torch.set_num_threads(1)
+    warm_up(iobs.Recipe(solver="sparsegpt"))
+    zoo, rows = require_data(options.data), Rows("paper_rounds", KEYS, options.again)
+    for sparsity in SPARSITIES[:1] if options.quick else SPARSITIES:
+        for seed in options.seeds or ([0] if options.quick else [0, 1, 2]):
+            if not rows.has(sparsity=sparsity, rounds=options.rounds, seed=seed):
+                rows.put(run(NETWORKS["resnet20"].load(zoo, options.data, seed), sparsity, seed, options.rounds))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,23 @@
 """Sparse recovery beside abess, skscope, L0Learn's C++ core, scikit-learn and OKRidge: same data, one thread.
 
-    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python benchmarks/recovery.py [SECTION ...] [--trials N] [--seed S]
+    python benchmarks/recovery.py [SECTION ...] [--quick] [--trials N] [--seed S]
 
-Peers that are not installed are left out. Success is the exact support; "f <= truth" says that the objective is no
-worse than that of the refitted true support (with noise the truth is often not the minimiser). Designs have AR(1)
-columns of unit variance, k non-zeros of size U(0.5, 1.5) with random signs. Times are medians, each the lesser of wall
-and processor time, since other work may share the machine. Seeds begin at --seed, which no development run used.
+A row for each problem and solver is added to results/recovery.jsonl. Peers that are not installed are left out; OKRidge
+needs an old NumPy, so OKRIDGE_PYTHON names its own interpreter.
+
+Success is the exact support. The objective is compared with that of the refitted true support, since with noise the
+true support is often not the minimiser. Designs have AR(1) columns of unit variance, k non-zeros of size U(0.5, 1.5)
+with random signs. Times are medians, each the lesser of wall and processor time.
 """
 
 # ruff: noqa: E402  (the number of threads is set before NumPy is loaded)
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import os
-import re
 import resource
-import signal
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 import numpy as np
 import scipy.sparse as sp
 import torch
+from rows import Rows, parser, stamp
 
 import iobs
 from iobs.optimize.bounds.branch_and_bound import certify
@@ -41,7 +41,6 @@ from iobs.optimize.objectives.autodiff import from_torch
 from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
 from iobs.optimize.refit.newton import refit
 
-RESULTS = Path(__file__).parent / "results" / "recovery.md"
 Solver = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
 
@@ -50,26 +49,6 @@ def available(name: str):
         return importlib.import_module(name)
     except Exception:
         return None
-
-
-class Report(list):
-    """Lines that are on disk as soon as they are known; with `keep`, below the sections of an earlier run.
-
-    A section that is run again replaces the one of the same title.
-    """
-
-    def __init__(self, file: Path, keep: bool) -> None:
-        self.file = file
-        self.kept = file.read_text() if keep and file.is_file() else ""
-        file.parent.mkdir(parents=True, exist_ok=True)
-
-    def append(self, line: str) -> None:
-        super().append(line)
-        if line.startswith("\n### "):
-            self.kept = re.sub(re.escape(line.strip("\n")) + r"\n.*?(?=^##|\Z)", "", self.kept, flags=re.S | re.M)
-        kept = re.sub(r"^## Seeds(?:(?!^##).)*(?=^## |\Z)", "", self.kept, flags=re.S | re.M).rstrip()  # empty runs
-        kept += "\n\n" if kept else ""
-        self.file.write_text(kept + "\n".join(self) + "\n")
 
 
 def clocks():
@@ -151,19 +130,18 @@ def _skscope(solver, X, y, k, kind):
     return np.asarray(solver(X.shape[1], k).solve(loss, jit=True))
 
 
-def race(title, cells, make, entries, out):
-    """One row a cell, one column a solver: success / f <= truth / median ms."""
-    names = list(entries)
-    out.append(f"\n### {title}\n")
-    out.append("| problem (trials) | " + " | ".join(names) + " |")
-    out.append("|---" * (len(names) + 1) + "|")
+def race(section, cells, make, entries, rows):
+    """One row a problem and solver: shares of successes, and the median time."""
     for label, trials, seed, arguments in cells:
-        stats = {name: ([], [], []) for name in names}
-        for trial in range(-1, trials):  # the first warms everything up and is not counted
+        missing = {
+            name: solver for name, solver in entries.items() if not rows.has(**key_of(section, label, name, seed))
+        }
+        stats = {name: ([], [], []) for name in missing}
+        for trial in range(-1, trials if missing else -1):  # the first warms everything up and is not counted
             X, y, truth = problem(seed + trial, **arguments)
             objective, k = make(X, y), arguments["k"]
             goal = refit(objective, np.flatnonzero(truth)).value
-            for name, solver in entries.items():
+            for name, solver in missing.items():
                 begun = clocks()
                 try:
                     theta = np.asarray(solver(X, y, k)).ravel()
@@ -176,10 +154,16 @@ def race(title, cells, make, entries, out):
                 if trial >= 0:
                     stats[name][0].append(np.array_equal(support, np.flatnonzero(truth)))
                     stats[name][1].append(value <= goal * (1 + 1e-9) + 1e-18 * objective.value(np.zeros_like(theta)))
-                    stats[name][2].append(1e3 * spent)
-        row = [f"{np.mean(a):.2f} / {np.mean(b):.2f} / {statistics.median(c):.3g} ms" for a, b, c in stats.values()]
-        out.append(f"| {label} ({trials}) | " + " | ".join(row) + " |")
-        print(out[-1], flush=True)
+                    stats[name][2].append(spent)
+        for name, (supports, objectives, seconds) in stats.items():
+            found = {"support": float(np.mean(supports)), "objective": float(np.mean(objectives)), "trials": trials}
+            times = {"milliseconds": 1e3 * statistics.median(seconds), "processor_seconds": sum(seconds)}
+            rows.put({**key_of(section, label, name, seed), **found, **times, **stamp(seed)})
+
+
+def key_of(section, label, solver, seed):
+    """The fields that tell a row from another."""
+    return {"section": section, "problem": label, "solver": solver, "seed": seed}
 
 
 def undersampled_cells(trials, seed):
@@ -192,34 +176,27 @@ def undersampled_cells(trials, seed):
 
 
 def section_undersampled(trials, seed, out):
-    race(
-        "n 200, d 500, no noise",
-        undersampled_cells(trials, seed),
-        LeastSquares,
-        {"iobs": ours, **linear_peers()},
-        out,
-    )
+    race("undersampled", undersampled_cells(trials, seed), LeastSquares, {"iobs": ours, **linear_peers()}, out)
 
 
 def section_scope(trials, seed, out):
-    _beside("skscope Scope", undersampled_cells(min(trials, 10), seed), out)
+    _beside("scope", "skscope Scope", undersampled_cells(min(trials, 10), seed), out)
 
 
 def section_grasp(trials, seed, out):
     """GraSP takes ten seconds a call where it fails: three problems there."""
-    _beside("skscope Grasp", [undersampled_cells(10, seed)[0], undersampled_cells(3, seed)[1]], out)
+    _beside("grasp", "skscope Grasp", [undersampled_cells(10, seed)[0], undersampled_cells(3, seed)[1]], out)
 
 
-def _beside(name, cells, out):
+def _beside(section, name, cells, out):
     peers = linear_peers(True)
     if name in peers:
-        title = f"The same beside {name} (its times include compiling, at every call)"
-        race(title, cells, LeastSquares, {"iobs": ours, name: peers[name]}, out)
+        race(section, cells, LeastSquares, {"iobs": ours, name: peers[name]}, out)
 
 
 def section_k80(trials, seed, out):
     cells = [("k 80", 5 * trials, seed + 3000, {"n": 200, "d": 500, "k": 80})]
-    race("n 200, d 500, k 80, no noise", cells, LeastSquares, {"iobs": ours, **linear_peers()}, out)
+    race("k80", cells, LeastSquares, {"iobs": ours, **linear_peers()}, out)
 
 
 def section_noise(trials, seed, out):
@@ -227,7 +204,7 @@ def section_noise(trials, seed, out):
               {"n": 1000, "d": 500, "k": 25, "rho": 0.9, "snr": 5.0}),
              ("n 250, d 500, k 25, correlation .5, SNR 5", trials, seed + 5000,
               {"n": 250, "d": 500, "k": 25, "rho": 0.5, "snr": 5.0})]  # fmt: skip
-    race("With noise", cells, LeastSquares, {"iobs": ours, **linear_peers()}, out)
+    race("noise", cells, LeastSquares, {"iobs": ours, **linear_peers()}, out)
 
 
 def section_logistic(trials, seed, out):
@@ -237,7 +214,7 @@ def section_logistic(trials, seed, out):
               {"n": 1000, "d": 500, "k": 10, "rho": 0.9, "kind": "logistic", "amplitude": 3.0}),
              ("n 500, d 500, k 10", trials, seed + 7000,
               {"n": 500, "d": 500, "k": 10, "kind": "logistic"})]  # fmt: skip
-    race("Logistic", cells, Logistic, {"iobs": ours_logistic, **logistic_peers()}, out)
+    race("logistic", cells, Logistic, {"iobs": ours_logistic, **logistic_peers()}, out)
 
 
 def section_wide(trials, seed, out):
@@ -247,7 +224,7 @@ def section_wide(trials, seed, out):
              ("n 1000, d 10,000, k 100, correlation .9", few, seed + 9000,
               {"n": 1000, "d": 10_000, "k": 100, "rho": 0.9})]  # fmt: skip
     peers = {name: solver for name, solver in linear_peers().items() if name != "L0Learn core"}
-    race("Wide, no noise", cells, LeastSquares, {"iobs": ours, **peers}, out)
+    race("wide", cells, LeastSquares, {"iobs": ours, **peers}, out)
 
 
 def section_general(trials, seed, out):
@@ -255,30 +232,24 @@ def section_general(trials, seed, out):
     import logging
 
     logging.disable(logging.WARNING)
-    out.append("\n### Any function by automatic differentiation, n 500, d 500, k 10, correlation .5\n")
-    out.append("skscope's times include compiling, at every call. Ratios are medians over the problems.\n")
-    out.append("| function (problems) | solver | worst relative error | median processor ms | median wall ms |")
-    out.append("|---|---|---|---|---|")
     for kind in ("soft-label logistic", "pseudo-Huber"):
-        rows: dict[str, list[tuple[float, float, float]]] = {}
+        found: dict[str, list[tuple[float, float, float]]] = {}
         for trial in range(-1, max(5, trials // 2)):
             X, _, truth = problem(seed + 10_000 + trial, 500, 500, 10, 0.5)
             for name, solver in general_solvers(kind, X, X @ truth).items():
+                if out.has(**key_of("general", kind, name, seed)):
+                    continue
                 begun = time.perf_counter(), time.process_time()
                 theta = np.asarray(solver()).ravel()
                 wall, spent = time.perf_counter() - begun[0], time.process_time() - begun[1]
                 if trial >= 0:
                     error = float(np.linalg.norm(theta - truth) / np.linalg.norm(truth))
-                    rows.setdefault(name, []).append((error, 1e3 * spent, 1e3 * wall))
-        for name, values in rows.items():
+                    found.setdefault(name, []).append((error, spent, wall))
+        for name, values in found.items():
             errors, spent, wall = zip(*values, strict=True)
-            times = f"{statistics.median(spent):.3g} | {statistics.median(wall):.3g}"
-            out.append(f"| {kind} ({len(values)}) | {name} | {max(errors):.1e} | {times} |")
-            print(out[-1], flush=True)
-        if len(rows) == 2:
-            mine, theirs = rows.values()
-            ratios = [statistics.median(b[i] / a[i] for a, b in zip(mine, theirs, strict=True)) for i in (1, 2)]
-            out.append(f"| {kind} | Scope / iobs | | {ratios[0]:.3g} | {ratios[1]:.3g} |")
+            times = {"milliseconds": 1e3 * statistics.median(spent), "wall_milliseconds": 1e3 * statistics.median(wall)}
+            measured = {"error": max(errors), "trials": len(values), "processor_seconds": sum(spent)}
+            out.put({**key_of("general", kind, name, seed), **measured, **times, **stamp(seed)})
 
 
 def general_solvers(kind, X, margin):
@@ -301,12 +272,11 @@ def general_solvers(kind, X, margin):
 
 def section_far(trials, seed, out):
     """Starts of amplitude 10 in every coordinate; success is reaching theta* to 1e-6."""
-    out.append("\n### Far starts (amplitude 10), n 200, d 50, k 5, 30 seeds\n")
-    out.append("| method | logistic: reached (median steps) | Poisson: reached (median steps) |\n|---|---|---|")
     for method in ("topk_iobs", "iobs", "regularised_newton", "cubic_newton", "auto"):
-        cells = []
-        for kind in ("logistic", "poisson"):
-            reached, steps = 0, []
+        for kind in ("logistic", "Poisson"):
+            if out.has(**key_of("far", kind, method, seed)):
+                continue
+            reached, steps, began = 0, [], time.process_time()
             for trial in range(30):
                 rng = np.random.default_rng(seed + 11_000 + trial)
                 X = rng.standard_normal((200, 50)) / (1 if kind == "logistic" else 2)
@@ -319,9 +289,9 @@ def section_far(trials, seed, out):
                 good = bool(np.abs(result.theta - truth).max() < 1e-6)
                 reached += good
                 steps += [len(result.history) - 1] if good else []
-            cells.append(f"{reached}/30 ({statistics.median(steps):.3g})" if steps else f"{reached}/30")
-        out.append(f"| {method} | {cells[0]} | {cells[1]} |")
-        print(out[-1], flush=True)
+            found = {"reached": reached, "trials": 30, "steps": float(statistics.median(steps)) if steps else None}
+            seconds = {"processor_seconds": time.process_time() - began}
+            out.put({**key_of("far", kind, method, seed), **found, **seconds, **stamp(seed)})
 
 
 # n, d, k, correlation, how many
@@ -331,21 +301,21 @@ CERTIFIED = [(600, 200, 10, 0.5, 10), (200, 100, 10, 0.5, 1), (3000, 300, 20, 0.
 
 def section_certificate(trials, seed, out):
     """OKRidge needs an old NumPy: name its own interpreter in OKRIDGE_PYTHON."""
-    out.append("\n### Certificates (gap of 1/2 norm(y - X theta)^2; in brackets relative to the explained part)\n")
-    out.append("At most 20 s. OKRidge (ridge 1e-3, asked for 1e-4) reports the gap relative to the explained part.\n")
-    out.append("| problem | seed | gap | processor / wall seconds | nodes | OKRidge: gap | processor / wall seconds |")
-    out.append("|---" * 7 + "|")
     certify(LeastSquares(*problem(seed, 60, 40, 3, 0.5, 1.0)[:2]), 3, seconds=3)
     for n, d, k, rho, count in CERTIFIED:
         for start in range(seed + 12_000, seed + 12_000 + count):
+            label = f"n {n}, d {d}, k {k}, correlation {rho}, SNR 5"
             X, y, _ = problem(start, n, d, k, rho, 5.0)
-            begun = time.process_time()
-            found = certify(LeastSquares(X, y), k, seconds=20)
-            cells = [f"n {n}, d {d}, k {k}, correlation {rho}, SNR 5", str(start)]
-            cells += [f"{found.gap:.2g} ({found.gap_explained:.2g})"]
-            cells += [f"{time.process_time() - begun:.3g} / {found.seconds:.3g}", str(found.nodes), *okridge(X, y, k)]
-            out.append("| " + " | ".join(cells) + " |")
-            print(out[-1], flush=True)
+            if not out.has(**key_of("certificate", label, "iobs", start)):
+                begun = time.process_time()
+                found = certify(LeastSquares(X, y), k, seconds=20)
+                gaps = {"gap": found.gap, "relative_gap": found.gap_explained, "nodes": found.nodes}
+                times = {"processor_seconds": time.process_time() - begun, "seconds": found.seconds}
+                out.put({**key_of("certificate", label, "iobs", start), **gaps, **times, **stamp(start)})
+            if "OKRIDGE_PYTHON" in os.environ and not out.has(**key_of("certificate", label, "OKRidge", start)):
+                theirs = okridge(X, y, k)
+                if theirs is not None:
+                    out.put({**key_of("certificate", label, "OKRidge", start), **theirs, **stamp(start)})
 
 
 OKRIDGE = """
@@ -360,20 +330,17 @@ print("RESULT", gap, time.process_time() - spent, time.perf_counter() - wall)
 
 
 def okridge(X, y, k):
-    """(gap, times) of OKRidge on the same problem, in its own environment."""
-    python = os.environ.get("OKRIDGE_PYTHON")
-    if python is None:
-        return ["not run", ""]
+    """Relative gap and times of OKRidge on the same problem, in its own environment; None if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         np.savez(Path(folder) / "problem.npz", X=X, y=y, k=k)
-        ran = subprocess.run(
-            [python, "-c", OKRIDGE, f"{folder}/problem.npz"], capture_output=True, text=True, check=False, timeout=300
-        )
+        command = [os.environ["OKRIDGE_PYTHON"], "-c", OKRIDGE, f"{folder}/problem.npz"]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     lines = [line.split() for line in ran.stdout.splitlines() if line.startswith("RESULT")]
     if not lines:
-        return ["failed", ran.stderr.strip().splitlines()[-1][:60] if ran.stderr.strip() else ""]
+        print("OKRidge failed", ran.stderr[-200:], file=sys.stderr)
+        return None
     gap, spent, wall = (float(value) for value in lines[0][1:])
-    return [f"{gap:.2g}", f"{spent:.3g} / {wall:.3g}"]
+    return {"relative_gap": gap, "processor_seconds": spent, "seconds": wall}
 
 
 def section_million(trials, seed, out):
@@ -389,39 +356,39 @@ def section_million(trials, seed, out):
     truth = np.zeros(d)
     truth[chosen] = rng.uniform(0.5, 1.5, k) * rng.choice([-1, 1], k)
     y = X @ truth
-    out.append("\n### d = 1,000,000 sparse columns, n 10,000, 100 non-zeros a row, k 20, no noise\n")
-    out.append("| solver | support found | seconds | peak resident GB so far |\n|---|---|---|---|")
     entries: dict[str, Solver] = {"iobs": ours}
-    patience = 120
     if abess := available("abess.linear"):
         model = abess.LinearRegression(support_size=k, fit_intercept=False)
         entries["abess"] = lambda X, y, k: model.fit(X, y).coef_
+    label = "d 1,000,000 sparse columns, n 10,000, 100 nonzeros a row, k 20, no noise"
     for name, solver in entries.items():
-        begun = clocks()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        child = os.fork() if name != "iobs" else None
-        if child == 0:  # a peer that does not end is ended
-            signal.alarm(patience)
-            theta = np.asarray(solver(X, y, k)).ravel()
-            print(f"{name}: {np.intersect1d(np.flatnonzero(theta), chosen).size}/{k}", flush=True)
+        if not out.has(**key_of("million", label, name, seed)):
+            found = within(PATIENCE, lambda solver=solver: np.flatnonzero(np.asarray(solver(X, y, k)).ravel()))
+            right = None if found["support"] is None else int(np.intersect1d(found.pop("support"), chosen).size)
+            out.put({**key_of("million", label, name, seed), **found, "found": right, "of": k, **stamp(seed)})
+
+
+PATIENCE = 120  # seconds of processor time that a solver of the million columns may take
+
+
+def within(patience, solve):
+    """The support that `solve` finds in a process of its own, its processor seconds and peak memory.
+
+    The support is None if the process needs more than `patience` seconds of processor time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "support.npy"
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        child = os.fork()
+        if child == 0:
+            resource.setrlimit(resource.RLIMIT_CPU, (patience, patience))
+            np.save(file, solve())
             os._exit(0)
-        if child is not None:
-            status = os.waitpid(child, 0)[1]
-            ended = (
-                "finished"
-                if status == 0
-                else f"not finished after {patience} s"
-                if os.WIFSIGNALED(status)
-                else "failed"
-            )
-            out.append(f"| {name} | {ended} | {time.perf_counter() - begun[0]:.3g} (wall) | |")
-            continue
-        theta = np.asarray(solver(X, y, k)).ravel()
-        found = f"{np.intersect1d(np.flatnonzero(theta), chosen).size}/{k}"
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        out.append(f"| {name} | {found} | {since(begun):.3g} | {peak:.2f} |")
-        print(out[-1], flush=True)
-    out.append("\nscikit-learn's OMP takes no sparse design; dense, this one would need 80 GB.")
+        os.waitpid(child, 0)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        support = np.load(file) if file.exists() else None
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"support": support, "processor_seconds": seconds, "peak_gb": after.ru_maxrss / 2**20}
 
 
 SECTIONS = {
@@ -439,46 +406,28 @@ SECTIONS = {
 }
 
 
-def versions():
+QUICK = ("undersampled", "k80", "noise", "logistic", "far", "general")
+
+
+def versions() -> str:
     """The peers that are installed here."""
     names = ("abess", "skscope", "fastsparsegams", "scikit-learn")
-    return [
-        f"{name} {importlib.metadata.version(name)}"
-        for name in names
-        if available(name.replace("scikit-learn", "sklearn"))
-    ]
+    found = [name for name in names if available(name.replace("scikit-learn", "sklearn"))]
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=[])
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=900_000)
-    parser.add_argument("--shapes", type=int, help="only the first so many shapes of the certificates")
-    parser.add_argument("--keep", action="store_true", help="keep the sections of the file that are not run")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    options_of = parser(__doc__, data=False)
+    options_of.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=[])
+    options_of.add_argument("--trials", type=int, default=20)
+    options_of.add_argument("--seed", type=int, default=1_910_000, help="first seed; none here was used in development")
+    options = options_of.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    out = Report(arguments.output, arguments.keep)
-    if arguments.shapes is not None:
-        CERTIFIED[:] = CERTIFIED[: arguments.shapes]
-    for line in (
-        f"## Seeds from {arguments.seed}" if arguments.keep else "# Sparse recovery",
-        "",
-        f"`{' '.join(['python benchmarks/recovery.py', *sys.argv[1:]])}`, one thread. "
-        "Each cell of a race: exact support / objective no worse than that of the refitted true support / median time "
-        "(the lesser of wall and processor time). With noise the true support is often not the minimiser: read both. "
-        "No seed here was used in development.",
-        "",
-        "Peers: "
-        + ", ".join(versions())
-        + ". L0Learn's core (fastsparsegams) is penalised, so the largest support of at "
-        "most k on its path is taken.",
-    ):
-        out.append(line)
-    for name in arguments.sections or SECTIONS:
-        SECTIONS[name](arguments.trials, arguments.seed, out)
+    print("Peers:", versions())
+    rows = Rows("recovery", ("section", "problem", "solver", "seed"), options.again)
+    for name in options.sections or (QUICK if options.quick else SECTIONS):
+        SECTIONS[name](options.trials, options.seed, rows)
 
 
 if __name__ == "__main__":

@@ -1,70 +1,72 @@
-"""ResNet-20 on CIFAR-10 in one shot: every solver, uniform sparsity over all 22 convolution and linear weights.
+"""ResNet-20 on CIFAR-10 in one shot: three solvers, the same sparsity in all 22 convolution and linear weights.
 
-1,000 calibration images drawn by seed from train10k, no labels, batch-norm untouched; accuracy on test5000.
+    python benchmarks/resnet20_oneshot.py --data FOLDER [--quick] [--seeds 0 1 2]
 
-    python benchmarks/resnet20_oneshot.py --data ../shared/data
+1,000 calibration images drawn by seed from train10k, no labels, batch norm untouched; accuracy on test5000. A row a run
+is added to results/resnet20_oneshot.jsonl.
 """
 
-import argparse
-import importlib.util
+from __future__ import annotations
+
 import statistics
-import time
-from pathlib import Path
 
 import torch
+from networks import NETWORKS
+from rows import Row, Rows, measured, parser, require_data, stamp, warm_up
 
 import iobs
 
-SPARSITIES = (0.5, 0.6, 0.7, 0.8)
+KEYS = ("solver", "sparsity", "seed")
+SPARSITIES = (0.8, 0.5, 0.6, 0.7)
 SOLVERS = ("magnitude", "sparsegpt", "admm")
 
 
-def load_zoo(folder: Path):
-    spec = importlib.util.spec_from_file_location("zoo", folder / "zoo.py")
-    zoo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(zoo)
-    return zoo
+def run(case, solver: str, sparsity: float, seed: int) -> Row:
+    """One run as a row."""
+    with measured() as work:
+        report = iobs.prune(case.module, case.batches, sparsity, iobs.Recipe(solver=solver), seed=seed)
+    assert len(report.audit) == 22
+    score = {"score": case.score(case.module), "zeros": report.sparsity}
+    return {"solver": solver, "sparsity": sparsity, **score, **work.fields(), **stamp(seed)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/resnet20_oneshot.md"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    zoo = load_zoo(options.data)
-    images, _ = zoo.cifar10("train10k", "resnet20")
-    test = zoo.cifar10("test5000", "resnet20")
+def tables(rows: list[Row]) -> str:
+    """Accuracy by solver and sparsity."""
     lines = [
         "# ResNet-20, one shot, uniform sparsity",
         "",
-        f"`python benchmarks/resnet20_oneshot.py`, seeds {options.seeds}, one thread; mean accuracy on test5000 "
-        "(spread), dense 91.70. All 22 layers are pruned, the downsampling convolutions too. Seconds are the median of "
-        "whole `iobs.prune` calls, with their measurements.",
+        "`python benchmarks/resnet20_oneshot.py` (with `--quick`: seed 0, 80 %). All 22 layers are pruned to the same "
+        "sparsity, the downsampling convolutions too, each once, with its own weights as target. Mean accuracy on "
+        "test5000 (lowest to highest, number of seeds), processor seconds; dense 91.70.",
         "",
-        "| sparsity | " + " | ".join(SOLVERS) + " |",
+        f"| sparsity | {' | '.join(SOLVERS)} |",
         "|---" * (len(SOLVERS) + 1) + "|",
     ]
-    for sparsity in SPARSITIES:
-        cells = []
+    for sparsity in sorted({row["sparsity"] for row in rows}):
+        found = [[row for row in rows if (row["solver"], row["sparsity"]) == (solver, sparsity)] for solver in SOLVERS]
+        lines.append(f"| {sparsity:.0%} | {' | '.join(cell(runs) for runs in found)} |")
+    return "\n".join(lines) + "\n"
+
+
+def cell(runs: list[Row]) -> str:
+    """Mean, spread and seconds."""
+    if not runs:
+        return ""
+    scores, seconds = ([row[name] for row in runs] for name in ("score", "processor_seconds"))
+    spread = f"{min(scores):.2f}-{max(scores):.2f}, " if len(runs) > 1 else ""
+    return f"{statistics.mean(scores):.2f} ({spread}{len(runs)}), {statistics.median(seconds):.0f} s"
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    warm_up(*(iobs.Recipe(solver=solver) for solver in SOLVERS))
+    zoo, rows = require_data(options.data), Rows("resnet20_oneshot", KEYS, options.again)
+    for sparsity in SPARSITIES[:1] if options.quick else SPARSITIES:
         for solver in SOLVERS:
-            scores, seconds = [], []
-            for seed in options.seeds:
-                drawn = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:1000]
-                model = zoo.resnet20()
-                began = time.perf_counter()
-                batches = [images[rows] for rows in drawn.split(125)]
-                report = iobs.prune(model, batches, sparsity, "one-shot", solver=solver, seed=seed)
-                seconds.append(time.perf_counter() - began)
-                assert len(report.audit) == 22
-                scores.append(zoo.accuracy(model, *test))
-                print(sparsity, solver, seed, scores[-1], round(seconds[-1], 1), flush=True)
-            spread = f"({min(scores):.2f}-{max(scores):.2f})"
-            cells.append(f"{statistics.mean(scores):.2f} {spread}, {statistics.median(seconds):.0f} s")
-        lines.append(f"| {sparsity:.0%} | " + " | ".join(cells) + " |")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text("\n".join(lines) + "\n", encoding="utf8")
+            for seed in options.seeds or ([0] if options.quick else [0, 1, 2]):
+                if not rows.has(solver=solver, sparsity=sparsity, seed=seed):
+                    rows.put(run(NETWORKS["resnet20"].load(zoo, options.data, seed), solver, sparsity, seed))
 
 
 if __name__ == "__main__":

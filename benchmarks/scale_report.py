@@ -1,28 +1,21 @@
-"""What the benchmarks of scale measured: rows in results/scale.jsonl, the newest of each key, and the page of them."""
+"""Tables of scale.py, resume_kills.py and two_ranks.py, from their rows in results/scale.jsonl."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
-Row = dict[str, Any]
+from rows import Row, Rows, stamp
 
 
-def record(kind: str, key: str, **values: Any) -> None:
-    """Keep a measurement in place of the older one of the same key, and write the page anew."""
-    file = RESULTS / "scale.jsonl"
-    rows = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()] if file.exists() else []
-    rows = [row for row in rows if (row["kind"], row["key"]) != (kind, key)]
-    rows.append({"kind": kind, "key": key, **values})
-    rows.sort(key=lambda row: (row["kind"], row["key"]))
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
-    (RESULTS / "scale.md").write_text(page(rows), encoding="utf8")
+def record(kind: str, key: str, processor_seconds: float, seed: int = 0, **values: Any) -> None:
+    """Keep a measurement in place of the older one of the same key."""
+    rows = Rows("scale", ("kind", "key"))
+    rows.put({"kind": kind, "key": key, **values, "processor_seconds": processor_seconds, **stamp(seed)})
 
 
-def page(rows: list[Row]) -> str:
+def tables(rows: list[Row]) -> str:
     """The results as a page of markdown."""
+    rows = sorted(rows, key=lambda row: (row["kind"], row["key"]))
     parts = ["# Scale", _INTRODUCTION]
     for kind, section in _SECTIONS.items():
         chosen = [row for row in rows if row["kind"] == kind]
@@ -32,7 +25,7 @@ def page(rows: list[Row]) -> str:
 
 
 _INTRODUCTION = (
-    "Made by `scale.py` (`--model`, `--layers` and `--length` as the rows say), `resume_kills.py` and "
+    "`python benchmarks/scale.py` (`--model`, `--layers` and `--length` as the rows say), `resume_kills.py` and "
     "`two_ranks.py`. Peak memory is the anonymous resident memory of the whole process, looked at every 20 ms; "
     "predictions are those that the plan prints before the work. Seconds are of a small machine that does other "
     "work besides: upper bounds; processor time is that of all threads together."

@@ -3,30 +3,28 @@
     python benchmarks/small_networks.py [--networks mixer ...] [--methods best ...] [--sparsity 0.9] [--seeds 0 1 2]
 
 Needs no files beside this folder. A thousand digits train the networks; half of those, drawn by seed, calibrate; the
-other 797 score. One row a run is appended to results/small_networks.jsonl, and runs that have a row are not repeated.
+other 797 score. A row a run is added to results/small_networks.jsonl, and runs that have a row are skipped.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
-from pathlib import Path
 
 import torch
-from networks import OURS, PEERS, commit, drawn
+from networks import OURS, PEERS, drawn
+from rows import Row, Rows, measured, parser, stamp, warm_up
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
 import iobs
 
-RESULTS = Path(__file__).parent / "results"
+KEYS = ("network", "method", "sparsity", "seed")
 CLASSES, SIDE = 10, 8
 TRAINING, CALIBRATION, BATCH = 1000, 500, 50
 EPOCHS, RATE = 40, 3e-3
 METHODS = ("best", "fast (one shot)", "Algorithm 2 to the letter", "SparseGPT", *PEERS)
+LONG = ("best", "CHITA, searched mask", "CHITA, 15 stages")
 
 
 class Residual(nn.Module):
@@ -170,39 +168,42 @@ def accuracy(network: nn.Module, inputs: Tensor, labels: Tensor) -> float:
     return 100 * float((network(inputs).argmax(1) == labels).float().mean())
 
 
-def run(name: str, method: str, sparsity: float, seed: int) -> dict[str, object]:
+def run(name: str, method: str, sparsity: float, seed: int) -> Row:
     """One run as a row."""
     inputs, labels = digits()
     network = trained(name, inputs[:TRAINING], labels[:TRAINING])
     test = inputs[TRAINING:], labels[TRAINING:]
     dense = accuracy(network, *test)
     calibration = [(inputs[part], labels[part]) for part in drawn(TRAINING, CALIBRATION, seed).split(BATCH)]
-    started = time.perf_counter()
     holdout = 0.0 if method in PEERS else 0.1  # the peers use every sample
-    report = iobs.prune(network, calibration, sparsity, {**OURS, **PEERS}[method], holdout=holdout, seed=seed)
-    seconds = time.perf_counter() - started
-    row = {"network": name, "method": method, "sparsity": sparsity, "seed": seed, "commit": commit()}
-    return row | {
-        "score": accuracy(network, *test),
-        "dense": dense,
-        "seconds": seconds,
-        "reached": report.sparsity,
-        "notes": report.notes,
-    }
+    with measured() as work, torch.no_grad():
+        network(inputs[:1])
+    per_sample = work.forward
+    with measured() as work:
+        report = iobs.prune(network, calibration, sparsity, {**OURS, **PEERS}[method], holdout=holdout, seed=seed)
+    row = {"network": name, "method": method, "sparsity": sparsity, "score": accuracy(network, *test), "dense": dense}
+    found = {"reached": report.sparsity, "steps_kept": len(report.best.step_losses), "notes": report.notes}
+    return row | found | work.fields(per_sample) | stamp(seed)
 
 
-def tables(rows: list[dict[str, object]]) -> str:
+def tables(rows: list[Row]) -> str:
     """A table a sparsity: methods by networks."""
     lines = [
         "# Small networks of seven kinds",
         "",
-        f"`python benchmarks/small_networks.py`: seven small networks, trained by the script on {TRAINING} of "
-        f"scikit-learn's digits, {CALIBRATION} of them, drawn by seed, to calibrate on; per cent of the other 797 that "
-        "are right, mean over seeds (lowest to highest), and the median seconds of a method's runs. They chose how "
-        "divergences become weights of layers (LOG.md), by held-out samples, and nothing else "
-        "of the recipes. Having learnt their samples "
-        "by heart, they leave methods that live on gradients little to go by. CHITA, CBS and WoodFisher are this "
-        "library's own forms.",
+        f"`python benchmarks/small_networks.py` (with `--quick`: seed 0 and the methods without gradient steps). Seven "
+        f"small networks, trained by the script on {TRAINING} of scikit-learn's digits; {CALIBRATION} of these, "
+        f"drawn by "
+        "seed, calibrate. Per cent of the other 797 that are right, mean over seeds (lowest to highest), and the "
+        "median "
+        "seconds of a method's runs (processor seconds, or wall seconds for older rows).",
+        "",
+        "**What these figures show, and what not.** The seven networks were used, by held-out samples, to design how "
+        "divergences become weights of layers (LOG.md). So they are a development set, and no evidence for networks "
+        "that were never looked at. They have learnt their samples by heart, which leaves methods that live on "
+        "gradients "
+        "(WoodFisher, CBS, CHITA) little to go by. These three are this library's own forms. `best` takes gradient "
+        "steps and the peers take none.",
     ]
     for sparsity in sorted({row["sparsity"] for row in rows}):
         own = [row for row in rows if row["sparsity"] == sparsity]
@@ -215,9 +216,8 @@ def tables(rows: list[dict[str, object]]) -> str:
             found = [row for row in own if row["method"] == method]
             if found:
                 cells = [entry([row["score"] for row in found if row["network"] == name]) for name in names]
-                lines.append(
-                    f"| {method} | {' | '.join(cells)} | {statistics.median(row['seconds'] for row in found):.1f} |"
-                )
+                seconds = [row["processor_seconds"] or row["seconds"] for row in found]
+                lines.append(f"| {method} | {' | '.join(cells)} | {statistics.median(seconds):.1f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -228,31 +228,21 @@ def entry(scores: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
-    parser.add_argument("--methods", nargs="*", default=METHODS, choices=METHODS)
-    parser.add_argument("--sparsity", nargs="*", type=float, default=[0.9])
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--rows", type=Path, default=RESULTS / "small_networks.jsonl")
-    options = parser.parse_args()
+    options_of = parser(__doc__, data=False)
+    options_of.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
+    options_of.add_argument("--methods", nargs="*", choices=METHODS)
+    options_of.add_argument("--sparsity", nargs="*", type=float, default=[0.9])
+    options = options_of.parse_args()
     torch.set_num_threads(1)
-    rows = [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows.exists() else []
-    done = {(row["network"], row["method"], row["sparsity"], row["seed"]) for row in rows}
-    asked = [
-        (name, method, sparsity, seed)
-        for sparsity in options.sparsity
-        for seed in options.seeds
-        for name in options.networks
-        for method in options.methods
-    ]
-    for one in asked:
-        if one in done:
-            continue
-        rows.append(run(*one))
-        with options.rows.open("a") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
-        print(*one, f"{rows[-1]['score']:.2f} of {rows[-1]['dense']:.2f}, {rows[-1]['seconds']:.0f} s", flush=True)
-    options.rows.with_suffix(".md").write_text(tables(rows), encoding="utf8")
+    warm_up(iobs.Recipe(), iobs.Recipe(solver="sparsegpt"))
+    rows = Rows("small_networks", KEYS, options.again)
+    for sparsity in options.sparsity:
+        for seed in options.seeds or ([0] if options.quick else [0, 1, 2]):
+            for name in options.networks:
+                for method in options.methods or [one for one in METHODS if not options.quick or one not in LONG]:
+                    key = {"network": name, "method": method, "sparsity": sparsity, "seed": seed}
+                    if not rows.has(**key):
+                        rows.put(run(name, method, sparsity, seed))
 
 
 if __name__ == "__main__":

@@ -93,11 +93,14 @@ def main() -> None:
     if options.child:
         return run(options.child[0], Path(options.child[1]))
     for name in RUNS:
+        before = os.times()
         one, _, alone = launched(name, 1)
         two, spent, shared = launched(name, 2)
         same = sum(int(((alone[key] == 0) == (shared[key] == 0)).sum()) for key in alone)
         equal = same / sum(value.numel() for value in alone.values())
-        record("ranks", name, one=one, two=two, communication=spent / two, equal=equal)
+        after = os.times()
+        used = after.children_user + after.children_system - before.children_user - before.children_system
+        record("ranks", name, used, one=one, two=two, communication=spent / two, equal=equal)
         print(f"{name}: {one:.1f} s, {two:.1f} s on two ranks, {spent / two:.1%} in communication, {equal:.4%} equal")
 
 

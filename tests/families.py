@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -50,17 +51,15 @@ def _pictures(config: str, architecture: str) -> Callable[[], nn.Module]:
 
 def _timm(name: str, **values: object) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        import timm
-
+        timm = pytest.importorskip("timm")
         return timm.create_model(name, pretrained=False, num_classes=5, **values)
 
     return build
 
 
 def _resnet() -> nn.Module:
-    from timm.models.resnet import BasicBlock, ResNet
-
-    return ResNet(BasicBlock, layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), num_classes=5, in_chans=4)
+    resnet = pytest.importorskip("timm.models.resnet")
+    return resnet.ResNet(resnet.BasicBlock, layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), num_classes=5, in_chans=4)
 
 
 # name -> (builder, number of weight matrices pruned by default)

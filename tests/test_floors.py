@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "iobs"
-FLOORS = ["errors", "core", "solvers", "optimize pruning", "models", "data evaluate report", "paper", "cli"]
+FLOORS = ["errors", "core", "solvers", "optimize pruning", "models", "data evaluate report transformers"]
+FLOORS += ["paper", "cli"]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 APART = {("optimize", "pruning"), ("pruning", "optimize")}
 LIBRARIES = {
-    "transformers": {"models", "data", "evaluate", "paper"},
+    "transformers": {"models", "data", "evaluate", "paper", "transformers"},
+    "peft": {"transformers"},
     "timm": {"models", "data", "evaluate", "paper"},
     "datasets": {"models", "data", "evaluate", "paper"},
     "lm_eval": {"models", "data", "evaluate", "paper"},
@@ -25,10 +27,12 @@ MODULES = {
     "pruning": [
         "keep_sparse",
         "samples",
+        "coverage",
         "report",
         "recipe",
         "network",
         "runtime",
+        "forecast",
         "callbacks",
         "progress",
         "calibration",

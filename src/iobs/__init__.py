@@ -9,8 +9,10 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
-    from iobs import errors
-    from iobs.core.patterns import NM, Unstructured
+    from iobs import errors, transformers
+    from iobs.core.column_groups import Groups
+    from iobs.core.free_bias import FreeBias
+    from iobs.core.patterns import NM, Grid, Unstructured
     from iobs.core.quadratic import Quadratic, Solution
     from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
@@ -31,7 +33,10 @@ __all__ = [
     "Allocation",
     "Callback",
     "FineTune",
+    "FreeBias",
     "GlobalMagnitude",
+    "Grid",
+    "Groups",
     "MinimizeResult",
     "Quadratic",
     "Recipe",
@@ -54,10 +59,13 @@ __all__ = [
     "prune",
     "save_packed",
     "solve",
+    "transformers",
 ]
 
 _HOMES = {
-    "iobs.core.patterns": ("NM", "Unstructured"),
+    "iobs.core.column_groups": ("Groups",),
+    "iobs.core.free_bias": ("FreeBias",),
+    "iobs.core.patterns": ("NM", "Grid", "Unstructured"),
     "iobs.core.quadratic": ("Quadratic", "Solution"),
     "iobs.models": ("load",),
     "iobs.models.packed": ("load_packed", "save_packed"),
@@ -71,7 +79,11 @@ _HOMES = {
     "iobs.solvers": ("ADMM", "OBC", "SparseGPT", "solve"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {"errors": "iobs.errors", "objectives": "iobs.optimize.objectives"}
+_MODULES = {
+    "errors": "iobs.errors",
+    "objectives": "iobs.optimize.objectives",
+    "transformers": "iobs.transformers",
+}
 
 
 def __getattr__(name: str) -> object:

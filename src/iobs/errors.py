@@ -38,11 +38,19 @@ class ModelError(IOBSError, ValueError):
 
 
 class OutputError(IOBSError, OSError):
-    """An output cannot be written: it already exists, or the disk is full."""
+    """An output cannot be written, for example because the disk is full."""
+
+
+class UnusableOutputError(OutputError, ValueError):
+    """An output cannot be where the user wants it, found before any work: it exists, or its folder is read-only."""
 
 
 class CheckpointError(IOBSError, RuntimeError):
-    """A checkpoint belongs to another run; the message names the difference."""
+    """A checkpoint belongs to another run, is damaged, or cannot be written."""
+
+
+class OtherRunError(CheckpointError, ValueError):
+    """A checkpoint belongs to another run; the message names the differing settings."""
 
 
 class DistributedError(IOBSError, RuntimeError):
@@ -55,6 +63,10 @@ class AuditError(IOBSError, RuntimeError):
 
 class DampingWarning(UserWarning):
     """The damping of a Hessian was raised because its Cholesky factorisation failed."""
+
+
+class CoverageWarning(UserWarning):
+    """Much of a model stayed dense for a reason that can surprise."""
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:

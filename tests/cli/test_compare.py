@@ -79,7 +79,7 @@ def test_compare_refuses_a_file_as_output_first(call, tmp_path, monkeypatch):
     monkeypatch.setattr("iobs.cli.loading.load_model", lambda *_: pytest.fail("the model was loaded"))
     (tmp_path / "out").write_text("x")
     result = call("--methods", "fast", "--patterns", "0.5", "-o", tmp_path / "out")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "cannot be the folder of the results" in result.output
 
 
@@ -88,14 +88,14 @@ def test_compare_refuses_an_unwritable_output_first(call, monkeypatch):
         pytest.skip("this system has no /proc")
     monkeypatch.setattr("iobs.cli.loading.load_model", lambda *_: pytest.fail("the model was loaded"))
     result = call("--methods", "fast", "--patterns", "0.5", "-o", "/proc/self")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "/proc/self cannot be the folder of the results" in result.output
 
 
 def test_compare_keeps_results_of_another_comparison(call, tmp_path):
     assert call("--methods", "magnitude", "--patterns", "0.5", "-o", tmp_path).exit_code == 0
     result = call("--methods", "wanda", "--patterns", "0.5", "-o", tmp_path)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "comparison.json exists" in result.output
     assert "magnitude" in (tmp_path / "comparison.json").read_text()
 

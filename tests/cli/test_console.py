@@ -36,7 +36,7 @@ def test_console_prints_names_verbatim(run, tmp_path, capsys):
     file = tmp_path / "o [/v1]" / "a.csv"
     file.write_text("rate [/s],mass [kg],y\n" + "".join(f"{i},{i * i % 7},{2 * i}\n" for i in range(20)))
     assert "rate [/s]" in run("solve", file, "-k", 1).output
-    assert str(tmp_path / "o [/v1]") in one_error(run("inspect", tmp_path / "o [/v1]", code=1))
+    assert str(tmp_path / "o [/v1]") in one_error(run("inspect", tmp_path / "o [/v1]", code=2))
 
 
 @pytest.mark.parametrize("command", ["prune", "compare", "demo", "pack", "reproduce", "solve"])

@@ -104,7 +104,7 @@ def test_damaged_input_raises_one_error_and_writes_nothing(damage, message, opti
     damage(place / "in" / "model")
     before = sorted(file.relative_to(place) for file in place.rglob("*"))
     result = CliRunner().invoke(app, arguments(place, *options))
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 2, result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("Error:")]
     assert len(lines) == 1, result.stderr
     assert "Traceback" not in result.output
@@ -124,6 +124,7 @@ def test_sigterm_leaves_only_the_checkpoint(options, place):
     child.send_signal(signal.SIGTERM)
     _, shown = child.communicate()
     assert child.returncode == 128 + signal.SIGTERM, shown
+    assert b"Continue with: iobs prune" in shown
     assert [entry.name for entry in (place / "results").iterdir()] == ["out.checkpoint"]
 
 
@@ -173,10 +174,11 @@ def test_interrupted_run_resumes_to_the_same_bytes(options, place, monkeypatch):
         patch.setattr(Watch, "on_layer", interrupt)
         stopped = CliRunner().invoke(app, arguments(place, *options, "--resume"))
     assert stopped.exit_code == 130
+    assert "Finished layers and steps are saved in" in stopped.stderr
     assert "Stopped. Nothing half-written" in stopped.stderr
     assert [entry.name for entry in (place / "results").iterdir()] == ["out.checkpoint"]
     other = CliRunner().invoke(app, arguments(place, *options, "--resume", "--set", "damping=0.5"))
-    assert other.exit_code == 1
+    assert other.exit_code == 2
     assert "damping was 0.01 and is 0.5" in other.stderr
     again = CliRunner().invoke(app, arguments(place, *options, "--resume"))
     assert again.exit_code == 0, again.output

@@ -11,7 +11,8 @@ import iobs
 from iobs import models
 from iobs.cli import app
 from iobs.cli import demo as demo_command
-from iobs.pruning.report import Report
+from iobs.pruning.coverage import Coverage
+from iobs.pruning.report import ComparisonLoss, Report
 from iobs.report import read_report
 
 
@@ -38,16 +39,16 @@ def test_demo_writes_a_model_and_a_report(run, tmp_path, monkeypatch):
     assert "is not empty" not in run("inspect", out).output
     assert demo_command._is_demo(out)  # and so may be replaced
     (out / "mine.txt").write_text("x")
-    assert "not empty" in one_error(run("demo", "-o", out, code=1))
+    assert "not empty" in one_error(run("demo", "-o", out, code=2))
 
 
 def test_demo_refuses_a_folder_with_another_model(run, tmp_path):
     weights = tmp_path / "model" / "model.safetensors"
     weights.parent.mkdir()
     weights.write_text("mine")
-    assert "not empty" in one_error(run("demo", "-o", tmp_path, code=1))
+    assert "not empty" in one_error(run("demo", "-o", tmp_path, code=2))
     (tmp_path / "report.json").write_text('{"tests": 5}')
-    assert "not empty" in one_error(run("demo", "-o", tmp_path, code=1))
+    assert "not empty" in one_error(run("demo", "-o", tmp_path, code=2))
     assert weights.read_text() == "mine"
 
 
@@ -73,4 +74,4 @@ def test_demo_replaces_only_an_earlier_demo(tmp_path, monkeypatch):
 
 
 def as_report(model):
-    return Report({"model": model}, "task loss", None, [], 0, {}, [], 1.0, 1)
+    return Report({"model": model}, ComparisonLoss("task loss"), [], 0, Coverage(0, 0, 0, 0), [], 1.0, 1)

@@ -13,7 +13,7 @@ from iobs.report import read_report
 
 def test_dry_run_checks_that_data_exists(run, tmp_path):
     for option in ("--data", "--eval-data"):
-        message = one_error(run("prune", "--dry-run", *SMALL, option, tmp_path / "none.txt", code=1))
+        message = one_error(run("prune", "--dry-run", *SMALL, option, tmp_path / "none.txt", code=2))
         assert "none.txt is not a file" in message
 
 
@@ -22,7 +22,7 @@ def test_eval_data_is_checked_before_pruning(run, classifier, tmp_path, monkeypa
     monkeypatch.setattr("iobs.cli.prune._run", lambda *_: pytest.fail("the work began"))
     options = ("--data", f"{classifier}:batches", "--eval-data", tmp_path / "wide.npz", "-o", tmp_path / "out")
     assert "cannot take batch 1, tensors of shape (8, 1, 50, 50)" in one_error(
-        run("prune", f"{classifier}:net", *options, code=1)
+        run("prune", f"{classifier}:net", *options, code=2)
     )
 
 
@@ -32,7 +32,7 @@ def test_eval_data_is_checked_before_pruning(run, classifier, tmp_path, monkeypa
 @pytest.mark.parametrize("dry", [True, False])
 def test_layer_patterns_are_checked_before_scoring(run, tmp_path, monkeypatch, options, message, dry):
     monkeypatch.setattr("iobs.cli.results.evaluate", lambda *_, **__: pytest.fail("the dense model was scored"))
-    assert message in one_error(run("prune", "-o", tmp_path / "out", *options, *(["--dry-run"] * dry), code=1))
+    assert message in one_error(run("prune", "-o", tmp_path / "out", *options, *(["--dry-run"] * dry), code=2))
 
 
 @pytest.mark.parametrize("dry", [True, False])
@@ -46,7 +46,7 @@ def test_layer_patterns_are_checked_before_scoring(run, tmp_path, monkeypatch, o
 )
 def test_impossible_options_raise_before_calibration(run, tmp_path, monkeypatch, options, message, dry):
     monkeypatch.setattr("iobs.cli.loading.batches_of_run", lambda *_: pytest.fail("samples were drawn"))
-    assert message in one_error(run("prune", "-o", tmp_path / "out", *options, *(["--dry-run"] * dry), code=1))
+    assert message in one_error(run("prune", "-o", tmp_path / "out", *options, *(["--dry-run"] * dry), code=2))
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ def test_impossible_options_raise_before_calibration(run, tmp_path, monkeypatch,
 def test_mistakes_print_one_error_line(run, classifier, tmp_path, network, data, options, message):
     folder = tmp_path / "folder"
     arguments = (f"{classifier}:{network}", "--data", f"{classifier}:{data}", "-o", folder / "out", *options)
-    assert re.search(message, one_error(run("prune", *arguments, code=1)))
+    assert re.search(message, one_error(run("prune", *arguments, code=2)))
     assert not folder.exists()
 
 
 def test_existing_output_is_refused_before_loading(run, tmp_path):
     (tmp_path / "mine").write_text("x")
-    assert "not empty" in one_error(run("prune", "/no/such/model", "-o", tmp_path, code=1))
+    assert "not empty" in one_error(run("prune", "/no/such/model", "-o", tmp_path, code=2))
 
 
 def test_text_shorter_than_a_window_is_refused(run, tmp_path):
     (tmp_path / "a.txt").write_text("few words")
-    message = one_error(run("prune", "-o", tmp_path / "out", "--data", tmp_path / "a.txt", code=1))
+    message = one_error(run("prune", "-o", tmp_path / "out", "--data", tmp_path / "a.txt", code=2))
     assert "less than one window of 256" in message
 
 

@@ -14,8 +14,8 @@ def test_evaluate_checks_questions_and_libraries_first(run, tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     (tmp_path / "a.txt").write_text("some text")
     text = ("evaluate", "--data", tmp_path / "a.txt")
-    assert "none.jsonl" in one_error(run(*text, "--questions", tmp_path / "none.jsonl", code=1))
-    assert "pip install" in one_error(run(*text, "--tasks", "mmlu", code=1))
+    assert "none.jsonl" in one_error(run(*text, "--questions", tmp_path / "none.jsonl", code=2))
+    assert "pip install" in one_error(run(*text, "--tasks", "mmlu", code=2))
 
 
 def test_evaluate_checks_answer_letters_first(run, tmp_path, monkeypatch):
@@ -28,7 +28,7 @@ def test_evaluate_checks_answer_letters_first(run, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(json.dumps(question))
     (tmp_path / "a.txt").write_text("some text")
     options = ("--data", tmp_path / "a.txt", "--questions", tmp_path / "a.jsonl")
-    assert "no letters" in one_error(run("evaluate", *options, code=1))
+    assert "no letters" in one_error(run("evaluate", *options, code=2))
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ def test_inspect_ignores_reports_of_other_programs(run, written):
 
 
 def test_inspect_refuses_a_folder_without_a_model(run, tmp_path):
-    assert "is not a directory" in one_error(run("inspect", tmp_path / "none", code=1))
-    assert "no .safetensors" in one_error(run("inspect", tmp_path, code=1))
+    assert "is not a directory" in one_error(run("inspect", tmp_path / "none", code=2))
+    assert "no .safetensors" in one_error(run("inspect", tmp_path, code=2))
 
 
 def test_inspect_reports_a_dense_model(run):

@@ -7,8 +7,14 @@ def interrupted(*_, **__):
     raise KeyboardInterrupt
 
 
+def interrupted_later(*_, checkpoint, **__):
+    checkpoint.mkdir()
+    (checkpoint / "layer.safetensors").write_bytes(b"")
+    raise KeyboardInterrupt
+
+
 def test_interrupted_prune_names_the_checkpoint_and_the_command(run, classifier, tmp_path, monkeypatch):
-    monkeypatch.setattr(iobs, "prune", interrupted)
+    monkeypatch.setattr(iobs, "prune", interrupted_later)
     monkeypatch.setattr("sys.argv", ["iobs", "prune", "a b", "--resume"])
     arguments = (f"{classifier}:net", "--data", f"{classifier}:batches", "-o", tmp_path / "out", "--resume")
     message = run("prune", *arguments, code=130).stderr

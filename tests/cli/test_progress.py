@@ -16,7 +16,7 @@ from iobs.pruning.runtime import ranks as distributed
 
 def test_watch_counts_layers_and_steps(monkeypatch):
     told = []
-    steps = SimpleNamespace(update=lambda done, total, text: told.append((done, total, text)))
+    steps = SimpleNamespace(update=lambda share, _, text, left: told.append((share, left, text)))
     watch = Watch(steps, "x: ")
     layer = LayerRecord("l", (2, 2), 0.5, 2, 0.1, None, 0.1, 0.01, 0, 5, 0.1)
     watch.on_start(None, ["l", "m"], 2)
@@ -26,10 +26,13 @@ def test_watch_counts_layers_and_steps(monkeypatch):
         watch.on_round(RoundRecord(round_index, 0.5, 1.0, None, [layer]))
         for step in range(3 if round_index == 0 else 0):
             watch.on_step(round_index, step + 1, 3, 0.5)
-    assert told[1] == (1, 4, "x: round 1 of 2, l")
-    assert told[3] == (3, 7, "x: round 1 of 2, step 1 of 3, loss 0.500")
+    assert [text for _, _, text in told[1:4]] == [
+        "x: round 1 of 2, l",
+        "x: round 1 of 2, l",
+        "x: round 1 of 2, step 1 of 3, loss 0.500",
+    ]
     watch.on_step(2, 1, 1, 0.25)
-    assert told[-1] == (8, 8, "x: fine-tuning: step 1 of 1, loss 0.250")
+    assert told[-1] == (1.0, 0.0, "x: fine-tuning: step 1 of 1, loss 0.250")
 
 
 def test_plain_progress_prints_a_line_at_intervals(capsys, monkeypatch):
@@ -38,23 +41,19 @@ def test_plain_progress_prints_a_line_at_intervals(capsys, monkeypatch):
     with Steps("work") as steps:
         for done in (1, 5, 6):
             steps.update(done, 10)
-    assert capsys.readouterr().err == "work: 50 %, about 20 s left\n"
+    shown = capsys.readouterr().err
+    assert re.fullmatch(r"work: 50 %, about 20 s left, memory \d+ MB \(peak \d+ MB\)\n", shown)
 
 
 def test_watch_leaves_out_steps_of_the_resumed_run():
-    told = []
-    watch = Watch(SimpleNamespace(update=lambda done, total, text: told.append((done, total))))
-    watch.on_start(None, ["l"], 3)
-    for done in (9, 10):  # resumed after eight steps of the first round
-        watch.on_step(0, done, 10, 0.5)
-    assert told[-1] == (2, 3 + 12)
-    watch.on_step(1, 1, 10, 0.5)
-    assert told[-1] == (3, 15)
+    clock, left = [0.0], []
+    steps = SimpleNamespace(update=lambda share, total, text, seconds: left.append(seconds))
+    watch = Watch(steps, clock=lambda: clock[0])
     watch.on_start(None, ["l"], 1)
-    watch.on_layer(LayerRecord("l", (2, 2), 0.5, 2, 0.1, None, 0.1, 0.01, 0, 5, 0.1), 0)
     for done in range(301, 601):
-        watch.on_step(3, done, 600, 0.5)
-    assert told[-1] == (301, 301)
+        clock[0] += 2.0
+        watch.on_step(1, done, 600, 0.5)
+        assert left[-1] == pytest.approx(2.0 * (600 - done), abs=1e-6)
 
 
 def test_watch_prints_projection_and_finetuning_results(capsys):

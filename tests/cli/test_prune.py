@@ -34,7 +34,7 @@ def test_prune_then_evaluate_and_inspect_a_language_model(run, tmp_path, embedde
     text = run("inspect", out).output
     assert "50.00 % zeros: 69,120 of 138,240 weights in 2 layers" in text
     assert "27 matrices have no zero" in text
-    assert len(json.loads(run("inspect", out, "--json").stdout)) == 29
+    assert len(json.loads(run("inspect", out, "--json").stdout)["layers"]) == 29
 
 
 def test_prune_runs_rounds_on_a_network_of_the_user(run, classifier, tmp_path):

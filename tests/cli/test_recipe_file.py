@@ -97,7 +97,7 @@ def test_recipe_file_repeats_a_run_with_low_memory(run, tmp_path):
     ],
 )
 def test_wrong_setting_raises_before_any_work(run, tmp_path, no_work, setting, message, low_memory):
-    line = one_error(run("prune", "-o", tmp_path / "out", "--set", setting, *low_memory, code=1))
+    line = one_error(run("prune", "-o", tmp_path / "out", "--set", setting, *low_memory, code=2))
     assert message in line
     assert not [*tmp_path.iterdir()]
 
@@ -138,7 +138,7 @@ def test_wrong_recipe_file_raises_before_any_work(run, tmp_path, no_work, text, 
     file = tmp_path / "mine.yaml"
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert message in one_error(run("prune", "-o", tmp_path / "out", "--recipe", file, code=1))
+    assert message in one_error(run("prune", "-o", tmp_path / "out", "--recipe", file, code=2))
     assert not (tmp_path / "out").exists()
 
 

@@ -21,4 +21,4 @@ def test_reproduce_lists_and_runs_experiments(run, monkeypatch):
     text = run("reproduce", "table9", "--seed", 7).output
     assert all(part in text for part in ("published", "11", "7", "A note."))
     assert json.loads(run("reproduce", "table9", "--json").stdout)["rows"][0]["published"] == 11.0
-    assert "table9" in one_error(run("reproduce", "table10", code=1))
+    assert "table9" in one_error(run("reproduce", "table10", code=2))

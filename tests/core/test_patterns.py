@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iobs.core.patterns import NM, Unstructured, keep_count, parse, top_mask
+from iobs.core.patterns import NM, Unstructured, keep_count, parse, share, top_mask
 from iobs.errors import PatternError
 
 PATTERNS = [Unstructured(0.5), Unstructured(0.3, per="row"), Unstructured(keep=7), NM(2, 4), NM(1, 8), NM(4, 4)]
@@ -49,7 +49,11 @@ def test_parse_reads_patterns(text, pattern):
     assert parse(text) == pattern
 
 
-@pytest.mark.parametrize("text", ["half", "4:2", "2:4:8", "1.0", "-0.1", "100%", ""])
+def test_shares_in_percent_are_exact_decimals():
+    assert [share(text) for text in ("33.3%", "0.35%", "50 %", "0.3")] == [0.333, 0.0035, 0.5, 0.3]
+
+
+@pytest.mark.parametrize("text", ["half", "nan", "sNaN", "1e999999999", "4:2", "2:4:8", "1.0", "-0.1", "100%", ""])
 def test_parse_raises_if_text_is_not_a_pattern(text):
     with pytest.raises(PatternError):
         parse(text)

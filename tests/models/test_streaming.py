@@ -219,7 +219,7 @@ def test_low_memory_option_prunes_block_by_block(tmp_path, monkeypatch):
         patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
         assert "MB left" in run("--dry-run").stderr
     refused = run("--rounds", "3")
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert "Error: rounds: not with one block in memory" in refused.stderr
     assert not (tmp_path / "out").exists()
     done = run("--dtype", "float32")

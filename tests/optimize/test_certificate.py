@@ -131,9 +131,10 @@ def test_lasso_agrees_with_scikit_learn(rng):
 
 def test_certify_raises_or_reports_no_bound(rng):
     X = rng.standard_normal((20, 30))
-    singular = certify(LeastSquares(X, rng.standard_normal(20)), 3, seconds=3)
+    singular = certify(LeastSquares(X, rng.standard_normal(20)), 12, seconds=0.2)
     assert not singular.closed
     assert 0 <= singular.lower < singular.upper
+    assert singular.reason == "the time limit of 0.2 s was reached"
     assert certify(LeastSquares(X, rng.standard_normal(20), ridge=30.0), 2).gap <= 1
     with pytest.raises(NotPositiveDefiniteError, match="negative eigenvalue"):
         certify(QuadraticObjective(np.eye(3) + 2 * np.ones((3, 3)) - 2 * np.eye(3), np.ones(3), constant=1.0), 1)

@@ -103,7 +103,7 @@ def test_swapper_in_blocks_ends_at_a_one_swap_optimum(rng, monkeypatch):
     start = refit(objective, np.arange(6))
     whole, known = Swapper(problem).improve(start)
     assert known
-    monkeypatch.setattr("iobs.optimize.search.swaps._GRAM_LIMIT", 1)
+    monkeypatch.setattr("iobs.optimize.search.swaps.GRAM_LIMIT", 1)
     monkeypatch.setattr("iobs.optimize.search.swaps._CHUNK", 64)
     pieces, known = Swapper(problem).improve(start)
     assert known

@@ -140,6 +140,7 @@ def mobilenet():
 def pictures(tmp_path):
     """A folder of images in two classes and several sizes, and a file with networks for them."""
     image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("timm")
     for label in ("cat", "dog"):
         (tmp_path / "pictures" / label).mkdir(parents=True)
         for index in range(4):
@@ -150,7 +151,7 @@ def pictures(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "network", "rows"), [("table-vit", "vit", 3), ("table-cbs", "mobilenet", 13)])
-def test_tables_run_a_network_on_images_of_the_user(name, network, rows, pictures, tmp_path):
+def test_tables_run_a_timm_network_on_images_of_the_user(name, network, rows, pictures, tmp_path):
     request = Request(False, 0, None, lambda text: None, f"{tmp_path / 'mine.py'}:{network}", (pictures,), (pictures,))
     results = find(name).run(replace(request, rounds=2))
     assert sum(row.measured is not None for row in results.rows) == rows

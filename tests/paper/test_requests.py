@@ -29,7 +29,7 @@ GIVEN = {
 def test_reproduce_refuses_unread_options_in_one_message():
     command = ["reproduce", "figure-gaussian", "--model", "none", "--rounds", "3", "--limit", "1", "--data", "none.txt"]
     result = CliRunner().invoke(app, command)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     text = " ".join(result.stderr.split())
     assert "figure-gaussian does not read --model, --data, --rounds, --limit; leave them out" in text
     assert "trial" not in text
@@ -75,7 +75,7 @@ def test_reproduce_refuses_an_unwritable_output_first(place, tmp_path):
     if place == "/proc/self" and not folder.is_dir():
         pytest.skip("this system has no /proc")
     result = CliRunner().invoke(app, ["reproduce", "figure-gaussian", "-o", str(folder)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
     text = " ".join(result.stderr.split())
     assert f"{folder} cannot be the folder of the results" in text
@@ -104,5 +104,5 @@ def test_reproduce_names_damaged_mnist_files(name, tmp_path, monkeypatch):
     (tmp_path / name).write_bytes(contents[name])
     monkeypatch.setenv("IOBS_MNIST", str(tmp_path / name))
     result = CliRunner().invoke(app, ["reproduce", "figure-mnist"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert f"Cannot read MNIST from {tmp_path / name}" in " ".join(result.stderr.split())

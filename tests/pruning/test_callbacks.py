@@ -1,6 +1,7 @@
 """Callbacks, the logger and the progress bar tell the same run."""
 
 import logging
+import re
 from io import StringIO
 
 import menagerie
@@ -86,7 +87,7 @@ def test_progress_prints_plain_lines_where_there_is_no_terminal(capsys, monkeypa
     model, data = menagerie.build("perceptron")
     iobs.prune(model, data, 0.5, "one-shot", progress=True)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("fc1: 33 %, about ")
+    assert any(re.match(r"fc2: \d+ %, about \d+ s left, memory \d+ MB", line) for line in lines)
     assert lines[-1].startswith("fc3: 100 %")
 
 
@@ -97,4 +98,4 @@ def test_progress_is_a_bar_on_a_terminal():
     with Steps("pruning", console) as steps:
         iobs.prune(model, data, 0.5, "one-shot", callbacks=[ProgressBar(steps, "mine, ")])
     assert "mine, fc3" in out.getvalue()
-    assert "left:" in out.getvalue()
+    assert " left" in out.getvalue()

@@ -111,3 +111,24 @@ def test_prune_with_keep_zeros_holds_old_zeros(solver):
     assert report.sparsity == pytest.approx(0.7, abs=1e-3)
     for (_, value), mask in _pairs(model, before):
         assert (value[mask] == 0).all()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A wrapper without hooks of its own, such as the one of accelerate."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+def test_keep_sparse_finds_the_optimizer_in_its_wrappers():
+    model, data = two_sparse_layers()
+    before = zeros(model)
+    optimizer = Wrapper(Wrapper(torch.optim.AdamW(model.parameters(), lr=1e-2)))
+    iobs.keep_sparse(model, optimizer)
+    for _ in range(3):
+        (model(data) - data).square().mean().backward()
+        optimizer.step()
+    assert all((value[mask] == 0).all() for (_, value), mask in _pairs(model, before))

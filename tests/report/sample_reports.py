@@ -5,7 +5,8 @@ import re
 
 from rich.console import Console
 
-from iobs.pruning.report import AuditRow, LayerRecord, Report, RoundRecord
+from iobs.pruning.coverage import Coverage, DenseWeight
+from iobs.pruning.report import AuditRow, ComparisonLoss, LayerRecord, Report, RoundRecord
 
 
 def make_report(layers=4, rounds=3, heldout=True, scores=None, error=0.01):
@@ -38,11 +39,16 @@ def make_report(layers=4, rounds=3, heldout=True, scores=None, error=0.01):
     ]
     return Report(
         settings={"model": "mine & yours", "recipe": {"solver": "admm"}, "pattern": "unstructured 0.5 per layer"},
-        loss_name="KL to the dense model",
-        dense_loss=0.0 if heldout else None,
+        loss=ComparisonLoss("KL to the dense model", 0.0 if heldout else None),
         rounds=records,
         best_round=min(1, rounds - 1),
-        skipped={"lm_head": "output head"},
+        coverage=Coverage(
+            parameters=48 * layers + 30,
+            weights=48 * layers + 24,
+            pruned=48 * layers,
+            zeros=24 * layers,
+            dense=(DenseWeight("lm_head", "output head", "output head", 24),),
+        ),
         audit=[AuditRow(f"model.layers.{i}.<mlp>", (8, 6), 24, 24) for i in range(layers)],
         seconds=75.2,
         peak_memory_bytes=812_345_678,

@@ -7,7 +7,7 @@ import pytest
 from sample_reports import SCORES, make_finetuned, make_report, pictures, words
 
 from iobs import report
-from iobs.pruning.report import AllocationRecord
+from iobs.pruning.report import AllocationRecord, ComparisonLoss
 from iobs.report import curves, plots
 
 
@@ -21,7 +21,7 @@ TEX = r"$\frac_$"  # matplotlib would take it for TeX and fail to parse it
 
 def test_plots_do_not_parse_dollars_as_tex(tmp_path):
     made = make_report(scores={f"{name}{TEX}": {TEX: 0.5} for name in "abc"})
-    made.loss_name = TEX
+    made.loss = ComparisonLoss(TEX)
     made.allocation = [
         AllocationRecord(f"{TEX}{i}", (8, 6), [0.5, 0.0], [0.1, 0.0], [2.0**i / 10, 0.0], 0.5) for i in range(3)
     ]

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import importlib
 import signal
-import sys
 from typing import Annotated
 
 import typer
 
 import iobs
-from iobs.cli.console import ErrorsAsLines, output_console
+from iobs.cli.console import ErrorsAsLines, Terminated, output_console
+from iobs.cli.examples import epilogue
 
 app = typer.Typer(
     cls=ErrorsAsLines,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
 # In the order of the help page. Each module defines a function of its own name.
 COMMANDS = ("demo", "prune", "compare", "evaluate", "inspect", "pack", "solve", "reproduce")
 for _name in COMMANDS:
-    app.command(_name)(getattr(importlib.import_module(f"iobs.cli.{_name}"), _name))
+    app.command(_name, epilog=epilogue(_name))(getattr(importlib.import_module(f"iobs.cli.{_name}"), _name))
 
 
 def _print_version(asked: bool) -> None:
@@ -49,8 +48,8 @@ def _root(
 
 
 def _end(number: int, frame: object) -> None:
-    """A request to end is an exit like any other: what was half-written is removed on the way out."""
-    sys.exit(128 + number)
+    """A request to end is handled as Ctrl-C: what was half-written is removed, and what is saved is said."""
+    raise Terminated
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from iobs.cli import console
+from iobs.cli import completion, console
+from iobs.cli.completion import listed
 
 if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
@@ -44,9 +45,15 @@ class Sampling:
 def compare(
     model: console.Model = None,
     methods: Annotated[
-        str, typer.Option(help=f"With commas between: {', '.join(METHODS)}.")
+        str, typer.Option(help=f"With commas between: {', '.join(METHODS)}.", autocompletion=listed(METHODS))
     ] = "fast,sparsegpt,magnitude",
-    patterns: Annotated[str, typer.Option(help="Sparsities or N:M, with commas between.")] = "0.5,0.6,0.7",
+    patterns: Annotated[
+        str,
+        typer.Option(
+            help="Sparsities or N:M, with commas between, as 50%,2:4.",
+            autocompletion=listed([*completion.SHARES, *completion.PATTERNS]),
+        ),
+    ] = "50%,60%,70%",
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", callback=console.at_home, help="Folder for comparison.json and comparison.svg."),
@@ -54,7 +61,8 @@ def compare(
     sampling: Sampling = Sampling(),
     ignore: Annotated[list[str] | None, typer.Option("--ignore", help="Leave these layers dense.")] = None,
     loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
-    as_json: console.AsJson = False,
+    overwrite: console.Overwrite = False,
+    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Prune MODEL with several methods at several sparsities, and show score and seconds side by side."""
     from iobs.cli.loading import draw_batches, load_model
@@ -71,10 +79,12 @@ def compare(
             "give evaluation data: on the calibration data, methods that overfit would win",
             param_hint="--eval-data",
         )
-    chosen = [*dict.fromkeys(name.strip() for name in methods.split(","))]
+    chosen = [*dict.fromkeys(name.strip() for name in methods.split(",") if name.strip())]
     unknown = [name for name in chosen if name not in METHODS]
-    if unknown:
-        raise typer.BadParameter(f"{', '.join(unknown)}: choose among {', '.join(METHODS)}", param_hint="--methods")
+    if unknown or not chosen:
+        raise typer.BadParameter(
+            f"{', '.join(unknown) or 'no method'}: choose among {', '.join(METHODS)}", param_hint="--methods"
+        )
     wanted = {text.strip(): parse(text.strip()) for text in patterns.split(",")}
     pairs = [(text, name) for text in wanted for name in chosen if name not in PEERS or ":" not in text]
     if len(pairs) < len(wanted) * len(chosen):
@@ -82,7 +92,7 @@ def compare(
     if not pairs:
         raise typer.BadParameter("none of these methods takes N:M; give sparsities", param_hint="--patterns")
     if output is not None:
-        _claim(output)
+        _claim(output, overwrite)
     loaded = load_model(model, loading.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
     selection = select(loaded.module, None, ignore)
     for pattern in wanted.values():
@@ -103,14 +113,18 @@ def compare(
             seconds, sparsity = _prune(loaded, batches, name, wanted[text], ignore, sampling.seed)
             found = score(loaded, scoring, sampling.seq_len, f"scoring {name} at {text}")
         except IOBSError as error:  # the others go on; what took hours is not lost
-            console.say(f"{name} at {text} failed: {error}")
+            console.warn(f"{name} at {text} failed: {error}")
             continue
+        except KeyboardInterrupt:
+            if trials and output is not None:
+                console.warn(f"{len(trials)} of {len(pairs)} results are in {output / RESULTS}.")
+            raise
         trials.append(Trial(name, text, sparsity, metric, found[metric], seconds))
         _keep(trials, dense[metric], output)
     loaded.module.load_state_dict(original)
     if not trials:
         raise typer.Exit(1)
-    _show(trials, dense[metric], output, as_json)
+    _show(trials, dense[metric], output, talk.as_json)
     if len(trials) < len(pairs):  # a script must not take a table with gaps for a whole one
         raise typer.Exit(1)
 
@@ -165,18 +179,20 @@ def recipe_of(name: str) -> Recipe:
     return Recipe(solver=CHITA(stages=15) if name == "chita++" else name)
 
 
-def _claim(output: Path) -> None:
+def _claim(output: Path, overwrite: bool) -> None:
     """Make the folder of the results.
 
     Raises:
-        OutputError: it cannot be made, or holds the results of another comparison.
+        UnusableOutputError: the folder cannot be made, or it holds another comparison and `overwrite` is False.
     """
-    from iobs.errors import OutputError
+    from iobs.errors import UnusableOutputError
     from iobs.models import make_folder
 
     make_folder(output)
-    if (output / RESULTS).exists():
-        raise OutputError(f"{output / RESULTS} exists; remove it or choose another output directory.")
+    if (output / RESULTS).exists() and not overwrite:
+        raise UnusableOutputError(
+            f"{output / RESULTS} exists; add --overwrite to replace it, or choose another output directory."
+        )
 
 
 def _keep(trials: list[Trial], dense: float, output: Path | None) -> None:
@@ -190,7 +206,7 @@ def _keep(trials: list[Trial], dense: float, output: Path | None) -> None:
         partial.write_text(to_json(_values(trials, dense)) + "\n", encoding="utf8")
         partial.replace(output / RESULTS)
     except OSError as error:
-        console.say(f"Warning: {output / RESULTS} cannot be written: {error.strerror}.")
+        console.warn(f"Warning: {output / RESULTS} cannot be written: {error.strerror}.")
 
 
 def _values(trials: list[Trial], dense: float) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from iobs.cli import completion
 from iobs.errors import IOBSError, first_line, is_out_of_memory
 
 # Width of output to a file or pipe: names are not cut, so they can be searched.
@@ -57,42 +58,64 @@ def _console(stderr: bool, terminal: bool) -> Console:
     )
 
 
-def talks_for_all() -> bool:
-    """Check that this process prints messages: with several ranks only the first does."""
+_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+_results: ContextVar[TextIO | None] = ContextVar("results", default=None)  # None: sys.stdout
+
+
+@contextmanager
+def talking(quiet: bool, as_json: bool) -> Iterator[None]:
+    """Apply --quiet and --json for the time of a command.
+
+    With --json only `print_json` writes to stdout. Everything else that is printed there goes to stderr, also what a
+    library or the user's own file prints.
+    """
+    with ExitStack() as stack:
+        stack.callback(_quiet.reset, _quiet.set(quiet))
+        if as_json:
+            stack.callback(_results.reset, _results.set(sys.stdout))
+            stack.enter_context(redirect_stdout(sys.stderr))
+        yield
+
+
+def shows_progress() -> bool:
+    """Check that this process prints progress: not with --quiet, and of several ranks only the first does."""
+    return not _quiet.get() and _is_first()
+
+
+def _is_first() -> bool:
     from iobs.pruning.runtime.ranks import current
 
     return current().first
 
 
 def say(text: str) -> None:
-    """Print one line of progress to stderr."""
-    if talks_for_all():
+    """Print one line of progress to stderr, unless --quiet is given."""
+    if shows_progress():
+        error_console().print(text)
+
+
+def warn(text: str) -> None:
+    """Print one line to stderr that --quiet does not hide."""
+    if _is_first():
         error_console().print(text)
 
 
 def print_json(value: object) -> None:
-    """Print a result as JSON to stdout."""
+    """Print the result of a command as JSON to stdout."""
     from iobs.report.numbers import to_json
 
-    sys.stdout.write(to_json(value) + "\n")
+    (_results.get() or sys.stdout).write(to_json(value) + "\n")
 
 
-@contextmanager
-def saying_how_to_continue(checkpoint: Path | None) -> Iterator[None]:
-    """Show, when the user stops a run, what is saved and the command that continues it."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        command = shlex.join(["iobs", *sys.argv[1:]])
-        if checkpoint is None:
-            say("Nothing of this run is saved; with --resume a stopped run can be continued.")
-        else:
-            say(f"Finished layers and steps are saved in {checkpoint}. Continue with: {command}")
-        raise
+class Terminated(KeyboardInterrupt):
+    """The system asked this process to end (SIGTERM); handled as Ctrl-C, with an exit code of its own."""
 
 
 class ErrorsAsLines(TyperGroup):
-    """Command group that prints errors of iobs as one line without a traceback, and exits with code 1."""
+    """Command group that prints errors of iobs as one line without a traceback.
+
+    The exit code is 2 for wrong input, 1 for any other failure, 130 after Ctrl-C and 143 after SIGTERM.
+    """
 
     def invoke(self, ctx: Any) -> object:
         """Run the chosen command."""
@@ -102,7 +125,7 @@ class ErrorsAsLines(TyperGroup):
                 return super().invoke(ctx)
             except IOBSError as error:
                 _show_error(str(error))
-                raise typer.Exit(1) from error
+                raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -113,9 +136,9 @@ class ErrorsAsLines(TyperGroup):
             except OSError as error:  # such as a full disk or a lost mount
                 _show_error(f"{error.filename or 'The output'}: {error.strerror or error}.")
                 raise typer.Exit(1) from error
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 error_console().print("Stopped. Nothing half-written was left behind.")
-                raise typer.Exit(130) from None
+                raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None
 
 
 _OUT_OF_MEMORY = (
@@ -134,7 +157,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: object, *
 
 
 # Panels of the help pages.
-DATA_PANEL, MACHINE_PANEL = "Data", "Machine and files"
+DATA_PANEL, MACHINE_PANEL, TALK_PANEL = "Data", "Machine and files", "Messages"
 
 Model = Annotated[
     str | None,
@@ -151,6 +174,7 @@ Data = Annotated[
         help="Text files (.txt, .jsonl, .gz; repeat the option), an .npz, a folder or zip of images, "
         "FILE.py:function that returns batches, or wikitext2, c4, redpajama. Default: the embedded model uses "
         "its own text, other language models use C4 for calibration and WikiText-2 for evaluation.",
+        autocompletion=completion.words(completion.CORPORA),
         show_default=False,
         rich_help_panel=DATA_PANEL,
     ),
@@ -170,6 +194,7 @@ Device = Annotated[
     typer.Option(
         metavar="NAME",
         help="cpu, cuda, ...; by default the first GPU, else the CPU.",
+        autocompletion=completion.words(completion.DEVICES),
         show_default=False,
         rich_help_panel=MACHINE_PANEL,
     ),
@@ -179,11 +204,15 @@ DType = Annotated[
     typer.Option(
         metavar="NAME",
         help="float32, bfloat16 or float16; by default as stored.",
+        autocompletion=completion.words(completion.DTYPES),
         show_default=False,
         rich_help_panel=MACHINE_PANEL,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the result as one JSON object, and no tables.", rich_help_panel=TALK_PANEL)
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output of iobs.")]
 AllowPickle = Annotated[
     bool,
     typer.Option(
@@ -201,6 +230,16 @@ TrustRemoteCode = Annotated[
 
 
 @dataclass(frozen=True)
+class Talk:
+    """Options of every command for what it prints. `with_groups` applies them."""
+
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print results, warnings and errors only.", rich_help_panel=TALK_PANEL)
+    ] = False
+    as_json: AsJson = False
+
+
+@dataclass(frozen=True)
 class Loading:
     """Options for loading MODEL, shared by the commands that run it."""
 
@@ -211,7 +250,7 @@ class Loading:
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn each parameter of a command that is a dataclass of options into one option per field.
+    """Turn each parameter of a command that is a dataclass of options into one option per field; apply `Talk`.
 
     The order of the options is that of the parameters, a dataclass being replaced by its fields.
 
@@ -235,7 +274,9 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: object) -> None:
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        command(**given)
+        talk = next((value for value in given.values() if isinstance(value, Talk)), Talk())
+        with talking(talk.quiet, talk.as_json):
+            command(**given)
 
     # Typer reads the options from here.
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]

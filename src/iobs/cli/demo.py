@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from iobs.cli import console
+from iobs.cli import command, console
 
 if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
@@ -30,14 +30,16 @@ class Method:
     recipe: Recipe
 
 
+@console.with_groups
 def demo(
     output: Annotated[
         Path, typer.Option("--output", "-o", callback=console.at_home, help="Folder for the report and the model.")
     ] = Path("iobs-demo"),
-    sparsity: Annotated[float, typer.Option(help="Share of zeros in every layer.")] = 0.5,
+    sparsity: Annotated[str, typer.Option(help="Share of zeros in every layer: 0.5 or 50%.")] = "50%",
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of I-OBS.")] = 3,
     samples: Annotated[int, typer.Option(min=8, help="Calibration windows of 256 tokens.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
+    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Prune the embedded language model with five methods and compare them on held-out text.
 
@@ -46,12 +48,13 @@ def demo(
     from iobs import models
     from iobs.cli.results import write_results
     from iobs.cli.run_file import Asked, RunOptions
-    from iobs.core.patterns import Unstructured
+    from iobs.core.patterns import Unstructured, share
     from iobs.data import calibration_batches, open_source
     from iobs.models import check_output, output_directory
 
     started = time.perf_counter()
-    pattern = Unstructured(sparsity)
+    zeros = share(sparsity)
+    pattern = Unstructured(zeros)
     replaceable = _OWN_FILES if _is_demo(output) else ()
     check_output(output, replaceable=replaceable)
     loaded = models.load()
@@ -61,15 +64,19 @@ def demo(
     out = console.output_console()
     out.print(
         f"A language model of {models.parameter_count(loaded.module) / 1e6:.1f} million parameters that knows Python's "
-        f"help pages; {sparsity:.0%} of the weights of its layers go.",
+        f"help pages; {zeros:.0%} of the weights of its layers go.",
     )
     chosen = methods(rounds)
     report = compare(loaded, batches, pattern, chosen, seed)
     with output_directory(output, replaceable=replaceable) as temporary:
         write_results(loaded, report, temporary, MODEL_FOLDER)
         Asked(chosen[-1].recipe, RunOptions(pattern, seed=seed, samples=samples, seq_len=256)).write(temporary)
-    _show(report)
+    if not talk.as_json:
+        _show(report)
     _prove(output, loaded, report)
+    if talk.as_json:
+        console.print_json({"output": str(output), **report.as_dict()})
+        return
     out.print(f"Done in {time.perf_counter() - started:.0f} s. Look at {output / 'report.html'}")
     out.print(
         f"Next: iobs inspect {shlex.quote(str(output / MODEL_FOLDER))}, or prune a model of yours: iobs prune --help"
@@ -126,7 +133,8 @@ def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, chosen: l
         scores[method.name]["seconds"] = report.seconds
     assert report is not None
     report.scores = scores
-    report.settings = {"model": "embedded", "calibration": "embedded text", "seq_len": length, **report.settings}
+    facts = {"command": command.shown(), "model": "embedded", "calibration": "embedded text", "seq_len": length}
+    report.settings = {**facts, **report.settings}
     return report
 
 

@@ -37,7 +37,7 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
     loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
-    as_json: console.AsJson = False,
+    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Evaluate a model: perplexity on text, accuracy on labelled inputs, multiple choice, or lm-eval tasks.
 
@@ -57,7 +57,7 @@ def evaluate(
         raise typer.BadParameter("examples come before questions: give --questions or --tasks", param_hint="--shots")
     if batch_size is not None and not data and (tasks or questions):
         raise typer.BadParameter("questions are asked one by one, and tasks as lm-eval does", param_hint="--batch-size")
-    named = [task.strip() for task in tasks.split(",")] if tasks else []
+    named = [task.strip() for task in tasks.split(",")] if tasks is not None else []
     if named:
         check_tasks(named)
     loaded = load_model(model, loading.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
@@ -83,7 +83,7 @@ def evaluate(
             console.say(
                 f"{cut} of {len(asked.test)} prompts were longer than the model's context: beginnings were cut."
             )
-    if as_json:
+    if talk.as_json:
         console.print_json(scores | answers)
         return
     out = console.output_console()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from iobs.pruning.report import AuditRow, Report
 
 
+@console.with_groups
 def inspect(
     directory: Annotated[Path, typer.Argument(help="A directory with safetensors files.")],
     pattern: Annotated[
@@ -24,7 +25,7 @@ def inspect(
     ] = None,
     all_layers: Annotated[bool, typer.Option("--all", help="Also list matrices without zeros.")] = False,
     trust_remote_code: console.TrustRemoteCode = False,
-    as_json: console.AsJson = False,
+    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Audit a model directory: count the zeros of every matrix; fewer zeros than requested are an error.
 
@@ -42,14 +43,18 @@ def inspect(
     if not any(directory.glob("*.safetensors")) and (directory / "model").is_dir():
         directory = directory / "model"
     found = _audited(directory, pattern, trust_remote_code)
-    if as_json:
-        console.print_json([{"layer": row.name, "shape": row.shape, "zeros": row.zeros} for row in found.rows])
+    rows, sparse, stray = found.rows, found.sparse, found.stray
+    zeros, weights = sum(row.zeros for row in sparse), sum(row.weights for row in sparse)
+    if talk.as_json:
+        layers = [{"layer": row.name, "shape": row.shape, "zeros": row.zeros} for row in rows]
+        pruned = [row.name for row in sparse]
+        console.print_json(
+            {"zeros": zeros, "weights": weights, "pruned": pruned, "checked": found.checked, "layers": layers}
+        )
         return
     out = console.output_console()
-    rows, sparse, stray = found.rows, found.sparse, found.stray
     if rows and (sparse or all_layers):
         out.print(audit_table(rows if all_layers else sparse))
-    zeros, weights = sum(row.zeros for row in sparse), sum(row.weights for row in sparse)
     if sparse:
         out.print(f"{percent(zeros / weights, 2)} zeros: {zeros:,} of {weights:,} weights in {len(sparse)} layers")
         for row in stray:

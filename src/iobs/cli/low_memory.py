@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,12 @@ from iobs.errors import ModelError, OutputError
 
 if TYPE_CHECKING:
     from iobs.cli.run_file import Asked
+    from iobs.cli.running import Place
     from iobs.pruning.cost.memory_plan import Plan
 
 
 def prune_low_memory(
-    directory: str | None, output: Path | None, asked: Asked, device: str | None, checkpoint: Path | None, dry_run: bool
+    directory: str | None, asked: Asked, device: str | None, place: Place, dry_run: bool, as_json: bool
 ) -> None:
     """Show what a run will need and, unless that is all, prune a directory with one block in memory at a time.
 
@@ -26,11 +27,9 @@ def prune_low_memory(
         OutputError: the disk has too little room.
         ProblemError: the recipe needs the whole model.
     """
-    import iobs
     from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
-    from iobs.cli.progress import Steps
     from iobs.cli.results import write_card
-    from iobs.cli.watch import Watch
+    from iobs.cli.running import prune_as_asked
     from iobs.models.output import expanded
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore, without_weights
@@ -39,48 +38,41 @@ def prune_low_memory(
     from iobs.report import write_report
 
     require_alone()
-    options, recipe = asked.options, asked.recipe
-    place, arithmetic = checked_device(device), checked_dtype(options.dtype)
+    options, recipe, output, checkpoint = asked.options, asked.recipe, place.output, place.checkpoint
+    chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
     StreamedStore.require_streamable(recipe)
     directory = directory and str(expanded(directory))
     if directory is None or not Path(directory).is_dir():
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
-    streamed = StreamedModel.open(Path(directory), device=place, arithmetic=arithmetic)
+    streamed = StreamedModel.open(Path(directory), device=chosen, arithmetic=arithmetic)
     store = StreamedStore(streamed, output or Path())
     selection = store.select(options.include, options.ignore, recipe.depthwise)
     selection, _ = requested(recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
     name, window, batches = batches_of_run(without_weights(Path(directory)), options)
     plan = store.plan(selection, batches, recipe, options.holdout)
     if dry_run or output is None:
-        _show(plan, console.output_console().print)
+        if as_json:
+            console.print_json(asdict(plan))
+        else:
+            _show(plan, console.output_console().print)
         if output is not None:
             try:
                 store.require_room(plan)
             except OutputError as error:  # the plan was asked for, and the run may be meant for another machine
-                console.say(f"Warning: {error}")
+                console.warn(f"Warning: {error}")
         return
     _show(plan, console.say)
     store.require_room(plan)
-    with store.writing():
-        with console.saying_how_to_continue(checkpoint), Steps("pruning") as steps:
-            report = iobs.prune(
-                store,
-                batches,
-                options.pattern,
-                recipe,
-                include=options.include,
-                ignore=options.ignore,
-                holdout=options.holdout,
-                seed=options.seed,
-                callbacks=[Watch(steps)],
-                checkpoint=checkpoint,
-            )
-        report.settings = {"model": directory, "calibration": name, "seq_len": window, **report.settings}
+    with store.writing(place.replaceable):
+        facts = {"model": directory, "calibration": name, "seq_len": window}
+        report = prune_as_asked(store, batches, asked, checkpoint, facts)
         write_card(report, "transformers", store.folder, Path(directory) / "README.md")
         write_report(report, store.folder)
         asked.write(store.folder)
-    if checkpoint is not None:
-        shutil.rmtree(checkpoint)
+    place.finish()
+    if as_json:
+        console.print_json({"output": str(output), **report.as_dict()})
+        return
     console.output_console().print(f"Written: {output} ({report.sparsity:.2%} zeros)")
 
 

@@ -10,7 +10,11 @@ import typer
 
 from iobs.cli import console
 
+# File names by which an output of this command is known, packed and dense: only such an output is replaced.
+_MARKS = {False: ("*.packed",), True: ("recipe.yaml", "iobs.json")}
 
+
+@console.with_groups
 def pack(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that iobs prune wrote.")],
     output: Annotated[
@@ -25,19 +29,30 @@ def pack(
         ),
     ] = None,
     back: Annotated[bool, typer.Option("--unpack", help="Convert a packed directory back to dense files.")] = False,
+    overwrite: console.Overwrite = False,
+    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Store a pruned model losslessly as bit masks and nonzero values; --unpack reverses this."""
-    from iobs.models import beside, output_directory
+    from iobs.models import beside, names_to_replace, output_directory
     from iobs.models.packed import packed_share, save_packed, unpack
 
     target = output or beside(directory, "dense" if back else "packed")
     out = console.output_console()
+    replaceable = names_to_replace(target, _MARKS[back], overwrite)
+    if replaceable and target.resolve() == directory.resolve():
+        raise typer.BadParameter("this is the directory that is read; give another one", param_hint="--output / -o")
     if back:
-        with output_directory(target) as temporary:
+        with output_directory(target, replaceable) as temporary:
             unpack(directory, temporary)
-        out.print(f"Written: {target}")
+        if talk.as_json:
+            console.print_json({"output": str(target)})
+        else:
+            out.print(f"Written: {target}")
         return
-    save_packed(directory, target)
+    save_packed(directory, target, replaceable)
     share = packed_share(directory, target)
+    if talk.as_json:
+        console.print_json({"output": str(target), "share_of_dense_bytes": share})
+        return
     again = f"iobs pack --unpack {shlex.quote(str(target))}"
     out.print(f"Written: {target}, {share:.1%} of the dense bytes (to reverse: {again})")

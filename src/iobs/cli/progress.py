@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from iobs.cli.console import error_console, talks_for_all
+from iobs.cli.console import error_console, shows_progress
 from iobs.pruning import progress
 
 
@@ -10,4 +10,4 @@ class Steps(progress.Steps):
     """Progress on the commands' console, shown by the first of several ranks only."""
 
     def __init__(self, description: str) -> None:
-        super().__init__(description, error_console(), talks_for_all())
+        super().__init__(description, error_console(), shows_progress())

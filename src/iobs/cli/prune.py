@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shlex
-import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from iobs.cli import console
+from iobs.cli import completion, console
+from iobs.cli.completion import words
 
 if TYPE_CHECKING:
     from iobs.cli.run_file import Asked
+    from iobs.cli.running import Place
     from iobs.data import Source
     from iobs.models import LoadedModel
+    from iobs.pruning.coverage import Reason
     from iobs.pruning.recipe import Changes
     from iobs.pruning.report import Report
     from iobs.pruning.workspace import Request
@@ -23,31 +26,55 @@ if TYPE_CHECKING:
 _METHOD, _LAYERS = "Method", "Layers"
 
 
-def _option(metavar: str, text: str, panel: str | None = None, least: float | None = None, name: str = "") -> Any:
-    names = [name] if name else []
-    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel, show_default=False, min=least)
+def _option(metavar: str, text: str, panel: str | None = None, least: float | None = None, **others: Any) -> Any:
+    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, show_default=False, min=least, **others)
 
 
 @dataclass(frozen=True)
 class Method:
     """Options for what to prune to, and how."""
 
-    sparsity: Annotated[str | None, _option("SHARE", "Share of zeros: 0.5 or 50% (default 50%).")] = None
-    pattern: Annotated[str | None, _option("N:M", "Instead: keep N of every M neighbours, as 2:4 or 4:8.")] = None
+    sparsity: Annotated[
+        str | None,
+        _option("SHARE", "Share of zeros: 0.5 or 50% (default 50%).", autocompletion=words(completion.SHARES)),
+    ] = None
+    pattern: Annotated[
+        str | None,
+        _option(
+            "N:M",
+            "Instead: keep N of every M neighbours, as 2:4 or 4:8.",
+            autocompletion=words(completion.PATTERNS),
+        ),
+    ] = None
     recipe: Annotated[
         str | None,
-        _option("NAME|FILE", "fast (default), best, one-shot, paper, or a recipe.yaml.", _METHOD),
+        _option(
+            "NAME|FILE",
+            "fast (default), best, one-shot, paper, or a recipe.yaml.",
+            _METHOD,
+            autocompletion=words(completion.RECIPES),
+        ),
     ] = None
     rounds: Annotated[int | None, _option("N", "Rounds of Algorithm 2, with fine-tuning between them.", _METHOD)] = None
     solver: Annotated[
         str | None,
-        _option("NAME", "admm, sparsegpt, obc, wanda, magnitude, exact; or chita, cbs, woodfisher.", _METHOD),
+        _option(
+            "NAME",
+            "admm, sparsegpt, obc, wanda, magnitude, exact; or chita, cbs, woodfisher.",
+            _METHOD,
+            autocompletion=words([*completion.SOLVERS, *completion.NETWORK_SOLVERS]),
+        ),
     ] = None
     settings: Annotated[
         list[str] | None,
-        _option("KEY=VALUE", "Any field of the recipe, as damping=0.1 or finetune.steps=200; repeat.", _METHOD,
-                name="--set"),
-    ] = None  # fmt: skip
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any field of the recipe, as damping=0.1 or finetune.steps=200; repeat.",
+            rich_help_panel=_METHOD,
+            show_default=False,
+        ),
+    ] = None
     seed: Annotated[int | None, _option("N", "Seed of every random choice (default 0).", _METHOD)] = None
     include: Annotated[
         list[str] | None, _option("PATTERN", "Prune only these layers: `*.mlp.*` or re:EXPRESSION; repeat.", _LAYERS)
@@ -90,44 +117,52 @@ def prune(
             "-o",
             callback=console.at_home,
             metavar="DIR",
-            help="Directory to write; new, or empty.",
+            help="Directory to write; new, empty, or with --overwrite an earlier output.",
             show_default=False,
         ),
     ] = None,
     method: Method = Method(),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show which layers would be pruned, and stop.")] = False,
+    overwrite: console.Overwrite = False,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Keep a checkpoint in DIR.checkpoint, and continue the one that is there."),
     ] = False,
     low_memory: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--low-memory",
+            "--low-memory/--no-low-memory",
             help="One block in memory at a time, recipe one-shot; with --dry-run, only show what it takes.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     calibration: Calibration = Calibration(),
     loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
+    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Prune MODEL and write it to a directory that loads as before, with report.html, report.json and recipe.yaml."""
     from iobs.cli.low_memory import prune_low_memory
-    from iobs.models import beside, check_output
+    from iobs.cli.running import Place, saying_how_to_continue
 
     asked = _asked(method, calibration, loading.dtype, low_memory)
     if output is None and not dry_run:
         raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
-    if output is not None:
-        check_output(output)
-    checkpoint = beside(output, "checkpoint") if resume and output is not None else None
+    place = Place.of(model, output, overwrite, resume)
     if asked.options.low_memory:
         _refuse_whole(calibration, loading)
-        prune_low_memory(model, output, asked, loading.device, checkpoint, dry_run)
-    else:
-        _prune_resident(model, output, asked, calibration.eval_data, loading, checkpoint, dry_run)
+    failure = None
+    with nullcontext() if dry_run else saying_how_to_continue(place.checkpoint):
+        if asked.options.low_memory:
+            prune_low_memory(model, asked, loading.device, place, dry_run, talk.as_json)
+        else:
+            failure = _prune_resident(model, asked, calibration.eval_data, loading, place, dry_run, talk.as_json)
+    if isinstance(failure, KeyboardInterrupt):
+        raise failure
+    if failure is not None:  # a script must not take a model without its scores for one that was scored
+        raise typer.Exit(1)
 
 
-def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memory: bool) -> Asked:
+def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memory: bool | None) -> Asked:
     """The recipe and the options of the run: the command line first, then the file given as --recipe, then defaults.
 
     Raises:
@@ -160,7 +195,7 @@ def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memo
         "seq_len": calibration.seq_len,
         "batch_size": calibration.batch_size,
         "dtype": dtype,
-        "low_memory": low_memory or None,
+        "low_memory": low_memory,
     }
     options = RunOptions.of(given, run)
     under_pattern(as_allocation(recipe.allocation), options.pattern)
@@ -183,13 +218,18 @@ def _refuse_whole(calibration: Calibration, loading: console.Loading) -> None:
 
 def _prune_resident(
     model: str | None,
-    output: Path | None,
     asked: Asked,
     eval_data: list[str] | None,
     loading: console.Loading,
-    checkpoint: Path | None,
+    place: Place,
     dry_run: bool,
-) -> None:
+    as_json: bool,
+) -> BaseException | None:
+    """Prune a model that is in memory as a whole.
+
+    Returns:
+        The error of scoring the pruned model, which is written nevertheless.
+    """
     from iobs.cli.loading import load_model
     from iobs.cli.results import write_results
     from iobs.data import open_source
@@ -199,6 +239,7 @@ def _prune_resident(
     from iobs.pruning.store import Store
 
     options = asked.options
+    output, checkpoint = place.output, place.checkpoint
     loaded = load_model(model, options.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
     selection = Store(loaded.module).select(options.include, options.ignore, asked.recipe.depthwise)
     selection, request = requested(asked.recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
@@ -207,22 +248,19 @@ def _prune_resident(
         if options.data:
             open_source([*options.data], "calibration", loaded)
         if current().first:
-            _show_layers(request, selection.skipped)
-        return
+            _show_layers(request, selection.skipped, as_json)
+        return None
     assert output is not None
-    check_output(output, needed_bytes=size_in_bytes(loaded.module))
-    with console.saying_how_to_continue(checkpoint):
-        report, failure = _run(loaded, asked, scoring, checkpoint)
+    check_output(output, size_in_bytes(loaded.module), place.replaceable)
+    report, failure = _run(loaded, asked, scoring, checkpoint)
     if not current().first:
-        return
-    with output_directory(output) as temporary:
+        return None
+    with output_directory(output, place.replaceable) as temporary:
         write_results(loaded, report, temporary, model_folder=None)
         asked.write(temporary)
-    if checkpoint is not None:
-        shutil.rmtree(checkpoint)
-    _show(report, output)
-    if failure is not None:  # a script must not take a model without its scores for one that was scored
-        raise typer.Exit(130 if isinstance(failure, KeyboardInterrupt) else 1)
+    place.finish()
+    _show(report, output, as_json)
+    return failure
 
 
 def _scoring_data(loaded: LoadedModel, specs: list[str] | None) -> Source | None:
@@ -243,42 +281,28 @@ def _run(
     Returns:
         The report, and the error of the second scoring, which does not lose the pruned model.
     """
-    import iobs
     from iobs.cli.loading import batches_of_run
-    from iobs.cli.progress import Steps
     from iobs.cli.results import score
-    from iobs.cli.watch import Watch
+    from iobs.cli.running import prune_as_asked
     from iobs.errors import first_line
 
     options = asked.options
     name, window, batches = batches_of_run(loaded, options)
     dense = score(loaded, scoring, options.seq_len, "scoring the dense model")
-    with Steps("pruning") as steps:
-        report = iobs.prune(
-            loaded.module,
-            batches,
-            options.pattern,
-            asked.recipe,
-            include=options.include,
-            ignore=options.ignore,
-            holdout=options.holdout,
-            seed=options.seed,
-            callbacks=[Watch(steps)],
-            checkpoint=checkpoint,
-        )
-    report.settings = {"model": loaded.source, "calibration": name, "seq_len": window, **report.settings}
+    facts = {"model": loaded.source, "calibration": name, "seq_len": window}
+    report = prune_as_asked(loaded.module, batches, asked, checkpoint, facts)
     try:
         pruned = score(loaded, scoring, options.seq_len, "scoring the pruned model")
     except (Exception, KeyboardInterrupt) as error:
         report.notes.append(f"The pruned model could not be scored: {first_line(error)}")
-        console.say(report.notes[-1])
+        console.warn(report.notes[-1])
         return report, error
     if dense:
-        report.scores = {"dense": dense, "pruned": pruned}
+        report.add_scores({"dense": dense, "pruned": pruned})
     return report, None
 
 
-def _show_layers(request: Request, skipped: dict[str, str]) -> None:
+def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool) -> None:
     from rich.table import Table
 
     from iobs.pruning.allocation.counts import under_pattern
@@ -289,9 +313,13 @@ def _show_layers(request: Request, skipped: dict[str, str]) -> None:
     table.add_column("layer", overflow="fold")
     table.add_column("shape", justify="right", no_wrap=True)
     table.add_column("zeros", justify="right", no_wrap=True)
-    for layer, pattern in request.patterns.items():
-        zeros = asked_zeros(pattern, layer.shape)
-        table.add_row(layer.name, " x ".join(map(str, layer.shape)), f"{zeros:,} of {layer.weights:,}")
+    zeros = {layer: asked_zeros(pattern, layer.shape) for layer, pattern in request.patterns.items()}
+    if as_json:
+        layers = [{"layer": one.name, "shape": one.shape, "zeros": count} for one, count in zeros.items()]
+        console.print_json({"pattern": str(request.pattern), "layers": layers, "dense": skipped})
+        return
+    for layer, count in zeros.items():
+        table.add_row(layer.name, " x ".join(map(str, layer.shape)), f"{count:,} of {layer.weights:,}")
     out = console.output_console()
     out.print(table)
     for name, reason in skipped.items():
@@ -301,9 +329,12 @@ def _show_layers(request: Request, skipped: dict[str, str]) -> None:
         console.say("The zeros shown are those of an even division; the run moves zeros between layers.")
 
 
-def _show(report: Report, output: Path) -> None:
+def _show(report: Report, output: Path, as_json: bool) -> None:
     from iobs.report import layers_table, rounds_table, scores_table, summary_lines
 
+    if as_json:
+        console.print_json({"output": str(output), **report.as_dict()})
+        return
     out = console.output_console()
     if report.best.layers:
         out.print(layers_table(report, limit=12))

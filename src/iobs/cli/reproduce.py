@@ -10,16 +10,27 @@ import typer
 from rich.table import Table
 
 from iobs.cli import console
+from iobs.cli.completion import words
 from iobs.paper import Experiment, Request, Results, experiments, find
+
+
+def _completed(incomplete: str) -> list[str]:
+    return words([experiment.name for experiment in experiments()])(incomplete)
 
 
 def _own(metavar: str, text: str) -> object:
     return typer.Option(metavar=metavar, help=text, show_default=False, rich_help_panel="Your own network and data")
 
 
+@console.with_groups
 def reproduce(
     name: Annotated[
-        str | None, typer.Argument(help="Name of the experiment; leave it out to list all.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="Name of the experiment; leave it out to list all.",
+            show_default=False,
+            autocompletion=_completed,
+        ),
     ] = None,
     stand_in: Annotated[
         bool, typer.Option("--stand-in", help="Use a small network or data set instead of the paper's.")
@@ -51,7 +62,7 @@ def reproduce(
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep a checkpoint in the folder of -o, and continue from an existing one.")
     ] = False,
-    as_json: console.AsJson = False,
+    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Run one table or figure of the paper and show published and measured numbers side by side."""
     from iobs.models import make_folder
@@ -59,8 +70,9 @@ def reproduce(
     out = console.output_console()
     if name is None:
         entries = experiments()
-        if as_json:
-            console.print_json([{"name": entry.name, "place": entry.place, "title": entry.title} for entry in entries])
+        if talk.as_json:
+            found = [{"name": entry.name, "place": entry.place, "title": entry.title} for entry in entries]
+            console.print_json({"experiments": found})
         else:
             out.print(_list(entries))
         return
@@ -71,7 +83,7 @@ def reproduce(
     if output is not None:
         make_folder(output)
     results = experiment.run(request)
-    if as_json:
+    if talk.as_json:
         console.print_json(
             {
                 "name": experiment.name,

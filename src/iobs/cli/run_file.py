@@ -8,9 +8,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from iobs.core.patterns import Pattern, Unstructured
+from iobs.core.patterns import Pattern, Unstructured, share
 from iobs.data.documents import CORPORA
-from iobs.errors import ProblemError, is_a
+from iobs.errors import PatternError, ProblemError, is_a
 from iobs.models.factory import is_function_spec
 from iobs.pruning.driver import require_numbers
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
@@ -149,6 +149,6 @@ def _placed(source: str) -> str:
 
 def _share(text: str) -> float:
     try:
-        return float(text)
-    except ValueError:
+        return share(text)
+    except PatternError:
         raise ProblemError(f"holdout must be a number in [0, 1), got {text!r}.") from None

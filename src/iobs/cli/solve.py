@@ -53,6 +53,7 @@ class ModelReport(TypedDict):
     certificate: NotRequired[str]
 
 
+@console.with_groups
 def solve(
     data: Annotated[
         Path,
@@ -96,7 +97,7 @@ def solve(
         Path | None, typer.Option(help="Plot loss and coefficients for every k to this file.", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
-    as_json: console.AsJson = False,
+    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Choose the k columns of a table that explain another one best, and fit them.
 
@@ -125,7 +126,7 @@ def solve(
     model = _model(table, objective, fits, loss, errors)
     if certify is not None:
         model["certificate"] = _certificate(objective, size, best, certify)
-    if as_json:
+    if talk.as_json:
         console.print_json(model)
     else:
         _show(model, table, inference.noise)
@@ -139,20 +140,24 @@ def _check_outputs(output: Path | None, plot: Path | None) -> None:
     """Check that output files can be written, before any work.
 
     Raises:
-        OutputError: the folder is missing or not writable, or matplotlib cannot draw files with that suffix.
+        UnusableOutputError: the folder is missing or not writable, or matplotlib cannot draw files with that suffix.
     """
-    from iobs.errors import OutputError
+    from iobs.errors import UnusableOutputError
 
     for file in (output, plot):
         place = None if file is None else file if file.exists() else file.parent
         if file is not None and place is not None and (file.is_dir() or not os.access(place, os.W_OK)):
-            raise OutputError(f"Cannot write {file}: give a file in a folder that exists and can be written to.")
+            raise UnusableOutputError(
+                f"Cannot write {file}: give a file in a folder that exists and can be written to."
+            )
     if plot is not None:
         from matplotlib.backend_bases import FigureCanvasBase
 
         endings = FigureCanvasBase.get_supported_filetypes()
         if plot.suffix.lower().removeprefix(".") not in endings:
-            raise OutputError(f"Cannot draw {plot}: pictures end in {', '.join(f'.{name}' for name in endings)}.")
+            raise UnusableOutputError(
+                f"Cannot draw {plot}: pictures end in {', '.join(f'.{name}' for name in endings)}."
+            )
 
 
 def _loss(loss: str, table: Table) -> str:
@@ -294,7 +299,7 @@ def _write(file: Path, model: ModelReport) -> None:
     from iobs.report.numbers import to_json
 
     try:
-        file.write_text(to_json(model) + "\n")
+        file.write_text(to_json(model) + "\n", encoding="utf8")
     except OSError as error:
         raise OutputError(f"Cannot write {file}: {error.strerror}.") from error
     console.say(f"Wrote {file}")

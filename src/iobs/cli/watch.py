@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from iobs.cli.console import say
 from iobs.cli.progress import Steps
 from iobs.pruning.progress import ProgressBar
@@ -20,10 +23,13 @@ class Watch(ProgressBar):
         steps: the bar, already shown.
         prefix: put before every description, such as the name of the method.
         quiet: leave out notes and lines.
+        clock: () -> seconds, for the time left.
     """
 
-    def __init__(self, steps: Steps, prefix: str = "", quiet: bool = False) -> None:
-        super().__init__(steps, prefix)
+    def __init__(
+        self, steps: Steps, prefix: str = "", quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(steps, prefix, clock)
         self._quiet = quiet
         self._pending: RoundRecord | None = None
 

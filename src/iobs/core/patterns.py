@@ -19,7 +19,7 @@ from iobs.errors import PatternError, is_a
 
 
 @dataclass(frozen=True)
-class Groups:
+class Partition:
     """Partition of a (rows, columns) matrix, read row by row, into equal groups.
 
     Attributes:
@@ -36,7 +36,7 @@ class Groups:
 class Pattern(Protocol):
     """Number of entries that a matrix keeps, and the groups within which entries compete."""
 
-    def groups(self, shape: tuple[int, int]) -> Groups:
+    def groups(self, shape: tuple[int, int]) -> Partition:
         """Partition of a matrix of the given shape.
 
         Raises:
@@ -77,7 +77,7 @@ class Unstructured:
         if self.per not in ("layer", "row"):
             raise PatternError(f'per must be "layer" or "row", got {self.per!r}.')
 
-    def groups(self, shape: tuple[int, int]) -> Groups:
+    def groups(self, shape: tuple[int, int]) -> Partition:
         """One group for the layer, or one group for each row."""
         rows, columns = shape
         count, size = (1, rows * columns) if self.per == "layer" else (rows, columns)
@@ -85,7 +85,7 @@ class Unstructured:
         assert keep is not None
         if keep > size:
             raise PatternError(f"Cannot keep {keep} of {size} entries per {self.per}; keep must be at most {size}.")
-        return Groups(count, size, keep)
+        return Partition(count, size, keep)
 
     def __str__(self) -> str:
         amount = f"{self.sparsity:.4g}" if self.sparsity is not None else f"keep {self.keep}"
@@ -108,7 +108,7 @@ class NM:
             given = f"keep={self.keep!r} of={self.of!r}"
             raise PatternError(f"N:M needs whole 0 < keep <= of, got {given}; 2:4 is NM(keep=2, of=4).")
 
-    def groups(self, shape: tuple[int, int]) -> Groups:
+    def groups(self, shape: tuple[int, int]) -> Partition:
         """One group for every `of` neighbouring columns of each row."""
         rows, columns = shape
         if columns % self.of:
@@ -116,7 +116,7 @@ class NM:
                 f"The pattern {self} needs a number of columns divisible by {self.of}, got {columns}; "
                 "ignore this layer or choose another pattern."
             )
-        return Groups(rows * columns // self.of, self.of, self.keep)
+        return Partition(rows * columns // self.of, self.of, self.keep)
 
     @property
     def sparsity(self) -> float:
@@ -125,6 +125,81 @@ class NM:
 
     def __str__(self) -> str:
         return f"{self.keep}:{self.of}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Weights on a symmetric grid: whole multiples of a scale, from -(2^(bits-1) - 1) to 2^(bits-1) - 1 times it.
+
+    Each row has one scale for every `group` neighbouring columns. Zero lies on the grid. `pattern & grid` keeps as many
+    entries as the pattern and puts their values on the grid: `Unstructured(0.5) & Grid(4)`.
+
+    Args:
+        bits: of each value, 2 to 8.
+        group: neighbouring columns that share a scale; the last group may be shorter.
+        symmetric: only True; grids with an offset do not contain zero.
+
+    Raises:
+        PatternError: an argument is impossible.
+    """
+
+    bits: int = 4
+    group: int = 128
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if not is_a(Integral, self.bits) or not 2 <= self.bits <= 8:
+            raise PatternError(f"A grid has 2 to 8 bits, got {self.bits!r}.")
+        if not is_a(Integral, self.group) or self.group < 1:
+            raise PatternError(f"group must be a whole number of at least 1, got {self.group!r}; 128 is usual.")
+        if self.symmetric is not True:
+            raise PatternError("Only symmetric grids are supported, because zero must lie on the grid.")
+
+    @property
+    def levels(self) -> int:
+        """Largest multiple of the scale, 2^(bits-1) - 1."""
+        return int(2 ** (self.bits - 1) - 1)
+
+    def scales(self, columns: int) -> int:
+        """Number of scales of each row."""
+        return -(-columns // self.group)
+
+    def groups(self, shape: tuple[int, int]) -> Partition:
+        """One group that keeps all entries."""
+        return Partition(1, shape[0] * shape[1], shape[0] * shape[1])
+
+    def __rand__(self, pattern: Pattern) -> SparseGrid:
+        return SparseGrid(pattern, self)
+
+    def __str__(self) -> str:
+        return f"int{self.bits}/{self.group}"
+
+
+@dataclass(frozen=True)
+class SparseGrid:
+    """Kept entries of a pattern with values on a grid, made by `pattern & grid`.
+
+    Attributes:
+        pattern: number of kept entries and the groups in which they compete.
+        grid: values of the kept entries; a kept entry may be zero, which lies on the grid.
+
+    Raises:
+        PatternError: `pattern` is not `Unstructured` or `NM`.
+    """
+
+    pattern: Pattern
+    grid: Grid
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, (Unstructured, NM)):
+            raise PatternError(f"A grid combines with Unstructured or NM, got {self.pattern!r}.")
+
+    def groups(self, shape: tuple[int, int]) -> Partition:
+        """Partition of the pattern."""
+        return self.pattern.groups(shape)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} on {self.grid}"
 
 
 def require_pattern(pattern: object) -> None:
@@ -144,21 +219,42 @@ def keep_count(size: int, sparsity: float) -> int:
 
 
 def parse(text: str) -> Pattern:
-    """Read a pattern from text: "2:4", "0.5" or "50%".
+    """Read a pattern from text: "2:4", "0.5", "50%", "int4", "int3/64" (64 columns share a scale) or "50%+int4".
 
     Raises:
         PatternError: the text is not a pattern.
     """
+    sparse, _, grid = text.rpartition("int")
     try:
+        if grid != text:
+            bits, divided, group = grid.partition("/")
+            values = Grid(int(bits), int(group)) if divided else Grid(int(bits))
+            return SparseGrid(parse(sparse.removesuffix("+")), values) if sparse else values
         if ":" in text:
-            keep, of = text.split(":")
-            return NM(int(keep), int(of))
-        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+            keep, of = map(int, text.split(":"))
+            return NM(keep, of)
     except ValueError:
-        raise PatternError(
-            f"Cannot read the pattern {text!r}: give a sparsity such as 0.5, or N:M such as 2:4."
-        ) from None
-    return Unstructured(number)
+        raise _unreadable(text) from None
+    return Unstructured(share(text))
+
+
+def share(text: str) -> float:
+    """Read a share from text: "0.5" or "50%".
+
+    Raises:
+        PatternError: the text is neither.
+    """
+    try:
+        return float(Decimal(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
+    except (ArithmeticError, ValueError):
+        raise _unreadable(text) from None
+
+
+def _unreadable(text: str) -> PatternError:
+    return PatternError(
+        f"Cannot read the pattern {text!r}: "
+        "give a sparsity such as 0.5 or 50%, N:M such as 2:4, or a grid such as int4."
+    )
 
 
 def as_pattern(value: Pattern | float | str) -> Pattern:
@@ -190,7 +286,7 @@ def top_mask(scores: Tensor, pattern: Pattern) -> Tensor:
     return top_mask_of(scores, pattern.groups((scores.shape[0], scores.shape[1])))
 
 
-def top_mask_of(scores: Tensor, groups: Groups) -> Tensor:
+def top_mask_of(scores: Tensor, groups: Partition) -> Tensor:
     """`top_mask` for the groups of a pattern."""
     shape = scores.shape
     table = scores.reshape(groups.count, groups.size)

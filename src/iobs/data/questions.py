@@ -46,6 +46,8 @@ def read_questions(file: Path, subjects: int | None = None, each: int | None = N
     Raises:
         DataError: the file does not exist, or a line does not have this format.
     """
+    if not file.is_file():
+        raise DataError(f"There is no file {file}; give questions as .jsonl or .jsonl.gz.")
     examples: dict[str, list[Question]] = defaultdict(list)
     test: dict[str, list[Question]] = defaultdict(list)
     number = 0

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import shlex
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -284,11 +285,13 @@ def _check_memory(file: Path, separator: str, size: int) -> None:
 
 
 def _available_memory() -> int:
-    """Bytes available without swapping; the file cache counts as free."""
+    """Bytes available without swapping; the file cache counts as free. Unlimited where the system does not say."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
     except (OSError, StopIteration):
+        if sys.platform == "win32":
+            return sys.maxsize
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -10,7 +10,7 @@ from iobs.errors import ModelError
 from iobs.models import factory
 from iobs.models.halves import widen
 from iobs.models.loaded import LoadedModel, Tokenizer, parameter_count, size_in_bytes
-from iobs.models.output import beside, check_output, expanded, make_folder, output_directory
+from iobs.models.output import beside, check_output, expanded, make_folder, names_to_replace, output_directory
 from iobs.models.vision_shim import ensure_torchvision
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "ensure_torchvision",
     "load",
     "make_folder",
+    "names_to_replace",
     "output_directory",
     "parameter_count",
     "size_in_bytes",

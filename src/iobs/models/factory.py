@@ -185,6 +185,8 @@ def _loaded(module: nn.Module, source: str, config: Mapping[str, object], task: 
     def write(model: LoadedModel, directory: Path) -> None:
         with stored_as_half(model.module):
             write_weights(model.module, directory / WEIGHTS_NAME)
-        (directory / CONFIG_NAME).write_text(json.dumps({"format": "iobs-module", **config}, indent=2) + "\n")
+        (directory / CONFIG_NAME).write_text(
+            json.dumps({"format": "iobs-module", **config}, indent=2) + "\n", encoding="utf8"
+        )
 
     return LoadedModel(module.eval(), None, source, task, None, write)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
 import tempfile
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from iobs.errors import OutputError
+from iobs.errors import OutputError, UnusableOutputError
 from iobs.pruning.runtime.checkpoint import locked
 
 _PARTIAL = ".partial"
@@ -27,16 +28,16 @@ def check_output(directory: Path, needed_bytes: int = 0, replaceable: Collection
         replaceable: names that may already be in the directory and will be replaced.
 
     Raises:
-        OutputError: the directory is not empty, it or its parent cannot be written, or the disk is too full.
+        UnusableOutputError: the directory is not empty, it or its parent cannot be written, or the disk is too full.
     """
     _require_empty(directory, replaceable)
     target = _target(directory)
     place = target if target.is_dir() else _existing_parent(target)
     if not os.access(place, os.W_OK | os.X_OK):
-        raise OutputError(f"{place} cannot be written; choose another output directory.")
+        raise UnusableOutputError(f"{place} cannot be written; choose another output directory.")
     free = shutil.disk_usage(place).free
     if free < needed_bytes:
-        raise OutputError(
+        raise UnusableOutputError(
             f"{directory} needs about {ceil(needed_bytes / 1e6)} MB and {place} has {floor(free / 1e6)} MB left; "
             "free some space or choose another output directory."
         )
@@ -85,11 +86,36 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
             os.close(lock)
 
 
+def names_to_replace(directory: Path, marks: Collection[str], overwrite: bool) -> tuple[str, ...]:
+    """Names in an output directory that may be replaced: everything if the user asks for it and iobs wrote it.
+
+    Args:
+        directory: the output directory.
+        marks: shell patterns of file names; a directory with such a file was written by iobs.
+        overwrite: the user allows an existing output.
+
+    Raises:
+        UnusableOutputError: the directory is not empty, and `overwrite` is False or no file has a name of `marks`; or
+            it is a file, or cannot be read.
+    """
+    names = _contents(directory)
+    if names and not overwrite:
+        raise UnusableOutputError(
+            f"{directory} exists and is not empty; add --overwrite to replace it, or choose another output directory."
+        )
+    if names and not any(fnmatch.filter(names, mark) for mark in marks):
+        raise UnusableOutputError(
+            f"{directory} holds no {' and no '.join(marks)}, so iobs did not write it; remove it yourself or choose "
+            "another output directory."
+        )
+    return tuple(names)
+
+
 def make_folder(output: Path) -> None:
     """Create the results folder before any work, and check that it can be written.
 
     Raises:
-        OutputError: the folder cannot be created, or no file can be written in it.
+        UnusableOutputError: the folder cannot be created, or no file can be written in it.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -97,7 +123,7 @@ def make_folder(output: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=output, prefix=".iobs-"):
             pass
     except OSError as error:
-        raise OutputError(
+        raise UnusableOutputError(
             f"{output} cannot be the folder of the results: no file can be written there ({error.strerror}); "
             "choose another output directory."
         ) from error
@@ -120,24 +146,33 @@ def _target(directory: Path) -> Path:
 
 
 def _require_empty(directory: Path, replaceable: Collection[str]) -> None:
-    """Raise if a directory holds anything but replaceable names and abandoned temporary directories.
+    """Check that a directory holds nothing but replaceable names and abandoned temporary directories.
 
     Raises:
-        OutputError: the directory holds something else, is a file, or cannot be read.
+        UnusableOutputError: the directory holds something else, is a file, or cannot be read.
+    """
+    if set(_contents(directory)) - set(replaceable):
+        raise UnusableOutputError(f"{directory} exists and is not empty; remove it or choose another output directory.")
+
+
+def _contents(directory: Path) -> list[str]:
+    """Names in a directory, except abandoned temporary directories; empty if it does not exist.
+
+    Raises:
+        UnusableOutputError: the directory is a file, or cannot be read.
     """
     target = _target(directory)
     if not target.is_dir():
         if target.exists() or target.is_symlink():  # still a link after resolving: a circular link
-            raise OutputError(f"{directory} is a file; choose another output directory.")
-        return
+            raise UnusableOutputError(f"{directory} is a file; choose another output directory.")
+        return []
     try:
         names = [entry.name for entry in target.iterdir() if not _is_partial(entry, target.name)]
     except OSError as error:
-        raise OutputError(f"{directory} cannot be read; choose another output directory.") from error
-    if target.is_mount():
+        raise UnusableOutputError(f"{directory} cannot be read; choose another output directory.") from error
+    if os.path.ismount(target):  # Path.is_mount is missing on Windows before Python 3.12
         names = [name for name in names if name != "lost+found"]  # part of every new ext file system
-    if set(names) - set(replaceable):
-        raise OutputError(f"{directory} exists and is not empty; remove it or choose another output directory.")
+    return names
 
 
 def _is_partial(entry: Path, name: str) -> bool:

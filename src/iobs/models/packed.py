@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +32,15 @@ _MASK, _VALUES, _SHAPES = ":mask", ":values", "iobs_shapes"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def save_packed(model: nn.Module | LoadedModel | str | Path, path: str | Path) -> Path:
+def save_packed(
+    model: nn.Module | LoadedModel | str | Path, path: str | Path, replaceable: Collection[str] = ()
+) -> Path:
     """Write the packed weights of a model, with its other files, into a new directory.
 
     Args:
         model: a module, a `LoadedModel`, or a directory of safetensors files.
         path: the output directory; it must not exist, or must be empty.
+        replaceable: names that may already be in the output directory and will be replaced.
 
     Raises:
         ModelError: the model directory holds no safetensors file, or a damaged one.
@@ -47,7 +51,7 @@ def save_packed(model: nn.Module | LoadedModel | str | Path, path: str | Path) -
         shards = weight_files(source)
         if not shards:
             raise ModelError(f"{source} holds no .safetensors file; give a directory that iobs prune wrote.")
-        with output_directory(Path(path)) as temporary:
+        with output_directory(Path(path), replaceable) as temporary:
             copy_companions(source, temporary, keep_index=True)
             for shard in shards:
                 _pack(shard, temporary / f"{shard.stem}{SUFFIX}")

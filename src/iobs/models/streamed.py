@@ -21,6 +21,7 @@ from iobs.models.output import expanded
 from iobs.models.shards import Entry, read_entries
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.pruning.calibration.blocks import Block, inside
+from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import Selection, select
 from iobs.pruning.store import Names
@@ -141,7 +142,7 @@ class StreamedModel:
         """
         chosen = select(self.module, include, ignore, depthwise=depthwise, check_finite=False)
         layers = tuple(one for one in chosen.layers if any(inside(one, block.path) for block in self.blocks))
-        dropped = {one.name: "outside the blocks" for one in chosen.layers if one not in layers}
+        dropped = {one.name: Reason("outside", "outside the blocks") for one in chosen.layers if one not in layers}
         if not layers:
             raise LayerSelectionError(
                 f"Block by block only layers inside the blocks are pruned, and {', '.join(dropped)} is outside; choose "

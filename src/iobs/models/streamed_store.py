@@ -10,18 +10,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.errors import ModelError, ProblemError, first_line
-from iobs.models.companions import REPORTS, copy_companions
+from iobs.models.block_writer import BlockWriter
 from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import check_output, expanded, output_directory
-from iobs.models.shards import ShardWriter
 from iobs.models.spill import reserve, spilled
 from iobs.models.streamed import StreamedModel
 from iobs.models.vision_shim import ensure_torchvision
@@ -118,13 +116,16 @@ class StreamedStore(Store):
             yield store
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self, replaceable: Collection[str] = ()) -> Iterator[None]:
         """Keep the output's files in a temporary folder, which becomes the output at the end.
+
+        Args:
+            replaceable: names in the output directory that are replaced then.
 
         Raises:
             OutputError, AuditError: as `open`.
         """
-        with giving_memory_back(), output_directory(self.output) as folder:
+        with giving_memory_back(), output_directory(self.output, replaceable) as folder:
             self.folder, self._ready = folder, True
             yield
             require_promised(audit(folder), self._run.rows, self.output)
@@ -293,6 +294,10 @@ class StreamedStore(Store):
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Do nothing: there is only one round."""
 
+    def zeros(self) -> int:
+        """Number of zeros among all parameters, counted in the written tensors."""
+        return sum(self._writer.zeros.values())
+
     def audit(self, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
         """The zeros of every pruned layer, counted when its block was written."""
         return self._run.rows
@@ -326,49 +331,6 @@ class StreamedStore(Store):
             OutputError: the disk has too little room.
         """
         check_output(self.output, needed_bytes=plan.model_bytes + plan.spilled_bytes)
-
-
-@dataclass
-class BlockWriter:
-    """Write the files of the pruned model block by block, in the layout of the source's files.
-
-    Args:
-        streamed: the model and the source's files.
-        directory: of the written files.
-    """
-
-    streamed: StreamedModel
-    directory: Path
-
-    def __enter__(self) -> BlockWriter:
-        source = self.streamed.directory
-        copy_companions(source.path, self.directory, keep_index=True, leave=REPORTS)
-        self.writers = {
-            file: ShardWriter(self.directory / file.name, entries, source.metadata[file])
-            for file, entries in source.shards.items()
-        }
-        inner = {name for block in self.streamed.blocks for name in self.streamed.names(block)}
-        for name, tensor in source.read([name for name in source.entries if name not in inner]):
-            self.put(name, tensor)
-        return self
-
-    def block(self, block: Block, pruned: set[str]) -> None:
-        """Write a block: pruned tensors from memory, the others bit for bit from the source."""
-        source, state = self.streamed.directory, self.streamed.module.state_dict()
-        for name in pruned:
-            self.put(name, state[name].to(source.entries[name].dtype))
-        for name, tensor in source.read([name for name in self.streamed.names(block) if name not in pruned]):
-            self.put(name, tensor)
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor into the file that holds it in the source; a second call replaces it."""
-        for file, entries in self.streamed.directory.shards.items():
-            if name in entries:
-                self.writers[file].put(name, tensor)
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        for writer in self.writers.values():
-            writer.opened.close() if kind else writer.close()
 
 
 def without_weights(path: Path) -> LoadedModel:

@@ -11,30 +11,50 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import torch
+
+from iobs.errors import ModelError, first_line
 
 State = Literal["native", "shimmed", "absent"]
 
 
 def ensure_torchvision() -> State:
-    """Import torchvision if it is installed; if the import fails for missing operators, declare them."""
+    """Import torchvision if it is installed; if the import fails for missing operators, declare them.
+
+    Raises:
+        ModelError: torchvision is for another release of torch, and more than its operators is missing.
+    """
     try:
         importlib.import_module("torchvision")
-    except ImportError:
-        return "absent"
-    except RuntimeError as error:
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torchvision":
+            return "absent"
         if "torchvision::" not in str(error):
-            raise
+            raise _misfit(error) from error
     else:
         return "shimmed" if _declared_operators.cache_info().currsize else "native"
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         del sys.modules[name]
     _declared_operators()
-    importlib.import_module("torchvision")
-
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:
+        raise _misfit(error) from error
     return "shimmed"
+
+
+def _misfit(error: Exception) -> ModelError:
+    try:
+        release = version("torchvision")
+    except PackageNotFoundError:
+        release = "(of unknown release)"
+    return ModelError(
+        f"torchvision {release} does not fit torch {torch.__version__} ({first_line(error)}). Install the torchvision "
+        "that was made for this torch, from the same place as torch, or uninstall torchvision."
+    )
 
 
 @functools.cache

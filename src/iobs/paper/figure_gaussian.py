@@ -115,7 +115,7 @@ def write(folder: Path, name: str, curves: dict[str, Array]) -> None:
     from matplotlib import pyplot
 
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.csv").open("w", newline="") as handle:
+    with (folder / f"{name}.csv").open("w", newline="", encoding="utf8") as handle:
         writer = csv.writer(handle)
         writer.writerow(["step", *(f"{method} {what}" for method in curves for what in ("loss", "distance"))])
         steps = next(iter(curves.values())).shape[1]

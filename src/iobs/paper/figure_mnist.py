@@ -151,7 +151,7 @@ def _write(folder: Path, chosen: Array, recovered: dict[str, list[Array]], dista
     from matplotlib import pyplot
 
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "figure_mnist.csv").open("w", newline="") as handle:
+    with (folder / "figure_mnist.csv").open("w", newline="", encoding="utf8") as handle:
         writer = csv.writer(handle)
         writer.writerow(["step", *distances])
         writer.writerows([step, *values] for step, *values in zip(CHECKED, *distances.values(), strict=True))

@@ -168,7 +168,7 @@ def _scorer(
             self.scores.append(score(self.model) if wanted else {})
             if file is not None:
                 partial = file.with_suffix(".partial")
-                partial.write_text(json.dumps(self.scores))
+                partial.write_text(json.dumps(self.scores), encoding="utf8")
                 partial.replace(file)
             return False
 
@@ -177,7 +177,7 @@ def _scorer(
 
 def _read_run_scores(file: Path) -> list[Scores]:
     try:
-        found: list[Scores] = json.loads(file.read_text())
+        found: list[Scores] = json.loads(file.read_text(encoding="utf8"))
     except ValueError as error:
         raise DataError(f"{file} is damaged ({error}); remove {file.parent} to begin the run anew.") from error
     return found

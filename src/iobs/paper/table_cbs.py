@@ -36,8 +36,8 @@ def run(request: Request) -> Results:
     notes = [
         f"Measured on {origin}; published is MobileNetV1 1.0 on all of ImageNet. Compare drops, not values.",
         "Depthwise convolutions stay dense and uncounted, as in the paper; its number of rounds is not stated.",
-        'The row I-OBS is solver="admm" with budget="fast" here, where the paper\'s I-OBS solves with SparseGPT, a row '
-        f"of its own here; {SETTINGS[0].samples} calibration samples are our choice, the paper states no number.",
+        'The paper\'s I-OBS solves with SparseGPT, a row of its own here. The row ADMM is solver="admm" with '
+        f'budget="fast". {SETTINGS[0].samples} calibration samples are our choice, the paper states no number.',
         *data_notes({"MobileNetV1": SETTINGS[0]}, request, "ImageNet", "pictures"),
     ]
     return Results("Top-1 accuracy in per cent", rows, notes)
@@ -51,7 +51,7 @@ def _rows(network: Network, request: Request, measured: Measured) -> tuple[list[
     rows = [Row("0 %", "dense", DENSE, dense[0]["accuracy"])]
     for index, settings in enumerate(SETTINGS):
         scores = {}
-        for method, solver in (("I-OBS", "admm"), ("SparseGPT", "sparsegpt")):
+        for method, solver in (("ADMM, this library", "admm"), ("SparseGPT", "sparsegpt")):
 
             def compute(solver: str = solver, settings: Settings = settings) -> list[dict[str, float]]:
                 changed = copy.deepcopy(module)
@@ -68,9 +68,8 @@ def _rows(network: Network, request: Request, measured: Measured) -> tuple[list[
             scores[method] = measured.get(f"{method} {origin}", settings, compute)[0]["accuracy"]
             request.say(f"{settings.sparsity:.0%}, {method}: {scores[method]:.2f}")
         setting = f"{settings.sparsity:.0%}"
-        rows += [Row(setting, "I-OBS", PUBLISHED["I-OBS"][index], scores["I-OBS"])]
-        rows += [Row(setting, "SparseGPT", None, scores["SparseGPT"])]
-        rows += [Row(setting, "CBS", PUBLISHED["CBS"][index], None)]
+        rows += [Row(setting, method, PUBLISHED[method][index], None) for method in PUBLISHED]
+        rows += [Row(setting, method, None, score) for method, score in scores.items()]
     return rows, origin
 
 

@@ -4,10 +4,12 @@ Modules, in an order in which each imports only from modules before it (`tests/t
 
     keep_sparse  training that keeps the zeros
     samples      calibration samples: what a batch is, its outputs, subsets
+    coverage     the share of a model that was pruned, and why the rest stayed dense
     report       results of a run, as plain records
     recipe       settings of a run, as frozen values: Recipe, Rounds, FineTune, Allocation, Rule
     network      the model: its weight matrices, the selection of layers, its modes
     runtime      processes and storage: checkpoints, ranks, memory
+    forecast     the work of a run and the time that is left
     callbacks    progress of a run, for callbacks
     progress     the progress bar, a callback
     calibration  forward passes of the calibration data: Gram matrices and losses

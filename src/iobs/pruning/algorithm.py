@@ -13,6 +13,7 @@ Every run uses this loop. It reads and writes these objects:
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -23,31 +24,46 @@ from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
 from iobs.pruning.calibration.gram import by_magnitude
+from iobs.pruning.calibration.scores import metric
 from iobs.pruning.calibration.sweep import Group, Moments, Sweep
-from iobs.pruning.cost.seconds import affordable, estimate_seconds
+from iobs.pruning.cost.seconds import affordable, forecast, measured_costs
+from iobs.pruning.coverage import Coverage, Reason
 from iobs.pruning.decisions.learning_rate import candidates, decide_rates
 from iobs.pruning.decisions.sparsity import allocate, decide_growth, scheduled
 from iobs.pruning.finetune.trainer import Trainer
+from iobs.pruning.forecast import Forecast
 from iobs.pruning.layerwise.patterns import asked
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.layerwise.targets import TARGETS
+from iobs.pruning.network.census import Census
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import update_batch_norm
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import FineTune
 from iobs.pruning.reconstruction.walk import Walk, in_steps
-from iobs.pruning.report import AllocationRecord, AuditRow, Report, RoundRecord, best_index
+from iobs.pruning.report import (
+    AllocationRecord,
+    AuditRow,
+    ComparisonLoss,
+    Report,
+    RoundRecord,
+    Scores,
+    best_index,
+)
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 
 Plan = dict[Layer, Pattern]
 
+_UNREACHED = Reason("unreached", "the network fed it nothing on the calibration data")
+_UNOBSERVED = Reason("not multiplied", "used by the model, but in no product that can be observed")
+
 
 def run(work: Workspace) -> Report:
     """Run Algorithm 2; at the end the model has the weights of the best record."""
-    started = time.perf_counter()
+    started, census = time.perf_counter(), Census.of(work.store.model)
     with work.store.running(work.request.patterns, work.memory):  # restores the dense weights on any failure
-        dense_loss = prepare(work)
+        dense, foretell = prepare(work, census), forecaster(work)
         plan, allocation = allocate(work)
         best = Best(work, plan)
         trainer: Trainer | None = None
@@ -55,7 +71,10 @@ def run(work: Workspace) -> Report:
             record = project(work, scheduled(plan, work.decided.rounds, index), index, trainer)  # lines 3 to 8
             best.consider(record)
             if index == 0:
-                work.decided = decide_rates(work, replace(work.decided, rounds=decide_growth(work)))
+                work.decided = replace(work.decided, rounds=decide_growth(work))
+                foretell()
+                work.decided = decide_rates(work, work.decided)
+                foretell()
             if index + 1 == work.decided.rounds.count:
                 break
             trainer = finetune(work, record, trainer)  # line 9
@@ -65,7 +84,7 @@ def run(work: Workspace) -> Report:
             work.store.restore(weights)
             best.consider(finetune_last(work, projection, step, len(best.records)))
         work.store.restore(best.weights)
-        return report_of(work, best, dense_loss, allocation, time.perf_counter() - started)
+        return report_of(work, best, dense, census, allocation, time.perf_counter() - started)
 
 
 def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None) -> RoundRecord:
@@ -164,16 +183,17 @@ class Best:
                 self.weights = self._work.store.snapshot()
 
 
-def prepare(work: Workspace) -> float | None:
+def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     """Measure the dense model, limit the gradient steps to their affordable number, and check their losses.
 
     Returns:
-        The loss of the dense model on the held-out samples; None if it cannot be measured.
+        The loss that compares rounds, with its value of the dense model, and the score of the dense model.
     """
     layers, decided = work.selection.layers, work.decided
     work.callbacks.on_start(work.store.model, [layer.name for layer in layers], decided.rounds.count)
+    warn_of_coverage(work, census.coverage(work.selection, 0))
     if work.scoring is None:
-        return None
+        return ComparisonLoss("not measured"), {}
     between, after = (
         None if step is None else affordable(step, work.store.model, layers, work.fit)
         for step in (decided.rounds.finetune, decided.finetune)
@@ -186,11 +206,27 @@ def prepare(work: Workspace) -> float | None:
     for step in (between, after):
         if step is not None:
             work.require_gradient(step)
-    if between is not None or after is not None:
-        recipe, holdout = work.recipe, work.request.holdout
-        expected = estimate_seconds(work.store.model, layers, work.chain, work.fit, recipe, work.decided, holdout)
-        work.note(f"Estimated time: {expected:.0f} s.")
-    return loss
+    return ComparisonLoss(work.scoring.name, loss), score_of(work)
+
+
+def forecaster(work: Workspace) -> Callable[[], object]:
+    """Forecast the time of the run, in a note and to the callbacks; the result does it again for later decisions.
+
+    The speeds are measured only if gradient steps may make the run long, or if a callback wants to know.
+    """
+    steps = work.decided.rounds.finetune or work.decided.finetune
+    if work.scoring is None or work.recipe.network_solver or not (steps or work.callbacks.wants_forecast):
+        return lambda: None
+    costs = measured_costs(work.store.model, work.selection.layers, work.fit)
+
+    def foretell() -> Forecast:
+        layers, blocks = work.selection.layers, len(work.chain)
+        found = forecast(costs, layers, blocks, work.fit, work.request, work.decided)
+        work.callbacks.on_forecast(found)
+        return found
+
+    work.note(f"Estimated time: {foretell().seconds:.0f} s.")
+    return foretell
 
 
 def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:
@@ -221,7 +257,7 @@ def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:
     )
 
 
-def handle_layers_without_input(work: Workspace, projection: Projection, without_input: list[Layer]) -> None:
+def handle_layers_without_input(work: Workspace, projection: Projection, without_input: dict[Layer, bool]) -> None:
     """Leave them dense in the first round; prune them by magnitude in later rounds, where their zeros are counted.
 
     Raises:
@@ -230,14 +266,14 @@ def handle_layers_without_input(work: Workspace, projection: Projection, without
     index = projection.index
     if index == 0 and without_input:
         kept = tuple(layer for layer in work.selection.layers if layer not in without_input)
-        names = ", ".join(layer.name for layer in without_input)
+        dense = {layer.name: _UNOBSERVED if used else _UNREACHED for layer, used in without_input.items()}
+        listed = "; ".join(f"{name} ({reason})" for name, reason in dense.items())
         if not kept:
             raise LayerSelectionError(
-                f"Nothing was pruned: on the calibration data the network feeds nothing to {names}."
+                f"Nothing was pruned, since no layer received an input that can be observed: {listed}. Give "
+                "calibration data that reach the layers, and call the layers as modules."
             )
-        work.note(f"Left dense, since the network feeds them nothing on the calibration data: {names}.")
-        reason = "the network fed it nothing on the calibration data"
-        dense = dict.fromkeys((layer.name for layer in without_input), reason)
+        work.note(f"Left dense: {listed}.")
         work.selection = Selection(kept, {**work.selection.skipped, **dense})
     elif index:
         for layer in without_input:
@@ -262,20 +298,42 @@ def measured(work: Workspace, record: RoundRecord, samples: Samples, began: floa
     return record
 
 
+def warn_of_coverage(work: Workspace, coverage: Coverage) -> None:
+    """Warn once if much of the model stays dense for a reason that can surprise."""
+    text = coverage.warning()
+    if text is not None and not work.callbacks.warned:
+        work.callbacks.warn(text)
+
+
+def score_of(work: Workspace) -> Scores:
+    """Accuracy or perplexity of the present model on the held-out samples, or on all samples if none are held out."""
+    samples, name = (work.heldout, "held-out") if work.heldout.batches else (work.fit, "calibration")
+    found = metric(work.store.model, samples)
+    return {} if found is None else {f"{name} {found[0]}": found[1]}
+
+
 def report_of(
-    work: Workspace, best: Best, dense_loss: float | None, allocation: list[AllocationRecord], seconds: float
+    work: Workspace,
+    best: Best,
+    dense: tuple[ComparisonLoss, Scores],
+    census: Census,
+    allocation: list[AllocationRecord],
+    seconds: float,
 ) -> Report:
     """The report of the run, also sent to the callbacks."""
+    loss, before = dense
+    coverage = census.coverage(work.selection, work.store.zeros())
+    warn_of_coverage(work, coverage)
     report = Report(
         settings=work.facts(),
-        loss_name="not measured" if work.scoring is None else work.scoring.name,
-        dense_loss=dense_loss,
+        loss=loss,
         rounds=best.records,
         best_round=best.index,
-        skipped=work.selection.skipped,
+        coverage=coverage,
         audit=audited(work, best.plan),
         seconds=seconds,
         peak_memory_bytes=work.memory.look(),
+        scores={"dense": before, "pruned": score_of(work)} if before else {},
         notes=work.callbacks.notes,
         allocation=allocation,
     )

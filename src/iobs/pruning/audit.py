@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -10,23 +11,27 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from iobs.core.files import packed_hint, weight_files
-from iobs.core.patterns import NM, Pattern, Unstructured
+from iobs.core.patterns import NM, Pattern, Unstructured, as_pattern
 from iobs.errors import AuditError, ModelError, PatternError
 from iobs.pruning.network.layers import Layer, find_layers, projections
 from iobs.pruning.report import AuditRow
 
+_RECURRENT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?$")  # parameters of recurrent modules
 _PRUNED_SHARE = 0.1  # a layer with a smaller share of the zeros that a pattern asks for counts as not pruned
 
 
 def audit(
-    source: nn.Module | str | Path, pattern: Pattern | None = None, layers: Collection[str] | None = None
+    source: nn.Module | str | Path,
+    pattern: Pattern | float | str | None = None,
+    layers: Collection[str] | None = None,
 ) -> list[AuditRow]:
     """Count the zeros of every weight matrix of a model, or of a directory of safetensors files.
 
     Args:
         source: a model, or a directory (or one file) of safetensors, whose matrices are read as (outputs, inputs).
-        pattern: checked in every pruned layer, of which there must be at least one; None: no check. After an
-            allocation (recipes "fast" and "best") a sparsity holds for all layers together, not for each layer.
+        pattern: a pattern, a sparsity such as 0.5, or text such as "2:4". It is checked in every pruned layer, of which
+            there must be at least one; None: no check. After an allocation (recipes "fast" and "best") a sparsity holds
+            for all layers together, not for each layer.
         layers: names of the pruned layers. By default these are layers with at least a tenth of the zeros that the
             pattern asks for; dense layers may hold a few zeros.
 
@@ -36,23 +41,24 @@ def audit(
     Raises:
         AuditError: a layer has fewer zeros than the pattern asks, or an N:M group keeps too many; no layer was pruned.
         ModelError: the directory holds no safetensors file, or one is damaged.
-        PatternError: the pattern does not fit a layer that was pruned.
+        PatternError: the pattern is none, or does not fit a layer that was pruned.
     """
     matrices = _of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))
+    asked = None if pattern is None else as_pattern(pattern)
     rows, checked = [], False
     for name, matrix in matrices:
         row = counted(name, matrix)
-        if pattern is not None and (_has_many(row, pattern) if layers is None else name in layers):
-            check(name, matrix, pattern)
-            row.asked, checked = asked_zeros(pattern, row.shape), True
+        if asked is not None and (_has_many(row, asked) if layers is None else name in layers):
+            check(name, matrix, asked)
+            row.asked, checked = asked_zeros(asked, row.shape), True
         rows.append(row)
-    if pattern is not None and not checked:
+    if asked is not None and not checked:
         most = max(rows, key=lambda row: row.sparsity, default=None)
         raise AuditError(
-            f"No layer has a tenth of the zeros that {pattern} asks for; {most.name!r} has most, {most.zeros:,} of "
+            f"No layer has a tenth of the zeros that {asked} asks for; {most.name!r} has most, {most.zeros:,} of "
             f"{most.weights:,}. The model was not pruned to it, or something wrote into the weights afterwards."
             if most and most.zeros
-            else f"No layer has a zero: the model is dense, and {pattern} holds nowhere."
+            else f"No layer has a zero: the model is dense, and {asked} holds nowhere."
         )
     return rows
 
@@ -129,7 +135,8 @@ def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
 def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The weight matrices in a stored tensor, by name; none in biases and statistics."""
     stacked = tensor.ndim == 3 and len(tensor) > 1  # experts in one tensor
-    if not tensor.is_floating_point() or tensor.ndim < 2 or not (name.endswith("weight") or stacked):
+    named = name.endswith("weight") or _RECURRENT.search(name)
+    if not tensor.is_floating_point() or tensor.ndim < 2 or not (named or stacked):
         return
     if name.endswith("in_proj_weight"):  # of nn.MultiheadAttention
         yield from ((f"{name}.{part}", rows) for part, rows in projections(tensor).items())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from iobs.errors import CoverageWarning
+from iobs.pruning.forecast import Forecast
 from iobs.pruning.report import LayerRecord, Report, RoundRecord
 
 logger = logging.getLogger("iobs")
@@ -24,6 +27,9 @@ class Callback:
 
     def on_note(self, text: str) -> None:
         """The run has decided or estimated something, in one sentence."""
+
+    def on_forecast(self, forecast: Forecast) -> None:
+        """The run expects this work; the forecast is made again when a decision changes it."""
 
     def on_measure(self, task: str, done: int, total: int) -> None:
         """Part of a measurement that a decision rests on is done: layers, samples or steps."""
@@ -94,11 +100,17 @@ def _to_all(name: str) -> Callable[..., None]:
 
 
 class Callbacks(Callback):
-    """Several callbacks as one; keeps the notes for the report."""
+    """Several callbacks as one; keeps the notes for the report.
+
+    Attributes:
+        notes: all notes, in order.
+        warned: True after `warn`.
+    """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = [*callbacks]
         self.notes: list[str] = []
+        self.warned = False
 
     def on_note(self, text: str) -> None:
         """Keep the note and pass it on."""
@@ -106,7 +118,20 @@ class Callbacks(Callback):
         for one in self.callbacks:
             one.on_note(text)
 
+    def warn(self, text: str) -> None:
+        """Keep a note on the coverage of the model that is also a warning."""
+        self.notes.append(text)
+        self.warned = True
+        logger.info(text)
+        warnings.warn(text, CoverageWarning, stacklevel=6)  # the caller of iobs.prune
+
+    @property
+    def wants_forecast(self) -> bool:
+        """Check that a callback listens to forecasts, which take a few forward passes."""
+        return any(type(one).on_forecast is not Callback.on_forecast for one in self.callbacks)
+
     on_start = _to_all("on_start")
+    on_forecast = _to_all("on_forecast")
     on_measure = _to_all("on_measure")
     on_rounds = _to_all("on_rounds")
     on_layer = _to_all("on_layer")

@@ -37,11 +37,12 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
     Gradients of zeros are removed as soon as they exist, so that they enter no momentum, gradient norm or line search.
     After each step the zeros are written again, to undo weight decay. A matrix that is entirely zero, such as an
     adapter before its first step, is not kept, since it could never be trained. Works under DistributedDataParallel:
-    every rank has the same zeros. Wrap the model before or after this call.
+    every rank has the same zeros. Wrap the model before or after this call. Does not work under FSDP or DeepSpeed,
+    which flatten or split the parameters.
 
     Args:
         model: a pruned model; all its parameters of two or more dimensions are masked.
-        optimizer: the optimizer that steps on these parameters.
+        optimizer: the optimizer that steps on these parameters; also in the wrapper of `accelerate`.
 
     Returns:
         A handle; its `remove()` removes the masks.
@@ -49,6 +50,8 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
     Raises:
         LayerSelectionError: no matrix that the optimizer steps on holds a zero.
     """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner  # a wrapper such as accelerate's has no hooks of its own
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = {
         name: (parameter, parameter != 0)

@@ -1,25 +1,32 @@
-"""A progress bar with the time left; plain lines in a log."""
+"""A progress bar with the time left and the memory used; plain lines in a log."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from html import escape
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from torch import nn
 
 from iobs.pruning.callbacks import Callback
+from iobs.pruning.forecast import Forecast, Remaining
 from iobs.pruning.report import LayerRecord
+from iobs.pruning.runtime.memory import resident
 
-_PLAIN_INTERVAL = 15.0  # seconds between plain lines
+_PLAIN_INTERVAL = 10.0  # seconds between plain lines
+_NOTEBOOK_INTERVAL = 0.25  # seconds between updates of a notebook's cell
+_MEMORY_INTERVAL = 1.0  # seconds between measurements of memory
 
 
 class Steps:
-    """Progress towards a total, on a terminal or in a notebook as a bar, elsewhere as plain lines.
+    """Progress towards a total: a bar on a terminal or in a notebook, elsewhere plain lines.
 
     Used as a context manager; `update` may be called often.
 
@@ -34,23 +41,28 @@ class Steps:
         self._console = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._shown = shown
         self._bar: Progress | None = None
+        self._cell: Any = None  # the output of a notebook's cell
         self._started = self._printed = time.monotonic()
+        self._memory = _Memory()
 
     def __enter__(self) -> Self:
         """Show the bar."""
-        if self._shown and (self._console.is_terminal or self._console.is_jupyter):
+        if self._shown and self._console.is_jupyter:
+            self._cell = _notebook_cell(_as_html(self._description, 0.0, "", ""))
+        elif self._shown and self._console.is_terminal:
             self._bar = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
+                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=3)),
+                BarColumn(bar_width=None, table_column=Column(ratio=2)),
                 TaskProgressColumn(),
                 TimeElapsedColumn(),
-                TextColumn("left:"),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[left]}", markup=False),
+                TextColumn("{task.fields[memory]}", markup=False),
                 console=self._console,
                 transient=True,
+                expand=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task(self._description, total=None)
+            self._task = self._bar.add_task(self._description, total=None, left="", memory="")
         return self
 
     def __exit__(
@@ -59,18 +71,93 @@ class Steps:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
+        if self._cell is not None:
+            took = f"{'stopped' if kind else 'done'} after {in_words(time.monotonic() - self._started)}"
+            self._cell.update(_html(f"<small>{escape(took)}, memory {self._memory.text()}</small>"))
 
-    def update(self, done: float, total: float, description: str | None = None) -> None:
-        """Show that `done` of `total` steps are done; a description replaces the present one."""
+    def update(self, done: float, total: float, description: str | None = None, left: float | None = None) -> None:
+        """Show that `done` of `total` steps are done.
+
+        Args:
+            done: number of steps that are done.
+            total: number of all steps; 0 if unknown.
+            description: replaces the present one.
+            left: seconds that are left; None: estimated from the steps, all alike.
+        """
         self._description = description or self._description
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total or None, description=self._description)
-            return
         now = time.monotonic()
-        if self._shown and now - self._printed >= _PLAIN_INTERVAL and done and total:
-            self._printed = now
+        if left is None and done and total:
             left = (now - self._started) * (total - done) / done
-            self._console.print(f"{self._description}: {100 * done / total:.0f} %, about {left:.0f} s left")
+        if self._bar is not None:
+            shown = "" if left is None else f"{in_words(left)} left"
+            fields: dict[str, Any] = {"left": shown, "memory": self._memory.text()}
+            self._bar.update(self._task, completed=done, total=total or None, description=self._description, **fields)
+        elif self._cell is not None and now - self._printed >= _NOTEBOOK_INTERVAL:
+            self._printed = now
+            shown = "" if left is None else f"about {in_words(left)} left"
+            self._cell.update(_as_html(self._description, done / total if total else 0.0, shown, self._memory.text()))
+        elif self._cell is None and self._shown and now - self._printed >= _PLAIN_INTERVAL and left is not None:
+            self._printed = now
+            share = f"{100 * done / total:.0f} %, " if total else ""
+            text = f"{self._description}: {share}about {in_words(left)} left, memory {self._memory.text()}"
+            self._console.print(text)
+
+
+class _Memory:
+    """Memory of this process now and its peak since the beginning, on the GPU if it is used."""
+
+    def __init__(self) -> None:
+        self._peak = 0
+        self._measured = -_MEMORY_INTERVAL
+        self._text = ""
+
+    def text(self) -> str:
+        """Both in words, measured at most once in `_MEMORY_INTERVAL`."""
+        if (now := time.perf_counter()) - self._measured >= _MEMORY_INTERVAL:
+            self._measured = now
+            present, self._peak = _memory(self._peak)
+            self._text = f"{_size(present)} (peak {_size(self._peak)})"
+        return self._text
+
+
+def _memory(peak: int) -> tuple[int, int]:
+    """Bytes in use now, and their peak."""
+    if torch.cuda.is_available() and torch.cuda.memory_allocated():
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    present = resident()
+    return present, max(peak, present)
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def in_words(seconds: float) -> str:
+    """A time for a progress line: 12 s, 4 min 05 s or 2 h 10 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _html(text: str) -> Any:
+    from IPython.display import HTML
+
+    return HTML(text)
+
+
+def _as_html(description: str, share: float, left: str, memory: str) -> Any:
+    """The progress as a cell of a notebook shows it, without any widget."""
+    facts = ", ".join(fact for fact in (f"{share:.0%}", left, memory) if fact)
+    bar = f'<progress value="{share:.4f}" max="1" style="width:16em"></progress>'
+    return _html(f"{bar} <code>{escape(description)}</code> <small>{escape(facts)}</small>")
+
+
+def _notebook_cell(first: object) -> Any:
+    """A part of the output of the running cell, with an `update`."""
+    from IPython.display import display
+
+    return display(first, display_id=True)
 
 
 class ProgressBar(Callback):
@@ -79,12 +166,14 @@ class ProgressBar(Callback):
     Args:
         steps: the bar, already shown.
         prefix: put before every description, such as the name of a method.
+        clock: () -> seconds, for the time left.
     """
 
-    def __init__(self, steps: Steps, prefix: str = "") -> None:
-        self._steps, self._prefix = steps, prefix
-        self._rounds = self._layers = self._done = self._total = 0
-        self._step_rounds = 0
+    def __init__(self, steps: Steps, prefix: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._prefix, self._clock = steps, prefix, clock
+        self._rounds = self._layers = 0
+        self._stepped: set[tuple[bool, int]] = set()  # records whose gradient steps have begun
+        self.remaining = Remaining(clock)
 
     @classmethod
     @contextmanager
@@ -97,43 +186,52 @@ class ProgressBar(Callback):
             yield [cls(steps)]
 
     def on_start(self, model: nn.Module, layers: Sequence[str], rounds: int) -> None:
-        """Count the layers of all rounds."""
-        self._rounds, self._layers, self._total, self._done = rounds, len(layers), rounds * len(layers), 0
+        """Expect the layers of all rounds."""
+        self._rounds, self._layers = rounds, len(layers)
+        self.remaining, self._stepped = Remaining(self._clock), set()
+        self.remaining.expect_part("layers", rounds * len(layers))
         self._show("starting")
 
+    def on_forecast(self, forecast: Forecast) -> None:
+        """Expect other work, with its time."""
+        self.remaining.expect(forecast)
+        self._show(None)
+
     def on_measure(self, task: str, done: int, total: int) -> None:
-        """Advance; the first call of a task adds its total."""
-        if done == 1:
-            self._total += total
-        self._advance(f"{task}: {done} of {total}")
+        """Advance by one unit of a measurement."""
+        part = self.remaining.part_of(task)
+        self.remaining.expect_part(part, total)
+        self._advance(part, f"{task}: {done} of {total}")
 
     def on_rounds(self, count: int) -> None:
-        """Change the total."""
-        self._total += (count - self._rounds) * self._layers
+        """Expect the layers of another number of rounds."""
         self._rounds = count
+        self.remaining.expect_part("layers", count * self._layers)
 
     def on_layer(self, record: LayerRecord, round_index: int) -> None:
         """Advance by one layer."""
-        self._advance(f"{self._round(round_index)}{record.name}")
+        self.remaining.expect_part("layers", self._rounds * self._layers)
+        units = self.remaining.weight(record.name)
+        self._advance("layers", f"{self._round(round_index)}{record.name}", units)
 
     def on_step(self, round_index: int, done: int, total: int, loss: float) -> None:
-        """Advance by one gradient step; the first step of a round tells how many there are."""
+        """Advance by one gradient step."""
         last = round_index >= self._rounds
-        if round_index >= self._step_rounds:
-            # Later rounds are expected to have as many steps; a resumed round has some behind it.
-            expected = 1 if last else max(1, self._rounds - 1 - round_index)
-            self._total += expected * total - (done - 1)
-            self._step_rounds = round_index + expected
-        name = "fine-tuning: " if last else self._round(round_index)
+        part, name = ("fine-tuning", "fine-tuning: ") if last else ("steps", self._round(round_index))
+        self.remaining.expect_part(part, total if last else total * max(1, self._rounds - 1))
+        if (last, round_index) not in self._stepped:  # a resumed run has some steps behind it
+            self._stepped.add((last, round_index))
+            self.remaining.skip(part, done - 1)
         shown = f"{loss:#.3g}".rstrip(".")  # 0.500, so that the line keeps its width
-        self._advance(f"{name}step {done} of {total}, loss {shown}")
+        self._advance(part, f"{name}step {done} of {total}, loss {shown}")
 
     def _round(self, index: int) -> str:
         return f"round {index + 1} of {self._rounds}, " if self._rounds > 1 else ""
 
-    def _advance(self, description: str) -> None:
-        self._done += 1
+    def _advance(self, part: str, description: str, units: float = 1.0) -> None:
+        self.remaining.advance(part, units)
         self._show(description)
 
-    def _show(self, description: str) -> None:
-        self._steps.update(self._done, self._total, self._prefix + description)
+    def _show(self, description: str | None) -> None:
+        text = None if description is None else self._prefix + description
+        self._steps.update(self.remaining.share, 1.0, text, self.remaining.left)

@@ -6,10 +6,13 @@ import itertools
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from iobs.pruning.coverage import Coverage
+
 if TYPE_CHECKING:
     import pandas
 
 JsonObject: TypeAlias = dict[str, Any]  # plain types by name
+Scores: TypeAlias = dict[str, float]  # metrics of one model, by name
 
 WORTH = 0.02  # fine-tuning must lower the held-out loss by this share; smaller gains are within noise
 
@@ -154,37 +157,88 @@ class AllocationRecord:
         return points[-1][1]
 
 
+@dataclass(frozen=True)
+class ComparisonLoss:
+    """The loss that compares the rounds.
+
+    Args:
+        name: of the loss. With augmentation its values include several augmented copies of each sample.
+        dense: its value for the dense model on the held-out samples, or None.
+    """
+
+    name: str
+    dense: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One input, and the outputs of the dense and of the pruned model for it.
+
+    Args:
+        shown: the input: text, or the address of a picture as "data:image/png;base64,...".
+        dense: continuation or predicted label of the dense model.
+        pruned: the same of the pruned model.
+        label: true label, or None.
+    """
+
+    shown: str
+    dense: str
+    pruned: str
+    label: str | None = None
+
+    @property
+    def is_picture(self) -> bool:
+        """Check that the input is a picture."""
+        return self.shown.startswith("data:image/")
+
+
 @dataclass(repr=False)
 class Report:
     """The result of a run.
 
     Attributes:
-        settings: recipe, decisions, pattern and samples, in plain types.
-        loss_name: of the losses of rounds. With augmentation they include several augmented copies of each sample.
-        dense_loss: the same loss of the dense model on the held-out samples, or None.
+        settings: recipe, decisions, pattern and samples, in plain types; "command" is the command line, if any.
+        loss: the loss that compares the rounds.
         rounds: records of all projections, then of fine-tuning.
         best_round: index in `rounds` of the record whose weights are the result.
-        skipped: weight matrices left dense, by name, with the reason.
+        coverage: the share of the model that was pruned, and what stayed dense, with the reasons.
         audit: zeros of every pruned matrix of the result.
         seconds: of the run.
         peak_memory_bytes: peak memory of the run.
-        scores: measurements of the caller, by name.
+        scores: metrics by model ("dense", "pruned"). A run adds accuracy or perplexity on the held-out samples, if
+            labels or tokens allow it; commands add those on evaluation data.
         notes: decisions and estimates of the run, one sentence each.
         allocation: sparsities of layers and their reasons; empty for a uniform allocation.
+        samples: inputs with the outputs of both models.
     """
 
     settings: JsonObject
-    loss_name: str
-    dense_loss: float | None
+    loss: ComparisonLoss
     rounds: list[RoundRecord]
     best_round: int
-    skipped: dict[str, str]
+    coverage: Coverage
     audit: list[AuditRow]
     seconds: float
     peak_memory_bytes: int
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    scores: dict[str, Scores] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     allocation: list[AllocationRecord] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def loss_name(self) -> str:
+        """Name of the loss that compares the rounds."""
+        return self.loss.name
+
+    @property
+    def dense_loss(self) -> float | None:
+        """This loss of the dense model on the held-out samples, or None."""
+        return self.loss.dense
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """The weight matrices left dense, by name, with the reason."""
+        return self.coverage.reasons
 
     @property
     def best(self) -> RoundRecord:
@@ -211,6 +265,11 @@ class Report:
         """The layers of the best record."""
         return self.best.layers
 
+    def add_scores(self, scores: dict[str, Scores]) -> None:
+        """Add metrics to those of each model; a metric that is there already is replaced."""
+        for name, values in scores.items():
+            self.scores[name] = {**self.scores.get(name, {}), **values}
+
     def to_frame(self) -> pandas.DataFrame:
         """The layers of the best record as a table, one row per layer (needs pandas)."""
         import pandas
@@ -221,14 +280,17 @@ class Report:
 
     def __repr__(self) -> str:
         """One line, which a notebook shows."""
-        return f"<iobs.Report: {self.zeros:,} of {self.weights:,} weights zero ({self.sparsity:.1%}), {self._loss()}>"
+        zeros = f"{self.zeros:,} of {self.weights:,} weights zero ({self.sparsity:.1%})"
+        return f"<iobs.Report: {zeros} in {self.coverage.share:.1%} of the weight entries, {self._loss()}>"
 
     def __str__(self) -> str:
         """The result, the records, and the five layers with the largest errors."""
         lines = [
             f"{self.zeros:,} of {self.weights:,} weights are zero ({self.sparsity:.2%}) in {len(self.audit)} layers."
         ]
+        lines += self.coverage.lines()
         lines.append(f"{self._loss()}; {self.seconds:.1f} s.")
+        lines += self._measured()
         for number, record in enumerate(self.rounds):
             best = " <- best" if number == self.best_round else ""
             name = "projection" if record.kind == "projection" else f"fine-tuning, {len(record.step_losses)} steps"
@@ -238,8 +300,14 @@ class Report:
         if worst:
             lines.append("Largest layer errors (relative, at the output):")
             lines += [f"  {layer.error_calibration:.4f}  {layer.name}  {layer.sparsity:.1%} zeros" for layer in worst]
-        lines += [f"Left dense: {name} ({reason})" for name, reason in self.skipped.items()]
         return "\n".join(lines)
+
+    def _measured(self) -> list[str]:
+        """The metrics of the dense and of the last model, one line each."""
+        if len(self.scores) < 2:
+            return []
+        before, after = next(iter(self.scores.values())), next(reversed(self.scores.values()))
+        return [f"{name}: {before[name]:.4g} dense, {after[name]:.4g} pruned" for name in before if name in after]
 
     def _loss(self) -> str:
         best = self.best
@@ -258,6 +326,9 @@ class Report:
             RoundRecord(**{**entry, "layers": [layer_record(layer) for layer in entry["layers"]]})
             for entry in values["rounds"]
         ]
+        values["loss"] = ComparisonLoss(**values["loss"])
+        values["coverage"] = Coverage.from_dict(values["coverage"])
+        values["samples"] = [Sample(**one) for one in values.get("samples", [])]
         values["audit"] = [AuditRow(**{**row, "shape": tuple(row["shape"])}) for row in values["audit"]]
         values["allocation"] = [allocation_record(row) for row in values.get("allocation", [])]
         return cls(**values)

@@ -152,6 +152,10 @@ class Store(InMemory):
         """Support of the original weights, by parameter: True where an entry is not zero. Matrices only."""
         return {name: value != 0 for name, value in self._original.items() if value.ndim > 1}
 
+    def zeros(self) -> int:
+        """Number of zeros among all parameters, counted entry by entry; shared parameters count once."""
+        return sum(int((parameter.detach() == 0).sum()) for parameter in self.model.parameters())
+
     def audit(self, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
         """Count the zeros of every pruned layer, entry by entry.
 

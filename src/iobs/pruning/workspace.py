@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from iobs.core.patterns import Pattern
+from iobs.errors import ProblemError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.finetune.scoring import Scoring
@@ -20,7 +21,7 @@ from iobs.pruning.finetune.trainer import Trainer, differentiable, samples_a_ste
 from iobs.pruning.network.layers import Layer, biases_of
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import FineTune, Recipe, Rounds
-from iobs.pruning.recipe.text import described
+from iobs.pruning.recipe.text import described, plain_pattern
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint, opened
 from iobs.pruning.runtime.fingerprint import fingerprint, identity_of
@@ -61,7 +62,11 @@ class Request:
 
     def identity(self) -> JsonObject:
         """The request as part of a checkpoint's identity: one entry per setting, so that errors name it."""
-        asked = {"pattern": repr(self.pattern), "holdout": self.holdout, "seed": self.seed}  # its text is rounded
+        try:
+            pattern: object = plain_pattern(self.pattern)  # its text would be rounded
+        except ProblemError:  # a pattern of the user
+            pattern = repr(self.pattern)
+        asked = {"pattern": pattern, "holdout": self.holdout, "seed": self.seed}
         return {**described(self.recipe, fingerprint), **asked}
 
 

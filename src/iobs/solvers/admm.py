@@ -10,7 +10,7 @@ from torch import Tensor
 
 from iobs.core import linalg
 from iobs.core.factors import Factors
-from iobs.core.patterns import Groups, Pattern
+from iobs.core.patterns import Partition, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.best_of import best_of, candidates
 from iobs.solvers.kernels.conjugate import improve_weights
@@ -83,7 +83,7 @@ class ADMM:
         found = self._search(problem, groups)
         return best_of(problem, pattern, candidates(problem, pattern, found, self.budget))
 
-    def _search(self, problem: Quadratic, groups: Groups) -> Solution:
+    def _search(self, problem: Quadratic, groups: Partition) -> Solution:
         schedule = SCHEDULES[self.budget]
         hessian, linear, scale = scaled(problem)
         start = (problem.centre().float() * scale).contiguous()
@@ -96,7 +96,7 @@ class ADMM:
 
 
 def alternate(
-    hessian: Tensor, linear: Tensor, start: Tensor, groups: Groups, schedule: Schedule, factors: Factors
+    hessian: Tensor, linear: Tensor, start: Tensor, groups: Partition, schedule: Schedule, factors: Factors
 ) -> tuple[Tensor, Tensor]:
     """Run ADMM in float32 until the support has settled or the schedule ends.
 

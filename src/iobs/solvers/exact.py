@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from iobs.core import linalg
-from iobs.core.patterns import Groups, Pattern
+from iobs.core.patterns import Partition, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import ProblemError
 from iobs.solvers.options import require_whole
@@ -59,7 +59,7 @@ def _share(inverse: Array, centres: Array, keep: int, limit: int) -> Bools:
     counts = range(
         max(0, keep - (len(centres) - 1) * d), min(d, keep) + 1
     )  # a row keeps at least what does not fit into the other rows
-    tables = [{k: best_support(inverse, row, Groups(1, d, k), limit) for k in counts} for row in centres]
+    tables = [{k: best_support(inverse, row, Partition(1, d, k), limit) for k in counts} for row in centres]
     best = np.full(keep + 1, np.inf)
     best[0] = 0.0
     choices = np.zeros((len(centres), keep + 1), np.int64)
@@ -77,7 +77,7 @@ def _share(inverse: Array, centres: Array, keep: int, limit: int) -> Bools:
     return masks
 
 
-def best_support(inverse: Array, centre: Array, groups: Groups, limit: int) -> tuple[float, Bools]:
+def best_support(inverse: Array, centre: Array, groups: Partition, limit: int) -> tuple[float, Bools]:
     """Optimal support of one row, and its loss above the unconstrained minimum.
 
     Args:

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from iobs.core.patterns import Pattern, require_pattern
+from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError
-from iobs.solvers.admm import ADMM
-from iobs.solvers.exact import Exact
-from iobs.solvers.magnitude import Magnitude
-from iobs.solvers.obc import OBC
+from iobs.solvers.families import BUDGETED, ENTRIES, REFINEMENTS, SOLVERS, Family, family_of, require_fit
 from iobs.solvers.options import require_budget
 from iobs.solvers.protocols import Budget, Refinement, Solver
-from iobs.solvers.refit import Refit
-from iobs.solvers.sparsegpt import SparseGPT
-from iobs.solvers.swap import Swap
-from iobs.solvers.wanda import Wanda
-
-SOLVERS: dict[str, Callable[..., Solver]] = {
-    "magnitude": Magnitude,
-    "wanda": Wanda,
-    "sparsegpt": SparseGPT,
-    "obc": OBC,
-    "admm": ADMM,
-    "exact": Exact,
-}
-REFINEMENTS: dict[str, Callable[..., Refinement]] = {"refit": Refit, "swap": Swap}
-BUDGETED = {"admm"}  # solvers with a `budget` option
 
 _RAISES = 5  # a failed factorisation raises the damping tenfold, at most this many times
 _FIRST_DAMPING = 1e-6  # least damping after a failure
@@ -44,7 +26,7 @@ _ORDINARY = 30  # the mean of diag(H) and the largest weight are not rescaled be
 def solve(
     quadratic: Quadratic,
     pattern: Pattern,
-    solver: str | Solver = "admm",
+    solver: str | Solver | None = None,
     *,
     refine: str | Refinement | None = None,
     damping: float = 0.0,
@@ -56,12 +38,15 @@ def solve(
 
     Args:
         quadratic: the problem, (rows, d). Never modified.
-        pattern: number of kept entries and the groups in which they compete, for example `Unstructured(0.5)`.
-        solver: "magnitude", "wanda", "sparsegpt", "obc", "admm", "exact", or any `Solver`.
+        pattern: what is kept: entries, for example `Unstructured(0.5)`; entries with values on a grid, for example
+            `Unstructured(0.5) & Grid(4)`; or whole groups of columns, `Groups`.
+        solver: for entries "magnitude", "wanda", "sparsegpt", "obc", "admm", "exact"; for groups "search", "greedy",
+            "exact", "osscar", "random", "magnitude", "wanda", "flap", "scores"; on a grid "admm", "gptq", "sparsegpt",
+            "obr", "magnitude"; or any `Solver`. None: "search" for groups, otherwise "admm".
         refine: None, "refit" (exact weights on the support), "swap" (exact 1-swaps), or any `Refinement`.
         damping: weight of the proximal term to the anchor, relative to the mean of the Hessian's diagonal. If a
             Cholesky factorisation fails, the damping is raised tenfold with a `DampingWarning`, at most five times.
-        budget: "fast", "default" or "best", time against error; only "admm" given by name uses it.
+        budget: "fast", "default" or "best", time against error; only "admm" and "search" given by name use it.
         name: name of the problem in warnings and errors.
         **options: arguments of the solver's constructor, if the solver is given by name.
 
@@ -75,7 +60,7 @@ def solve(
         NotPositiveDefiniteError: the Hessian cannot be factorised even with the raised damping, or q is unbounded
             below along a column where the Hessian is zero and b is not.
     """
-    choices = _choices(solver, refine, damping, budget, name, options)
+    choices = _choices(family_of(pattern), solver, refine, damping, budget, name, options)
     (solution,) = _solve_all([quadratic], [pattern], quadratic, choices)
     return solution
 
@@ -83,7 +68,7 @@ def solve(
 def solve_many(
     quadratics: Sequence[Quadratic],
     patterns: Sequence[Pattern],
-    solver: str | Solver = "admm",
+    solver: str | Solver | None = None,
     *,
     refine: str | Refinement | None = None,
     damping: float = 0.0,
@@ -117,8 +102,11 @@ def solve_many(
         raise ProblemError(f"Give one pattern for each problem, got {len(patterns)} for {len(quadratics)}.")
     if not quadratics:
         return []
-    stacked = Quadratic.stack(quadratics).sharing()
-    return _solve_all(quadratics, patterns, stacked, _choices(solver, refine, damping, budget, name, options))
+    families = [family_of(pattern) for pattern in patterns]
+    if any(family is not families[0] for family in families):
+        raise ProblemError("Problems that are solved together need patterns of one kind: entries, grids or Groups.")
+    choices = _choices(families[0], solver, refine, damping, budget, name, options)
+    return _solve_all(quadratics, patterns, Quadratic.stack(quadratics).sharing(), choices)
 
 
 @dataclass(frozen=True)
@@ -126,12 +114,14 @@ class _Choices:
     """Checked arguments of `solve` that all problems of one call share.
 
     Attributes:
+        family: solvers and checks of the kind of pattern.
         solver: the solver instance.
         refinement: the refinement instance, or None.
         damping: relative to the mean of the Hessian's diagonal, not negative.
         name: of the problem, for warnings and errors.
     """
 
+    family: Family
     solver: Solver
     refinement: Refinement | None
     damping: float
@@ -139,7 +129,8 @@ class _Choices:
 
 
 def _choices(
-    solver: str | Solver,
+    family: Family,
+    solver: str | Solver | None,
     refine: str | Refinement | None,
     damping: float,
     budget: Budget,
@@ -148,7 +139,8 @@ def _choices(
 ) -> _Choices:
     if not damping >= 0:
         raise ProblemError(f"damping must not be negative, got {damping}; 0.01 is usual for the layers of a network.")
-    return _Choices(_solver(solver, budget, options), _refinement(refine), damping, name)
+    chosen = _solver(family, family.default if solver is None else solver, budget, options)
+    return _Choices(family, chosen, _refinement(family, refine), damping, name)
 
 
 def _solve_all(
@@ -158,8 +150,7 @@ def _solve_all(
     for quadratic, pattern in zip(quadratics, patterns, strict=True):
         if not quadratic.shape[0]:
             raise ProblemError(f"{choices.name} has no rows, so there is nothing to solve.")
-        require_pattern(pattern)
-        pattern.groups(quadratic.shape)
+        require_fit(pattern, quadratic.shape)
     damping, name = choices.damping, choices.name
     live, dead = _without_dead_columns(_computable(stacked))
     mean = _mean_curvature(live)
@@ -185,7 +176,8 @@ def _solve_all(
             )
             damping = raised
     triples = zip(quadratics, solutions, units, strict=True)
-    return [_finished(quadratic, solution, unit, dead, damping) for quadratic, solution, unit in triples]
+    whole = choices.family.whole_columns
+    return [_finished(quadratic, solution, unit, dead, damping, whole) for quadratic, solution, unit in triples]
 
 
 def _split(stacked: Quadratic, quadratics: Sequence[Quadratic]) -> list[Quadratic]:
@@ -195,17 +187,22 @@ def _split(stacked: Quadratic, quadratics: Sequence[Quadratic]) -> list[Quadrati
     return [stacked.rows(slice(start, end)) for start, end in pairwise([0, *ends])]
 
 
-def _finished(quadratic: Quadratic, solution: Solution, unit: float, dead: Tensor | None, damping: float) -> Solution:
+def _finished(
+    quadratic: Quadratic, solution: Solution, unit: float, dead: Tensor | None, damping: float, whole_columns: bool
+) -> Solution:
     """Convert a solution to the problem given by the user: its units and dtype, undamped, dead columns zero."""
     stats = {**solution.stats, "damping": damping, "dead_columns": 0 if dead is None else int(dead.sum())}
     weight = solution.weight if unit == 1 else solution.weight * unit
+    if "scales" in stats:  # of values on a grid, in the units of the weights
+        stats["scales"] = (stats["scales"] * unit).to(quadratic.dtype)
     solution = replace(solution, problem=quadratic, weight=weight.to(quadratic.dtype), stats=stats)
     if dead is None:
         return solution
-    return Solution.of(quadratic, solution.weight, solution.mask & ~dead, **stats)
+    live = Solution.of(quadratic, solution.weight, solution.mask & ~dead, **stats)
+    return replace(live, mask=solution.mask) if whole_columns else live
 
 
-def _solver(solver: str | Solver, budget: Budget, options: dict[str, object]) -> Solver:
+def _solver(family: Family, solver: str | Solver, budget: Budget, options: dict[str, object]) -> Solver:
     require_budget(budget)
     if not isinstance(solver, str):
         if options:
@@ -213,12 +210,14 @@ def _solver(solver: str | Solver, budget: Budget, options: dict[str, object]) ->
                 f"Options {sorted(options)} go to the solver's own constructor when an instance is given."
             )
         return solver
-    if solver not in SOLVERS:
-        raise ProblemError(f"There is no solver {solver!r}; choose one of {', '.join(sorted(SOLVERS))}.")
+    if solver not in family.solvers:
+        raise ProblemError(
+            f"There is no solver {solver!r} for this pattern; choose one of {', '.join(sorted(family.solvers))}."
+        )
     if solver in BUDGETED:
         options = {"budget": budget, **options}
     try:
-        return SOLVERS[solver](**options)
+        return family.solvers[solver](**options)
     except TypeError as error:
         raise ProblemError(f"The solver {solver!r} does not take these options: {error}") from None
 
@@ -232,16 +231,17 @@ def require_known(solver: str | Solver, refine: str | Refinement | None, budget:
     for name, value in (("solver", solver), ("refine", refine)):
         if not (value is None or isinstance(value, str) or callable(value)):
             raise ProblemError(f"{name} must be a name or a function such as iobs.ADMM(), got {value!r}.")
-    _solver(solver, budget, {})
-    _refinement(refine)
+    _solver(ENTRIES, solver, budget, {})
+    _refinement(ENTRIES, refine)
 
 
-def _refinement(refine: str | Refinement | None) -> Refinement | None:
+def _refinement(family: Family, refine: str | Refinement | None) -> Refinement | None:
     if refine is None or not isinstance(refine, str):
         return refine
-    if refine not in REFINEMENTS:
-        raise ProblemError(f"There is no refinement {refine!r}; choose one of {', '.join(sorted(REFINEMENTS))}.")
-    return REFINEMENTS[refine]()
+    if refine not in family.refinements:
+        known = ", ".join(sorted(family.refinements)) or "none"
+        raise ProblemError(f"There is no refinement {refine!r} for this pattern; choose one of {known}.")
+    return family.refinements[refine]()
 
 
 def _computable(quadratic: Quadratic) -> Quadratic:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
-from iobs.core.patterns import Groups, Pattern
+from iobs.core.patterns import Partition, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.greedy import greedy_removals
 from iobs.solvers.refit_weights import solve_weights
@@ -33,7 +33,7 @@ class OBC:
         return Solution.of(problem, solve_weights(problem, mask), mask)
 
 
-def greedy_mask(inverse: Tensor, centre: Tensor, groups: Groups) -> Tensor:
+def greedy_mask(inverse: Tensor, centre: Tensor, groups: Partition) -> Tensor:
     """Mask of the entries that greedy removal leaves.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from iobs.core.patterns import Groups, Pattern
+from iobs.core.patterns import Partition, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.conjugate import improve_weights
 from iobs.solvers.kernels.screen import Rows, swap_rows
@@ -76,7 +76,7 @@ def _exchange(rows: Rows) -> int:
     return len(givers)
 
 
-def candidate_columns(hessian: Tensor, linear: Tensor, rows: Rows, groups: Groups, candidates: int) -> Tensor:
+def candidate_columns(hessian: Tensor, linear: Tensor, rows: Rows, groups: Partition, candidates: int) -> Tensor:
     """Candidate columns of every row, (rows, slots): members first, then outsiders; -1 fills rows with too few.
 
     Args:

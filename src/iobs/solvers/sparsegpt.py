@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
-from iobs.core.patterns import Groups, Pattern
+from iobs.core.patterns import Partition, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.eliminate import eliminate, eliminate_groups
 from iobs.solvers.kernels.select import largest
@@ -54,13 +54,13 @@ def _upper(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return linalg.upper_factor(matrix.to(accurate)).to(dtype)
 
 
-def _blocks(columns: int, block: int, groups: Groups) -> list[slice]:
+def _blocks(columns: int, block: int, groups: Partition) -> list[slice]:
     if groups.size < columns:
         block = max(groups.size, block - block % groups.size)
     return [slice(first, min(first + block, columns)) for first in range(0, columns, block)]
 
 
-def _prune(centre: Tensor, upper: Tensor, groups: Groups, blocks: list[slice]) -> tuple[Tensor, Tensor]:
+def _prune(centre: Tensor, upper: Tensor, groups: Partition, blocks: list[slice]) -> tuple[Tensor, Tensor]:
     weight = torch.empty_like(centre)
     change = torch.empty_like(centre)  # centre minus weight, for finished columns
     mask = torch.zeros_like(centre, dtype=torch.bool)
@@ -81,7 +81,9 @@ def _prune(centre: Tensor, upper: Tensor, groups: Groups, blocks: list[slice]) -
     return weight, mask
 
 
-def _remove(current: Tensor, factor: Tensor, scale: Tensor, groups: Groups, block: slice, shape: torch.Size) -> Tensor:
+def _remove(
+    current: Tensor, factor: Tensor, scale: Tensor, groups: Partition, block: slice, shape: torch.Size
+) -> Tensor:
     """Prune the weights of one block in place and return its mask; the saliency is (w / R_ii)^2 = (w U_ii)^2."""
     if groups.size < shape[1]:
         mask = torch.empty_like(current, dtype=torch.bool)
@@ -89,6 +91,6 @@ def _remove(current: Tensor, factor: Tensor, scale: Tensor, groups: Groups, bloc
         return mask
     per_column = groups.keep / shape[1]
     keep = round(block.stop * per_column) - round(block.start * per_column)
-    mask = largest(current * scale, Groups(groups.count, current.numel() // groups.count, keep))
+    mask = largest(current * scale, Partition(groups.count, current.numel() // groups.count, keep))
     eliminate(current, factor, mask)
     return mask

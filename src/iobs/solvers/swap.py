@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from iobs.core.patterns import Groups, Pattern
+from iobs.core.patterns import Partition, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.swaps import RowState, swap_until_optimal
 from iobs.solvers.options import require_whole
@@ -72,7 +72,7 @@ def _scaled(problem: Quadratic) -> tuple[Tensor, Tensor, Tensor]:
 class _Search:
     """State of the search: the best single removal and the best single admission of every row."""
 
-    def __init__(self, hessian: Tensor, linear: Tensor, groups: Groups) -> None:
+    def __init__(self, hessian: Tensor, linear: Tensor, groups: Partition) -> None:
         self.hessian = hessian
         self.linear = linear
         self.groups = groups

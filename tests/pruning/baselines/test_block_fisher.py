@@ -117,6 +117,26 @@ def test_chita_and_refit_improve_on_magnitude(problem, keep):
     assert cost(fisher, weights, METHODS["chita"](weights, fisher, keep)) <= plain * (1 + 1e-5)
 
 
+def test_search_of_chita_never_raises_the_loss_and_changes_masks():
+    changed = 0
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(20, 40, generator=generator) @ torch.randn(40, 40, generator=generator)
+        fisher, weights = BlockFisher(rows, 1e-2, 40, (40,)), torch.randn(40, generator=generator)
+        plain, searched = chita(weights, fisher, 10), chita(weights, fisher, 10, searches=5)
+        same = torch.equal(searched != 0, plain != 0)
+        assert same or fisher.loss(searched - weights) < fisher.loss(plain - weights)
+        assert int((searched != 0).sum()) == 10
+        changed += not same
+    assert changed >= 2
+
+
+def test_search_of_chita_stops_at_the_best_mask():
+    weights = torch.arange(1.0, 9.0)
+    fisher = BlockFisher(torch.eye(8), 0.5, 8, (8,))  # a multiple of the identity: magnitude is optimal
+    assert torch.equal(chita(weights, fisher, 3, searches=4), chita(weights, fisher, 3))
+
+
 def test_woodfisher_equals_cbs_if_fisher_is_diagonal(problem):
     weights, rows = problem
     fisher = BlockFisher(rows, 0.1, 1, SIZES)
@@ -160,6 +180,8 @@ def test_prune_by_fisher_refuses_bad_arguments(network):
         prune(model, data, 0.5, "obd")
     with pytest.raises(ProblemError, match="positive"):
         prune(model, data, 0.5, iobs.CHITA(stages=0))
+    with pytest.raises(ProblemError, match="searches"):
+        prune(model, data, 0.5, iobs.CHITA(searches=-1))
     with pytest.raises(PatternError, match="one count over all layers"):
         prune(model, data, iobs.Unstructured(0.5, per="row"))
     with pytest.raises(ProblemError, match="allocation, target: not with a solver of the whole network"):

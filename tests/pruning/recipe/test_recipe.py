@@ -16,7 +16,7 @@ RECIPES = {
     "blocks": iobs.Recipe(
         solver=iobs.SparseGPT(block=64), allocation=iobs.Allocation("kl", 0.1, 0.9, {"*.0": (0, 0.5)})
     ),
-    "chita++": iobs.Recipe(solver=iobs.CHITA(stages=15, block=100)),
+    "chita++": iobs.Recipe(solver=iobs.CHITA(stages=15, block=100, searches=2)),
     "rules": iobs.Recipe(
         rules=(
             iobs.Rule("re:.*attn.*", pattern="2:4", solver="sparsegpt"),
@@ -62,6 +62,21 @@ def test_but_changes_fields_and_leaves_the_original():
 
 def test_but_number_of_rounds_on_one_round_takes_those_of_best():
     assert iobs.Recipe.preset("fast").but(rounds=3).rounds == replace(iobs.Recipe.preset("best").rounds, count=3)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_number_of_rounds_means_the_same_in_a_file_and_in_python(count):
+    recipe = iobs.Recipe(solver="obc").but(rounds=count)
+    assert iobs.Recipe.from_yaml(f"solver: obc\nrounds: {count}\n") == recipe
+    assert iobs.Recipe.from_yaml(recipe.to_yaml(complete=True)) == recipe
+
+
+def test_yaml_reads_shares_in_percent():
+    recipe = iobs.Recipe.from_yaml("allocation: {criterion: kl, least: 12.5%}\nrules: [{match: a, pattern: 33.3%}]\n")
+    assert recipe.allocation.least == 0.125
+    assert recipe.rules[0].pattern == iobs.Unstructured(0.333)
+    assert changed(iobs.Recipe(), {"allocation.most": "90%"}).allocation.most == 0.9
+    assert iobs.Recipe.from_yaml(recipe.to_yaml()) == recipe
 
 
 def test_but_one_round_drops_schedule_and_steps():

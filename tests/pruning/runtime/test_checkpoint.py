@@ -24,7 +24,9 @@ from iobs.pruning.runtime.fingerprint import fingerprint
     [
         ({"damping": 0.02}, "damping was 0.01 and is 0.02"),
         ({"seed": 1}, "seed was 0 and is 1"),
-        ({"ignore": "0"}, "layers was"),
+        ({"ignore": "0"}, "layers are 2 instead of 3: now without 0"),
+        ({"allocation": iobs.Allocation("error")}, "allocation was uniform and is .*error"),
+        ({"rounds": 3}, "rounds.count was 1 and is 3; rounds.schedule was constant and is auto"),
     ],
 )
 def test_checkpoint_names_changed_settings(change, named, tmp_path):
@@ -47,11 +49,19 @@ def test_checkpoint_names_changed_weights_and_data(tmp_path):
     other = copy.deepcopy(model)
     with torch.no_grad():
         other[0].weight[0, 0] += 1
-    with pytest.raises(CheckpointError, match=r"weights 0\.weight"):
+    with pytest.raises(CheckpointError, match=r"the weights 0\.weight have the same shapes and other contents"):
         prune(other, data, checkpoint=tmp_path)
     data[0][0][0, 0] += 1
-    with pytest.raises(CheckpointError, match="data"):
+    with pytest.raises(CheckpointError, match="the calibration data have the same shapes and other contents"):
         prune(model, data, checkpoint=tmp_path)
+
+
+def test_checkpoint_names_changed_amounts_of_data_and_no_digest(tmp_path):
+    model, data = problem()
+    prune(copy.deepcopy(model), data, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match=r"calibration data\.samples was 58 and is 43") as caught:
+        prune(model, data[:3], checkpoint=tmp_path)
+    assert "sha256" not in str(caught.value)
 
 
 def test_checkpoint_removes_half_written_files(tmp_path):

@@ -91,3 +91,53 @@ def test_split_separates_heldout_samples():
     assert (fit.samples, heldout.samples) == (48, 16)
     rows = torch.cat([batch[0] for batch in fit.batches + heldout.batches])
     assert len(rows.unique(dim=0)) == 64
+
+
+class OnGraphs(nn.Module):
+    """Node features and edges: tensors whose first dimensions count different things."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, *, nodes, edges):
+        gathered = torch.zeros(len(nodes), 6).index_add(0, edges[0], self.mix(nodes)[edges[1]])
+        return self.head(torch.relu(gathered))
+
+
+def graph(seed, nodes):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "nodes": torch.randn(nodes, 4, generator=generator),
+        "edges": torch.randint(nodes, (2, 9), generator=generator),
+    }
+
+
+@pytest.mark.parametrize("recipe", ["one-shot", "fast", "best"])
+def test_batches_that_cannot_be_split_count_as_one_sample(recipe):
+    torch.manual_seed(0)
+    data = [graph(seed, 5 + seed % 2) for seed in range(6)]
+    report = iobs.prune(OnGraphs(), data, 0.5, recipe, holdout=0.2)
+    assert [row.sparsity for row in report.audit]
+    assert report.zeros == 21
+
+
+class OnLists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, *, pictures):
+        assert isinstance(pictures, list)
+        return torch.stack([self.layer(picture).mean(0) for picture in pictures])
+
+
+def test_tensors_in_a_list_reach_the_model_as_a_list():
+    data = [{"pictures": [torch.randn(5, 4), torch.randn(7, 4)]} for _ in range(4)]
+    report = iobs.prune(OnLists(), data, 0.5)
+    assert report.zeros == 6
+
+
+def test_labels_that_do_not_fit_the_inputs_are_refused():
+    with pytest.raises(CalibrationError, match="differ in their number of samples"):
+        batches.collect([(torch.randn(8, 4), torch.zeros(7))])

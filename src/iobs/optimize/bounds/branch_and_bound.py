@@ -1,6 +1,6 @@
 """Certificates: upper bounds on the distance between a solution and the best support, by branch and bound.
 
-f is a quadratic with a definite Hessian. A node of the search tree excludes some coordinates from the support, includes
+f is a convex quadratic. A node of the search tree excludes some coordinates from the support, includes
 others and leaves the rest free. Let c be the minimiser over all coordinates that are not excluded, P the inverse
 Hessian there and q the value of f at c. Then:
 
@@ -9,6 +9,10 @@ Hessian there and q the value of f at c. Then:
 - if m free coordinates must be excluded, q rises by at least the m-th smallest saliency;
 - q also rises by at least 1/2 times the sum of the m smallest Delta_j c_j^2, for any diagonal Delta with H - Delta
   positive semi-definite: the value of the perspective relaxation at c.
+
+They need a definite Hessian. Where it is singular, equal columns are merged first. If all supports can be tried in the
+time limit, they are (module `enumeration`). Otherwise coordinates that others can replace are branched on until the
+Hessian of what is left is definite (module `ties`).
 
 These bounds are tight with many more samples than columns, and useless near n = d, where c fits all samples. A gap that
 they do not close early is bounded by tangents within a box (module `tangents`), for any convex quadratic. All
@@ -26,8 +30,10 @@ import numpy as np
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import ProblemError
-from iobs.optimize.bounds.relaxation import Node, QuadraticArrays, Root
+from iobs.optimize.bounds.enumeration import enumerable, enumerate_supports
+from iobs.optimize.bounds.relaxation import Node, QuadraticArrays
 from iobs.optimize.bounds.tangents import Boxes
+from iobs.optimize.bounds.ties import split_ties
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
@@ -56,6 +62,7 @@ class Certificate:
         closed: whether the gap is at most the requested gap.
         margin: absolute allowance for rounding in every comparison.
         message: the result in words.
+        reason: why the search ended, in words.
     """
 
     lower: float
@@ -68,6 +75,7 @@ class Certificate:
     closed: bool
     margin: float
     message: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -122,13 +130,17 @@ def certify(
     if np.setdiff1d(fit.support, problem.forced).size > k:
         raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
     search = _Search(QuadraticArrays(problem), fit, _Limits(gap, begun, seconds, max_nodes))
+    search.begin()
+    if search.singular:
+        search.enumerate_all()
     found = search.run(_FIRST_SHARE)
-    if found.closed or problem.size == 0:
+    if found.closed or problem.size == 0 or not np.isfinite(found.lower):
         return found
-    lower, margin = _bound_in_boxes(search.quadratic, found, begun + 0.9 * seconds)
-    if lower <= found.lower:
+    if not search.singular and search.enumerate_all():
         return search.run(1.0)
-    return search.certificate(lower, max(found.margin, margin))
+    lower, margin = _bound_in_boxes(search.quadratic, found, begun + 0.9 * seconds)
+    search.raise_bound(lower, margin)
+    return search.run(1.0)
 
 
 def _bound_in_boxes(quadratic: QuadraticArrays, found: Certificate, deadline: float) -> tuple[float, float]:
@@ -148,8 +160,10 @@ class _Search:
         quadratic: f as arrays.
         best: the best fit so far.
         limits: when to stop.
-        root: of the tree; None before the search, and where the Hessian is not definite.
+        singular: whether the Hessian is singular on all usable coordinates.
+        lower: a lower bound proved by other means than the tree.
         margin: absolute allowance for rounding.
+        reason: why the search ended, in words; empty while it can go on.
         open: heap of (bound, number, node) still to be branched on.
         counter: numbers the nodes, so that equal bounds leave the heap in the order in which they entered.
         nodes: number of nodes looked at.
@@ -158,37 +172,80 @@ class _Search:
 
     def __init__(self, quadratic: QuadraticArrays, fit: Fit, limits: _Limits) -> None:
         self.quadratic, self.best, self.limits = quadratic, fit, limits
-        self.root: Root | None = None
-        self.margin = 0.0
+        self.singular, self.reason = False, ""
+        self.lower, self.margin = -np.inf, 0.0
         self.open: list[tuple[float, int, Node]] = []
         self.counter = itertools.count()
         self.nodes = self.stored = 0
 
+    def begin(self) -> None:
+        """Branch on the root; where the Hessian is singular, put a tied root on the heap."""
+        active = self.quadratic.usable
+        if not active.size:
+            self.lower, self.reason = self.quadratic.start, "there is nothing to choose"
+            return
+        root = self.quadratic.root(active, np.isin(active, self.quadratic.problem.forced))
+        if root is not None:
+            self.margin = root[1]
+            self._branch(root[0])
+            return
+        self.singular = True
+        lower, self.margin = self.quadratic.unconstrained()
+        if np.isfinite(lower):
+            self._push(lower, self.quadratic.tied_root(lower))
+        else:
+            self.reason = "f may be unbounded below where the Hessian is singular"
+
+    def enumerate_all(self) -> bool:
+        """Try every support if that fits in the limits; return whether it was done."""
+        left = self.limits.seconds - self.limits.elapsed()
+        allowed = self.limits.max_nodes - self.nodes
+        if self.reason or not enumerable(self.quadratic, left, allowed):
+            return False
+        found = enumerate_supports(self.quadratic)
+        if found.value < self.best.value - found.margin:
+            self._try(found.support)
+        self.open.clear()
+        self.nodes += found.nodes
+        self.lower = self.best.value if self.best.value <= found.value + found.margin else found.value
+        self.margin = max(self.margin, found.margin)
+        self.reason = f"all {found.supports:,} supports were tried"
+        return True
+
+    def raise_bound(self, lower: float, margin: float) -> None:
+        """Take in a lower bound that was proved by other means, with its rounding margin."""
+        if lower > self.lower:
+            self.lower, self.margin = lower, max(self.margin, margin)
+
     def run(self, share: float) -> Certificate:
-        """Search for a share of the time limit; a later call continues. For a singular H, bound by the minimum of f."""
+        """Search for a share of the time limit; a later call continues."""
         heap = self.open
-        if not heap:
-            if not self.quadratic.usable.size:
-                return self.certificate(self.quadratic.start)
-            self.root = self.quadratic.root()
-            if self.root is None:
-                lower, self.margin = self.quadratic.unconstrained()
-                return self.certificate(lower)
-            self.margin = self.root.margin
-            self._branch(self.root.node)
-        while heap and self._gap(heap[0][0]) > self.limits.gap:
-            if self.limits.elapsed() > share * self.limits.seconds or self.nodes >= self.limits.max_nodes:
-                break
+        if self.reason:
+            return self.certificate(self.lower)
+        while heap and self._gap(self._proved()) > self.limits.gap:
+            if self.limits.elapsed() > share * self.limits.seconds:
+                return self.certificate(self._proved(), f"the time limit of {self.limits.seconds:g} s was reached")
+            if self.nodes >= self.limits.max_nodes:
+                return self.certificate(self._proved(), f"the limit of {self.limits.max_nodes:,} nodes was reached")
             node = heapq.heappop(heap)[2]
             self.stored -= 0 if node.inverse is None else node.inverse.nbytes
             self._branch(node)
-        return self.certificate(min(heap[0][0], self.best.value) if heap else self.best.value)
+        ended = "the bound is close enough to the best value" if heap else "no part of the search tree is left"
+        return self.certificate(self._proved(), ended)
+
+    def _proved(self) -> float:
+        """The best lower bound known."""
+        tree = min(self.open[0][0], self.best.value) if self.open else self.best.value
+        return max(tree, self.lower)
 
     def _gap(self, lower: float) -> float:
         return max(0.0, self.best.value - lower) / max(abs(self.best.value), 1e-300)
 
     def _branch(self, node: Node) -> None:
         """Include what must be included, bound, and split on the free coordinate that costs most to exclude."""
+        if node.tied:
+            self._branch_tied(node)
+            return
         inverse = self._inverse(node)
         while True:
             self.nodes += 1
@@ -217,13 +274,43 @@ class _Search:
                 self._push(bound, node)
                 return
 
+    def _branch_tied(self, node: Node) -> None:
+        """Split on a coordinate that others can replace; go on as usual once H is definite on what is active."""
+        self.nodes += 1
+        root = self.quadratic.root(node.active, node.inside)
+        if root is not None:
+            self.margin = max(self.margin, root[1])
+            self._branch(root[0])
+            return
+        block = self.quadratic.hessian[np.ix_(node.active, node.active)]
+        tied = split_ties(block, self.quadratic.linear[node.active], self.quadratic.start, node.inside)
+        value, ceiling = max(node.value, tied.value), self.best.value + self.margin
+        inside = node.inside | (value + tied.saliency > ceiling)
+        free = np.flatnonzero(~inside)
+        room = self.quadratic.count - int(inside.sum())
+        if room < 0:
+            return
+        if room == 0 or free.size <= room:
+            self._try(node.active[inside] if room == 0 else node.active)
+            return
+        removals = free.size - room
+        bound = value + float(np.partition(tied.saliency[free], removals - 1)[removals - 1])
+        if bound > ceiling:
+            return
+        chosen = tied.tie if tied.tie >= 0 and not inside[tied.tie] else int(free[np.argmax(tied.saliency[free])])
+        keep, with_chosen = np.arange(inside.size) != chosen, inside.copy()
+        with_chosen[chosen] = True
+        # Later nodes first: most bounds are equal here, and only small nodes have better ones.
+        for active, included in ((node.active[keep], inside[keep]), (node.active, with_chosen)):
+            child = Node(active, included, node.centre, None, value, node.delta, tied=True)
+            heapq.heappush(self.open, (bound, -next(self.counter), child))
+
     def _bound(self, node: Node, saliency: Array, free: Indices, removals: int) -> float:
         """A lower bound on f once `removals` of the free coordinates are excluded."""
         if removals <= 0:
             return node.value
-        assert self.root is not None
         single = np.partition(saliency[free], removals - 1)[removals - 1]
-        joint = 0.5 * self.root.delta[node.active[free]] * node.centre[free] ** 2
+        joint = 0.5 * node.delta[node.active[free]] * node.centre[free] ** 2
         total = float(np.partition(joint, removals - 1)[:removals].sum())
         return node.value + max(float(single), total)
 
@@ -238,7 +325,7 @@ class _Search:
         centre = (node.centre - column * (node.centre[chosen] / pivot))[keep]
         smaller = inverse[np.ix_(keep, keep)]
         smaller -= np.outer(column[keep] / pivot, column[keep])
-        child = Node(node.active[keep], node.inside[keep], centre, smaller, value)
+        child = Node(node.active[keep], node.inside[keep], centre, smaller, value, node.delta)
         saliency = 0.5 * centre**2 / smaller.diagonal()
         free = np.flatnonzero(~child.inside)
         room = self.quadratic.count - int(child.inside.sum())
@@ -266,16 +353,14 @@ class _Search:
         if fit.value < self.best.value:
             self.best = fit
 
-    def certificate(self, lower: float, margin: float | None = None) -> Certificate:
-        """Summarise the search, given a proved lower bound and (if not that of the search) its rounding margin."""
-        margin = self.margin if margin is None else margin
-        upper = self.best.value
+    def certificate(self, lower: float, reason: str = "") -> Certificate:
+        """Summarise the search, given a proved lower bound and why the search ended (default: `self.reason`)."""
+        upper, margin = self.best.value, self.margin
         gap = self._gap(lower)
         closed = gap <= self.limits.gap
         explained = max(0.0, upper - lower) / max(abs(self.quadratic.start - upper), 1e-300)
         seconds = self.limits.elapsed()
-        exhausted = self.root is not None and not self.open
-        if closed and (exhausted or lower >= upper - margin):
+        if closed and (not self.open or lower >= upper - margin):
             what = "a global minimiser"
         elif closed:
             what = f"within {gap:.2g} of the best value possible"
@@ -283,5 +368,9 @@ class _Search:
             what = f"gap {gap:.3g} not closed: at least {lower:.6g}, at most {upper:.6g}"
         else:
             what = f"no bound: f may be unbounded below where the Hessian is singular; at most {upper:.6g}"
-        message = f"{what} ({self.nodes} nodes, {seconds:.2f} s, rounding margin {margin:.1e})"
-        return Certificate(lower, upper, gap, explained, self.best, self.nodes, seconds, closed, margin, message)
+        reason = reason or self.reason
+        details = f"({self.nodes} nodes, {seconds:.2f} s, rounding margin {margin:.1e})"
+        message = f"{what} {details}: {reason}"
+        return Certificate(
+            lower, upper, gap, explained, self.best, self.nodes, seconds, closed, margin, message, reason
+        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from iobs.errors import NotPositiveDefiniteError
+from iobs.optimize.bounds.ties import representatives
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
@@ -22,6 +23,8 @@ class Node:
         centre: minimiser over all active coordinates (m,).
         inverse: inverse Hessian on the active coordinates (m, m); None once dropped to save memory.
         value: f at the centre.
+        delta: diagonal Delta (d,) with H - Delta positive semi-definite on the active coordinates.
+        tied: whether H may be singular on the active coordinates; centre, inverse and delta are then unknown.
     """
 
     active: Indices
@@ -29,21 +32,8 @@ class Node:
     centre: Array
     inverse: Array | None
     value: float
-
-
-@dataclass(frozen=True)
-class Root:
-    """The root of the search tree.
-
-    Attributes:
-        node: with all usable coordinates active.
-        delta: diagonal Delta with H - Delta positive semi-definite (d,), zero on unusable coordinates.
-        margin: absolute allowance for rounding in every comparison of values.
-    """
-
-    node: Node
     delta: Array
-    margin: float
+    tied: bool = False
 
 
 class QuadraticArrays:
@@ -57,7 +47,7 @@ class QuadraticArrays:
         linear: minus the gradient at zero (d,).
         start: f(0).
         count: size of a support, forced coordinates included.
-        usable: sorted coordinates that f depends on and that may be in a support.
+        usable: sorted coordinates that f depends on and that may be in a support; one of each class of equal columns.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -69,11 +59,12 @@ class QuadraticArrays:
         # A forced coordinate without curvature is not searched over; counting it would let in one more free coordinate.
         forced = problem.forced[self.hessian.diagonal()[problem.forced] > 0]
         self.count = problem.size + forced.size
-        self.usable = np.sort(np.concatenate([np.flatnonzero(problem.candidates), forced])).astype(np.int64)
+        usable = np.sort(np.concatenate([np.flatnonzero(problem.candidates), forced])).astype(np.int64)
+        self.usable = representatives(problem, self.hessian, self.linear, usable)
+        self.count -= np.setdiff1d(forced, self.usable).size
 
-    def root(self) -> Root | None:
-        """The root node, or None where the Hessian is not definite enough to invert."""
-        active = self.usable
+    def root(self, active: Indices, inside: Booleans) -> tuple[Node, float] | None:
+        """(node, rounding margin) with these coordinates active; None where H is not definite enough to invert."""
         block = self.hessian[np.ix_(active, active)]
         try:
             factor = np.linalg.cholesky(block)
@@ -94,7 +85,12 @@ class QuadraticArrays:
         condition = widest * float((block.diagonal() * inverse.diagonal()).max())
         value = self.start - 0.5 * float(self.linear[active] @ centre)
         margin = float(100 * np.finfo(float).eps * condition * max(abs(self.start - value), abs(self.start)))
-        return Root(Node(active, np.isin(active, self.problem.forced), centre, inverse, value), delta, margin)
+        return Node(active, inside, centre, inverse, value, delta), margin
+
+    def tied_root(self, value: float) -> Node:
+        """The root node where H is singular; `value` bounds f from below."""
+        nothing = np.zeros(0)
+        return Node(self.usable, np.isin(self.usable, self.problem.forced), nothing, None, value, nothing, tied=True)
 
     def unconstrained(self) -> tuple[float, float]:
         """(bound, margin): the minimum of f without any constraint; 0 for least squares; -inf where f is unbounded.

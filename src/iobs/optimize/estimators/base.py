@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.feature_selection import SelectorMixin
 from sklearn.model_selection import BaseCrossValidator, check_cv
 from sklearn.utils import Tags
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from iobs.errors import ProblemError
+from iobs.optimize.estimators.plots import draw_coefficients, draw_scores
+from iobs.optimize.estimators.summary import Row, Summary
 from iobs.optimize.objectives.arguments import forced_columns
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
-from iobs.optimize.objectives.design import Array, Indices, MatrixLike, VectorLike
+from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, VectorLike
 from iobs.optimize.refit.fit import Fit
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
-from iobs.optimize.search.path import Criterion, fit_path, information
+from iobs.optimize.search.path import Criterion, fit_path, information, standard_errors
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _CRITERIA = ("aic", "bic", "ebic")
 Samples: TypeAlias = Array | sp.csr_array | sp.csc_array  # (n, d), after validation
@@ -28,16 +34,26 @@ Labels: TypeAlias = npt.NDArray[np.generic]
 
 
 class PathEntry(TypedDict):
-    """The fit for one k on the path."""
+    """The fit for one k on the path.
+
+    `score` is what chose k, lower is better: a criterion, or the mean held-out loss with its standard error over folds
+    in `score_error` (NaN otherwise). `coef` has the coefficients of `support`, (k,) or (classes, k).
+    """
 
     k: int
     loss: float
     score: float
+    score_error: float
     support: Indices
+    coef: Array
 
 
-class SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
-    """A path of fits over k, and the choice of k; a subclass gives the loss."""
+class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
+    """A path of fits over k, and the choice of k; a subclass gives the loss.
+
+    As a selector of scikit-learn it also has `get_support`, `transform` (the chosen columns) and
+    `get_feature_names_out`.
+    """
 
     def __init__(
         self,
@@ -84,8 +100,9 @@ class SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
         # The best known method runs for a single given k, or at the end for the chosen k; the path is warm started.
         fixed = len(sizes) == 1
         fits = fit_path(objective, groups, sizes, self.thorough and fixed, self.random_state)
+        errors = [float("nan")] * len(sizes)
         if self.k == "cv":
-            scores = self._cross_validate(X, y, weights, sizes)
+            scores, errors = self._cross_validate(X, y, weights, sizes)
         elif fixed:
             scores = [0.0]
         else:
@@ -103,12 +120,99 @@ class SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
             )
         self.k_ = sizes[best]
         self.path_: list[PathEntry] = [
-            {"k": size, "loss": fit.value, "score": score, "support": self._support(objective, fit)}
-            for size, fit, score in zip(sizes, fits, scores, strict=True)
+            self._entry(objective, fit, size, score, error)
+            for size, fit, score, error in zip(sizes, fits, scores, errors, strict=True)
         ]
-        self.support_ = self._support(objective, fits[best])
+        self.support_ = self.path_[best]["support"]
         self.n_iter_ = len(sizes)
         self._keep(objective, fits[best])
+        self._keep_errors(objective, fits[best], samples)
+        self._keep_spread(X, weights)
+
+    def _entry(self, objective: Objective, fit: Fit, size: int, score: float, error: float) -> PathEntry:
+        support = self._support(objective, fit)
+        coef = objective.split(fit.theta)[0][support]
+        return {
+            "k": size, "loss": fit.value, "score": score, "score_error": error, "support": support, "coef": coef
+        }  # fmt: skip
+
+    def _keep_errors(self, objective: Objective, fit: Fit, samples: float) -> None:
+        """Standard errors of `coef_`, NaN outside the support; as if the support had been known beforehand."""
+        found = standard_errors(objective, fit, samples, self.fit_intercept)
+        errors = np.full(objective.dimension, np.nan)
+        errors[fit.support] = found.errors
+        self.standard_errors_: Array = self._shaped(objective, errors)
+        self.noise_ = found.noise
+
+    def _shaped(self, objective: Objective, values: Array) -> Array:
+        """Values of the coordinates in the shape of `coef_`."""
+        return values[: self.n_features_in_].reshape(np.shape(self.coef_))
+
+    def _keep_spread(self, X: Samples, weights: Array) -> None:
+        """Standard deviations of the features on the path, for figures in units that can be compared."""
+        self._seen: Indices = np.unique(np.concatenate([entry["support"] for entry in self.path_]))
+        self._spread: Array = np.sqrt(variances(X[:, self._seen], weights, True)) if self._seen.size else np.zeros(0)
+
+    def _get_support_mask(self) -> Booleans:
+        check_is_fitted(self)
+        mask = np.zeros(self.n_features_in_, dtype=np.bool_)
+        mask[self.support_] = True
+        return mask
+
+    def _names(self) -> list[str]:
+        known = getattr(self, "feature_names_in_", None)
+        return [f"x{j}" for j in range(self.n_features_in_)] if known is None else [str(name) for name in known]
+
+    def summary(self) -> Summary:
+        """The table of coefficients of the chosen features; prints as text, and as HTML in notebooks."""
+        check_is_fitted(self)
+        names = self._names()
+        coef, errors = np.atleast_2d(self.coef_), np.atleast_2d(self.standard_errors_)
+        constants = np.atleast_1d(self.intercept_)
+        labels = [str(label) for label in self.classes_] if len(coef) > 1 else [""]
+        rows: list[Row] = []
+        for number, label in enumerate(labels):
+            rows += [
+                Row(names[j], float(coef[number, j]), float(errors[number, j]), label) for j in self.support_.tolist()
+            ]
+            rows.append(Row("(intercept)", float(constants[number]), float("nan"), label))
+        how = f"chosen by {self.k}" if isinstance(self.k, str) else "given"
+        title = f"{type(self).__name__}: {self.support_.size} of {self.n_features_in_} features (k = {self.k_}, {how})"
+        return Summary(title, tuple(rows))
+
+    def plot_path(self) -> Figure:
+        """A figure of the score and the coefficients for every k, the chosen k marked.
+
+        With more than two classes the coefficient drawn is the largest over the classes in absolute value.
+
+        Raises:
+            ProblemError: k was given, so there is no path.
+        """
+        check_is_fitted(self)
+        if len(self.path_) < 2:
+            raise ProblemError('There is no path for a given k; fit with k="cv", "aic", "bic" or "ebic" to draw one.')
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        sizes = [entry["k"] for entry in self.path_]
+        errors = np.array([entry["score_error"] for entry in self.path_])
+        what = "held-out loss per sample" if self.k == "cv" else f"{str(self.k).upper()} (lower is better)"
+        draw_scores(left, sizes, [entry["score"] for entry in self.path_], errors, self.k_, what)
+        names = self._names()
+        draw_coefficients(right, sizes, self._standardised(), [names[j] for j in self._seen], self.k_)
+        if np.ndim(self.path_[0]["coef"]) > 1:
+            right.set_ylabel("largest coefficient of a class, per standard deviation")
+        return figure
+
+    def _standardised(self) -> Array:
+        """Coefficients per standard deviation (number of k, features on the path)."""
+        table = np.zeros((len(self.path_), self._seen.size))
+        for row, entry in zip(table, self.path_, strict=True):
+            values = np.atleast_2d(entry["coef"])
+            largest = values[np.abs(values).argmax(axis=0), np.arange(values.shape[1])]
+            row[np.searchsorted(self._seen, entry["support"])] = largest
+        return table * self._spread
 
     def _support(self, objective: Objective, fit: Fit) -> Indices:
         return np.flatnonzero(objective.split(fit.theta)[0]).astype(np.int64)
@@ -130,6 +234,8 @@ class SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
 
     def _penalty(self, X: Samples, weights: Array) -> Array:
         """The ridge of every feature (d,): the same per standard deviation, so that units do not matter."""
+        if self.ridge == 0:
+            return np.zeros(X.shape[1])
         return self.ridge * variances(X, weights, self.fit_intercept)
 
     def _sizes(self, choices: int, samples: float) -> list[int]:
@@ -147,10 +253,12 @@ class SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
             )
         return [int(self.k)]
 
-    def _cross_validate(self, X: Samples, y: Array, weights: Array, sizes: list[int]) -> list[float]:
-        """The mean held-out loss of every k over the folds."""
+    def _cross_validate(
+        self, X: Samples, y: Array, weights: Array, sizes: list[int]
+    ) -> tuple[list[float], list[float]]:
+        """The mean held-out loss of every k over the samples, and its standard error over the folds."""
         folds = check_cv(self.cv, y, classifier=isinstance(self, ClassifierMixin))
-        totals, mass = np.zeros(len(sizes)), 0.0
+        totals, mass, means = np.zeros(len(sizes)), 0.0, []
         for number, (train, test) in enumerate(folds.split(X, y), 1):
             if not (weights[train].sum() > 0 and weights[test].sum() > 0):
                 raise ProblemError(
@@ -159,10 +267,14 @@ class SparseEstimator(BaseEstimator, ABC):  # type: ignore[misc]
                 )
             objective = self._objective(X[train], y[train], weights[train])
             groups = self._groups(objective, X.shape[1])
-            fits = fit_path(objective, groups, sizes, False, self.random_state)
-            totals += [self._held_out(X[test], y[test], weights[test], fit, objective) for fit in fits]
+            fits = fit_path(objective, groups, sizes, False, self.random_state, exact=False)
+            held_out = X[test], y[test], weights[test]
+            losses = np.array([self._held_out(*held_out, fit, objective) for fit in fits])
+            totals += losses
             mass += float(weights[test].sum())
-        return [float(total) / mass for total in totals]
+            means.append(losses / float(weights[test].sum()))
+        spread = np.std(means, axis=0, ddof=1) if len(means) > 1 else np.full(len(sizes), np.nan)
+        return (totals / mass).tolist(), (spread / np.sqrt(len(means))).tolist()
 
     def _validated(
         self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, *, y_numeric: bool = False

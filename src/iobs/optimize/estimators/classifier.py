@@ -12,7 +12,7 @@ from sklearn.model_selection import BaseCrossValidator
 from sklearn.utils.multiclass import check_classification_targets
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import Labels, Samples, SparseEstimator
+from iobs.optimize.estimators.base import Labels, PathEntry, Samples, SparseEstimator
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
 from iobs.optimize.objectives.design import Array, Indices, MatrixLike, VectorLike
@@ -43,6 +43,7 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         support_: sorted indices of the features used.
         k_: the number of features, given or chosen.
         path_: a `PathEntry` for every k that was tried.
+        standard_errors_: as `coef_`, NaN outside the support; after selection, so too small.
     """
 
     def __init__(
@@ -128,6 +129,17 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         if not isinstance(objective, Multinomial):
             return super()._support(objective, fit)
         return np.flatnonzero(objective.table(fit.theta)[0].any(axis=0)).astype(np.int64)
+
+    def _entry(self, objective: Objective, fit: Fit, size: int, score: float, error: float) -> PathEntry:
+        entry = super()._entry(objective, fit, size, score, error)
+        if isinstance(objective, Multinomial):
+            entry["coef"] = objective.table(fit.theta)[0][:, entry["support"]]
+        return entry
+
+    def _shaped(self, objective: Objective, values: Array) -> Array:
+        if not isinstance(objective, Multinomial):
+            return super()._shaped(objective, values)
+        return objective.table(values)[0]
 
     def _keep(self, objective: Objective, fit: Fit) -> None:
         if not isinstance(objective, Multinomial):

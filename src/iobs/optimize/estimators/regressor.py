@@ -38,6 +38,8 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
         support_: sorted indices of the features used.
         k_: the number of features, given or chosen.
         path_: a `PathEntry` for every k that was tried.
+        standard_errors_: (d,), NaN outside the support; after selection, so too small.
+        noise_: estimated standard deviation of the noise; 1 for loss="poisson".
     """
 
     def __init__(

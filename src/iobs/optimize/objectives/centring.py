@@ -13,6 +13,7 @@ from iobs.optimize.objectives.design import (
     CentredDesign,
     DenseDesign,
     Design,
+    Floats,
     MatrixLike,
     SparseDesign,
     TorchDesign,
@@ -22,7 +23,9 @@ from iobs.optimize.objectives.design import (
 
 
 def scale_rows(design: Design, factors: Array) -> Design:
-    """diag(factors) X, as a new matrix."""
+    """diag(factors) X, as a new matrix; X itself if all factors are 1."""
+    if (factors == 1).all():
+        return design
     if isinstance(design, DenseDesign):
         return DenseDesign(design.matrix * factors.astype(design.matrix.dtype)[:, None])
     if isinstance(design, SparseDesign):
@@ -35,13 +38,21 @@ def scale_rows(design: Design, factors: Array) -> Design:
 def centre(design: Design, level: Array, mean: Array) -> Design:
     """X - u m^T: a new array for a dense NumPy X, implicit otherwise."""
     if isinstance(design, DenseDesign):
-        centred = design.matrix - np.outer(level, mean).astype(design.matrix.dtype)
+        dtype = design.matrix.dtype
+        shift = mean.astype(dtype) if (level == 1).all() else np.outer(level, mean).astype(dtype)
+        centred = design.matrix - shift
         # A constant column must become exactly zero, not rounding noise that later scaling would amplify.
-        size = np.abs(design.matrix).max(axis=0)
-        centred[:, np.abs(centred).max(axis=0) <= 64 * np.finfo(design.matrix.dtype).eps * size] = 0
+        constant = _largest(centred) <= 64 * np.finfo(dtype).eps * _largest(design.matrix)
+        if constant.any():
+            centred[:, constant] = 0
         return DenseDesign(centred)
     assert isinstance(design, (SparseDesign, TorchDesign))
     return CentredDesign(design, level, mean)
+
+
+def _largest(matrix: Floats) -> Floats:
+    """The largest absolute value of every column (d,)."""
+    return np.asarray(np.maximum(matrix.max(axis=0), -matrix.min(axis=0)))
 
 
 def column_means(design: Design, weights: Array, total: float) -> Array:

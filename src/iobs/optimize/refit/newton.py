@@ -11,6 +11,8 @@ import numpy as np
 from iobs.optimize.objectives.autodiff import TorchObjective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
+from iobs.optimize.objectives.gram import GramLeastSquares
+from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.refit.fit import Fit, newton_direction
 from iobs.optimize.refit.quasi_newton import refit_exactly, refit_loosely
 
@@ -40,12 +42,38 @@ def refit(
         if steps is None:
             return refit_exactly(objective, support, first, block=block)
         return refit_loosely(objective, support, first, steps=steps)[0]
-    if support.size:
+    if isinstance(objective, GramLeastSquares):
+        theta[support] = _solve(objective.hessian_block(theta, support), objective.linear[support])
+    elif support.size:
         part = objective.restricted(support)
         first = np.zeros(support.size) if start is None else start[support]
         theta[support] = minimise_on_all(part, first, steps=50 if steps is None else steps)
     value, gradient = objective.value_and_gradient(theta)
     return Fit(support, theta, value, gradient)
+
+
+def _solve(block: Array, linear: Array) -> Array:
+    """The solution of H_QQ z = c_Q, with one step of iterative refinement."""
+    solution = newton_direction(block, -linear)
+    return solution + newton_direction(block, block @ solution - linear)
+
+
+def on_data(objective: Objective, fit: Fit) -> Fit:
+    """A fit by the Gram matrix of least squares, refined by residuals of the data; any other fit unchanged."""
+    if not isinstance(objective, LeastSquares) or not isinstance(objective.by_gram, GramLeastSquares):
+        return fit
+    theta, support = fit.theta.copy(), fit.support
+    residual = objective.target
+    if support.size:
+        columns, block = objective.design.columns(support), objective.by_gram.hessian_block(theta, support)
+        for _ in range(2):
+            slope = objective.ridge[support] * theta[support] - columns.T @ (
+                objective.target - columns @ theta[support]
+            )
+            theta[support] += newton_direction(block, slope)
+        residual = objective.target - columns @ theta[support]
+    value = 0.5 * float(residual @ residual) + 0.5 * float(objective.ridge @ theta**2)
+    return Fit(support, theta, value, objective.ridge * theta - objective.design.rmatvec(residual))
 
 
 def minimise_on_all(objective: Objective, start: Array, *, steps: int = 50) -> Array:

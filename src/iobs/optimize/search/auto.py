@@ -13,23 +13,24 @@ The stages run until the whole gradient vanishes (no support can be better for a
    rate of the I-OBS theorem. For large problems and general functions the Newton step is computed by at most 300
    products with H, so there the rate holds as far as these converge.
 
-No stage raises f.
+No stage raises f. Least squares with at least as many samples as columns is searched by its Gram matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from iobs.optimize.curvature.kinds import FullHessian
 from iobs.optimize.objectives.design import Array, Indices
+from iobs.optimize.objectives.gram import GramLeastSquares, by_gram
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit, newton_direction
-from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.newton import on_data, refit
 from iobs.optimize.search import pursuits
 from iobs.optimize.search.swaps import Swapper
 
@@ -51,6 +52,7 @@ _NEWTON_PRODUCTS = (
     300  # most products with H for the Newton point of larger problems, by conjugate gradients to a residual of 1e-6
 )
 _ROUGH = 1e-5  # largest residual of the Newton equations, relative and scaled, that is accepted from single precision
+_GRAM_ACCURACY = 1e-8  # below this share of f(0) the Gram matrix no longer tells values of f apart
 _PASSING_LIMIT = 4_000_000  # most entries of a design for message passing, which reads it hundreds of times
 
 
@@ -74,6 +76,26 @@ def stages(
         kicks: largest number of random restarts around the best support.
         empty: the fit of the forced coordinates alone, if known.
     """
+    n_below_d = problem.objective.rank < problem.dimension
+    gram = None if n_below_d or problem.size == 0 else by_gram(problem.objective)
+    if gram is None:
+        yield from _stages(problem, theta, kicks, empty)
+        return
+    best: Fit | None = None
+    optimal = False
+    for stage in _stages(replace(problem, objective=gram), theta, kicks, None):
+        if best is None or not np.array_equal(stage.fit.support, best.support):
+            fit = on_data(problem.objective, stage.fit)
+            best = fit if best is None or fit.value < best.value or best.support.size < fit.support.size else best
+        optimal = stage.optimal or pursuits.solved(problem, best)
+        yield Stage(stage.name, best, optimal)
+    if best is not None and not optimal and best.value < _GRAM_ACCURACY * gram.constant:
+        for stage in _stages(problem, best.theta, kicks, empty):
+            best = stage.fit if stage.fit.value < best.value else best
+            yield Stage(stage.name, best, stage.optimal)
+
+
+def _stages(problem: Problem, theta: Array | None, kicks: int, empty: Fit | None) -> Iterator[Stage]:
     swapper = Swapper(problem)
     empty = pursuits.start(problem) if empty is None else empty
     best = empty if theta is None else pursuits.start(problem, theta)
@@ -145,7 +167,8 @@ def _damped_for_noise(problem: Problem, best: Fit) -> Fit:
 def _newton_support(problem: Problem, best: Fit) -> Fit:
     """Refit on the support of T_k of the Newton point (Option 1's mask)."""
     objective = problem.objective
-    if problem.dimension <= _NEWTON_LIMIT and not problem.expensive_columns:
+    costly = isinstance(objective, GramLeastSquares) and not objective.complete
+    if problem.dimension <= _NEWTON_LIMIT and not problem.expensive_columns and not costly:
         if (
             problem.damping is None and objective.rank >= problem.dimension
         ):  # H is definite and takes only one factorisation

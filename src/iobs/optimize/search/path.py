@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -12,11 +12,12 @@ import numpy as np
 from iobs.errors import ProblemError
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array
+from iobs.optimize.objectives.gram import by_gram
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.objectives.multinomial import Multinomial
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit, inverse_block
-from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.newton import on_data, refit
 from iobs.optimize.search import auto
 from iobs.optimize.search.groups import CoordinateGroups, group_path
 from iobs.optimize.search.swaps import Swapper
@@ -24,7 +25,9 @@ from iobs.optimize.search.swaps import Swapper
 Criterion = Literal["aic", "bic", "ebic"]
 
 
-def path(objective: Objective, sizes: Sequence[int], *, seed: int = 0, thorough: bool = False) -> list[Fit]:
+def path(
+    objective: Objective, sizes: Sequence[int], *, seed: int = 0, thorough: bool = False, exact: bool = True
+) -> list[Fit]:
     """Sparse fits for ascending k.
 
     Each fit starts from the one before plus the steepest coordinate, and is improved by exact swaps.
@@ -34,21 +37,24 @@ def path(objective: Objective, sizes: Sequence[int], *, seed: int = 0, thorough:
         sizes: ascending values of k.
         seed: seed of random restarts.
         thorough: run every stage of the best known method for every k, not only the warm start.
+        exact: refit least squares on the data; otherwise coefficients and values are exact up to rounding relative to
+            f(0), as of the Gram matrix, which is enough to predict.
     """
     fits: list[Fit] = []
     fit: Fit | None = None
     gram = None
+    searched = by_gram(objective) or objective
     for size in sizes:
-        problem = Problem(objective, size, rng=np.random.default_rng(seed))
+        problem = Problem(searched, size, rng=np.random.default_rng(seed))
         swapper = Swapper(problem, gram=gram)
-        fit = _extend(problem, refit(objective, np.sort(problem.forced)) if fit is None else fit)
+        fit = _extend(problem, refit(searched, np.sort(problem.forced)) if fit is None else fit)
         fit = swapper.improve(fit)[0]
         gram = swapper.gram
         if thorough:
-            better = list(auto.stages(problem))[-1].fit
-            fit = better if better.value < fit.value else fit
+            better = list(auto.stages(replace(problem, objective=objective)))[-1].fit
+            fit = refit(searched, better.support) if better.value < fit.value else fit
         fits.append(fit)
-    return fits
+    return [on_data(objective, fit) for fit in fits] if exact else fits
 
 
 def _extend(problem: Problem, fit: Fit) -> Fit:
@@ -62,12 +68,17 @@ def _extend(problem: Problem, fit: Fit) -> Fit:
 
 
 def fit_path(
-    objective: Objective, groups: CoordinateGroups | None, sizes: Sequence[int], thorough: bool, seed: int
+    objective: Objective,
+    groups: CoordinateGroups | None,
+    sizes: Sequence[int],
+    thorough: bool,
+    seed: int,
+    exact: bool = True,
 ) -> list[Fit]:
     """The path over groups if given, else over coordinates."""
     if groups is not None:
         return group_path(groups, list(sizes))
-    return path(objective, sizes, seed=seed, thorough=thorough)
+    return path(objective, sizes, seed=seed, thorough=thorough, exact=exact)
 
 
 def information(
@@ -134,9 +145,29 @@ def standard_errors(objective: Objective, fit: Fit, samples: float, intercept: b
         samples: n, or the sum of the sample weights.
         intercept: whether centring estimated one more parameter.
     """
-    inverse = inverse_block(objective.hessian_block(fit.theta, fit.support))
+    block = objective.hessian_block(fit.theta, fit.support)
     noise = 1.0
+    if isinstance(objective, Multinomial):
+        return Inference(_contrast_errors(block, objective.classes), noise)
+    inverse = inverse_block(block)
     if isinstance(objective, LeastSquares):
         freedom = samples - fit.support.size - intercept
         noise = math.sqrt(2 * unpenalised(objective, fit) / freedom) if freedom > 0 else math.nan
     return Inference(noise * np.sqrt(np.maximum(inverse.diagonal(), 0.0)), noise)
+
+
+def _contrast_errors(hessian: Array, classes: int) -> Array:
+    """Standard errors of coefficients about their mean over the classes, which alone change the probabilities.
+
+    A constant added to the coefficients of a feature in all classes changes nothing but the ridge term. H has a
+    curvature added in these directions, so that it can be inverted, and they are projected out of the inverse.
+    """
+    features = hessian.shape[0] // classes
+    level = float(np.mean(hessian.diagonal())) if hessian.size else 0.0
+    inverse = inverse_block(hessian + level * np.kron(np.eye(features), np.ones((classes, classes))))
+    centring = np.eye(classes) - 1 / classes
+    blocks = [
+        centring @ inverse[start : start + classes, start : start + classes] @ centring
+        for start in range(0, hessian.shape[0], classes)
+    ]
+    return np.sqrt(np.maximum([entry for each in blocks for entry in each.diagonal()], 0.0))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from iobs.optimize.objectives.design import Array, Indices
+from iobs.optimize.objectives.gram import GRAM_LIMIT, GramLeastSquares
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit, inverse_block
 from iobs.optimize.refit.newton import refit
@@ -22,7 +23,6 @@ from iobs.optimize.search.kernels import SwapState
 from iobs.optimize.search.pursuits import solved as vanishes
 
 _CHUNK = 1 << 21  # number of entries in one chunk of the columns of the Hessian
-_GRAM_LIMIT = 1536  # most coordinates of a quadratic whose whole Hessian is formed once
 
 
 @dataclass
@@ -66,14 +66,14 @@ class Swapper:
     @property
     def whole(self) -> bool:
         """True if the whole Hessian is formed once: f is quadratic and small enough."""
-        return self.problem.objective.quadratic and self.problem.dimension <= _GRAM_LIMIT
+        return self.problem.objective.quadratic and self.problem.dimension <= GRAM_LIMIT
 
     def _improve_in_block(self, fit: Fit, limit: int) -> Fit | None:
         state = self.state(fit, self.members(fit))
         quadratic = self.problem.objective.quadratic
         allowance = limit if quadratic else max(2, fit.support.size // 2)
         while allowance >= 1:
-            count = int(kernels.swap_until_optimal(state, self.tolerance * self._size(fit), allowance))
+            count = self._swap(state, self.tolerance * self._size(fit), allowance)
             if count == 0:
                 return None
             better = self._accept(fit, state)
@@ -83,6 +83,30 @@ class Swapper:
             allowance = min(count, allowance) // 2
             state = self.state(fit, state.members, state.hessian)
         return None
+
+    def _swap(self, state: SwapState, tolerance: float, limit: int) -> int:
+        """Make the best exchange until none lowers the model by more than `tolerance`; return the number made."""
+        objective = self.problem.objective
+        if not isinstance(objective, GramLeastSquares) or objective.complete:
+            return int(kernels.swap_until_optimal(state, tolerance, limit))
+        diagonal = state.hessian.diagonal().copy()
+        for count in range(limit):
+            leaving, entering, change = kernels.best_swap(
+                state.inverse,
+                state.projection,
+                state.schur,
+                diagonal,
+                state.gradient,
+                state.theta,
+                state.allowed,
+                state.locked,
+            )
+            if leaving < 0 or not change < -tolerance or not np.isfinite(change):
+                return count
+            objective.know(np.array([entering]))  # an exchange reads the row of the entering coordinate
+            state.allowed[state.support[leaving]], state.allowed[entering] = 1.0, 0.0
+            kernels.exchange(state, leaving, entering)
+        return limit
 
     def _size(self, fit: Fit) -> float:
         """The scale of changes of f: the larger of |f| and its decrease from its value at zero."""
@@ -135,10 +159,14 @@ class Swapper:
         )
 
     def _block(self, fit: Fit, members: Indices) -> Array:
+        objective = self.problem.objective
+        if isinstance(objective, GramLeastSquares):
+            objective.know(fit.support)
+            return objective.rows
         if not self.whole:
-            return np.ascontiguousarray(self.problem.objective.hessian_block(fit.theta, members))
+            return np.ascontiguousarray(objective.hessian_block(fit.theta, members))
         if self.gram is None:
-            self.gram = np.ascontiguousarray(self.problem.objective.hessian_block(fit.theta, members))
+            self.gram = np.ascontiguousarray(objective.hessian_block(fit.theta, members))
         return self.gram
 
     def _improve_anywhere(self, fit: Fit) -> Fit | None:

@@ -28,6 +28,7 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples, split
 
 _LEVELS = (1 / 6, 1 / 3, 2 / 3, 1.0, 1.5, 2.5)  # measured densities of a layer, relative to that of the whole model
+CURVE_LEVELS = len(_LEVELS)
 _TRIAL_LEVELS = (1 / 6, 1.0, 2.5)  # the levels at which the damage is measured too
 _DENSEST = 0.9  # upper limit of the measured densities; at density 1 the error is zero
 _NO_ERROR = 1e-9  # relative error up to which a trial counts as unchanged, such as for layers of mostly zeros
@@ -140,7 +141,7 @@ class Planner:
                 self.on_progress("error curves of layers", len(self.measured), len(self.layers))
                 if allocation.criterion == "evolve":
                     self.measured[layer].statistics = statistics
-        return sweep.without_input
+        return [*sweep.without_input]
 
     @torch.no_grad()
     def _measure_layer(self, layer: Layer, statistics: Statistics, levels: list[float], tried: set[float]) -> Measured:

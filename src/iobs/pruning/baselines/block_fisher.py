@@ -8,7 +8,8 @@ current weights and g_i the gradients of n samples:
 - WoodFisher (Singh and Alistarh, 2020) ranks weights one by one and adds up their updates.
 - CBS (Yu et al., 2022) searches the mask by swaps, with interactions between weights, and updates jointly.
 - CHITA (Benbaki et al., 2023) treats the quadratic as sparse least squares in the gradients. It takes projected
-  gradient steps, then solves exactly on the support.
+  gradient steps, then solves exactly on the support. A search for the mask takes one more step from that solution, with
+  a line search through the projection, and solves again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples
 
 _PROJECTIONS = 20  # projected gradient steps of CHITA; each step is a pass over the gradients
+_SEARCH_STEPS = 12  # step lengths in a line search of CHITA; each is a pass over the gradients
+_SEARCH_GROWTH = 1.5  # from one of these lengths to the next
 _SWAP_PASSES = 60  # batches of swaps in CBS
 
 
@@ -102,6 +105,10 @@ class BlockFisher:
             rows = self.rows[:, part]
             product[part] += rows.T @ (rows @ vector[part]) / len(rows)
         return product
+
+    def loss(self, vector: Tensor) -> float:
+        """The quadratic form of F at a vector (p,), twice the loss q of a change of the weights."""
+        return float((vector * self.matmul(vector)).sum())
 
     def diagonal(self) -> Tensor:
         """The diagonal of F, (p,)."""
@@ -212,8 +219,12 @@ def cbs(weights: Tensor, fisher: BlockFisher, keep: int) -> Tensor:
     return fisher.refit(weights, mask)
 
 
-def chita(weights: Tensor, fisher: BlockFisher, keep: int) -> Tensor:
-    """Take projected gradient steps with the exact step length on the support, then solve exactly on the support."""
+def chita(weights: Tensor, fisher: BlockFisher, keep: int, searches: int = 0) -> Tensor:
+    """Take projected gradient steps with the exact step length on the support, then solve exactly on the support.
+
+    These steps move the weights little, since the largest eigenvalue of F sets their length; on large networks the
+    mask stays that of magnitude. `searches` searches for a better mask follow, until one does not lower the loss.
+    """
     best = current = magnitude(weights, fisher, keep)
     gradient = fisher.matmul(current - weights)
     least = float(((current - weights) * gradient).sum())
@@ -230,7 +241,33 @@ def chita(weights: Tensor, fisher: BlockFisher, keep: int) -> Tensor:
         if value >= least:
             break
         best, least = current, value
-    return fisher.refit(weights, best != 0)
+    found = fisher.refit(weights, best != 0)
+    for _ in range(searches):
+        trial = fisher.refit(weights, _searched(weights, fisher, keep, found) != 0)
+        if fisher.loss(trial - weights) >= fisher.loss(found - weights):
+            break
+        found = trial
+    return found
+
+
+def _searched(weights: Tensor, fisher: BlockFisher, keep: int, start: Tensor) -> Tensor:
+    """Weights (p,) after the best projected step from the exact solution on a mask.
+
+    Shorter steps than the first one tried leave the mask unchanged, and so the weights too.
+    """
+    gradient, kept = fisher.matmul(start - weights), start != 0
+    best, least = start, fisher.loss(start - weights)
+    steepest = float(torch.where(kept, 0.0, gradient.abs()).max())
+    if steepest == 0 or not bool(kept.any()):
+        return start
+    first = float(start[kept].abs().min()) / steepest
+    for number in range(_SEARCH_STEPS):
+        moved = start - first * _SEARCH_GROWTH ** (number + 1) * gradient
+        moved = moved * keep_largest(moved.abs(), keep)
+        value = fisher.loss(moved - weights)
+        if value < least:
+            best, least = moved, value
+    return best
 
 
 def _saliency(weights: Tensor, fisher: BlockFisher) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,7 +82,10 @@ def _prune_once(work: Workspace, layers: tuple[Layer, ...], solver: NetworkSolve
     work.memory.look()
     sizes = [layer.weights for layer in layers]
     fisher = BlockFisher(rows, solver.damping, solver.block, tuple(sizes), tuple(layer.name for layer in layers))
-    found = METHODS[type(solver)](weights, fisher, keep)
+    method = METHODS[type(solver)]
+    if isinstance(solver, CHITA):
+        method = partial(chita, searches=solver.searches)
+    found = method(weights, fisher, keep)
     for layer, values in zip(layers, torch.split(found, sizes), strict=True):
         if not bool(torch.isfinite(values).all()):
             raise NonFiniteError(f"The pruned weight of layer {layer.name!r} holds NaN or infinity; raise the damping.")

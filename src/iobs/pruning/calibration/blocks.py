@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from iobs.pruning.calibration.hooks import version_of
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -106,7 +107,7 @@ class Tracer:
     def _value(self, tensor: Tensor) -> Value:
         if tensor not in self.numbers:
             self.numbers[tensor] = next(self.numbered)
-        return self.numbers[tensor], tensor._version
+        return self.numbers[tensor], version_of(tensor)
 
 
 def hidden_of(output: object) -> Tensor | None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import signature
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch as functorch
 from torch.overrides import TorchFunctionMode
 
-from iobs.pruning.network.layers import CONVOLUTIONS, Layer, projections
+from iobs.pruning.calibration.recurrent import matrix_inputs
+from iobs.pruning.network.layers import CONVOLUTIONS, RECURRENT, Layer, projections
 
 Note = Callable[[Layer, nn.Module, Tensor], None]
 Args: TypeAlias = tuple[Any, ...]  # of a module or a torch function
@@ -21,20 +24,33 @@ _MATMULS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.
 
 
 @contextmanager
-def captured_inputs(model: nn.Module, layers: Sequence[Layer], note: Note) -> Iterator[None]:
-    """Call `note(layer, module, input)` for every input of the layers.
+def captured_inputs(
+    model: nn.Module, layers: Sequence[Layer], note: Note, used: dict[Layer, bool] | None = None
+) -> Iterator[None]:
+    """Call `note(layer, module, input)` for every input of the layers, and mark layers that torch functions use.
 
-    Layers that are called as modules get a hook. Slices of fused experts, projections of nn.MultiheadAttention, and
-    weights that the model multiplies itself are recognised in the calls of torch functions.
+    Layers that are called as modules get a hook, and so do recurrent modules. Slices of fused experts, projections of
+    nn.MultiheadAttention, and weights that the model multiplies itself are recognised in the calls of torch functions.
+
+    Args:
+        model: the model.
+        layers: layers whose inputs are captured.
+        note: called with every input.
+        used: set to True for layers whose weight is an argument of any torch function, also without a product; None:
+            not recorded.
     """
     with ExitStack() as stack:
-        direct = _DirectUses(model, layers, note)
+        direct = _DirectUses(model, layers, note, used)
         for layer in layers:
             if layer.is_called:
                 for module in _holders(model, layer):
                     before = _before_call(layer, note, direct)
                     stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                     stack.callback(module.register_forward_hook(_after_call(layer, direct)).remove)
+        for path, inner in groupby(layers, lambda layer: layer.path):
+            if isinstance(module := model.get_submodule(path), RECURRENT):
+                before = _before_recurrence([*inner], note)
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.enter_context(direct)
         yield
 
@@ -55,7 +71,16 @@ def _holders(model: nn.Module, layer: Layer) -> list[nn.Module]:
 def _before_call(layer: Layer, note: Note, direct: _DirectUses) -> Callable[..., None]:
     def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         direct.inside.add(layer.name)
-        note(layer, module, args[0] if args else next(iter(kwargs.values())))
+        note(layer, module, outside_vmap(args[0] if args else next(iter(kwargs.values()))))
+
+    return before
+
+
+def _before_recurrence(layers: Sequence[Layer], note: Note) -> Callable[..., None]:
+    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        found = matrix_inputs(module, args, kwargs)
+        for layer in layers:
+            note(layer, module, found[layer.parameter])
 
     return before
 
@@ -73,13 +98,17 @@ class _DirectUses(TorchFunctionMode):
     A weight is recognised by its address in memory, since its slices and transposes share its storage.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], note: Note) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[Layer], note: Note, used: dict[Layer, bool] | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.note = model, note
+        self.model, self.note, self.used = model, note, used
+        self.parameters: dict[tuple[int, int] | None, list[Layer]] = {}  # layers of each parameter, by address
         self.inside: set[str] = set()  # layers whose module is running; a hook has already captured their input
         self.matrices: dict[tuple[int, int] | None, tuple[Layer, Tensor]] = {}  # (rows, columns), by address
         for layer in layers:
             tensor = layer.tensor(model)
+            self.parameters.setdefault(_address(layer.stored(model)), []).append(layer)
             if tensor.ndim == 2:
                 self.matrices[_address(tensor)] = layer, tensor.mT if layer.transposed else tensor
 
@@ -101,7 +130,18 @@ class _DirectUses(TorchFunctionMode):
             if isinstance(left, Tensor) and isinstance(right, Tensor):
                 self._capture(_transposed(right), left)
                 self._capture(left, _transposed(right))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self.used is not None and isinstance(result, (Tensor, list, tuple)) and not isinstance(result, torch.Size):
+            self._mark(args, self.used)
+        return result
+
+    def _mark(self, arguments: Iterable[object], used: dict[Layer, bool]) -> None:
+        """Mark the layers whose parameter is among the arguments of a function, also within a list."""
+        for value in arguments:
+            if isinstance(value, (list, tuple)):
+                self._mark(value, used)
+            elif isinstance(value, Tensor):
+                used.update(dict.fromkeys(self.parameters.get(_address(value), ()), True))
 
     def _capture_attention(self, func: Callable[..., tuple[Tensor, object]], given: Kwargs) -> None:
         """Capture the inputs of the projections of torch's attention, (samples, positions, channels)."""
@@ -134,8 +174,21 @@ class _DirectUses(TorchFunctionMode):
         if layer.name in self.inside or matrix.shape != own.shape or matrix.stride() != own.stride():
             return
         # A new object only if necessary, because layers with the same input are recognised by its identity.
-        value = value.detach() if value.requires_grad else value
+        value = outside_vmap(value.detach() if value.requires_grad else value)
         self.note(layer, self.model.get_submodule(layer.path), value)
+
+
+def outside_vmap(value: Tensor) -> Tensor:
+    """The tensor behind a value inside `torch.vmap`, with the mapped dimensions in front; other values unchanged."""
+    while functorch.is_batchedtensor(value):
+        dimension = functorch.maybe_get_bdim(value)
+        value = functorch.get_unwrapped(value).movedim(dimension, 0)
+    return value
+
+
+def version_of(value: Tensor) -> int:
+    """The number of in-place changes of a tensor so far; 0 in inference mode, which does not count them."""
+    return 0 if value.is_inference() else value._version
 
 
 def _transposed(value: Tensor) -> Tensor:

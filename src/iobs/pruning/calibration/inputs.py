@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from iobs.pruning.calibration.additions import captured_additions
-from iobs.pruning.calibration.hooks import captured_inputs
+from iobs.pruning.calibration.hooks import captured_inputs, version_of
 from iobs.pruning.calibration.replay import StopForward, Stream
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.samples import batches
@@ -31,11 +31,14 @@ class SharedInput:
     residuals: int = 0
 
 
-def execution_order(stream: Stream, stage: int, layers: list[Layer], residuals: bool) -> list[SharedInput]:
+def execution_order(
+    stream: Stream, stage: int, layers: list[Layer], used: dict[Layer, bool], residuals: bool
+) -> list[SharedInput]:
     """The layers that a stage calls, in execution order, grouped by input; with `residuals` also who adds to one.
 
     The first run is on the batch of the largest samples, where a loop over positions is longest. Further batches
-    follow while some layers have not been called, such as experts that receive few tokens.
+    follow while some layers have not been called, such as experts that receive few tokens. Layers whose weight is the
+    argument of any torch function are marked in `used`.
     """
     if not layers:
         return []
@@ -53,7 +56,7 @@ def execution_order(stream: Stream, stage: int, layers: list[Layer], residuals: 
         counts[layer.name] = counts.get(layer.name, 0) + 1
         if counts[layer.name] == 1:
             alive.append(value)
-            key = (id(value), value._version, *_geometry(module))
+            key = (id(value), version_of(value), *_geometry(module))
             order.setdefault(key, SharedInput([], 1)).layers.append(layer)
 
     for index in sorted(range(len(stream.data)), key=lambda index: -_numbers_a_sample(stream.data[index])):
@@ -65,7 +68,7 @@ def execution_order(stream: Stream, stage: int, layers: list[Layer], residuals: 
                 stack.enter_context(
                     captured_additions(stream.model, uncounted, lambda layer, _: adding.update([layer.name]))
                 )
-            stack.enter_context(captured_inputs(stream.model, uncounted, note))
+            stack.enter_context(captured_inputs(stream.model, uncounted, note, used))
             stream.run(stage, index)
     groups = []
     for shared in order.values():

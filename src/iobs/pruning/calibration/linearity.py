@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from iobs.errors import LayerSelectionError
 from iobs.pruning.calibration.hooks import Args, Kwargs
+from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import linear_maps
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.samples import batches, outputs
@@ -22,7 +23,7 @@ Product: TypeAlias = tuple[Callable[..., object], Kwargs]
 
 _TOLERANCE = 1e-3  # relative difference up to which two outputs are equal up to rounding
 _ROUNDINGS = 2  # the tolerance in units of the dtype's precision, for coarse dtypes: bfloat16 rounds to 0.8 %
-_REASON = "its class changes the weight or the input before it multiplies"
+_CHANGES = "its class changes the weight or the input before it multiplies"
 _PRODUCTS = {
     functional.linear,
     *(getattr(functional, f"conv{kind}{size}d") for kind in ("", "_transpose") for size in (1, 2, 3)),
@@ -60,12 +61,13 @@ def multiplied_as_they_are(model: nn.Module, selection: Selection, batch: Batch)
         if not handles:
             return selection
         batches.forward(model, batches.first_sample(batch))
-    reasons = {layer.name: _REASON for layer in selection.layers if layer.path in changing}
+    reasons = {layer.name: Reason("transformed", _CHANGES) for layer in selection.layers if layer.path in changing}
     layers = tuple(layer for layer in selection.layers if layer.name not in reasons)
     if not layers:
         raise LayerSelectionError(
-            f"Nothing is left to prune: of every selected layer ({', '.join(reasons)}) {_REASON}, so that zeros in the "
-            "weight would not be zeros of the model. Select layers of other classes, or replace these by plain ones."
+            f"Nothing is left to prune: of every selected layer ({', '.join(reasons)}) {_CHANGES}, so that zeros in "
+            "the weight would not be zeros of the model. Select layers of other classes, or replace these by plain "
+            "ones."
         )
     return Selection(layers, {**selection.skipped, **reasons})
 

@@ -127,7 +127,7 @@ class Sweep:
         residency: holds weights and activations.
 
     Attributes:
-        without_input: layers that have received no input so far.
+        without_input: layers that have received no input so far; True if the model uses their weight in some other way.
     """
 
     model: nn.Module
@@ -140,7 +140,7 @@ class Sweep:
     moments: Moments = field(default_factory=Moments)
     ranks: Ranks = ALONE
     residency: Residency = field(default_factory=InMemory)
-    without_input: list[Layer] = field(default_factory=list, init=False)
+    without_input: dict[Layer, bool] = field(default_factory=dict, init=False)
 
     @property
     def _own(self) -> tuple[Samples, Samples]:
@@ -173,7 +173,7 @@ class Sweep:
         """Streams of the model and of the reference, if there is one, at their start."""
         data = self._own[0].batches + self._own[1].batches
         models = [self.model] if self.reference is None else [self.model, self.reference]
-        self.without_input = list(self.layers)
+        self.without_input = dict.fromkeys(self.layers, False)
         return [Stream(one, data, self.chain, keep=self.place(number)) for number, one in enumerate(models)]
 
     def place(self, number: int) -> Callable[[int, Tensor], Tensor]:
@@ -195,12 +195,12 @@ class Sweep:
 
     def groups_of(self, streams: list[Stream], stage: int) -> Iterator[Group]:
         """The groups of one stage, with layers that have received no input so far."""
-        wanted = streams[0].layers_of(stage, self.without_input)
+        wanted = streams[0].layers_of(stage, [*self.without_input])
         with torch.no_grad():
-            order = self._agreed(execution_order(streams[0], stage, wanted, self._pairs), wanted)
+            order = self._agreed(execution_order(streams[0], stage, wanted, self.without_input, self._pairs), wanted)
         for shared in order:
             found = set(shared.layers)
-            self.without_input = [layer for layer in self.without_input if layer not in found]
+            self.without_input = {layer: used for layer, used in self.without_input.items() if layer not in found}
             if shared.layers[0].expert is None:
                 yield Group(shared.layers, partial(self._statistics, streams, stage, shared))
             else:

@@ -1,16 +1,18 @@
-"""Estimates of the time of a run and of affordable gradient steps, from one forward pass and one matrix product."""
+"""Forecast of the time of a run, and affordable gradient steps, from one forward pass and one matrix product."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from iobs.pruning.allocation.counts import under_pattern
 from iobs.pruning.allocation.sensitivity import (
+    CURVE_LEVELS,
     CURVE_TOKENS,
     ENOUGH_OUTPUTS,
     PROBE,
@@ -19,88 +21,155 @@ from iobs.pruning.allocation.sensitivity import (
     damage_passes,
     evaluation_share,
 )
-from iobs.pruning.calibration.blocks import Block, hidden_of
+from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.calibration.gram import POSITIONS
+from iobs.pruning.calibration.hooks import Args
 from iobs.pruning.cost.memory_plan import speed
-from iobs.pruning.decisions.learning_rate import trial_steps
+from iobs.pruning.decisions.learning_rate import candidates, trial_steps
 from iobs.pruning.finetune.trainer import samples_a_step
+from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
-from iobs.pruning.recipe import FineTune, Recipe, as_allocation
+from iobs.pruning.recipe import FineTune, as_allocation
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
-from iobs.pruning.workspace import Decisions
+from iobs.pruning.workspace import Decisions, Request
 
 _STEP_PASSES = 4  # cost of a gradient step in forward passes: one of the dense model, three for forward and backward
 _STEP_BUDGET = 1.25e13  # multiply-adds of all gradient steps: about five minutes on one core
 _SOLVE_CUBES = 60  # cost of a solve in products of (columns, columns) matrices, and in products with the weight matrix
+_FAST_CUBES = 10  # the same for a solve of an error curve
+_OVERHEAD = 0.035  # seconds of a solve besides its products
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured speeds of a model on this machine.
+
+    Args:
+        forward: seconds of a forward pass of one sample.
+        multiply: seconds of a multiply-add in a product of matrices.
+        inputs: number of different inputs of the layers; layers with the same input share their passes.
+        rows: input rows of each layer per sample, by name.
+    """
+
+    forward: float
+    multiply: float
+    inputs: int
+    rows: Mapping[str, float]
 
 
 @torch.no_grad()
-def estimate_seconds(
-    model: nn.Module,
+def measured_costs(model: nn.Module, layers: tuple[Layer, ...], fit: Samples) -> Costs:
+    """Measure the dense model, in eval mode, on the first calibration samples."""
+    batch = batches.take(fit.batches[0], torch.arange(min(16, batches.size(fit.batches[0]))))
+    forward = min(_timed(model, batch) for _ in range(2)) / batches.size(batch)
+    rows, inputs = _rows_per_sample(model, layers, batch, POSITIONS)
+    by_name = {layer.name: rows.get(layer.path, 0.0) for layer in layers}
+    return Costs(forward, 2 / speed(next(model.parameters()).device), inputs, by_name)
+
+
+def forecast(
+    costs: Costs,
     layers: tuple[Layer, ...],
-    chain: list[Block],
+    blocks: int,
     fit: Samples,
-    recipe: Recipe,
+    request: Request,
     decided: Decisions,
-    holdout: float,
-) -> float:
-    """Estimate the seconds of a whole run, within a factor of about two on an idle machine.
+) -> Forecast:
+    """Forecast the work of a whole run. LOG.md has the measurements behind its constants.
 
     Args:
-        model: the dense model, in eval mode.
+        costs: measured speeds of the dense model.
         layers: the layers to prune.
-        chain: blocks along which the model can be run.
+        blocks: number of blocks along which the model can be run; 0 if it is run whole.
         fit: calibration samples.
-        recipe: how to prune.
-        decided: rounds and fine-tuning.
-        holdout: share of the samples that is held out.
+        request: what was asked.
+        decided: rounds and fine-tuning, as far as they are decided.
     """
-    batch = batches.take(fit.batches[0], torch.arange(min(16, batches.size(fit.batches[0]))))
-    forward = min(_timed(model, batch) for _ in range(2)) / batches.size(batch)  # seconds per sample
+    recipe = request.recipe
+    if recipe.network_solver is not None:
+        return Forecast(())
     streams = 2 if recipe.target != "layer" or recipe.inputs == "dense" else 1
-    # A group of layers costs a pass of its own block along a chain, and otherwise a pass of the whole model.
-    passes = streams * (2 + len(layers) / (2 * max(1, len(chain))))
-    rows = _rows_per_sample(model, layers, batch, POSITIONS)
-    products = sum(
-        _multiply_adds(layer, fit.samples * rows.get(layer.path, 0.0) * (2 * streams - 1)) for layer in layers
-    )
-    sweep = passes * forward * fit.samples + 2 * products / speed(next(model.parameters()).device)
+    # A group of layers costs a pass of its own block along a chain, and otherwise half a pass of the whole model.
+    passes = 1 + costs.inputs / (blocks if blocks else 2)
+    one_pass = costs.forward * fit.samples / (1 - request.holdout)
+    solves = {layer.name: _solve_seconds(layer, costs, _SOLVE_CUBES) for layer in layers}
+    grams = {layer.name: _gram_seconds(layer, costs, fit.samples * (2 * streams - 1)) for layer in layers}
+    shared = streams * passes * one_pass / len(layers)
+    seconds = {layer.name: shared + solves[layer.name] + grams[layer.name] for layer in layers}
+    mean = sum(seconds.values()) / len(layers)
     rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count  # "auto" seldom adds rounds
-    curves, extra = _allocation_cost(recipe, holdout, layers, fit, batches.positions(batch))
-    stepped = _step_samples(decided.rounds.finetune, rounds - 1, fit) + _step_samples(decided.finetune, 1, fit)
-    return (rounds + curves) * sweep + (extra + _STEP_PASSES * stepped) * forward
+    parts = [
+        *_allocation_parts(request, costs, layers, fit, passes * one_pass),
+        Part("layers", rounds * len(layers), mean),
+        *_step_parts(decided, rounds, fit, _STEP_PASSES * costs.forward),
+    ]
+    return Forecast(tuple(parts), {name: value / mean for name, value in seconds.items()})
 
 
-def _multiply_adds(layer: Layer, rows: float) -> float:
-    """Multiply-adds of a layer: its Grams over a number of input rows, and its solve."""
-    return (rows + _SOLVE_CUBES * sum(layer.shape)) * layer.shape[1] ** 2
+def _solve_seconds(layer: Layer, costs: Costs, cubes: float) -> float:
+    """Seconds of a solve whose products cost as much as `cubes` products of (columns, columns) and of the weight."""
+    return _OVERHEAD + costs.multiply * cubes * sum(layer.shape) * layer.shape[1] ** 2
 
 
-def _step_samples(step: FineTune | None, times: int, fit: Samples) -> int:
-    """Number of samples in gradient steps that are repeated `times` times, with the trials of their learning rate."""
-    if step is None or times < 1:
-        return 0
-    return (times * step.steps + trial_steps(step)) * samples_a_step(step, fit)
+def _gram_seconds(layer: Layer, costs: Costs, samples: int) -> float:
+    return costs.multiply * samples * costs.rows[layer.name] * layer.shape[1] ** 2
 
 
-def _allocation_cost(
-    recipe: Recipe, holdout: float, layers: tuple[Layer, ...], fit: Samples, positions: int
-) -> tuple[float, float]:
-    """Cost of an allocation: a share of a sweep, and a number of forward passes of one sample."""
-    allocation = as_allocation(recipe.allocation)
+def _allocation_parts(
+    request: Request, costs: Costs, layers: tuple[Layer, ...], fit: Samples, sweep: float
+) -> list[Part]:
+    """The curves of all layers, and the search.
+
+    Args:
+        request: what was asked.
+        costs: measured speeds.
+        layers: the layers to prune.
+        fit: calibration samples.
+        sweep: seconds of the passes of a sweep with one model.
+    """
+    allocation = under_pattern(as_allocation(request.recipe.allocation), request.pattern)
     if allocation.criterion == "uniform":
-        return 0.0, 0.0
-    evaluated = int(evaluation_share(holdout) * fit.samples)
+        return []
+    positions = batches.positions(fit.batches[0])
+    evaluated = int(evaluation_share(request.holdout) * fit.samples)
     probe = max(1, min(PROBE, PROBE_TOKENS // positions, evaluated))
     searched = allocation.criterion == "evolve" or (
-        allocation.criterion == "auto" and can_keep_grams(layers) and evaluated * positions >= ENOUGH_OUTPUTS
+        allocation.criterion == "auto" and can_keep_grams(layers) and probe * positions >= ENOUGH_OUTPUTS
     )
     by_damage = allocation.by_damage or allocation.criterion == "auto"
     passes = damage_passes(len(layers), probe) if by_damage else PROBE
-    passes += allocation.generations * probe if searched else 0
-    return min(1.0, CURVE_TOKENS / (positions * fit.samples)), passes
+    solves = sum(_solve_seconds(layer, costs, _FAST_CUBES) for layer in layers)
+    curves = min(1.0, CURVE_TOKENS / (positions * fit.samples)) * sweep + CURVE_LEVELS * solves + passes * costs.forward
+    parts = [Part("error curves of layers", len(layers), curves / len(layers), once=True)]
+    if searched and allocation.generations:
+        move = 2 * solves / len(layers) + probe * costs.forward
+        parts.append(Part("moves of weights between layers", allocation.generations, move, once=True))
+    return parts
+
+
+def _step_parts(decided: Decisions, rounds: int, fit: Samples, sample: float) -> list[Part]:
+    """The trials of learning rates, the steps between rounds, and the fine-tuning after the last round.
+
+    Args:
+        decided: rounds and fine-tuning.
+        rounds: number of rounds.
+        fit: calibration samples.
+        sample: seconds of a gradient step on one sample.
+    """
+    parts = []
+    between, after = decided.rounds.finetune if rounds > 1 else None, decided.finetune
+    tried = [step for step in (after, between) if step is not None and step.lr == "auto"]
+    if tried:
+        step = max(tried, key=trial_steps)
+        parts.append(Part("trial", trial_steps(step), sample * samples_a_step(step, fit), once=True))
+    if between is not None:
+        parts.append(Part("steps", (rounds - 1) * between.steps, sample * samples_a_step(between, fit)))
+    if after is not None:
+        steps = sum(step.steps for step in candidates(decided))
+        parts.append(Part("fine-tuning", steps, sample * samples_a_step(after, fit)))
+    return parts
 
 
 def _timed(model: nn.Module, batch: Batch) -> float:
@@ -126,7 +195,7 @@ def affordable(step: FineTune, model: nn.Module, layers: tuple[Layer, ...], fit:
     batch = batches.take(fit.batches[0], torch.arange(1))
     if batches.positions(batch) > 1:
         return replace(step, most_steps=None)
-    rows = _rows_per_sample(model, layers, batch)
+    rows, _ = _rows_per_sample(model, layers, batch)
     sample = sum(rows.get(layer.path, 0.0) * layer.weights for layer in layers)
     count = int(_STEP_BUDGET / max(1.0, _STEP_PASSES * sample * samples_a_step(step, fit)))
     return replace(step, steps=max(step.steps, min(step.most_steps, count)), most_steps=None)
@@ -134,12 +203,17 @@ def affordable(step: FineTune, model: nn.Module, layers: tuple[Layer, ...], fit:
 
 def _rows_per_sample(
     model: nn.Module, layers: tuple[Layer, ...], batch: Batch, most: float = math.inf
-) -> dict[str, float]:
-    """Input rows of each layer per sample, by module path; at most `most` positions of a convolution count."""
-    found: dict[str, float] = {}
+) -> tuple[dict[str, float], int]:
+    """Input rows of each layer per sample, by module path, and the number of different inputs.
 
-    def note(path: str) -> Callable[[nn.Module, object, object], None]:
-        def hook(module: nn.Module, args: object, output: object) -> None:
+    At most `most` positions of a convolution count.
+    """
+    found: dict[str, float] = {}
+    inputs: dict[int, object] = {}  # by identity; kept, so that no later input has the same
+
+    def note(path: str) -> Callable[[nn.Module, Args, object], None]:
+        def hook(module: nn.Module, args: Args, output: object) -> None:
+            inputs.update({id(value): value for value in args[:1]})
             if isinstance(output := hidden_of(output), Tensor):
                 convolution = isinstance(module, CONVOLUTIONS)
                 positions = output.flatten(2).shape[2] if convolution and output.ndim > 2 else 0
@@ -154,4 +228,4 @@ def _rows_per_sample(
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return found, max(1, len(inputs))

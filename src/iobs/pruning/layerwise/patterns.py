@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from iobs.core.patterns import Pattern, Unstructured, as_pattern
+from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured, as_pattern
 from iobs.errors import LayerSelectionError, PatternError
+from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import Rule
@@ -27,13 +28,13 @@ def patterns_of(
     """
     for rule in rules:
         _require_match(rule, selection)
-    dense: dict[str, str] = {}
+    dense: dict[str, Reason] = {}
     found: dict[Layer, Pattern] = {}
     for layer in selection.layers:
         matching = [rule for rule in rules if rule.matches(layer.name)]
         last = next((rule for rule in reversed(matching) if rule.dense or rule.pattern is not None), None)
         if last is not None and last.dense:
-            dense[layer.name] = f"dense by the rule {last.match!r}"
+            dense[layer.name] = Reason("asked", f"dense by the rule {last.match!r}")
         else:
             found[layer] = pattern if last is None else as_pattern(last.pattern)  # type: ignore[arg-type]
     if not found:
@@ -66,8 +67,11 @@ def require_fit(layers: Sequence[Layer], pattern: Pattern) -> None:
     """Check that a pattern fits every layer.
 
     Raises:
-        PatternError: it does not; names all layers that it does not fit.
+        PatternError: it does not; names all layers that it does not fit. Or it has a grid, which only `iobs.solve`
+            takes.
     """
+    if isinstance(pattern, (Grid, SparseGrid)):
+        raise PatternError(f"The pattern {pattern} has a grid, which only iobs.solve takes. Whole networks: not yet.")
     misfits, reason = [], ""
     for layer in layers:
         try:

@@ -6,12 +6,26 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+_GATES = {4: "ifgo", 3: "rzn", 1: ""}  # names of the gates, by their number: LSTM, GRU, plain recurrence
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `count` equal blocks of consecutive rows of a parameter, such as the queries or a gate."""
+
+    name: str
+    index: int
+    count: int
+
+
+PROJECTIONS = tuple(Part(name, index, 3) for index, name in enumerate("qkv"))  # of nn.MultiheadAttention
 
 
 @dataclass(frozen=True)
@@ -21,14 +35,15 @@ class Layer:
     The matrix is always (rows, columns) = (outputs, inputs of one group). Convolution kernels are flattened, and the
     (in, out) weight of GPT-2's Conv1D is transposed. The rows of a grouped convolution fall into `groups` equal
     consecutive parts; each part has its own Gram matrix. `nn.MultiheadAttention` stores the weights of queries, keys
-    and values in one parameter. They are three matrices here, since their inputs may differ.
+    and values in one parameter. They are three matrices here, since their inputs may differ. The gates of a recurrent
+    layer are one matrix each, since their pre-activations differ in scale.
 
     Args:
         path: of the module.
         shape: of the matrix, (rows, columns).
         parameter: name in the module.
         expert: index in a stack of experts (experts, ., .), or None.
-        projection: part of a joint projection, or None.
+        part: the rows of the parameter that the matrix consists of; None: all rows.
         groups: number of groups of a convolution.
         transposed: the parameter is stored as (columns, rows).
         stored_as: full name of the parameter of another module that this one shares, or None.
@@ -38,7 +53,7 @@ class Layer:
     shape: tuple[int, int]
     parameter: str = "weight"
     expert: int | None = None
-    projection: Literal["q", "k", "v"] | None = None
+    part: Part | None = None
     groups: int = 1
     transposed: bool = False
     stored_as: str | None = None
@@ -47,8 +62,8 @@ class Layer:
     def name(self) -> str:
         """The name of the matrix in reports and name patterns."""
         name = self.path if self.parameter == "weight" else f"{self.path}.{self.parameter}"
-        parts = (part for part in (self.expert, self.projection) if part is not None)
-        return ".".join([name, *map(str, parts)])
+        parts = (self.expert, None if self.part is None else self.part.name)
+        return ".".join([name, *(str(part) for part in parts if part is not None)])
 
     @property
     def weights(self) -> int:
@@ -63,19 +78,19 @@ class Layer:
     @property
     def is_called(self) -> bool:
         """True if the matrix is the weight of its module, so that its input is the module's argument."""
-        return self.expert is None and self.parameter == "weight"
+        return self.expert is None and self.part is None and self.parameter == "weight"
 
     def stored(self, model: nn.Module) -> nn.Parameter:
         """The whole parameter that holds the matrix."""
         return model.get_submodule(self.path).get_parameter(self.parameter)
 
     def tensor(self, model: nn.Module) -> Tensor:
-        """The stored tensor; for an expert or a projection a view of its slice of the parameter."""
+        """The stored tensor; for an expert or a part a view of its slice of the parameter."""
         return self._slice(self.stored(model).detach())
 
     def _slice(self, stored: Tensor) -> Tensor:
-        if self.projection is not None:
-            return projections(stored)[self.projection]
+        if self.part is not None:
+            return stored.chunk(self.part.count)[self.part.index]
         return stored if self.expert is None else stored[self.expert]
 
     def matrix(self, stored: Tensor) -> Tensor:
@@ -106,10 +121,9 @@ def biases_of(model: nn.Module, layers: Sequence[Layer]) -> dict[Layer, str]:
     return found
 
 
-def projections(stored: Tensor) -> dict[Literal["q", "k", "v"], Tensor]:
+def projections(stored: Tensor) -> dict[str, Tensor]:
     """The rows of queries, keys and values in the `in_proj_weight` of nn.MultiheadAttention, as views."""
-    queries, keys, values = stored.chunk(3)
-    return {"q": queries, "k": keys, "v": values}
+    return {part.name: rows for part, rows in zip(PROJECTIONS, stored.chunk(3), strict=True)}
 
 
 def library_class(module: str, name: str) -> tuple[type, ...]:
@@ -126,8 +140,8 @@ def linear_maps() -> tuple[type[nn.Module], ...]:
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every prunable matrix of a model.
 
-    These are the weights of Linear, Conv1d-3d, GPT-2's Conv1D and their subclasses, fused experts, and the projections
-    of nn.MultiheadAttention.
+    These are the weights of Linear, Conv1d-3d, GPT-2's Conv1D and their subclasses, fused experts, the projections of
+    nn.MultiheadAttention, and the gates of LSTM, GRU and RNN and their cells.
     """
     transposed, maps = library_class("transformers.pytorch_utils", "Conv1D"), linear_maps()
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # one name per shared parameter
@@ -135,6 +149,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
     for path, module in model.named_modules():
         if not isinstance(module, maps):
             layers.extend(_projections_of(path, module) if isinstance(module, nn.MultiheadAttention) else [])
+            layers.extend(_gates_of(path, module) if isinstance(module, RECURRENT) else [])
             layers.extend(_fused_experts(path, module))
             continue
         weight = dict(module.named_parameters(recurse=False)).get("weight")
@@ -166,11 +181,26 @@ def _projections_of(path: str, module: nn.MultiheadAttention) -> list[Layer]:
     """
     width, own = module.embed_dim, dict(module.named_parameters(recurse=False))
     if module.kdim == module.vdim == width:
-        layers = [Layer(path, (width, width), "in_proj_weight", projection=one) for one in ("q", "k", "v")]
+        layers = [Layer(path, (width, width), "in_proj_weight", part=part) for part in PROJECTIONS]
     else:
         widths = {"q": width, "k": module.kdim, "v": module.vdim}
         layers = [Layer(path, (width, columns), f"{one}_proj_weight") for one, columns in widths.items()]
     return [layer for layer in layers if layer.parameter in own]
+
+
+def _gates_of(path: str, module: nn.RNNBase | nn.RNNCellBase) -> list[Layer]:
+    """The input-hidden and hidden-hidden matrices of a recurrent layer, one for each gate.
+
+    The projection of an LSTM with `proj_size` is left out: torch does not return its input.
+    """
+    layers = []
+    for name, weight in module.named_parameters(recurse=False):
+        if name.startswith(("weight_ih", "weight_hh")) and weight.is_floating_point():
+            gates, shape = _GATES[weight.shape[0] // module.hidden_size], (module.hidden_size, weight.shape[1])
+            parts = [Part(gate, index, len(gates)) for index, gate in enumerate(gates)]
+            layers += [Layer(path, shape, name, part=part) for part in parts]
+            layers += [] if parts else [Layer(path, shape, name)]
+    return layers
 
 
 def _fused_experts(path: str, module: nn.Module) -> list[Layer]:

@@ -69,17 +69,20 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
 
 @contextmanager
 def _configured(model: nn.Module, name: str, value: object) -> Iterator[None]:
-    """Set a field of the model's Hugging Face configuration, unless it is missing or off."""
-    config = getattr(model, "config", None)
-    before = getattr(config, name, None)
-    if not before:
-        yield
-        return
-    setattr(config, name, value)
+    """Set a field of every Hugging Face configuration in the model, where the field is there and not off."""
+    # Models inside a wrapper or a model of the user's own have configurations too.
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    before = {key: getattr(config, name, None) for key, config in configs.items()}
+    changed = {key: kept for key, kept in before.items() if kept}
+    for key in changed:
+        setattr(configs[key], name, value)
     try:
         yield
     finally:
-        setattr(config, name, before)
+        for key, kept in changed.items():
+            setattr(configs[key], name, kept)
 
 
 @contextmanager

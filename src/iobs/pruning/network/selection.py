@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.utils.parametrize import ParametrizationList
 
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
-from iobs.pruning.network.layers import Layer, find_layers, joined, library_class
+from iobs.pruning.coverage import Reason
+from iobs.pruning.network.layers import Layer, find_layers, joined, library_class, linear_maps
+
+_LISTED = 5  # weights and kinds of modules that an error names
+_SUPPORTED = (
+    "Linear, Conv1d to Conv3d, MultiheadAttention, LSTM, GRU, RNN, and Conv1D and fused experts of transformers"
+)
 
 
 @dataclass(frozen=True)
@@ -19,21 +28,39 @@ class Selection:
     """The layers to prune, and for every other weight matrix the reason why it stays dense."""
 
     layers: tuple[Layer, ...]
-    skipped: dict[str, str]
+    skipped: dict[str, Reason]
 
 
-def other_weights(model: nn.Module, layers: Sequence[Layer]) -> dict[str, str]:
-    """The other parameters of two or more dimensions, by name, with the reason why they are not pruned."""
+def other_parameters(model: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """The parameters of two or more dimensions that no layer holds: name, module and parameter."""
     known = {id(model.get_parameter(layer.key)) for layer in layers}
-    reasons = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.squeeze().ndim < 2 or id(parameter) in known:
-                continue
-            full = joined(path, name)
-            reason = "embedding" if isinstance(module, nn.Embedding) else "not the weight of a linear map"
-            reasons[full.removesuffix(".weight")] = reason if parameter.numel() else "without entries"
-    return reasons
+            if parameter.squeeze().ndim >= 2 and id(parameter) not in known:
+                yield joined(path, name).removesuffix(".weight"), module, parameter
+
+
+def other_weights(model: nn.Module, layers: Sequence[Layer]) -> dict[str, Reason]:
+    """The other parameters of two or more dimensions, by name, with the reason why they are not pruned."""
+    return {name: _reason_of(module, one) for name, module, one in other_parameters(model, layers)}
+
+
+def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
+    """The reason why a parameter that no layer holds is not pruned."""
+    kind = type(module).__name__
+    if not parameter.numel():
+        return Reason("empty", "without entries")
+    if not parameter.is_floating_point():
+        return Reason("quantised", f"not floating point: {str(parameter.dtype).removeprefix('torch.')}")
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return Reason("embedding", "embedding")
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return Reason("recurrent", f"projection of a recurrent layer, {kind}")
+    if isinstance(module, _ConvTransposeNd):
+        return Reason("convolution", f"weight of a transposed convolution, {kind}")
+    if isinstance(module, (ParametrizationList, *linear_maps(), nn.MultiheadAttention)):
+        return Reason("transformed", "the weight is computed from it in every forward pass")
+    return Reason("parameter", f"parameter of {kind}, which is not a supported layer")
 
 
 def select(
@@ -75,22 +102,44 @@ def select(
         if layer.stored_as in taken:
             skipped[layer.name] = defaults[layer.name]  # even if included: a shared matrix is pruned once
         elif layer.name in ignored:
-            skipped[layer.name] = "ignored by name"
+            skipped[layer.name] = Reason("asked", "ignored by name")
         elif include is not None and layer.name not in included:
-            skipped[layer.name] = "not among the included names"
+            skipped[layer.name] = Reason("asked", "not among the included names")
         elif include is None and layer.name in defaults:
             skipped[layer.name] = defaults[layer.name]
         else:
             layers.append(layer)
             taken.add(layer.key)
     if not layers:
-        raise LayerSelectionError(
-            f"Nothing is left to prune: the model has {len(found)} weight matrices and all are skipped. "
-            "Change include= or ignore=."
-        )
+        raise LayerSelectionError(_nothing_left(model, found, skipped))
     if check_finite:
         require_finite(model, layers)
     return Selection(tuple(layers), skipped)
+
+
+def _nothing_left(model: nn.Module, found: list[Layer], skipped: dict[str, Reason]) -> str:
+    """The error if no layer is selected: the weights that are there, and what to do."""
+    listed = [f"{name} ({reason})" for name, reason in skipped.items()]
+    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+    there = ", ".join(listed[:_LISTED]) + more
+    if found:
+        return (
+            f"Nothing is left to prune: the model has {len(found)} weight matrices and all are skipped: {there}. "
+            "Change include= or ignore=."
+        )
+    kinds: Counter[str] = Counter()
+    for module in model.modules():
+        entries = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if entries:
+            kinds[type(module).__name__] += entries
+    modules = ", ".join(f"{kind} ({entries:,} entries)" for kind, entries in kinds.most_common(_LISTED))
+    weights = f"Its weights are {there}. " if listed else ""
+    return (
+        f"Nothing is left to prune: the model has 0 weight matrices of supported layers ({_SUPPORTED}). "
+        f"Its modules with parameters are: {modules or 'none'}. {weights}"
+        "Replace them by supported layers, remove parametrisations and quantisation first, or give the module that "
+        "holds such layers."
+    )
 
 
 def _require_module(model: object) -> None:
@@ -141,22 +190,21 @@ def matching(layers: Sequence[Layer], patterns: str | Sequence[str] | None, opti
     return chosen
 
 
-def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) -> dict[str, str]:
+def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) -> dict[str, Reason]:
     """The layers that stay dense unless they are included, by name, with the reason."""
     reasons = {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    heads: set[int] = set()
-    if isinstance(model, library_class("transformers.modeling_utils", "PreTrainedModel")):
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        heads = set() if head is None else {id(head)}
+    pretrained = library_class("transformers.modeling_utils", "PreTrainedModel")
+    inner = [module for module in model.modules() if isinstance(module, pretrained)]  # also inside a wrapper
+    heads = {id(module.get_output_embeddings()) for module in inner}  # type: ignore[operator]
     for layer in layers:
         module = model.get_submodule(layer.path)
         if id(layer.stored(model)) in embeddings:
-            reasons[layer.name] = "tied to an embedding"
+            reasons[layer.name] = Reason("tied", "tied to an embedding")
         elif layer.stored_as is not None:
-            reasons[layer.name] = f"shares {layer.stored_as}"
+            reasons[layer.name] = Reason("shared", f"shares {layer.stored_as}")
         elif id(module) in heads:
-            reasons[layer.name] = "output head"
+            reasons[layer.name] = Reason("output head", "output head")
         elif layer.groups > 1 and layer.groups == getattr(module, "in_channels", None) and not depthwise:
-            reasons[layer.name] = "depthwise convolution"
+            reasons[layer.name] = Reason("depthwise", "depthwise convolution")
     return reasons

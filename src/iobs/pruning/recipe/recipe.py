@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
@@ -214,12 +214,16 @@ class Recipe(LayerSettings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Recipe:
-        """The recipe from the result of `to_dict`.
+        """The recipe from the result of `to_dict`; `rounds` may also be a number, as in `but`.
 
         Raises:
             ProblemError: an unknown key (the message names it), or a setting outside its range.
         """
-        return text.from_dict(cls, values)
+        rounds = values.get("rounds")
+        if not isinstance(rounds, Real):
+            return text.from_dict(cls, values)
+        others = {name: value for name, value in values.items() if name != "rounds"}
+        return text.from_dict(cls, others).but(rounds=rounds)  # type: ignore[arg-type]  # `but` checks it
 
     def to_yaml(self, complete: bool = False) -> str:
         """The recipe as YAML; arguments and errors as in `to_dict`."""
@@ -232,7 +236,7 @@ class Recipe(LayerSettings):
         Raises:
             ProblemError: the text is no recipe, or the file cannot be read.
         """
-        return text.from_dict(cls, text.recipe_part(text.read_yaml(source)))
+        return cls.from_dict(text.recipe_part(text.read_yaml(source)))
 
     def __str__(self) -> str:
         """The fields that differ from the defaults, a line each."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from iobs.core.patterns import Pattern, Unstructured, as_pattern
+from iobs.core.patterns import Pattern, Unstructured, as_pattern, share
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.recipe.allocation import Allocation
 from iobs.pruning.recipe.block_fit import BlockFit
@@ -30,7 +30,7 @@ NAMED: dict[str, Callable[..., object]] = {**SOLVERS, **REFINEMENTS, **NETWORK_S
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML with the numbers of version 1.2: 1e-3 is a number, and 2:4 is text, not 124 by base 60."""
+    """YAML with the numbers of version 1.2: 1e-3 is a number, and 2:4 is text, not 124 by base 60; 50% is 0.5."""
 
 
 _NUMBERS = {"int": r"[-+]?(0|[1-9][0-9]*)$", "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"}
@@ -40,6 +40,9 @@ _Loader.yaml_implicit_resolvers = {
 }
 for _tag, _pattern in _NUMBERS.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), [*"+-.0123456789"])
+
+_Loader.add_implicit_resolver("!share", re.compile(r"[0-9]+(\.[0-9]*)?%$"), [*"0123456789"])
+_Loader.add_constructor("!share", lambda loader, node: share(node.value))
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]

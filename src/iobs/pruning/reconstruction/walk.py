@@ -215,7 +215,7 @@ class Walk:
     def _prune_block(self, ahead: Stream, dense: Stream, stage: int, wanted: list[Tensor]) -> None:
         """Project the layers of a block at growing sparsity, with steps on the block alone in between."""
         recipe, patterns = self.projection.recipe, self.projection.patterns
-        layers = ahead.layers_of(stage, self.sweep.without_input)
+        layers = ahead.layers_of(stage, [*self.sweep.without_input])
         grown = {layer: growing(patterns[layer], layer, self.fit.masks) for layer in layers}
         levels = max((len(found) for found in grown.values()), default=1)
         alone = replace(self.sweep, reference=None, moments=replace(self.sweep.moments, drift=False))
@@ -228,7 +228,7 @@ class Walk:
             if level < levels - 1:
                 projection = replace(projection, callback=Callback(), level=f"level {level} ")
             projection.patterns, projection.recipe = {**patterns, **own}, given
-            sweep.without_input = [*layers] if level else self.sweep.without_input
+            sweep.without_input = dict.fromkeys(layers, False) if level else self.sweep.without_input
             self._project(sweep, [ahead, dense] if drifted else [ahead], stage, projection)
             if level == 0:
                 self.sweep.without_input = sweep.without_input

@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from iobs.errors import CheckpointError
+from iobs.errors import CheckpointError, OtherRunError
 from iobs.pruning.report import JsonObject
+from iobs.pruning.runtime.differences import differences
 from iobs.pruning.runtime.ranks import current
 
 if sys.platform != "win32":
@@ -107,14 +108,11 @@ class DiskCheckpoint(Checkpoint):
             raise CheckpointError(
                 f"{self.directory / RUN} is damaged; remove the directory and start again."
             ) from error
-        different = [key for key in {**stored, **identity} if stored.get(key) != identity.get(key)]
+        different = differences(stored, identity)
         if different:
-            shown = "; ".join(
-                f"{key} was {_short(stored.get(key))} and is {_short(identity.get(key))}" for key in different[:3]
-            )
-            raise CheckpointError(
-                f"The checkpoint in {self.directory} is of another run: {shown}. Give what it was started with, or "
-                "another directory."
+            raise OtherRunError(
+                f"The checkpoint in {self.directory} is of another run: {different}. Give the settings that it was "
+                "started with, or another directory, or remove this one."
             )
 
     def __contains__(self, key: str) -> bool:
@@ -257,11 +255,6 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _short(value: object) -> str:
-    text = "absent" if value is None else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _unwritable(directory: Path, error: OSError) -> CheckpointError:

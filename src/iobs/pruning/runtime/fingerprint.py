@@ -7,21 +7,22 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from importlib.metadata import version
 from types import CellType, CodeType
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+import iobs
+from iobs.pruning.runtime.differences import DIGEST
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
 
 
 def identity_of(
-    settings: Mapping[str, object], state: Iterable[tuple[str, Tensor]], fit: Iterable[Batch], heldout: Iterable[Batch]
+    settings: Mapping[str, object], state: Iterable[tuple[str, Tensor]], fit: Sequence[Batch], heldout: Sequence[Batch]
 ) -> dict[str, object]:
-    """The identity of a run: settings, library versions, and digests of all weights and samples.
+    """The identity of a run: settings, library versions, and shapes and digests of all weights and samples.
 
     Args:
         settings: as JSON values.
@@ -29,12 +30,25 @@ def identity_of(
         fit: calibration batches.
         heldout: held-out batches.
     """
-    digests = {f"weights {name}": _digest([value]) for name, value in state}
-    data = {
-        f"{name} data": _digest([tensor for batch in part for tensor in data_batches.tensors(batch)])
-        for name, part in (("calibration", fit), ("held-out", heldout))
+    data = {"calibration data": _data(fit), "held-out data": _data(heldout)}
+    versions = {"version of iobs": iobs.__version__, "version of torch": torch.__version__}
+    return {**settings, **versions, **data, "weights": {name: _tensor(value) for name, value in state}}
+
+
+def _data(batches: Sequence[Batch]) -> dict[str, object]:
+    """Numbers and shapes that say in what data differ, and the digest that says whether they do."""
+    tensors = [[*data_batches.tensors(batch)] for batch in batches]
+    shapes = dict.fromkeys(f"{tuple(one.shape[1:])} {one.dtype}" for batch in tensors for one in batch)
+    return {
+        "samples": sum(data_batches.size(batch) for batch in batches),
+        "batches": len(tensors),
+        "shapes of a sample": ", ".join(shapes),
+        "contents": _digest([one for batch in tensors for one in batch]),
     }
-    return {**settings, "iobs": version("iobs"), "torch": torch.__version__, **data, **digests}
+
+
+def _tensor(value: Tensor) -> dict[str, object]:
+    return {"shape": f"{tuple(value.shape)} {value.dtype}", "contents": _digest([value])}
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
@@ -42,7 +56,7 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         total.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return total.hexdigest()[:16]
+    return f"{DIGEST}{total.hexdigest()[:16]}"
 
 
 def fingerprint(value: object, depth: int = 6) -> str:
@@ -62,7 +76,7 @@ def fingerprint(value: object, depth: int = 6) -> str:
         return re.sub(r" at 0x[0-9A-Fa-f]+", "", repr(value))
     name = getattr(value, "__qualname__", type(value).__qualname__)
     parts = " ".join(fingerprint(entry, depth - 1) for entry in inner)
-    return f"{name} {hashlib.sha256(parts.encode()).hexdigest()[:16]}"
+    return f"{name} {DIGEST}{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
 
 def _parts(value: object) -> Sequence[object]:

@@ -124,7 +124,7 @@ def _glibc() -> ctypes.CDLL | None:
 def resident() -> int:
     """Anonymous resident memory now, in bytes; elsewhere the peak resident memory; 0 on Windows."""
     if _STATUS.exists():
-        for line in _STATUS.read_text().splitlines():
+        for line in _STATUS.read_text(encoding="ascii").splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
     if sys.platform == "win32":

@@ -13,6 +13,8 @@ from iobs.errors import CalibrationError, IOBSError, NonFiniteError, is_out_of_m
 # A tensor, a tuple or list (inputs, labels), or a mapping by the names of the model's arguments.
 Batch: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
 
+_NESTED = (Tensor, Mapping, tuple, list)  # what may hold tensors inside a batch
+
 # Exceptions that models raise for inputs of the wrong kind.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
 
@@ -53,18 +55,21 @@ def _is_pair(batches: tuple[object, ...]) -> bool:
 
 
 def tensors(batch: Batch) -> list[Tensor]:
-    """The tensors of a batch, including those of a mapping inside a tuple."""
+    """The tensors of a batch, including those of mappings, tuples and lists inside it."""
     if isinstance(batch, Tensor):
         return [batch]
     values: Iterable[object] = batch.values() if isinstance(batch, Mapping) else batch
-    return [tensor for value in values if isinstance(value, (Tensor, Mapping)) for tensor in tensors(value)]
+    return [tensor for value in values if isinstance(value, _NESTED) for tensor in tensors(value)]
 
 
 def size(batch: Batch, index: int = 0) -> int:
     """Number of samples in a batch: the first dimension, which all its tensors share.
 
+    A batch whose inputs cannot be split (`is_whole`) counts as one sample.
+
     Raises:
-        CalibrationError: the batch is of another type, nests tensors in tuples, or its tensors differ in length.
+        CalibrationError: the batch is of another type or holds no tensor, its inputs are a tuple, or inputs and labels
+            differ in length.
     """
     if not isinstance(batch, (Tensor, Mapping, tuple, list)):
         raise CalibrationError(
@@ -76,10 +81,31 @@ def size(batch: Batch, index: int = 0) -> int:
             f"Calibration batch {index} holds tensors in a tuple within a tuple; name the model's inputs in a mapping "
             "instead: ({name: tensor, ...}, labels)."
         )
-    sizes = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
-    if len(sizes) != 1:
+    if is_whole(batch):
+        return 1
+    sizes = _lengths(batch)
+    if not sizes:
+        raise CalibrationError(f"Calibration batch {index} holds no tensor with a dimension for samples.")
+    if len(sizes) > 1:
         raise CalibrationError(f"The tensors of calibration batch {index} differ in their number of samples: {sizes}.")
     return sizes.pop()
+
+
+def _lengths(batch: Batch) -> set[int]:
+    return {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
+
+
+def is_whole(batch: Batch) -> bool:
+    """Check that a batch cannot be split into samples: it counts as one.
+
+    The inputs are then a mapping whose tensors differ in their first dimension, as the patches of several pictures and
+    the nodes and edges of a graph do, or a mapping that holds tensors in a list.
+    """
+    given = inputs(batch)
+    if not isinstance(given, Mapping):
+        return False
+    listed = any(isinstance(value, (tuple, list)) and tensors(value) for value in given.values())
+    return listed or len(_lengths(given)) > 1
 
 
 def positions(batch: Batch) -> int:
@@ -89,7 +115,9 @@ def positions(batch: Batch) -> int:
 
 
 def take(batch: Batch, rows: Tensor) -> Batch:
-    """The samples of a batch at the given rows, int64."""
+    """The samples of a batch at the given rows, int64; a batch that cannot be split is returned whole."""
+    if is_whole(batch):
+        return batch
     return _map(batch, lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor)
 
 
@@ -108,11 +136,11 @@ def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
         return change(batch)
 
     def changed(value: object) -> object:
-        return _map(value, change) if isinstance(value, (Tensor, Mapping)) else value
+        return _map(value, change) if isinstance(value, _NESTED) else value
 
     if isinstance(batch, Mapping):
         return {key: changed(value) for key, value in batch.items()}
-    return tuple(map(changed, batch))
+    return [*map(changed, batch)] if isinstance(batch, list) else tuple(map(changed, batch))
 
 
 def join(batches: Sequence[Any]) -> Batch:
@@ -136,7 +164,7 @@ def layout(batch: Batch) -> tuple[object, ...]:
     if isinstance(batch, Tensor):
         return tuple(batch.shape[1:])
     entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    return tuple((name, layout(value)) for name, value in entries if isinstance(value, (Tensor, Mapping)))
+    return tuple((name, layout(value)) for name, value in entries if isinstance(value, _NESTED))
 
 
 def inputs(batch: Batch) -> Batch:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from iobs.errors import CalibrationError
-from iobs.pruning.samples.batches import Batch, join, layout, positions, size, take
+from iobs.pruning.samples.batches import Batch, is_whole, join, layout, positions, size, take
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class Samples:
 
     @property
     def alike(self) -> bool:
-        """True if the samples of all batches have tensors of the same names and shapes."""
+        """True if the samples of all batches have tensors of the same names and shapes, so that they can be joined."""
+        if len(self.batches) > 1 and any(map(is_whole, self.batches)):
+            return False
         return len({layout(batch) for batch in self.batches}) == 1
 
     @classmethod

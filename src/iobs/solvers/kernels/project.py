@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from iobs.core.patterns import Groups, top_mask_of
+from iobs.core.patterns import Partition, top_mask_of
 from iobs.solvers.kernels.threads import over_rows
 
 
 def project(
-    dense: Tensor, target: Tensor, mask: Tensor, linear: Tensor, groups: Groups, penalty: float, relaxation: float
+    dense: Tensor, target: Tensor, mask: Tensor, linear: Tensor, groups: Partition, penalty: float, relaxation: float
 ) -> None:
     """Update target and mask, and replace the dense solution by the next right-hand side, all in place.
 
@@ -69,7 +69,7 @@ def restart_torch(right: Tensor, target: Tensor, mask: Tensor, linear: Tensor, s
 
 
 def project_torch(
-    dense: Tensor, target: Tensor, mask: Tensor, linear: Tensor, groups: Groups, penalty: float, relaxation: float
+    dense: Tensor, target: Tensor, mask: Tensor, linear: Tensor, groups: Partition, penalty: float, relaxation: float
 ) -> None:
     """Torch form of `project`."""
     target.mul_(torch.where(mask, 1 - relaxation, 1.0)).add_(dense, alpha=relaxation)
@@ -78,7 +78,7 @@ def project_torch(
 
 
 def _layer_numba(
-    dense: Tensor, target: Tensor, mask: Tensor, linear: Tensor, groups: Groups, penalty: float, relaxation: float
+    dense: Tensor, target: Tensor, mask: Tensor, linear: Tensor, groups: Partition, penalty: float, relaxation: float
 ) -> None:
     from iobs.solvers.kernels import project_numba
 
@@ -95,7 +95,7 @@ def _layer_numba(
 
 
 def _local_numba(
-    dense: Tensor, target: Tensor, mask: Tensor, linear: Tensor, groups: Groups, penalty: float, relaxation: float
+    dense: Tensor, target: Tensor, mask: Tensor, linear: Tensor, groups: Partition, penalty: float, relaxation: float
 ) -> None:
     from iobs.solvers.kernels import project_numba
 

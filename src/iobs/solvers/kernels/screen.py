@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
-from iobs.core.patterns import Groups
+from iobs.core.patterns import Partition
 from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.kernels.swaps import RowState, swap_until_optimal
 from iobs.solvers.kernels.threads import over_rows
@@ -48,7 +48,7 @@ class Rows:
 
 
 def swap_rows(
-    rows: Rows, hessian: Tensor, linear: Tensor, slots: Tensor, groups: Groups, tolerance: float, limit: int
+    rows: Rows, hessian: Tensor, linear: Tensor, slots: Tensor, groups: Partition, tolerance: float, limit: int
 ) -> None:
     """In each row make the best swap among its candidate columns until no swap gains more than the tolerance.
 
@@ -71,7 +71,7 @@ def swap_rows(
 
 
 def swap_rows_numba(
-    rows: Rows, hessian: Tensor, linear: Tensor, slots: Tensor, groups: Groups, tolerance: float, limit: int
+    rows: Rows, hessian: Tensor, linear: Tensor, slots: Tensor, groups: Partition, tolerance: float, limit: int
 ) -> None:
     """Numba form of `swap_rows`."""
     from iobs.solvers.kernels import screen_numba
@@ -90,7 +90,7 @@ def swap_rows_numba(
 
 
 def swap_rows_torch(
-    rows: Rows, hessian: Tensor, linear: Tensor, slots: Tensor, groups: Groups, tolerance: float, limit: int
+    rows: Rows, hessian: Tensor, linear: Tensor, slots: Tensor, groups: Partition, tolerance: float, limit: int
 ) -> None:
     """Torch form of `swap_rows`."""
     for row, columns in enumerate(slots):

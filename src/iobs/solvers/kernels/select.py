@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from iobs.core.patterns import Groups, top_mask_of
+from iobs.core.patterns import Partition, top_mask_of
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Threshold:
     equal: int
 
 
-def largest(values: Tensor, groups: Groups) -> Tensor:
+def largest(values: Tensor, groups: Partition) -> Tensor:
     """`top_mask_of` the magnitudes; for one group without ties only the threshold is computed.
 
     Args:

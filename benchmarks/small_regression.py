@@ -1,0 +1,96 @@
+"""Race on small regressions: `iobs.SparseRegressor` against abess, in the same process on the same data.
+
+    pip install abess
+    OMP_NUM_THREADS=1 python benchmarks/small_regression.py
+
+Times are processor seconds of one thread (median of `--repeats` fits after one warm-up), so that other programs on the
+machine disturb them less. Both choose from the same sizes 0 ... n / (2 log n), at most 50. Each problem also compares
+the answers: the loss of our fit divided by that of abess, refitted on its support without a ridge, for the given k.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+SHAPES = [(200, 50), (500, 100), (1000, 100), (1000, 500), (2000, 200), (5000, 50), (5000, 1000)]
+K, CORRELATION, SIGNAL_TO_NOISE = 10, 0.5, 5.0
+RESULT = Path(__file__).parent / "results" / "small_regression.jsonl"
+
+
+def problem(n: int, d: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """An AR(1) design and a target with K effects of size 0.5 to 1.5."""
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((n, d))
+    for j in range(1, d):
+        X[:, j] = CORRELATION * X[:, j - 1] + math.sqrt(1 - CORRELATION**2) * X[:, j]
+    effects = np.zeros(d)
+    effects[rng.choice(d, K, replace=False)] = rng.choice([-1, 1], K) * rng.uniform(0.5, 1.5, K)
+    signal = X @ effects
+    return X, signal + rng.standard_normal(n) * signal.std() / math.sqrt(SIGNAL_TO_NOISE)
+
+
+def seconds(run: Callable[[], object], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        begun = time.process_time()
+        run()
+        times.append(time.process_time() - begun)
+    return float(np.median(times))
+
+
+def loss(X: np.ndarray, y: np.ndarray, support: np.ndarray) -> float:
+    design = np.column_stack([X[:, support], np.ones(len(y))])
+    return float(((y - design @ np.linalg.lstsq(design, y, rcond=None)[0]) ** 2).sum())
+
+
+def race(n: int, d: int, seed: int, repeats: int) -> list[dict[str, object]]:
+    from abess import LinearRegression
+
+    from iobs import SparseRegressor
+
+    X, y = problem(n, d, seed)
+    sizes = range(0, min(50, int(n / (2 * math.log(n))), d) + 1)
+    pairs = {
+        f"k = {K}": (lambda: SparseRegressor(K).fit(X, y), lambda: LinearRegression(support_size=K).fit(X, y)),
+        "ebic": (lambda: SparseRegressor("ebic").fit(X, y), lambda: LinearRegression(support_size=sizes).fit(X, y)),
+        "cv": (lambda: SparseRegressor("cv").fit(X, y), lambda: LinearRegression(support_size=sizes, cv=5).fit(X, y)),
+    }
+    rows = []
+    for name, (ours, theirs) in pairs.items():
+        mine, other = seconds(ours, repeats), seconds(theirs, repeats)
+        row: dict[str, object] = {"n": n, "d": d, "choice": name, "iobs_s": mine, "abess_s": other}
+        row["ratio"] = mine / other
+        if name.startswith("k"):
+            row["loss_ratio"] = loss(X, y, ours().support_) / loss(X, y, np.flatnonzero(theirs().coef_))
+        rows.append(row)
+        print(
+            f"{n:5d} {d:5d} {name:7s} iobs {mine * 1e3:8.1f} ms  abess {other * 1e3:8.1f} ms  ratio {mine / other:5.2f}"
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    common = {"commit": commit, "seed": given.seed, "machine": platform.machine()}
+    with RESULT.open("w") as file:
+        for n, d in SHAPES:
+            for row in race(n, d, given.seed, given.repeats):
+                file.write(json.dumps({**common, **row}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

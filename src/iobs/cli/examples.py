@@ -1,0 +1,46 @@
+"""Examples on the help page of every command. Tests parse each command line."""
+
+from __future__ import annotations
+
+EXAMPLES: dict[str, dict[str, str]] = {
+    "demo": {
+        "iobs demo": "five methods on the embedded model, in about a minute",
+        "iobs demo --sparsity 70% -o demo70": "with more zeros",
+    },
+    "prune": {
+        "iobs prune MODEL -o OUT --sparsity 50%": "a Hugging Face directory or name",
+        "iobs prune net.py:model -o OUT --data net.py:batches --recipe best": "a network of your own, fine-tuned",
+        "iobs prune MODEL -o OUT --pattern 2:4 --ignore '*.down_proj' --resume": "with a checkpoint",
+        "iobs prune MODEL -o OUT2 --recipe OUT/recipe.yaml": "the same run again",
+    },
+    "compare": {
+        "iobs compare MODEL --methods fast,sparsegpt --patterns 50%,2:4 -o RESULTS": "",
+        "iobs compare net.py:model --data net.py:train --eval-data net.py:test --json": "the table for a program",
+    },
+    "evaluate": {
+        "iobs evaluate OUT --data text.txt": "perplexity on your own text",
+        "iobs evaluate OUT --tasks arc_easy,hellaswag": "tasks of lm-eval",
+    },
+    "inspect": {
+        "iobs inspect OUT": "count the zeros, and compare them with report.json",
+        "iobs inspect OUT --pattern 2:4 --json": "check a pattern too",
+    },
+    "pack": {
+        "iobs pack OUT": "writes OUT.packed",
+        "iobs pack --unpack OUT.packed -o DENSE": "ordinary files again",
+    },
+    "solve": {
+        "iobs solve data.csv --target price -k 5": "the best five columns",
+        "iobs solve data.csv --target price -k cv --plot path.png": "the number chosen by cross-validation",
+    },
+    "reproduce": {
+        "iobs reproduce": "list the tables and figures",
+        "iobs reproduce figure-mnist --stand-in -o RESULTS": "run one with a small data set",
+    },
+}
+
+
+def epilogue(command: str) -> str:
+    """The examples of a command as Markdown, one paragraph each."""
+    lines = [f"- `{line}`{f': {text}' if text else ''}" for line, text in EXAMPLES[command].items()]
+    return "\n\n".join(["Examples:", *lines])

@@ -1,0 +1,80 @@
+"""Figures of a path: the score and the coefficients for every k, the chosen k marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from iobs.optimize.objectives.design import Array
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NAMED = 12  # most coefficient paths that are named
+_LONGEST = 28  # characters of a name in a figure
+
+
+def draw_scores(ax: Axes, sizes: Sequence[int], scores: Sequence[float], errors: Array, chosen: int, what: str) -> None:
+    """Draw the score of every k, with error bars where known, and mark the chosen k.
+
+    Args:
+        ax: where to draw.
+        sizes: ascending k.
+        scores: one for each k; lower is better.
+        errors: standard error of each score; NaN draws no bar.
+        chosen: the chosen k.
+        what: name of the score.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    values, bars = np.asarray(scores, dtype=np.float64), np.asarray(errors, dtype=np.float64)
+    place = list(sizes).index(chosen)
+    if np.isfinite(bars).any():
+        ax.errorbar(sizes, values, yerr=np.nan_to_num(bars), fmt="o-", markersize=3, linewidth=1, capsize=2)
+        limit = values[place] + bars[place]
+        ax.axhline(limit, linestyle=":", linewidth=1, color="grey", label="best + one standard error")
+    else:
+        ax.plot(sizes, values, "o-", markersize=3, linewidth=1)
+    ax.plot([chosen], [values[place]], "o", markersize=9, fillstyle="none", color="C3", label=f"chosen: k = {chosen}")
+    ax.set(xlabel="number of columns k", ylabel=what)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(fontsize="small")
+
+
+def draw_coefficients(ax: Axes, sizes: Sequence[int], table: Array, names: Sequence[str], chosen: int) -> None:
+    """Draw each coefficient over k, named at the right end where it is large.
+
+    Args:
+        ax: where to draw.
+        sizes: ascending k.
+        table: coefficients per standard deviation (number of k, columns).
+        names: one for each column of the table.
+        chosen: the chosen k, marked by a vertical line.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    place = list(sizes).index(chosen)
+    order = np.argsort(-np.abs(table[place]), kind="stable")
+    used = [int(j) for j in order if table[:, j].any()]
+    named = [j for j in used if table[place, j] != 0][:_NAMED]
+    for j in used:
+        style = {"linewidth": 1.2} if j in named else {"linewidth": 0.6, "color": "lightgrey", "zorder": 1}
+        ax.plot(sizes, table[:, j], "o-" if j in named else "-", markersize=2.5, **style)
+    ax.axvline(chosen, linestyle=":", linewidth=1, color="C3")
+    ax.axhline(0, linewidth=0.6, color="grey")
+    lines = [line for line in ax.get_lines() if line.get_marker() == "o"]
+    if named:
+        legend = ax.legend(
+            lines[: len(named)], ["name"] * len(named), fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1)
+        )
+        for text, j in zip(legend.get_texts(), named, strict=True):
+            text.set_parse_math(False)  # column names may hold dollar signs
+            text.set_text(_short(names[j]))  # a label given to legend must not begin with an underscore
+    ax.set(xlabel="number of columns k", ylabel="coefficient per standard deviation")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"

@@ -1,0 +1,141 @@
+"""Forecast of a run: the work it will do, and the time that is left, corrected by the work done so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+_TRUST = 0.05  # share of a part after which its own speed counts as much as the speed of the run
+_FIRST = 2.0  # most that the first unit of a part counts, relative to its forecast
+_TRUST_ALL = 0.005  # share of the run after which its speed counts as much as the forecast
+
+
+@dataclass(frozen=True)
+class Part:
+    """Work of one kind.
+
+    Args:
+        name: the task of `Callback.on_measure` begins with it; or "layers", "steps" or "fine-tuning".
+        units: number of units in the whole run, such as layers or gradient steps.
+        seconds: expected time of one unit; only ratios matter once the run has begun.
+        once: the part is over as soon as a later part begins.
+    """
+
+    name: str
+    units: int
+    seconds: float
+    once: bool = False
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The expected work of a run.
+
+    Args:
+        parts: in the order in which they begin.
+        weights: relative time of each layer in the part "layers", by name, with the mean 1; empty: all alike.
+    """
+
+    parts: tuple[Part, ...]
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Expected time of the whole run."""
+        return sum(part.units * part.seconds for part in self.parts)
+
+
+class Remaining:
+    """The time that is left of a run.
+
+    The speed of a part, relative to its forecast, is that of its own units as far as they are done, and otherwise that
+    of the run so far. Work that was not forecast is expected to go on as it began.
+
+    Args:
+        clock: () -> seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._parts: dict[str, Part] = {}
+        self._done: dict[str, float] = {}  # units by part
+        self._spent: dict[str, float] = {}  # seconds by part
+        self._over: set[str] = set()
+        self._weights: Mapping[str, float] = {}
+        self._last = clock()
+
+    def expect(self, forecast: Forecast) -> None:
+        """Replace the expected work; work that is done stays done."""
+        if not self._done:
+            self._last = self._clock()  # the preparations before the first unit belong to no part
+        self._parts = {part.name: part for part in forecast.parts}
+        self._weights = forecast.weights
+
+    def expect_part(self, name: str, units: int) -> None:
+        """Expect a part that was not forecast; its first unit will show the time of each."""
+        if name not in self._parts:
+            self._parts[name] = Part(name, units, 0.0)
+        elif not self._parts[name].seconds:
+            self._parts[name] = replace(self._parts[name], units=units)
+
+    def part_of(self, task: str) -> str:
+        """The part that a task belongs to; a part of its own if it was not expected."""
+        return next((name for name in self._parts if task.startswith(name)), task)
+
+    def weight(self, layer: str) -> float:
+        """Units that a layer counts for in the part "layers"."""
+        return self._weights.get(layer, 1.0)
+
+    def skip(self, name: str, units: int) -> None:
+        """Some units of a part were done by an earlier run."""
+        part = self._parts[name]
+        self._parts[name] = replace(part, units=max(0, part.units - units))
+
+    def advance(self, name: str, units: float = 1.0) -> None:
+        """Some units of a part are done; the time since the last call was spent on them."""
+        now = self._clock()
+        taken, self._last = now - self._last, now
+        part = self._parts[name]
+        if not part.seconds:
+            self._parts[name] = replace(part, seconds=taken / units / self._speed)
+        elif name not in self._done:  # the first unit may also compile kernels
+            taken = min(taken, _FIRST * units * part.seconds * self._speed)
+        self._done[name] = self._done.get(name, 0.0) + units
+        self._spent[name] = self._spent.get(name, 0.0) + taken
+        earlier = [*self._parts][: [*self._parts].index(name)]
+        self._over |= {other for other in earlier if self._parts[other].once}
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that are left; None if nothing was forecast and no work is done."""
+        known = [part for part in self._parts.values() if part.name not in self._over]
+        if not any(part.seconds for part in known) and not self._done:
+            return None
+        speed = self._speed
+        left = sum(
+            max(0.0, part.units - self._done.get(part.name, 0.0)) * part.seconds * self._speed_of(part, speed)
+            for part in known
+        )
+        return max(0.0, left - (self._clock() - self._last))  # the present unit has been running for a while
+
+    @property
+    def share(self) -> float:
+        """Share of the time of the run that is over, in [0, 1]."""
+        done, left = sum(self._spent.values()), self.left
+        return 0.0 if left is None or done == 0 else done / (done + left)
+
+    @property
+    def _speed(self) -> float:
+        """Time of all work so far relative to its forecast."""
+        parts = self._parts.values()
+        expected = sum(self._done.get(part.name, 0.0) * part.seconds for part in parts)
+        spent = sum(self._spent.get(part.name, 0.0) for part in parts)
+        trust = _TRUST_ALL * sum(part.units * part.seconds for part in parts)
+        return (spent + trust) / (expected + trust) if expected + trust > 0 else 1.0
+
+    def _speed_of(self, part: Part, speed: float) -> float:
+        """Time of a part relative to its forecast: its own as far as it is done, otherwise that of the run."""
+        trust = _TRUST * part.units * part.seconds
+        expected = self._done.get(part.name, 0.0) * part.seconds
+        return (self._spent.get(part.name, 0.0) + trust * speed) / (expected + trust) if trust else speed

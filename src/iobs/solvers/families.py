@@ -1,0 +1,104 @@
+"""Tables of the solvers and refinements by name: one family for each kind of pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from iobs.core.column_groups import Groups
+from iobs.core.patterns import Grid, Pattern, SparseGrid, require_pattern
+from iobs.solvers.admm import ADMM
+from iobs.solvers.exact import Exact
+from iobs.solvers.gridded.baselines import GPTQ, JointSparseGPT, OBROrder, RoundToNearest
+from iobs.solvers.gridded.search import GridSearch
+from iobs.solvers.grouped.exchange import Exchange
+from iobs.solvers.grouped.proof import GroupExact
+from iobs.solvers.grouped.removal import Osscar, Removal
+from iobs.solvers.grouped.scores import Flap, GivenScores, GroupMagnitude, GroupRefit, GroupWanda, RandomGroups
+from iobs.solvers.grouped.search import GroupSearch
+from iobs.solvers.magnitude import Magnitude
+from iobs.solvers.obc import OBC
+from iobs.solvers.protocols import Refinement, Solver
+from iobs.solvers.refit import Refit
+from iobs.solvers.sparsegpt import SparseGPT
+from iobs.solvers.swap import Swap
+from iobs.solvers.wanda import Wanda
+
+Solvers = Mapping[str, Callable[..., Solver]]
+Refinements = Mapping[str, Callable[..., Refinement]]
+
+SOLVERS: Solvers = {
+    "magnitude": Magnitude,
+    "wanda": Wanda,
+    "sparsegpt": SparseGPT,
+    "obc": OBC,
+    "admm": ADMM,
+    "exact": Exact,
+}
+REFINEMENTS: Refinements = {"refit": Refit, "swap": Swap}
+GROUP_SOLVERS: Solvers = {
+    "search": GroupSearch,
+    "greedy": Removal,
+    "exact": GroupExact,
+    "osscar": Osscar,
+    "random": RandomGroups,
+    "magnitude": GroupMagnitude,
+    "wanda": GroupWanda,
+    "flap": Flap,
+    "scores": GivenScores,
+}
+GROUP_REFINEMENTS: Refinements = {"refit": GroupRefit, "swap": Exchange}
+GRID_SOLVERS: Solvers = {
+    "admm": GridSearch,
+    "gptq": GPTQ,
+    "sparsegpt": JointSparseGPT,
+    "obr": OBROrder,
+    "magnitude": RoundToNearest,
+}
+BUDGETED = {"admm", "search"}  # solvers with a `budget` option
+
+
+@dataclass(frozen=True)
+class Family:
+    """Solvers of one kind of pattern.
+
+    Attributes:
+        solvers: by name.
+        refinements: by name.
+        default: name of the solver that is used if none is given.
+        whole_columns: masks hold whole columns, also columns whose input is always zero.
+    """
+
+    solvers: Solvers
+    refinements: Refinements
+    default: str
+    whole_columns: bool = False
+
+
+ENTRIES = Family(SOLVERS, REFINEMENTS, "admm")
+COLUMN_GROUPS = Family(GROUP_SOLVERS, GROUP_REFINEMENTS, "search", whole_columns=True)
+GRIDS = Family(GRID_SOLVERS, {}, "admm")
+
+
+def family_of(pattern: Pattern) -> Family:
+    """The family of a pattern.
+
+    Raises:
+        PatternError: the object is no pattern.
+    """
+    require_pattern(pattern)
+    if isinstance(pattern, (Grid, SparseGrid)):
+        return GRIDS
+    return COLUMN_GROUPS if isinstance(pattern, Groups) else ENTRIES
+
+
+def require_fit(pattern: Pattern, shape: tuple[int, int]) -> None:
+    """Check that a pattern fits a matrix of this shape.
+
+    Raises:
+        PatternError: it does not.
+    """
+    if isinstance(pattern, Groups):
+        pattern.kept(shape[1])
+    else:
+        pattern.groups(shape)

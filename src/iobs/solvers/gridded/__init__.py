@@ -1,0 +1,1 @@
+"""Solvers for weights whose values lie on a grid, dense or sparse."""

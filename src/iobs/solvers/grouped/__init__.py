@@ -1,0 +1,1 @@
+"""Solvers for whole groups of columns under one mask for all rows."""

@@ -1,0 +1,197 @@
+"""Coordinate descent over values on a grid, and moves of two entries at once, in every row.
+
+With g = v H - b, changing entry j by t changes the loss of a row by g_j t + H_jj t^2 / 2, and changing i and j together
+by the sum of both and H_ij t_i t_j.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from iobs.solvers.kernels.threads import over_rows
+
+
+@dataclass(frozen=True)
+class GridRows:
+    """Rows of weights on a grid; the tensors are changed in place by the moves.
+
+    Attributes:
+        weight: (rows, d) contiguous, on the grid, zero outside the mask.
+        gradient: (rows, d) contiguous, v H - b.
+        mask: boolean (rows, d) contiguous.
+        scales: (rows, groups) contiguous.
+        hessian: (d, d) contiguous.
+        group: columns that share a scale.
+        levels: largest multiple of the scale.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    mask: Tensor
+    scales: Tensor
+    hessian: Tensor
+    group: int
+    levels: int
+
+    def arrays(self) -> tuple[Any, ...]:
+        """The attributes with tensors as numpy arrays that share their memory."""
+        tensors = self.weight, self.gradient, self.mask, self.scales, self.hessian
+        return (*(tensor.numpy() for tensor in tensors), self.group, self.levels)
+
+    def spread(self) -> Tensor:
+        """Scale of every entry, (rows, d)."""
+        return self.scales.repeat_interleave(self.group, 1)[:, : self.weight.shape[1]]
+
+    @property
+    def compiled(self) -> bool:
+        """True if the numba forms can run."""
+        return self.weight.device.type == "cpu"
+
+
+def descend_values(rows: GridRows, sweeps: int) -> None:
+    """Set each kept entry in turn to its best value on the grid, for `sweeps` sweeps or until nothing changes."""
+    (descend_values_numba if rows.compiled else descend_values_torch)(rows, sweeps)
+
+
+def exchange_entries(rows: GridRows, of: int, candidates: int, limit: int) -> None:
+    """Exchange a kept entry and a removed one, which takes its best value, while that lowers the loss of the row.
+
+    Args:
+        rows: the rows.
+        of: neighbouring columns within which entries are exchanged; d for the whole row.
+        candidates: kept entries, and removed ones, that are compared in a whole row: those of least change alone.
+        limit: largest number of exchanges in a row.
+    """
+    form = exchange_entries_numba if rows.compiled else exchange_entries_torch
+    form(rows, of, candidates, limit)
+
+
+def step_pairs(rows: GridRows, candidates: int, limit: int) -> None:
+    """Move two kept entries by one step of their grids each, while that lowers the loss of the row.
+
+    Args:
+        rows: the rows.
+        candidates: steps of single entries that are compared, those of least change relative to their curvature.
+        limit: largest number of moves in a row.
+    """
+    (step_pairs_numba if rows.compiled else step_pairs_torch)(rows, candidates, limit)
+
+
+def descend_values_torch(rows: GridRows, sweeps: int) -> None:
+    """Torch form of `descend_values`."""
+    curvature, spread = rows.hessian.diagonal(), rows.spread()
+    for _ in range(sweeps):
+        changed = False
+        for j in range(len(curvature)):
+            old, scale = rows.weight[:, j].clone(), spread[:, j]
+            codes = ((old - rows.gradient[:, j] / curvature[j]) / scale).round_().clamp_(-rows.levels, rows.levels)
+            step = torch.where(rows.mask[:, j], codes * scale - old, torch.zeros_like(old))
+            if bool(step.any()):
+                changed = True
+                rows.weight[:, j] = torch.where(rows.mask[:, j], codes * scale, old)
+                rows.gradient.addr_(step, rows.hessian[j])
+        if not changed:
+            return
+
+
+def exchange_entries_torch(rows: GridRows, of: int, candidates: int, limit: int) -> None:
+    """Torch form of `exchange_entries`."""
+    curvature, spread = rows.hessian.diagonal(), rows.spread()
+    columns = rows.weight.shape[1]
+    for _ in range(limit):
+        leaving = (0.5 * curvature * rows.weight - rows.gradient) * rows.weight
+        entering = -0.5 * rows.gradient.square() / curvature
+        leaving = leaving.masked_fill(~rows.mask, torch.inf)
+        entering = entering.masked_fill(rows.mask, torch.inf)
+        count = min(candidates, columns) if of >= columns else columns
+        i, j = _smallest(leaving, count), _smallest(entering, count)
+        out, moved = leaving.gather(1, i), rows.weight.gather(1, i)
+        crossed = rows.hessian[i[:, :, None], j[:, None, :]]
+        gradient = rows.gradient.gather(1, j)[:, None, :] - crossed * moved[:, :, None]
+        scale, own = spread.gather(1, j)[:, None, :], curvature[j][:, None, :]
+        value = (-gradient / own / scale).round_().clamp_(-rows.levels, rows.levels) * scale
+        change = out[:, :, None] + (gradient + 0.5 * own * value) * value
+        allowed = rows.mask.gather(1, i)[:, :, None] & ~rows.mask.gather(1, j)[:, None, :]
+        allowed &= (i // of)[:, :, None] == (j // of)[:, None, :]
+        change = change.masked_fill(~allowed, torch.inf).flatten(1)
+        best, at = change.min(1)
+        active = (best < -_least(rows)).nonzero().flatten()
+        if len(active) == 0:
+            return
+        at = at[active]
+        leave, enter = i[active, at // j.shape[1]], j[active, at % j.shape[1]]
+        new = value.flatten(1)[active, at]
+        rows.gradient[active] += new[:, None] * rows.hessian[enter]
+        rows.gradient[active] -= rows.weight[active, leave][:, None] * rows.hessian[leave]
+        rows.weight[active, leave] = 0
+        rows.weight[active, enter] = new
+        rows.mask[active, leave], rows.mask[active, enter] = False, True
+
+
+def step_pairs_torch(rows: GridRows, candidates: int, limit: int) -> None:
+    """Torch form of `step_pairs`."""
+    curvature, spread = rows.hessian.diagonal(), rows.spread()
+    columns = rows.weight.shape[1]
+    top = (rows.levels + 0.5) * spread
+    for _ in range(limit):
+        steps = torch.cat([spread, -spread], 1)
+        both = torch.cat([rows.weight, rows.weight], 1) + steps
+        single = torch.cat([rows.gradient, rows.gradient], 1) * steps + 0.5 * curvature.repeat(2) * steps.square()
+        allowed = torch.cat([rows.mask, rows.mask], 1) & (both.abs() < torch.cat([top, top], 1))
+        ratio = (single / (curvature.repeat(2) * steps.square())).masked_fill(~allowed, torch.inf)
+        chosen = _smallest(ratio, min(candidates, 2 * columns))
+        at, move = chosen % columns, steps.gather(1, chosen)
+        alone = single.gather(1, chosen).masked_fill(~allowed.gather(1, chosen), torch.inf)
+        crossed = rows.hessian[at[:, :, None], at[:, None, :]] * move[:, :, None] * move[:, None, :]
+        change = alone[:, :, None] + alone[:, None, :] + crossed
+        change = change.masked_fill(at[:, :, None] >= at[:, None, :], torch.inf).flatten(1)
+        best, pair = change.min(1)
+        active = (best < -_least(rows)).nonzero().flatten()
+        if len(active) == 0:
+            return
+        pair = pair[active]
+        for part in (pair // at.shape[1], pair % at.shape[1]):
+            column, step = at[active, part], move[active, part]
+            code = (rows.weight[active, column] / spread[active, column]).round_() + step.sign()
+            rows.weight[active, column] = code * spread[active, column]
+            rows.gradient[active] += step[:, None] * rows.hessian[column]
+
+
+def _smallest(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` smallest values of each row, ascending: of equal moves the first is made."""
+    indices: Tensor = values.sort(dim=1, stable=True).indices[:, :count]
+    return indices.sort(dim=1).values
+
+
+def _least(rows: GridRows) -> Tensor:
+    """Least decrease of the loss that counts, (rows,): the rest is rounding."""
+    size = (rows.hessian.diagonal() * rows.weight.square()).sum(1)
+    return 64 * torch.finfo(rows.weight.dtype).eps * size
+
+
+def descend_values_numba(rows: GridRows, sweeps: int) -> None:
+    """Numba form of `descend_values`."""
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    arrays = rows.arrays()
+    over_rows(lambda start, stop: kernel.values(start, stop, *arrays, sweeps), len(rows.weight))
+
+
+def exchange_entries_numba(rows: GridRows, of: int, candidates: int, limit: int) -> None:
+    """Numba form of `exchange_entries`."""
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    arrays = rows.arrays()
+    over_rows(lambda start, stop: kernel.exchanges(start, stop, *arrays, of, candidates, limit), len(rows.weight))
+
+
+def step_pairs_numba(rows: GridRows, candidates: int, limit: int) -> None:
+    """Numba form of `step_pairs`."""
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    arrays = rows.arrays()
+    over_rows(lambda start, stop: kernel.pairs(start, stop, *arrays, candidates, limit), len(rows.weight))

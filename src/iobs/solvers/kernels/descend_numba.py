@@ -1,0 +1,186 @@
+"""Numba loops of `descend.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating]
+Bools = NDArray[np.bool_]
+Indices = NDArray[np.int64]
+
+
+@njit(nogil=True, cache=True)
+def _point(value: float, scale: float, levels: int) -> float:
+    """Nearest point of the grid."""
+    code = np.rint(value / scale)
+    if code > levels:
+        code = code * 0 + levels
+    elif code < -levels:
+        code = code * 0 - levels
+    return code * scale  # type: ignore[no-any-return]
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def _shift(gradient: Floats, row: Floats, step: float) -> None:
+    for m in range(gradient.size):
+        gradient[m] += step * row[m]
+
+
+@njit(nogil=True, cache=True)
+def _least(weight: Floats, hessian: Floats) -> float:
+    """Least decrease of the loss that counts: the rest is rounding."""
+    size = 0.0
+    for j in range(weight.size):
+        size += hessian[j, j] * weight[j] * weight[j]
+    return 64 * np.finfo(weight.dtype).eps * size  # type: ignore[return-value]
+
+
+@njit(nogil=True, cache=True)
+def _smallest(values: Floats, count: int, found: Indices) -> int:
+    """Write the indices of the `count` smallest finite values to `found`, ascending; return their number."""
+    bound = np.partition(values, count - 1)[count - 1] if count < values.size else values.max()
+    ties = count
+    for j in range(values.size):
+        ties -= values[j] < bound
+    made = 0
+    for j in range(values.size):
+        tied = values[j] == bound and ties > 0
+        if (values[j] < bound or tied) and values[j] < np.inf:
+            found[made] = j
+            made += 1
+            ties -= tied
+    return made
+
+
+@njit(nogil=True, cache=True)
+def values(
+    start: int,
+    stop: int,
+    weight: Floats,
+    gradient: Floats,
+    mask: Bools,
+    scales: Floats,
+    hessian: Floats,
+    group: int,
+    levels: int,
+    sweeps: int,
+) -> None:
+    """Rows `start` to `stop` of `descend.descend_values`."""
+    for r in range(start, stop):
+        w, g, kept = weight[r], gradient[r], mask[r]
+        for _ in range(sweeps):
+            changed = False
+            for j in range(w.size):
+                if not kept[j]:
+                    continue
+                x = _point(w[j] - g[j] / hessian[j, j], scales[r, j // group], levels)
+                if x != w[j]:
+                    _shift(g, hessian[j], x - w[j])
+                    w[j] = x
+                    changed = True
+            if not changed:
+                break
+
+
+@njit(nogil=True, cache=True)
+def exchanges(
+    start: int,
+    stop: int,
+    weight: Floats,
+    gradient: Floats,
+    mask: Bools,
+    scales: Floats,
+    hessian: Floats,
+    group: int,
+    levels: int,
+    of: int,
+    candidates: int,
+    limit: int,
+) -> None:
+    """Rows `start` to `stop` of `descend.exchange_entries`."""
+    d = weight.shape[1]
+    leaving, entering = np.empty(d, weight.dtype), np.empty(d, weight.dtype)
+    leavers, enterers = np.empty(d, np.int64), np.empty(d, np.int64)
+    for r in range(start, stop):
+        w, g, kept = weight[r], gradient[r], mask[r]
+        for _ in range(limit):
+            for j in range(d):
+                leaving[j] = (0.5 * hessian[j, j] * w[j] - g[j]) * w[j] if kept[j] else np.inf
+                entering[j] = np.inf if kept[j] else -0.5 * g[j] * g[j] / hessian[j, j]
+            best, leave, enter, value = -_least(w, hessian), -1, -1, 0.0
+            outs = _smallest(leaving, min(candidates, d), leavers) if of >= d else d
+            ins = _smallest(entering, min(candidates, d), enterers) if of >= d else of
+            for a in range(outs):
+                i = leavers[a] if of >= d else a
+                if not kept[i]:
+                    continue
+                for b in range(ins):
+                    j = enterers[b] if of >= d else i // of * of + b
+                    if kept[j]:
+                        continue
+                    slope = g[j] - hessian[i, j] * w[i]
+                    x = _point(-slope / hessian[j, j], scales[r, j // group], levels)
+                    change = leaving[i] + (slope + 0.5 * hessian[j, j] * x) * x
+                    if change < best:
+                        best, leave, enter, value = change, i, j, x
+            if leave < 0:
+                break
+            _shift(g, hessian[enter], value)
+            _shift(g, hessian[leave], -w[leave])
+            w[leave] = 0
+            w[enter] = value
+            kept[leave] = False
+            kept[enter] = True
+
+
+@njit(nogil=True, cache=True)
+def pairs(
+    start: int,
+    stop: int,
+    weight: Floats,
+    gradient: Floats,
+    mask: Bools,
+    scales: Floats,
+    hessian: Floats,
+    group: int,
+    levels: int,
+    candidates: int,
+    limit: int,
+) -> None:
+    """Rows `start` to `stop` of `descend.step_pairs`."""
+    d = weight.shape[1]
+    ratio = np.empty(2 * d, weight.dtype)
+    found = np.empty(2 * d, np.int64)
+    at, move, alone = np.empty(2 * d, np.int64), np.empty(2 * d, weight.dtype), np.empty(2 * d, weight.dtype)
+    for r in range(start, stop):
+        w, g, kept = weight[r], gradient[r], mask[r]
+        for _ in range(limit):
+            for j in range(d):
+                scale = scales[r, j // group]
+                size = hessian[j, j] * scale
+                top = (levels + 0.5) * scale
+                ratio[j] = g[j] / size + 0.5 if kept[j] and w[j] + scale < top else np.inf
+                ratio[d + j] = 0.5 - g[j] / size if kept[j] and w[j] - scale > -top else np.inf
+            count = _smallest(ratio, min(candidates, 2 * d), found)
+            for a in range(count):
+                j = found[a] % d
+                scale = scales[r, j // group]
+                at[a] = j
+                move[a] = scale if found[a] < d else -scale
+                alone[a] = ratio[found[a]] * hessian[j, j] * scale * scale
+            best, one, other = -_least(w, hessian), -1, -1
+            for a in range(count):
+                for b in range(a):
+                    if at[a] != at[b]:
+                        change = alone[a] + alone[b] + hessian[at[a], at[b]] * move[a] * move[b]
+                        if change < best:
+                            best, one, other = change, a, b
+            if one < 0:
+                break
+            for a in (one, other):
+                j = at[a]
+                scale = scales[r, j // group]
+                _shift(g, hessian[j], move[a])
+                w[j] = (np.rint(w[j] / scale) + np.sign(move[a])) * scale

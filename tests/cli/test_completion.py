@@ -1,0 +1,72 @@
+"""Shell completion, and the examples on the help pages."""
+
+import shlex
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from iobs.cli import COMMANDS, app, completion, examples
+from iobs.core.patterns import parse
+from iobs.data.documents import CORPORA
+from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS
+from iobs.pruning.recipe.recipe import PRESETS
+from iobs.solvers import SOLVERS
+
+
+def completed(line, shell):
+    """What a shell is told for a command line with the cursor at its end."""
+    words = line.split(" ")
+    environment = {
+        "bash": {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)},
+        "zsh": {"_TYPER_COMPLETE_ARGS": line},
+        "fish": {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }[shell]
+    return (
+        CliRunner().invoke(app, [], prog_name="iobs", env={**environment, "_IOBS_COMPLETE": f"complete_{shell}"}).output
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_names(shell):
+    assert "evaluate" in completed("iobs ev", shell)
+    assert "--recipe" in completed("iobs prune --rec", shell)
+    assert "one-shot" in completed("iobs prune --recipe on", shell)
+    assert "sparsegpt" in completed("iobs prune --solver sp", shell)
+    assert "fast,magnitude" in completed("iobs compare --methods fast,mag", shell)
+    assert "figure-mnist" in completed("iobs reproduce figure-m", shell)
+    assert "best" not in completed("iobs prune --recipe on", shell)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_show_completion_prints_a_script(shell):
+    environment = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    script = CliRunner().invoke(app, ["--show-completion", shell], prog_name="iobs", env=environment)
+    if script.exit_code:  # the shell is detected when the option is declared
+        script = CliRunner().invoke(app, [], prog_name="iobs", env={"_IOBS_COMPLETE": f"source_{shell}"})
+    assert script.exit_code == 0, script.output
+    assert f"_IOBS_COMPLETE=complete_{shell}" in script.output
+
+
+def test_completed_words_are_those_of_the_registries():
+    assert {*completion.RECIPES} == {*PRESETS}
+    assert {*completion.SOLVERS} == {*SOLVERS}
+    assert {*completion.NETWORK_SOLVERS} == {*NETWORK_SOLVERS}
+    assert {*completion.CORPORA} == {*CORPORA}
+    for text in (*completion.SHARES, *completion.PATTERNS):
+        parse(text)
+
+
+def test_lists_are_completed_without_repetition():
+    complete = completion.listed(["fast", "magnitude", "obc"])
+    assert complete("fast,") == ["fast,magnitude", "fast,obc"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_are_valid_command_lines(name):
+    command = get_command(app).commands[name]
+    assert "Examples" in (command.epilog or "")
+    for line in examples.EXAMPLES[name]:
+        program, called, *arguments = shlex.split(line)
+        assert (program, called) == ("iobs", name)
+        command.make_context(name, arguments)

@@ -1,0 +1,383 @@
+"""Solvers on a grid, against brute force and slow transcriptions of the published methods."""
+
+from itertools import product
+
+import pytest
+import torch
+from solver_problems import random_problem, row_masks
+
+import iobs
+from iobs.core import linalg
+from iobs.core.patterns import Partition, parse
+from iobs.errors import DampingWarning, PatternError, ProblemError
+from iobs.solvers.families import GRID_SOLVERS
+from iobs.solvers.gridded.feedback import feed_back_on_support
+from iobs.solvers.gridded.lattice import over_columns, refit_scales, rounded, search_scales
+from iobs.solvers.kernels import descend
+from iobs.solvers.kernels.descend import GridRows
+
+PATTERNS = [
+    iobs.Grid(4, 8),
+    iobs.Grid(3, 5),
+    iobs.Unstructured(0.5) & iobs.Grid(4, 8),
+    iobs.Unstructured(0.4, per="row") & iobs.Grid(3),
+    iobs.Unstructured(keep=37) & iobs.Grid(2, 6),
+    iobs.NM(2, 4) & iobs.Grid(8, 8),
+    iobs.NM(3, 8) & iobs.Grid(4, 6),
+]
+EVERY_SOLVER = sorted(GRID_SOLVERS)
+SPARSE_SOLVERS = sorted(set(GRID_SOLVERS) - {"gptq"})
+
+
+def grid_of(pattern):
+    return pattern if isinstance(pattern, iobs.Grid) else pattern.grid
+
+
+def cases():
+    return [
+        pytest.param(solver, pattern, id=f"{solver}-{pattern}")
+        for solver, pattern in product(EVERY_SOLVER, PATTERNS)
+        if solver != "gptq" or isinstance(pattern, iobs.Grid)
+    ]
+
+
+def require_on_grid(solution, pattern):
+    """Check that every weight is exactly a whole number times the scale of its group."""
+    grid = grid_of(pattern)
+    spread = over_columns(solution.stats["scales"], grid, solution.weight.shape[1])
+    codes = (solution.weight.double() / spread.double()).round()
+    assert codes.abs().max() <= grid.levels
+    assert torch.equal(codes.to(solution.weight.dtype) * spread, solution.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("solver", "pattern"), cases())
+def test_values_lie_on_the_grid_with_exact_counts(solver, pattern, dtype):
+    problem = random_problem(6, 16, dtype=dtype)
+    before = problem.hessian.clone(), problem.anchor.clone()
+    solution = iobs.solve(problem, pattern, solver)
+    groups = pattern.groups((6, 16))
+    assert (solution.mask.reshape(groups.count, groups.size).sum(1) == groups.keep).all()
+    assert (solution.weight[~solution.mask] == 0).all()
+    assert solution.weight.dtype == solution.stats["scales"].dtype == dtype
+    require_on_grid(solution, pattern)
+    assert torch.equal(problem.hessian, before[0])
+    assert torch.equal(problem.anchor, before[1])
+    assert torch.equal(iobs.solve(problem, pattern, solver).weight, solution.weight)
+
+
+def slow_gptq(weight, hessian, grid):
+    """GPTQ as published: upper Cholesky factor of the inverse Hessian, and all later columns updated after each."""
+    weight = weight.clone()
+    factor = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    result = torch.zeros_like(weight)
+    for j in range(weight.shape[1]):
+        if j % grid.group == 0:
+            part = slice(j, j + grid.group)
+            every = torch.ones_like(weight[:, part], dtype=torch.bool)
+            scale = search_scales(weight[:, part], every, hessian.diagonal()[part], grid, weight.dtype)[:, 0]
+        result[:, j] = scale * (weight[:, j] / scale).round().clamp(-grid.levels, grid.levels)
+        error = (weight[:, j] - result[:, j]) / factor[j, j]
+        weight[:, j:] -= error[:, None] * factor[j, j:]
+    return result
+
+
+@pytest.mark.parametrize("grid", [iobs.Grid(4, 8), iobs.Grid(3, 16), iobs.Grid(2, 5), iobs.Grid(8, 128)], ids=str)
+def test_gptq_equals_the_published_algorithm(grid):
+    problem = random_problem(7, 20, condition=1e3)
+    expected = slow_gptq(problem.centre(), problem.matrix, grid)
+    torch.testing.assert_close(iobs.solve(problem, grid, "gptq").weight, expected)
+    torch.testing.assert_close(iobs.solve(problem, grid, "sparsegpt", block=grid.group).weight, expected)
+
+
+def slow_joint(weight, hessian, grid, sparsity):
+    """SparseGPT's joint pass as published: mask of a block by (w / R_jj)^2, then pruning, rounding and one update."""
+    weight = weight.clone()
+    factor = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    result = torch.zeros_like(weight)
+    for first in range(0, weight.shape[1], grid.group):
+        part = slice(first, first + grid.group)
+        saliency = (weight[:, part] / factor.diagonal()[part]).square()
+        keep = round(saliency.numel() * (1 - sparsity))
+        mask = torch.zeros(saliency.numel(), dtype=torch.bool)
+        mask[saliency.flatten().topk(keep).indices] = True
+        mask = mask.reshape(saliency.shape)
+        scale = search_scales(weight[:, part], mask, hessian.diagonal()[part], grid, weight.dtype)[:, 0]
+        for j in range(saliency.shape[1]):
+            column = first + j
+            code = (weight[:, column] / scale).round().clamp(-grid.levels, grid.levels)
+            result[:, column] = scale * code * mask[:, j]
+            error = (weight[:, column] - result[:, column]) / factor[column, column]
+            weight[:, column:] -= error[:, None] * factor[column, column:]
+    return result
+
+
+def test_joint_pass_equals_the_published_algorithm():
+    problem, grid = random_problem(8, 24, condition=1e3), iobs.Grid(4, 8)
+    found = iobs.solve(problem, iobs.Unstructured(0.5) & grid, "sparsegpt", block=8)
+    torch.testing.assert_close(found.weight, slow_joint(problem.centre(), problem.matrix, grid, 0.5))
+
+
+def test_feedback_on_a_full_support_equals_gptq_with_fixed_scales():
+    problem, grid = random_problem(5, 12, condition=1e3), iobs.Grid(4)
+    every = torch.ones(5, 12, dtype=torch.bool)
+    scales = search_scales(problem.centre(), every, problem.matrix.diagonal(), grid, torch.float64)
+    found = feed_back_on_support(problem.centre(), problem.matrix, every, scales, grid)
+    torch.testing.assert_close(found, slow_gptq(problem.centre(), problem.matrix, grid))
+
+
+def test_feedback_on_a_support_equals_feedback_in_the_smaller_problem():
+    problem, grid = random_problem(5, 12, condition=1e3), iobs.Grid(3)
+    mask = torch.rand(5, 12) > 0.5
+    mask[4] = False
+    scales = torch.full((5, 1), 0.3, dtype=torch.float64)
+    best = linalg.solve_on_support(problem.matrix, problem.linear, mask)
+    found = feed_back_on_support(best, problem.matrix, mask, scales, grid)
+    assert not found[4].any()
+    for row in range(4):
+        index = mask[row].nonzero().flatten()
+        smaller = problem.matrix[index][:, index]
+        own = torch.ones(1, len(index), dtype=torch.bool)
+        alone = feed_back_on_support(best[row : row + 1, index], smaller, own, scales[:1], grid)
+        torch.testing.assert_close(found[row, index], alone[0])
+
+
+def best_on_grid(problem, scales, pattern, levels):
+    """Least loss of one row with fixed scales, by enumeration of all masks and values."""
+    columns = problem.shape[1]
+    masks = row_masks(columns, pattern)
+    codes = torch.tensor(list(product(range(-levels, levels + 1), repeat=columns)), dtype=torch.float64)
+    allowed = torch.stack([~((codes != 0) & ~mask).any(1) for mask in masks]).any(0)
+    values = codes[allowed] * scales
+    row = iobs.Quadratic(problem.matrix, problem.linear.expand(len(values), -1).contiguous())
+    return float(row.loss(values).min())
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("sparse", [iobs.Unstructured(0.5, per="row"), iobs.NM(1, 2), iobs.NM(2, 4)], ids=str)
+def test_search_is_close_to_brute_force_on_tiny_rows(sparse, seed):
+    problem = random_problem(1, 4 if sparse != iobs.Unstructured(0.5, per="row") else 6, seed=seed)
+    found = iobs.solve(problem, sparse & iobs.Grid(3), budget="best")
+    least = best_on_grid(problem, float(found.stats["scales"]), sparse, 3)
+    dense = float(problem.loss(problem.centre()))
+    assert float(found.loss) - dense >= (least - dense) * (1 - 1e-9)
+    assert float(found.loss) - dense <= 1.3 * (least - dense)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_search_has_at_most_the_loss_of_the_published_methods(pattern):
+    problem = random_problem(32, 24 if pattern != PATTERNS[-1] else 48, seed=1, condition=1e3)
+    losses = {
+        solver: float(iobs.solve(problem, pattern, solver).loss.sum())
+        for solver in (EVERY_SOLVER if isinstance(pattern, iobs.Grid) else SPARSE_SOLVERS)
+    }
+    assert losses["admm"] == min(losses.values())
+
+
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_identity_hessian_needs_only_rounding(solver):
+    centre = torch.randn(5, 8, dtype=torch.float64)
+    problem = iobs.Quadratic.at(centre, torch.eye(8, dtype=torch.float64))
+    found = iobs.solve(problem, iobs.Grid(4), solver)
+    spread = over_columns(found.stats["scales"], iobs.Grid(4), 8)
+    torch.testing.assert_close(found.weight, rounded(centre, spread, 7))
+
+
+def test_more_bits_and_finer_groups_have_less_error():
+    problem = random_problem(16, 64, condition=1e3)
+    dense = problem.loss(problem.centre()).sum()
+    errors = [float(iobs.solve(problem, iobs.Grid(bits)).loss.sum() - dense) for bits in (2, 3, 4, 6, 8)]
+    assert errors == sorted(errors, reverse=True)
+    assert iobs.solve(problem, iobs.Grid(3, 8)).loss.sum() < iobs.solve(problem, iobs.Grid(3, 64)).loss.sum()
+
+
+def test_weights_on_the_grid_are_found_again():
+    codes = torch.randint(-7, 8, (6, 16)).double()
+    codes[:, 0], codes[:, 8] = 7, -7
+    scales = torch.rand(6, 2, dtype=torch.float64) + 0.5
+    weight = codes * over_columns(scales, iobs.Grid(4, 8), 16)
+    problem = iobs.Quadratic.at(weight, random_problem(1, 16).matrix)
+    torch.testing.assert_close(iobs.solve(problem, iobs.Grid(4, 8)).weight, weight)
+
+
+def test_refitted_scales_are_optimal_for_their_codes():
+    problem, grid = random_problem(4, 10), iobs.Grid(4, 4)
+    codes = (3 * problem.centre()).round().clamp(-7, 7)
+    codes[1, 4:8] = 0
+    start = torch.ones(4, 3, dtype=torch.float64)
+    scales = refit_scales(codes, start, problem, grid, torch.float64)
+    weight = (codes * over_columns(scales, grid, 10)).requires_grad_()
+    gradient = problem.gradient(weight.detach()) * codes
+    slopes = torch.stack([gradient[:, part : part + 4].sum(1) for part in (0, 4, 8)], 1)
+    kept = (scales == start).all(1)  # rows that would need a scale that is not positive
+    assert not kept.all()
+    torch.testing.assert_close(slopes[~kept], torch.zeros_like(slopes[~kept]), atol=1e-9, rtol=0)
+    assert scales[1, 1] == 1
+
+
+def rows_for(seed, dtype=torch.float64, columns=24):
+    problem = random_problem(40, columns, seed=seed, condition=1e3)
+    grid = iobs.Grid(3, 7)
+    mask = torch.arange(columns) % 4 < 2
+    mask = mask.expand(40, -1).contiguous()
+    scales = search_scales(problem.centre(), mask, problem.matrix.diagonal(), grid, dtype)
+    weight = rounded(problem.centre(), over_columns(scales, grid, columns), grid.levels) * mask
+    tensors = weight, problem.gradient(weight), mask, scales, problem.matrix
+    tensors = [one if one.dtype == torch.bool else one.to(dtype).contiguous() for one in tensors]
+    return problem, [GridRows(*(one.clone() for one in tensors), 7, grid.levels) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("descend_values", (5,)),
+        ("exchange_entries", (24, 6, 9)),
+        ("exchange_entries", (24, 100, 3)),
+        ("exchange_entries", (4, 6, 9)),
+        ("step_pairs", (8, 9)),
+        ("step_pairs", (100, 2)),
+    ],
+)
+def test_moves_on_a_grid_numba_equals_torch(name, arguments, dtype):
+    problem, (plain, numba) = rows_for(0, dtype)
+    before = plain.weight.clone()
+    getattr(descend, f"{name}_torch")(plain, *arguments)
+    getattr(descend, f"{name}_numba")(numba, *arguments)
+    assert not torch.equal(plain.weight, before)
+    torch.testing.assert_close(numba.weight, plain.weight)
+    assert torch.equal(numba.mask, plain.mask)
+    slack = 1e-3 if dtype == torch.float32 else 1e-9
+    torch.testing.assert_close(numba.gradient, plain.gradient, rtol=slack, atol=slack)
+    exact = problem.gradient(plain.weight.double()).to(dtype)
+    torch.testing.assert_close(plain.gradient, exact, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_move_lowers_the_loss_and_keeps_the_counts(seed):
+    problem, (rows, _) = rows_for(seed)
+    loss = problem.loss(rows.weight)
+    for name, arguments in (("descend_values", (9,)), ("exchange_entries", (4, 9, 9)), ("step_pairs", (40, 9))):
+        getattr(descend, name)(rows, *arguments)
+        now = problem.loss(rows.weight)
+        assert (now <= loss + 1e-9).all()
+        loss = now
+    assert (rows.mask.reshape(40, 6, 4).sum(2) == 2).all()
+    assert not rows.weight[~rows.mask].any()
+
+
+def test_no_single_value_exchange_or_pair_of_steps_is_left():
+    problem, (rows, _) = rows_for(1)
+    for _ in range(20):
+        descend.descend_values(rows, 50)
+        descend.exchange_entries(rows, 24, 24, 99)
+        descend.step_pairs(rows, 48, 99)
+    loss, spread = problem.loss(rows.weight), rows.spread()
+    for i, j in product(range(24), range(24)):
+        for first, second in product((-1, 1), (-1, 0, 1)):
+            if i != j:
+                moved = rows.weight.clone()
+                moved[:, i] += first * spread[:, i]
+                moved[:, j] += second * spread[:, j]
+                allowed = rows.mask[:, i] & rows.mask[:, j]
+                allowed &= (moved.abs() <= (rows.levels + 0.5) * spread).all(1)
+                assert (problem.loss(moved)[allowed] >= loss[allowed] - 1e-9).all()
+
+
+@pytest.mark.parametrize("solver", SPARSE_SOLVERS)
+@pytest.mark.parametrize("keep", [0, 1, 24])
+def test_grid_keeps_zero_one_or_all_entries(solver, keep):
+    found = iobs.solve(random_problem(3, 8), iobs.Unstructured(keep=keep) & iobs.Grid(4), solver)
+    assert int(found.mask.sum()) == keep
+    require_on_grid(found, iobs.Grid(4))
+
+
+@pytest.mark.parametrize("solver", SPARSE_SOLVERS)
+def test_dead_columns_are_zero_on_the_grid(solver):
+    problem = random_problem(6, 16)
+    hessian = problem.matrix.clone()
+    hessian[[1, 5]] = 0
+    hessian[:, [1, 5]] = 0
+    found = iobs.solve(iobs.Quadratic.at(problem.centre(), hessian), iobs.NM(2, 4) & iobs.Grid(4), solver)
+    assert not found.weight[:, [1, 5]].any()
+    require_on_grid(found, iobs.Grid(4))
+
+
+@pytest.mark.parametrize("unit", [2.0**60, 2.0**-60])
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_grid_does_not_depend_on_units(solver, unit):
+    problem = random_problem(6, 16, dtype=torch.float32)
+    plain = iobs.solve(problem, iobs.Grid(4, 8), solver)
+    scaled = iobs.solve(iobs.Quadratic.at(problem.anchor * unit, problem.hessian), iobs.Grid(4, 8), solver)
+    assert torch.equal(scaled.weight, plain.weight * unit)
+    require_on_grid(scaled, iobs.Grid(4, 8))
+
+
+def test_singular_hessian_raises_the_damping_with_a_warning():
+    samples = torch.randn(8, 16, dtype=torch.float64)
+    problem = iobs.Quadratic.at(torch.randn(6, 16, dtype=torch.float64), samples.T @ samples)
+    with pytest.warns(DampingWarning):
+        found = iobs.solve(problem, iobs.Unstructured(0.5) & iobs.Grid(4))
+    require_on_grid(found, iobs.Grid(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype):
+    problem = random_problem(6, 16).to(torch.float32)
+    half = iobs.Quadratic((problem.matrix / 16).to(dtype), (problem.linear / 16).to(dtype))
+    found = iobs.solve(half, iobs.Grid(4))
+    wide = iobs.solve(half.to(torch.float32), iobs.Grid(4))
+    assert torch.equal(found.weight, wide.weight.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("int4", iobs.Grid(4)),
+        ("int3/64", iobs.Grid(3, 64)),
+        ("50%+int4", iobs.Unstructured(0.5) & iobs.Grid(4)),
+        ("2:4+int8/32", iobs.NM(2, 4) & iobs.Grid(8, 32)),
+    ],
+)
+def test_grids_are_read_from_text(text, pattern):
+    assert parse(text) == pattern
+
+
+@pytest.mark.parametrize("text", ["int", "int9", "int4/0", "x+int4", "int4/a", "point", "int4+50%"])
+def test_text_that_is_no_grid_is_refused(text):
+    with pytest.raises(PatternError):
+        parse(text)
+
+
+def test_impossible_grids_are_refused():
+    for bits in (1, 9, 2.5):
+        with pytest.raises(PatternError, match="2 to 8 bits"):
+            iobs.Grid(bits)
+    with pytest.raises(PatternError, match="group"):
+        iobs.Grid(4, 0)
+    with pytest.raises(PatternError, match="symmetric"):
+        iobs.Grid(4, symmetric=False)
+    with pytest.raises(PatternError, match="combines"):
+        iobs.Groups(2, 1) & iobs.Grid(4)
+    with pytest.raises(PatternError, match="dense weights"):
+        iobs.solve(random_problem(3, 8), iobs.NM(2, 4) & iobs.Grid(4), "gptq")
+    with pytest.raises(ProblemError, match="choose one of admm, gptq"):
+        iobs.solve(random_problem(3, 8), iobs.Grid(4), "obc")
+    with pytest.raises(ProblemError, match="choose one of none"):
+        iobs.solve(random_problem(3, 8), iobs.Grid(4), refine="swap")
+    with pytest.raises(PatternError, match="divisible"):
+        iobs.solve(random_problem(3, 7), iobs.NM(2, 4) & iobs.Grid(4))
+
+
+@pytest.mark.parametrize("pattern", [iobs.Grid(4), iobs.NM(2, 4) & iobs.Grid(4), "50%+int4"], ids=str)
+def test_prune_refuses_grids_before_any_work(pattern):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    before = model[0].weight.clone()
+    with pytest.raises(PatternError, match="Whole networks: not yet"):
+        iobs.prune(model, [torch.randn(20, 8)], pattern)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_partition_of_a_sparse_grid_is_that_of_its_pattern():
+    assert (iobs.NM(2, 4) & iobs.Grid(4)).groups((2, 8)) == Partition(4, 4, 2)
+    assert iobs.Grid(4).groups((2, 8)) == Partition(1, 16, 16)

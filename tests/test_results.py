@@ -1,0 +1,83 @@
+"""benchmarks/RESULTS.md is what assemble.py writes from the committed rows, and each row says where it comes from."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+FILES = sorted((FOLDER / "results").glob("*.jsonl"))
+# Commits of rows from before processor time and machines were recorded; no row may be added to them.
+OLD = """
+08198e0 0b3fafa 102f597 173956e 269b8bd 26dac04 322e357 32506cd 3a0a75f 404cc72 44b9c9b 4d38bb3 4e4dca3
+4fc7ce5 52a4f71 5c03d1a 5e5b66f 5fd8695 6392061 6e3a5a2 70f4832 75f055a 7c9dfc9 8d569fd 913654b 9299aaa
+9b37e28 9b65d33 a644ad1 ab62886 aed82f0 b54e4f9 b5c0523 be87582 c2a39d8 d7de7f7 d8acd57 e019c61 e6b4fb9
+f33f25c
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """The folder of the benchmarks on the import path."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+def test_results_page_is_made_from_the_rows(scripts):
+    import assemble
+
+    text = "run python benchmarks/assemble.py"
+    assert (FOLDER / "RESULTS.md").read_text(encoding="utf8") == assemble.page(), text
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_rows_name_commit_seed_seconds_and_machine(scripts, file):
+    import rows
+
+    for row in rows.read(file.stem):
+        assert all(name in row for name in rows.REQUIRED), row
+        if row["machine"] == rows.UNRECORDED:
+            assert row["commit"] in OLD.split(), row
+        else:
+            assert row["processor_seconds"] >= 0
+            assert not row["commit"].endswith("-dirty"), row
+
+
+def test_every_file_of_rows_has_a_section(scripts):
+    import assemble
+
+    assert {file.stem for file in FILES} <= {section.rows for section in assemble.SECTIONS} | {"transcribed"}
+
+
+def test_rows_are_skipped_and_measured_again(scripts, tmp_path, monkeypatch):
+    import rows
+
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    row = {"name": "a", "seed": 0, "commit": "1234567", "machine": "m", "processor_seconds": 1.0}
+    rows.Rows("some", ("name", "seed")).put(row)
+    assert rows.Rows("some", ("name", "seed")).has(name="a", seed=0)
+    assert not rows.Rows("some", ("name", "seed")).has(name="a", seed=1)
+    again = rows.Rows("some", ("name", "seed"), again=True)
+    assert not again.has(name="a", seed=0)
+    again.put({**row, "commit": rows.commit()})
+    assert again.has(name="a", seed=0)
+    assert len(rows.read("some")) == 1
+    with pytest.raises(AssertionError, match="machine"):
+        again.put({**row, "machine": None})
+
+
+def test_measured_counts_passes_and_steps(scripts):
+    import rows
+    import torch
+
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with rows.measured() as work:
+        layer(torch.ones(5, 3)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            layer(torch.ones(5, 3))
+    assert (work.forward, work.backward, work.steps) == (60, 30, 1)
+    layer(torch.ones(5, 3))
+    assert work.forward == 60
