@@ -29,9 +29,9 @@ WORK = """The work of a run, medians over solvers. Gradient steps include the tr
 of one sample through the whole network. The columns before `best` do not include the measurements of the
 allocation."""
 
-HEADLINE = """`best` takes up to 4,800 gradient steps on the calibration samples. A peer that gets the same
-allocation, the same targets and the same steps comes close to it: the recipe is worth more than the solver, and the
-solver is worth most where no steps follow. Scores along the recipes:"""
+HEADLINE = """`best` takes up to 4,800 gradient steps on the calibration samples, which no one-shot peer does. The parts
+of the recipe (along a line) are worth more than the solver (between lines). The solver is worth most where no gradient
+steps follow. Scores along the recipes:"""
 
 
 def tables(rows: list[Row]) -> str:

@@ -135,7 +135,7 @@ def main() -> None:
     found = {"kills": options.kills, "good": good, "seconds": length, "late": late, "entries": entries, "whole": whole}
     used = os.times()
     spent = used.user + used.system + used.children_user + used.children_system
-    record("kills", f"{options.ranks} ranks", spent, options.seed, ranks=options.ranks, **found)
+    record("kills", f"{options.ranks} ranks, {options.kills} kills", spent, options.seed, ranks=options.ranks, **found)
     print(f"{options.ranks} rank(s), seed {options.seed}: {good} of {options.kills} resumed runs equal the undisturbed")
     print(
         f"one bit for bit; all were killed at work, at a moment drawn over its {length:.1f} s ({late} draws came late"

@@ -39,6 +39,7 @@ import os, sys, threading, importlib, pathlib, pkgutil
 import torch, numpy, numba, scipy, safetensors.torch, rich.console, rich.progress, typer, typer.testing, yaml, sklearn
 import threadpoolctl, scipy.optimize, scipy.linalg, scipy.sparse, scipy.special, matplotlib.pyplot
 import sklearn.linear_model, sklearn.model_selection, multiprocessing.synchronize, torch.utils.data
+from transformers import TrainerCallback
 for name in ("resource", "fcntl", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix"):
     sys.modules[name] = None
 MISSING = ("sysconf", "posix_fallocate", "getuid", "geteuid", "sched_getaffinity", "sched_setaffinity", "fork")

@@ -81,3 +81,30 @@ def test_measured_counts_passes_and_steps(scripts):
     assert (work.forward, work.backward, work.steps) == (60, 30, 1)
     layer(torch.ones(5, 3))
     assert work.forward == 60
+
+
+def test_every_cell_of_the_grid_is_a_recipe(scripts):
+    import grid
+
+    for square in grid.SQUARES.values():
+        for solver in grid.SOLVERS:
+            for name in grid.recipes_of(solver):
+                recipe = grid.recipe_of(square, solver, name, None if grid.whole_network(solver) else {"fc.0": 3})
+                assert (recipe.finetune is not None) == (name in (grid.STEPPED, grid.WHOLE))
+                shared = name in (grid.ALLOCATED, grid.TARGETED, grid.STEPPED) and not grid.whole_network(solver)
+                assert bool(recipe.rules) == shared
+
+
+def test_solver_written_from_the_paper_of_alps_beats_sparsegpt(scripts):
+    import torch
+    from alps_like import ALPSLike
+
+    import iobs
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(200, 32, generator=generator) @ torch.randn(32, 32, generator=generator)
+    problem = iobs.Quadratic.at(torch.randn(16, 32, generator=generator), inputs.T @ inputs / 200)
+    for pattern in (iobs.Unstructured(0.6), iobs.NM(2, 4)):
+        found, peer = (iobs.solve(problem, pattern, solver, damping=0.01) for solver in (ALPSLike(), "sparsegpt"))
+        assert int((found.weight == 0).sum()) == int((peer.weight == 0).sum())
+        assert float(found.loss.sum()) < float(peer.loss.sum())

@@ -121,7 +121,7 @@ def test_output_directory_fills_mount_points_from_within(tmp_path, monkeypatch):
     target = tmp_path / "out"
     target.mkdir()
     monkeypatch.chdir(target)
-    monkeypatch.setattr(Path, "is_mount", lambda path: path == target)
+    monkeypatch.setattr("os.path.ismount", lambda path: path == target)
     asked = []
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(place) or usage(place))

@@ -36,6 +36,15 @@ def test_audit_finds_a_weight_that_is_not_zero_again():
         audit_layers(model, dict.fromkeys(find_layers(model), pattern))
 
 
+def test_audit_reads_patterns_as_prune_does():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    model[0].weight.data[:, ::2] = 0
+    asked = [iobs.audit(model, pattern)[0].asked for pattern in (iobs.NM(2, 4), "2:4", 0.5, "50%")]
+    assert asked == [32, 32, 32, 32]
+    with pytest.raises(iobs.errors.PatternError):
+        iobs.audit(model, "half")
+
+
 def test_audit_takes_a_layer_with_a_stray_zero_for_dense():
     model, data = build("perceptron")
     pattern = iobs.NM(2, 4)

@@ -7,8 +7,10 @@ import pytest
 from sample_reports import SCORES, make_finetuned, make_report, pictures, shown, words
 
 from iobs import report
-from iobs.pruning.report import AllocationRecord
+from iobs.errors import OutputError
+from iobs.pruning.report import Sample
 from iobs.report import plots, tables
+from iobs.report.paths import without_folders
 
 
 @pytest.mark.parametrize("layers", [0, 1, 4, 60])
@@ -18,7 +20,7 @@ def test_page_is_self_contained_and_escaped(layers, rounds, heldout):
     made = make_report(layers, rounds, heldout, SCORES if layers == 4 else None, error=0.0 if layers == 1 else 0.01)
     page = report.render_page(made)
     drawn = pictures(page)
-    assert len(drawn) == 3 * (layers > 0) + (rounds > 1) + (layers == 4)
+    assert len(drawn) == (layers > 0) + (rounds > 1) + (layers == 4)
     for picture in drawn:
         ElementTree.fromstring(picture)
     outside = re.sub(r"base64,[^\"]+", "", page)
@@ -32,7 +34,6 @@ def test_page_shows_layer_errors_of_the_projection():
     made = make_finetuned()
     page = report.render_page(made)
     assert "Error by layer of round 1, before the fine-tuning of 600 steps" in page
-    assert "Time by layer of round 1, before the fine-tuning of 600 steps" in page
     assert "Layers of round 1, before the fine-tuning of 600 steps" in page
     assert "sparse weight V in round 1, before the fine-tuning of 600 steps" in page
     assert "best round" not in page
@@ -46,16 +47,76 @@ def test_page_shows_layer_errors_of_the_projection():
 
 
 @pytest.mark.parametrize("layers", [3, 60])
-@pytest.mark.parametrize("weight", [2.0, 0.0])
-def test_page_shows_the_allocation(layers, weight):
+def test_page_shows_where_the_zeros_went_unless_all_layers_are_alike(layers):
     made = make_report(layers)
-    made.allocation = [
-        AllocationRecord(f"layer{i}", (8, 6), [0.75, 0.5, 0.0], [0.4, 0.1, 0.0], [0.4 * weight, 0.1 * weight, 0.0], 0.5)
-        for i in range(layers)
+    assert "Every pruned layer has 50.0 % zeros." in report.render_page(made)
+    for number, row in enumerate(made.audit):
+        row.name, row.zeros = f"blocks.{number}.{'abc'[number % 3]}", 12 + 12 * (number % 3)
+    page = report.render_page(made)
+    assert "Share of zeros by kind of layer" in page
+    assert ("a" in words(plots.zeros(made))) == (layers == 60)  # bars need several layers of a kind
+
+
+def test_kinds_of_layers_are_names_without_numbers():
+    assert plots.kinds_of(["layers.0.mlp.up", "layers.1.mlp.up", "head"]) == ["up", "up", "head"]
+    assert plots.kinds_of(["blocks.0.dw.conv", "blocks.0.pw.conv"]) == ["dw.conv", "pw.conv"]
+    assert plots.kinds_of(["0", "2"]) == ["0", "2"]
+
+
+def test_page_shows_coverage_command_and_samples():
+    made = make_report()
+    made.settings["command"] = "iobs prune /home/someone/net.py:f -o out"
+    made.samples = [
+        Sample("Once <upon>", "a time", "a lime"),
+        Sample("data:image/png;base64,AA==", "cat", "dog", "cat"),
     ]
     page = report.render_page(made)
-    assert "Where the zeros went" in page
-    assert "Where the zeros went" not in report.render_page(make_report(layers))
+    assert "<pre>iobs prune net.py:f -o out</pre>" in page
+    assert "88.9 %" in page
+    assert "dense: output heads <small>lm_head</small>" in page
+    assert "Once &lt;upon&gt;" in page
+    assert '<span class="changed">dog</span>' in page
+    assert "prefers-color-scheme: dark" in page
+    assert page.count("Scores") == 0
+
+
+def test_report_is_shown_in_a_notebook_without_a_page():
+    shown = make_report()._repr_html_()
+    assert "<html" not in shown
+    assert "What was pruned" in shown
+
+
+@pytest.mark.parametrize("suffix", [".html", ".json", ".csv"])
+def test_report_is_saved_by_suffix(tmp_path, suffix):
+    made = make_report()
+    made.settings["model"] = str(tmp_path / "secret" / "model")
+    made.save(tmp_path / f"report{suffix}")
+    text = (tmp_path / f"report{suffix}").read_text(encoding="utf8")
+    assert str(tmp_path) not in text
+    if suffix == ".json":
+        assert report.read_report(tmp_path / "report.json").coverage == made.coverage
+    if suffix == ".csv":
+        assert text.splitlines()[0].startswith("name,shape,asked,zeros")
+
+
+def test_report_is_saved_in_known_forms_only(tmp_path):
+    with pytest.raises(OutputError, match=r"saved as \.html, \.json or \.csv"):
+        make_report().save(tmp_path / "report.pdf")
+    with pytest.raises(OutputError, match="cannot be written"):
+        make_report().save(tmp_path / "missing" / "report.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/home/me/model", "model"),
+        ("iobs prune /home/me/m.py:f --data=/x/y.txt -o out", "iobs prune m.py:f --data=y.txt -o out"),
+        ("C:\\Users\\me\\model", "model"),
+        ("50 / 2 of owner/model, see https://a.b/c", "50 / 2 of owner/model, see https://a.b/c"),
+    ],
+)
+def test_absolute_paths_are_shortened_to_names(text, shown):
+    assert without_folders(text) == shown
 
 
 @pytest.mark.parametrize(
@@ -84,3 +145,9 @@ def test_card_holds_tags_library_and_scores():
     assert "library_name: transformers" in card
     assert "| I-OBS | 38.50 | 60.00 |" in card
     assert "library_name" not in report.render_card(make_report(), "FILE.py:f", None)
+    assert "base_model: me/model" in card
+    assert "| pruned layers | 192 | 88.9 % |" in card
+    assert "| dense: output heads | 24 | 11.1 % |" in card
+    local = report.render_card(make_report(), "/home/me/model", "transformers")
+    assert "/home" not in local
+    assert "base_model" not in local

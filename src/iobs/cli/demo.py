@@ -117,6 +117,7 @@ def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, chosen: l
     from iobs.cli.progress import Steps
     from iobs.cli.results import open_evaluation, score
     from iobs.cli.watch import Watch
+    from iobs.evaluate import BeforeAfter
     from iobs.pruning import prune
 
     scoring = open_evaluation(loaded, [])
@@ -128,7 +129,8 @@ def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, chosen: l
         loaded.module.load_state_dict(dense)
         with Steps(method.name) as steps:
             watch = Watch(steps, f"{method.name}: ")
-            report = prune(loaded.module, batches, pattern, method.recipe, seed=seed, callbacks=[watch])
+            callbacks = [watch, BeforeAfter(batches, loaded.tokenizer)]
+            report = prune(loaded.module, batches, pattern, method.recipe, seed=seed, callbacks=callbacks)
         scores[method.name] = score(loaded, scoring, length, f"scoring {method.name}")
         scores[method.name]["seconds"] = report.seconds
     assert report is not None

@@ -35,7 +35,7 @@ def prune_low_memory(
     from iobs.models.streamed_store import StreamedStore, without_weights
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import require_alone
-    from iobs.report import write_report
+    from iobs.report import summary_lines, write_report
 
     require_alone()
     options, recipe, output, checkpoint = asked.options, asked.recipe, place.output, place.checkpoint
@@ -73,7 +73,10 @@ def prune_low_memory(
     if as_json:
         console.print_json({"output": str(output), **report.as_dict()})
         return
-    console.output_console().print(f"Written: {output} ({report.sparsity:.2%} zeros)")
+    out = console.output_console()
+    for line in summary_lines(report):
+        out.print(line)
+    out.print(f"Written: {output} ({report.sparsity:.2%} zeros)")
 
 
 def _show(plan: Plan, show: Callable[[str], None]) -> None:

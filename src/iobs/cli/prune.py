@@ -285,12 +285,14 @@ def _run(
     from iobs.cli.results import score
     from iobs.cli.running import prune_as_asked
     from iobs.errors import first_line
+    from iobs.evaluate import BeforeAfter
 
     options = asked.options
     name, window, batches = batches_of_run(loaded, options)
     dense = score(loaded, scoring, options.seq_len, "scoring the dense model")
     facts = {"model": loaded.source, "calibration": name, "seq_len": window}
-    report = prune_as_asked(loaded.module, batches, asked, checkpoint, facts)
+    shown = [BeforeAfter(batches, loaded.tokenizer)]
+    report = prune_as_asked(loaded.module, batches, asked, checkpoint, facts, shown)
     try:
         pruned = score(loaded, scoring, options.seq_len, "scoring the pruned model")
     except (Exception, KeyboardInterrupt) as error:
@@ -316,7 +318,8 @@ def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool) ->
     zeros = {layer: asked_zeros(pattern, layer.shape) for layer, pattern in request.patterns.items()}
     if as_json:
         layers = [{"layer": one.name, "shape": one.shape, "zeros": count} for one, count in zeros.items()]
-        console.print_json({"pattern": str(request.pattern), "layers": layers, "dense": skipped})
+        dense = {name: str(reason) for name, reason in skipped.items()}
+        console.print_json({"pattern": str(request.pattern), "layers": layers, "dense": dense})
         return
     for layer, count in zeros.items():
         table.add_row(layer.name, " x ".join(map(str, layer.shape)), f"{count:,} of {layer.weights:,}")

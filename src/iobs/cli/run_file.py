@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
@@ -12,6 +13,7 @@ from iobs.core.patterns import Pattern, Unstructured, share
 from iobs.data.documents import CORPORA
 from iobs.errors import PatternError, ProblemError, is_a
 from iobs.models.factory import is_function_spec
+from iobs.models.output import destination
 from iobs.pruning.driver import require_numbers
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
 from iobs.pruning.recipe.settings import changed
@@ -90,9 +92,10 @@ class RunOptions:
             found["pattern"] = pattern_of(found["pattern"])
         return cls(**found)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain types for a file; existing files among the data by their full path."""
-        values = {**vars(self), "pattern": plain_pattern(self.pattern), "data": [_placed(one) for one in self.data]}
+    def as_dict(self, folder: Path) -> dict[str, Any]:
+        """Plain types for a file in a folder; existing files among the data by their path from there."""
+        data = [_placed(one, folder) for one in self.data]
+        values = {**vars(self), "pattern": plain_pattern(self.pattern), "data": data}
         return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
 
 
@@ -105,7 +108,7 @@ class Asked:
 
     def write(self, folder: Path) -> None:
         """Write recipe.yaml; `iobs prune --recipe` repeats the run from it."""
-        values = {**self.recipe.to_dict(complete=True), RUN: self.options.as_dict()}
+        values = {**self.recipe.to_dict(complete=True), RUN: self.options.as_dict(destination(folder))}
         text = dumped(values)
         (folder / RUN_FILE).write_text(text, encoding="utf8")
 
@@ -125,6 +128,8 @@ def read_recipe(name: str, changes: Changes, settings: Sequence[str]) -> tuple[R
         run = values.pop(RUN, None) or {}
         if not isinstance(run, dict):
             raise ProblemError(f"The section run of {name} must be lines such as `seed: 0`, got {run!r}.")
+        if isinstance(run.get("data"), list):
+            run["data"] = [_found(one, Path(name).parent) if isinstance(one, str) else one for one in run["data"]]
         recipe = Recipe.from_dict(values)
     else:
         recipe = as_recipe(name)
@@ -140,11 +145,23 @@ def read_recipe(name: str, changes: Changes, settings: Sequence[str]) -> tuple[R
     return changed(recipe.but(**changes), found), run
 
 
-def _placed(source: str) -> str:
-    """A data source with the full path of its file, if there is one."""
+def _placed(source: str, folder: Path) -> str:
+    """A data source with the path of its file from a folder, if there is a file."""
     file, colon, function = source.rpartition(":") if is_function_spec(source) else (source, "", "")
     path = Path(file).expanduser()
-    return f"{path.resolve()}{colon}{function}" if source not in CORPORA and path.exists() else source
+    if source in CORPORA or not path.exists():
+        return source
+    try:
+        return f"{os.path.relpath(path.resolve(), folder.resolve())}{colon}{function}"
+    except ValueError:  # another drive
+        return f"{path.resolve()}{colon}{function}"
+
+
+def _found(source: str, folder: Path) -> str:
+    """A data source of a recipe in a folder: with the path of its file, if there is a file at its path from there."""
+    file, colon, function = source.rpartition(":") if is_function_spec(source) else (source, "", "")
+    path = folder / file
+    return f"{os.path.normpath(path)}{colon}{function}" if source not in CORPORA and path.exists() else source
 
 
 def _share(text: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from iobs.cli.run_file import Asked
     from iobs.data import Batch
+    from iobs.pruning.callbacks import Callback
     from iobs.pruning.report import Report
     from iobs.pruning.store import Store
 
@@ -69,6 +70,7 @@ def prune_as_asked(
     asked: Asked,
     checkpoint: Path | None,
     facts: Mapping[str, object],
+    callbacks: Sequence[Callback] = (),
 ) -> Report:
     """Prune a model as a command line or a recipe.yaml asks, with progress on the console.
 
@@ -78,6 +80,7 @@ def prune_as_asked(
         asked: recipe and options.
         checkpoint: directory of intermediate results, or None.
         facts: further settings for the report, such as the name of the model.
+        callbacks: further callbacks of the run.
 
     Returns:
         The report; its settings begin with the command line and the facts.
@@ -100,7 +103,7 @@ def prune_as_asked(
             ignore=options.ignore,
             holdout=options.holdout,
             seed=options.seed,
-            callbacks=[Watch(steps)],
+            callbacks=[Watch(steps), *callbacks],
             checkpoint=checkpoint,
         )
     report.settings = {"command": command.shown(), **facts, **report.settings}

@@ -1,6 +1,7 @@
 """Metrics of a model: perplexity, accuracy, multiple choice, and lm-eval tasks."""
 
 from iobs.evaluate.answers import answer
+from iobs.evaluate.before_after import BeforeAfter
 from iobs.evaluate.scores import (
     IGNORED,
     Progress,
@@ -15,6 +16,7 @@ from iobs.evaluate.tasks import check_tasks, evaluate_tasks
 
 __all__ = [
     "IGNORED",
+    "BeforeAfter",
     "Progress",
     "accuracy",
     "answer",

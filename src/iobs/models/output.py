@@ -111,6 +111,14 @@ def names_to_replace(directory: Path, marks: Collection[str], overwrite: bool) -
     return tuple(names)
 
 
+def destination(folder: Path) -> Path:
+    """The output directory that a temporary folder of `output_directory` will become; any other folder is itself."""
+    if not (folder.name.startswith(".") and folder.name.endswith(_PARTIAL)):
+        return folder
+    inside = folder.name.startswith(f".{folder.parent.name}.")
+    return folder.parent if inside else folder.parent / folder.name.removesuffix(_PARTIAL)[1:].rpartition(".")[0]
+
+
 def make_folder(output: Path) -> None:
     """Create the results folder before any work, and check that it can be written.
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from iobs.errors import OutputError
 from iobs.pruning.coverage import Coverage
 
 if TYPE_CHECKING:
@@ -157,6 +161,10 @@ class AllocationRecord:
         return points[-1][1]
 
 
+# Forms of a report by suffix, and "summary" for notebooks; `iobs.report` adds them.
+RENDERERS: dict[str, Callable[[Report], str]] = {}
+
+
 @dataclass(frozen=True)
 class ComparisonLoss:
     """The loss that compares the rounds.
@@ -277,6 +285,36 @@ class Report:
         columns = [one.name for one in fields(LayerRecord) if one.name != "stats"]
         rows = [[getattr(layer, name) for name in columns] + [layer.sparsity] for layer in self.layers]
         return pandas.DataFrame(rows, columns=[*columns, "sparsity"]).set_index("name")
+
+    def save(self, path: str | Path) -> None:
+        """Write the report to a file; absolute paths in its texts are shortened to names.
+
+        Args:
+            path: ends in ".html" (a page), ".json" (everything, for programs) or ".csv" (the table of `to_frame`).
+
+        Raises:
+            OutputError: another ending, or the file cannot be written.
+        """
+        file = Path(path).expanduser()
+        if file.suffix.lower() not in (".html", ".json", ".csv"):
+            raise OutputError(f"{path}: a report is saved as .html, .json or .csv; give a name that ends so.")
+        try:
+            file.write_text(self._rendered(file.suffix.lower()), encoding="utf8")
+        except OSError as error:
+            raise OutputError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+    def _repr_html_(self) -> str:
+        """The result in a notebook."""
+        return self._rendered("summary")
+
+    def _rendered(self, form: str) -> str:
+        """The text of the report in one of its forms."""
+        if form == ".csv":
+            text: str = self.to_frame().to_csv()
+            return text
+        if not RENDERERS:
+            import_module("iobs.report")  # it stands above this package, and adds its forms when it is imported
+        return RENDERERS[form](self)
 
     def __repr__(self) -> str:
         """One line, which a notebook shows."""

@@ -1,14 +1,18 @@
-"""Report of a run: tables on a terminal, `report.json`, and `report.html` with embedded figures."""
+"""Report of a run: tables on a terminal, `report.json`, and `report.html` with embedded figures.
+
+Its import adds these forms to `Report.save`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from iobs.errors import DataError
-from iobs.pruning.report import Report
+from iobs.pruning.report import RENDERERS, Report
 from iobs.report.card import render_card
 from iobs.report.numbers import from_json, to_json
-from iobs.report.page import render_page
+from iobs.report.page import render_page, render_summary
+from iobs.report.paths import cleaned
 from iobs.report.tables import audit_table, layers_table, rounds_table, scores_table, summary_lines
 
 __all__ = [
@@ -25,9 +29,16 @@ __all__ = [
 
 
 def write_report(report: Report, directory: Path) -> None:
-    """Write `report.json` and `report.html` into an existing directory."""
-    (directory / "report.json").write_text(to_json(report.as_dict()) + "\n", encoding="utf8")
-    (directory / "report.html").write_text(render_page(report), encoding="utf8")
+    """Write `report.json` and `report.html` into an existing directory, without absolute paths."""
+    for name in ("report.json", "report.html"):
+        report.save(directory / name)
+
+
+def _as_json(report: Report) -> str:
+    return to_json(cleaned(report.as_dict())) + "\n"
+
+
+RENDERERS.update({".json": _as_json, ".html": render_page, "summary": render_summary})
 
 
 def read_report(file: Path) -> Report:

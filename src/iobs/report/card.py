@@ -2,37 +2,87 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from iobs.pruning.coverage import KINDS
 from iobs.pruning.report import Report
 from iobs.report.numbers import percent, score
+from iobs.report.paths import without_folders
 from iobs.report.tables import score_names
 
 
 def render_card(report: Report, base_model: str, library: str | None) -> str:
-    """Render the model card (README.md) of an output directory: settings, number of zeros, scores.
+    """Render the model card (README.md) of an output directory: recipe, coverage, scores; no absolute path.
 
     Args:
         report: the run's report.
         base_model: the pruned model, as the user named it.
         library: "transformers" if transformers can load the directory, else None.
     """
-    settings = report.settings
+    settings, name = report.settings, without_folders(base_model)
     front = ["---", "tags:", "- sparse", "- pruned", "- iobs"]
     front += [f"library_name: {library}"] if library else []
+    front += [f"base_model: {base_model}"] if library and _on_the_hub(base_model) else []
+    command = settings.get("command")
     lines = [
         *front,
         "---",
         "",
-        f"# {base_model}, {percent(report.sparsity)} sparse",
+        f"# {name}, {percent(report.sparsity)} sparse",
         "",
-        f"{base_model} with {report.zeros:,} of the {report.weights:,} weights in {len(report.audit)} layers set to "
-        f"zero (pattern: {settings.get('pattern')}; solver: {settings.get('recipe', {}).get('solver')}; "
-        f"rounds: {len(report.rounds)}).",
+        f"{name} with {report.zeros:,} of the {report.weights:,} weights in {len(report.audit)} layers set to zero.",
         "The zeros are stored as ordinary zeros, so the directory loads like any other; `iobs inspect` counts them.",
         "",
+        *_recipe(report),
+        *(["```", without_folders(str(command)), "```", ""] if command else []),
+        *_coverage(report),
+        *_scores(report),
+        "`report.html` shows all results, `report.json` holds the same for programs.",
+        "",
     ]
-    lines += _scores(report)
-    lines += ["`report.html` shows all results, `report.json` holds the same for programs.", ""]
     return "\n".join(lines)
+
+
+def _on_the_hub(name: str) -> bool:
+    """Check that a name can be that of a model on the hub, "owner/model"."""
+    return name.count("/") == 1 and not Path(name).exists() and not name.startswith(("/", ".", "~"))
+
+
+def _recipe(report: Report) -> list[str]:
+    settings, recipe = report.settings, report.settings.get("recipe", {})
+    facts = {
+        "pattern": settings.get("pattern"),
+        "solver": recipe.get("solver"),
+        "target": recipe.get("target"),
+        "rounds": len([record for record in report.rounds if record.kind == "projection"]),
+        "gradient steps": sum(len(record.step_losses) for record in report.rounds),
+        "calibration": settings.get("calibration"),
+        "calibration samples": settings.get("samples"),
+        "seed": settings.get("seed"),
+    }
+    lines = [f"- {name}: {without_folders(str(value))}" for name, value in facts.items() if value is not None]
+    return ["## Recipe", "", *lines, ""]
+
+
+def _coverage(report: Report) -> list[str]:
+    coverage = report.coverage
+    if not coverage.weights:
+        return []
+    rows = [f"| pruned layers | {coverage.pruned:,} | {percent(coverage.share)} |"]
+    rows += [
+        f"| dense: {KINDS[kind]} | {entries:,} | {percent(entries / coverage.weights)} |"
+        for kind, entries in coverage.by_kind.items()
+    ]
+    return [
+        "## Coverage",
+        "",
+        f"{coverage.zeros:,} of all {coverage.parameters:,} parameters are zero ({percent(coverage.sparsity)}).",
+        "",
+        "| weight entries | number | share |",
+        "| --- | ---: | ---: |",
+        *rows,
+        "",
+    ]
 
 
 def _scores(report: Report) -> list[str]:
@@ -40,6 +90,8 @@ def _scores(report: Report) -> list[str]:
     if not metrics:
         return []
     return [
+        "## Evaluation",
+        "",
         f"| model | {' | '.join(metrics)} |",
         f"| --- |{' ---: |' * len(metrics)}",
         *(

@@ -6,9 +6,12 @@ import base64
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from iobs.pruning.report import WORTH, Report
+from iobs.pruning.coverage import KINDS
+from iobs.pruning.report import WORTH, Report, Sample
 from iobs.report import plots
 from iobs.report.numbers import duration, percent, score, significant, size
+from iobs.report.paths import without_folders
+from iobs.report.style import STYLE
 from iobs.report.tables import (
     COUNTS,
     best_of,
@@ -20,20 +23,21 @@ from iobs.report.tables import (
     score_names,
 )
 
+_ALIKE = 0.005  # sparsities of layers within this range count as equal
+
 
 def render_page(report: Report) -> str:
     """Render the HTML page, with style and figures embedded; it fetches nothing."""
-    title = f"{report.settings.get('model', 'model')} at {percent(report.sparsity)} zeros"
+    title = f"{without_folders(str(report.settings.get('model', 'model')))} at {percent(report.sparsity)} zeros"
     sections = [
+        _command(report),
         _facts(report),
+        _coverage(report),
+        _samples(report),
         _scores(report),
         _rounds(report),
+        _zeros(report),
         _errors(report),
-        _sparsity(report),
-        _picture("Where the zeros went: allocation over layers", _ALLOCATION_CAPTION, plots.allocation(report))
-        if report.allocation
-        else "",
-        _seconds(report),
         _notes(report),
         _layers(report),
         _settings(report),
@@ -42,13 +46,33 @@ def render_page(report: Report) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style></head>\n"
-        f"<body><main><h1>{escape(title)}</h1>\n{body}\n<footer>Written by iobs.</footer></main></body></html>\n"
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n"
+        f'<body class="iobs"><main><h1>{escape(title)}</h1>\n{body}\n<footer>Written by iobs.</footer></main></body>'
+        "</html>\n"
     )
 
 
+def render_summary(report: Report) -> str:
+    """The facts and the coverage as a part of another page, such as a notebook."""
+    worst = sorted(report.layers, key=lambda layer: -layer.error_calibration)[:5]
+    rows = [[escape(layer.name), percent(layer.sparsity), significant(layer.error_calibration)] for layer in worst]
+    table = _table(["largest layer errors", "zeros", "relative error"], rows) if rows else ""
+    errors = f"<section>{table}</section>" if table else ""
+    return f'<style>{STYLE}</style><div class="iobs"><main>{_facts(report)}{_coverage(report)}{errors}</main></div>'
+
+
+def _command(report: Report) -> str:
+    command = report.settings.get("command")
+    return f"<pre>{escape(without_folders(str(command)))}</pre>" if command else ""
+
+
 def _facts(report: Report) -> str:
-    facts = [(percent(report.sparsity, 2), f"zeros: {report.zeros:,} of {report.weights:,} weights, each counted")]
+    coverage = report.coverage
+    facts = [
+        (percent(report.sparsity, 2), f"zeros in {len(report.audit)} layers: {report.zeros:,} of {report.weights:,}"),
+        (percent(coverage.share), f"of the weight entries pruned; {percent(coverage.sparsity)} of all parameters zero"),
+    ]
     # The last entry is the pruned model; the others are for comparison.
     dense, pruned = report.scores.get("dense", {}), next(reversed(report.scores.values()), {})
     facts += [
@@ -68,8 +92,61 @@ def _facts(report: Report) -> str:
     return f'<div class="facts">{cards}</div>'
 
 
+def _coverage(report: Report) -> str:
+    """A bar of all weight entries: zeros, kept entries of pruned layers, and dense entries by kind."""
+    coverage = report.coverage
+    if not coverage.weights:
+        return ""
+    zeros = min(report.zeros, coverage.pruned)
+    parts = [("--zeros", zeros, "zeros", ""), ("--kept", coverage.pruned - zeros, "kept entries of pruned layers", "")]
+    parts += [
+        (f"--c{min(number, 5)}", entries, f"dense: {KINDS[kind]}", coverage.names(kind))
+        for number, (kind, entries) in enumerate(coverage.by_kind.items())
+    ]
+    bar = "".join(
+        f'<span style="width:{100 * entries / coverage.weights:.2f}%;background:var({colour})"></span>'
+        for colour, entries, _, _ in parts
+    )
+    legend = "".join(
+        f'<li><i style="background:var({colour})"></i><b>{percent(entries / coverage.weights)}</b> {escape(text)}'
+        f"{f' <small>{escape(names)}</small>' if names else ''}</li>"
+        for colour, entries, text, names in parts
+        if entries
+    )
+    vectors = f"{coverage.vectors:,} further parameters (biases, normalisations) are never pruned."
+    rest = vectors if coverage.vectors else ""
+    return (
+        f"<section><h2>What was pruned</h2><p>All {coverage.weights:,} weight entries of the model. {rest}</p>"
+        f'<div class="bar">{bar}</div><ul class="legend">{legend}</ul></section>'
+    )
+
+
+def _samples(report: Report) -> str:
+    """Inputs with the outputs of the dense and of the pruned model."""
+    shown = ""
+    pictures = [one for one in report.samples if one.is_picture]
+    for one in report.samples:
+        if not one.is_picture:
+            shown += (
+                f'<p class="prompt">{escape(one.shown)} …</p><div class="pairs"><div><b>dense</b><br>'
+                f"{escape(one.dense)}</div><div><b>pruned</b><br>{escape(one.pruned)}</div></div>"
+            )
+    if pictures:
+        shown += f'<div class="gallery">{"".join(map(_captioned, pictures))}</div>'
+    return f"<section><h2>Before and after</h2>{shown}</section>" if shown else ""
+
+
+def _captioned(one: Sample) -> str:
+    changed = ' class="changed"' if one.pruned != one.dense else ""
+    truth = f"<br><b>label</b> {escape(one.label)}" if one.label is not None else ""
+    return (
+        f'<figure><img alt="calibration sample" src="{escape(one.shown)}"><figcaption><b>dense</b> {escape(one.dense)}'
+        f"<br><b>pruned</b> <span{changed}>{escape(one.pruned)}</span>{truth}</figcaption></figure>"
+    )
+
+
 def _scores(report: Report) -> str:
-    if not report.scores:
+    if len(report.scores) <= 2:  # the facts at the top show them
         return ""
     metrics = score_names(report.scores)
     rows = []
@@ -119,30 +196,33 @@ def _errors(report: Report) -> str:
     if not report.best.layers:
         return ""
     caption = _ERROR_CAPTION.format(escape(measured_in(report.best)))
+    if len(report.rounds) > 1:
+        caption += _AGAINST_DENSE
     if report.best.kind == "finetune":
         caption += " Fine-tuning changed these weights afterwards; errors are not measured again."
     return _picture(of_round("Error by layer", report), caption, plots.error_by_layer(report))
 
 
-def _seconds(report: Report) -> str:
-    if not report.best.layers:
+def _zeros(report: Report) -> str:
+    """Where the zeros went, by kind of layer and by depth; one sentence if all layers have the same share."""
+    rows = report.audit
+    if not rows:
         return ""
-    caption = f"Seconds spent on each layer in {escape(measured_in(report.best))}."
-    return _picture(of_round("Time by layer", report), caption, plots.seconds_by_layer(report))
-
-
-def _sparsity(report: Report) -> str:
-    if not report.best.layers:
-        return ""
-    caption = "Requested and actual share of zeros in each layer."
-    return _picture("Zeros by layer", caption, plots.sparsity_by_layer(report))
+    least, most = (choose(row.sparsity for row in rows) for choose in (min, max))
+    if most - least < _ALIKE:
+        text = f"Every pruned layer has {percent(report.sparsity)} zeros."
+        return f"<section><h2>Where the zeros went</h2><p>{text}</p></section>"
+    caption = "Share of zeros by kind of layer, and of every layer in the order of the network. "
+    caption += "The dashed line is the share of all pruned layers together."
+    return _picture("Where the zeros went", caption, plots.zeros(report))
 
 
 def _notes(report: Report) -> str:
     lines = [escape(note) for note in report.notes]
     if report.skipped:
-        rows = [[escape(name), escape(reason)] for name, reason in report.skipped.items()]
-        lines.append(f"<details><summary>{len(rows)} left dense</summary>{_table(['layer', 'why'], rows)}</details>")
+        rows = [[escape(one.name), escape(one.reason), f"{one.entries:,}"] for one in report.coverage.dense]
+        table = _table(["weight", "why", "entries"], rows, words=True)
+        lines.append(f"<details><summary>{len(rows)} left dense</summary>{table}</details>")
     if not lines:
         return ""
     return "<section><h2>Notes</h2><ul>" + "".join(f"<li>{line}</li>" for line in lines) + "</ul></section>"
@@ -170,12 +250,16 @@ def _layers(report: Report) -> str:
 
 
 def _settings(report: Report) -> str:
-    sections = [("", {name: value for name, value in report.settings.items() if name not in ("recipe", "decided")})]
+    apart = ("recipe", "decided", "command")
+    sections = [("", {name: value for name, value in report.settings.items() if name not in apart})]
     sections += [(f"{name}: ", report.settings.get(name, {})) for name in ("recipe", "decided")]
     rows = [
-        [escape(prefix + name), escape(_setting(value))] for prefix, some in sections for name, value in some.items()
+        [escape(prefix + name), escape(without_folders(_setting(value)))]
+        for prefix, some in sections
+        for name, value in some.items()
     ]
-    return f"<section><h2>Settings</h2>{_table(['setting', 'value'], rows, words=True)}</section>"
+    table = _table(["setting", "value"], rows, words=True)
+    return f"<section><h2>Settings</h2><details><summary>All {len(rows)} settings</summary>{table}</details></section>"
 
 
 def _setting(value: object) -> str:
@@ -190,7 +274,7 @@ def _picture(title: str, caption: str, svg: str, after: str = "") -> str:
 
 def _image(svg: str, text: str) -> str:
     data = base64.b64encode(svg.encode()).decode()
-    return f'<img alt="{escape(text)}" src="data:image/svg+xml;base64,{data}">'
+    return f'<img class="figure" alt="{escape(text)}" src="data:image/svg+xml;base64,{data}">'
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: bool = False) -> str:
@@ -202,38 +286,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: bool =
 
 
 _ERROR_CAPTION = (
-    "Relative error ‖VX − Y‖² / ‖Y‖² of each layer's sparse weight V in {}, on calibration and on held-out "
-    "samples. Y is the output of the weights that were pruned in this round, which gradient steps may have changed; "
-    "“against dense” uses the output of the dense weights."
+    "Relative error ‖VX − Y‖² / ‖Y‖² of each layer's sparse weight V in {}, on calibration and on held-out samples; Y "
+    "is the output that the layer should have."
 )
-
-_ALLOCATION_CAPTION = (
-    "Left: share of zeros allocated to each layer; the dashed line is the share of the whole network. Right: predicted "
-    "cost per zero in each layer at that common share, from the measured error curves, relative to the mean. Layers "
-    "with a higher cost get fewer zeros."
-)
-
-_STYLE = """
-:root { color: #243b53; background: #f5f7fa; font: 16px/1.5 system-ui, sans-serif; }
-body { margin: 0; }
-main { max-width: 52rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.5rem; line-height: 1.25; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 0 0 .5rem; }
-p { margin: 0 0 .75rem; color: #52606d; font-size: .9rem; }
-section { background: #fff; border-radius: .6rem; padding: 1rem; margin: 1rem 0; box-shadow: 0 1px 2px #0001; }
-.facts { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); }
-.facts div { background: #fff; border-radius: .6rem; padding: .8rem 1rem; box-shadow: 0 1px 2px #0001; }
-.facts b { display: block; font-size: 1.35rem; }
-.facts span { color: #52606d; font-size: .85rem; }
-img { display: block; width: 100%; max-width: 34rem; margin: .5rem auto; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .85rem; width: 100%; margin: .5rem 0; }
-th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid #e4e7eb; }
-td { white-space: nowrap; font-variant-numeric: tabular-nums; }
-th:first-child, td:first-child, .words td, .words th { text-align: left; }
-.words td { white-space: normal; overflow-wrap: anywhere; }
-.words td:first-child { overflow-wrap: normal; }
-summary { cursor: pointer; color: #2f6f9f; }
-ul { padding-left: 1.2rem; margin: 0; }
-footer { color: #829ab1; font-size: .8rem; text-align: center; padding: 1rem; }
-"""
+_AGAINST_DENSE = " “Against dense” uses the output of the dense weights for Y."

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, GREY, INK = "#2f6f9f", "#d9822b", "#3d8b5f", "#9aa5b1", "#243b53"
 # With more layers, names would be unreadable: the axis shows positions instead.
-_NAMED_LAYERS = 40
+_NAMED_LAYERS = 24
 _NUMBERED_ROUNDS = 10
+_KINDS = 14  # with more kinds of layers their bars would be unreadable
+_COLOURS = (BLUE, ORANGE, GREEN, "#7b4fa3", "#b3423a", "#2a9d9a", "#8a6d3b")
 
 Arguments = ParamSpec("Arguments")
 
@@ -40,10 +42,10 @@ def drawn(draw: Callable[Arguments, Figure]) -> Callable[Arguments, str]:
 
             buffer = io.StringIO()
             with rc_context(_STYLE):
-                draw(*arguments, **options).savefig(buffer, format="svg", metadata={"Date": None})
+                draw(*arguments, **options).savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
             return buffer.getvalue()
         except Exception as error:  # any error: it must not stop the weights of a long run from being written
-            warnings.warn(f"The picture {draw.__name__} could not be drawn: {error}", stacklevel=2)
+            warnings.warn(f"The figure {draw.__name__} could not be drawn: {error}", stacklevel=2)
             return _NOT_DRAWN
 
     return svg
@@ -68,53 +70,40 @@ def error_by_layer(report: Report) -> Figure:
 
 
 @drawn
-def sparsity_by_layer(report: Report) -> Figure:
-    """Share of zeros of every layer: requested and actual."""
-    layers = report.best.layers
-    series = [
-        ("asked", [100 * layer.asked for layer in layers], GREY),
-        ("got", [100 * layer.sparsity for layer in layers], GREEN),
-    ]
-    return _by_layer([layer.name for layer in layers], series, "zeros, %")
-
-
-@drawn
-def allocation(report: Report) -> Figure:
-    """Share of zeros allocated to each layer (left), and its cost per zero at the sparsity of the network (right)."""
-    records = report.allocation
-    sizes = [record.shape[0] * record.shape[1] for record in records]
-    share = sum(record.chosen * size for record, size in zip(records, sizes, strict=True)) / sum(sizes)
-    effects = [record.effect(share) for record in records]
-    mean = sum(effects) / sum(sizes)
-    costs = [effect / size / mean for effect, size in zip(effects, sizes, strict=True)] if mean else effects
-    named = len(records) <= _NAMED_LAYERS
-    figure, (left, right) = figure_of(1.1 + 0.23 * len(records) if named else 5.0, columns=2)
-    positions = range(len(records))
-    for axes, values, colour, middle in (
-        (left, [100 * record.chosen for record in records], GREEN, 100 * share),
-        (right, costs, ORANGE, 1.0),
-    ):
-        axes.plot(values, positions, marker="o", linestyle="none", color=colour, markersize=5.5)
-        axes.axvline(middle, color=GREY, linestyle="--")
-        axes.set_ylim(len(records) - 0.5, -0.5)
-        if named:
-            axes.set_yticks(positions, _short_names([record.name for record in records]) if axes is left else [])
-    if not named:
-        left.set_ylabel("layer, in the order of the network")
-    left.set(xlabel="zeros, %", xlim=(0, 100))
-    right.set(xlabel="cost of a zero / mean")
-    if min(costs) > 0:
-        logarithmic(right, "x")
+def zeros(report: Report) -> Figure:
+    """Share of zeros by kind of layer (top) and of every layer in the order of the network (bottom)."""
+    rows = report.audit
+    kinds = kinds_of([row.name for row in rows])
+    names = [*dict.fromkeys(kinds)]
+    grouped = {name: [row for row, kind in zip(rows, kinds, strict=True) if kind == name] for name in names}
+    panels = len(names) < len(rows) and len(names) <= _KINDS
+    figure, axes = figure_of(2.6 + (0.7 + 0.25 * len(names) if panels else 0.0), rows=2 if panels else 1)
+    if panels:
+        shares = [100 * sum(row.zeros for row in some) / sum(row.weights for row in some) for some in grouped.values()]
+        places = range(len(names))
+        axes[0].barh(places, shares, color=[_COLOURS[place % len(_COLOURS)] for place in places], height=0.66)
+        axes[0].set_yticks(places, _short_names(names))
+        axes[0].invert_yaxis()
+        axes[0].set(xlabel="zeros, %", xlim=(0, 100))
+        axes[0].axvline(100 * report.sparsity, color=GREY, linestyle="--")
+        axes[0].grid(axis="y", visible=False)
+    depth = axes[-1]
+    for number, name in enumerate(names if panels else [""]):
+        at = [place for place, kind in enumerate(kinds) if not panels or kind == name]
+        colour = _COLOURS[number % len(_COLOURS)]
+        depth.plot(at, [100 * rows[place].sparsity for place in at], "o", color=colour, markersize=4.5)
+    depth.axhline(100 * report.sparsity, color=GREY, linestyle="--")
+    depth.set(xlabel="layer, in the order of the network", ylabel="zeros, %", ylim=(0, 103))
     return figure
 
 
-@drawn
-def seconds_by_layer(report: Report) -> Figure:
-    """Projection time of every layer."""
-    layers = report.best.layers
-    series = [("seconds", [layer.seconds for layer in layers], BLUE)]
-    label = "seconds" + (" before fine-tuning" if report.best.kind == "finetune" else "")
-    return _by_layer([layer.name for layer in layers], series, label)
+def kinds_of(names: list[str]) -> list[str]:
+    """The kind of each layer: its name without the numbers, from the part on that tells kinds apart."""
+    parts = [[part for part in name.split(".") if not part.isdigit()] or [name] for name in names]
+    depth = 1
+    if len({tuple(one[-1:]) for one in parts}) == 1:  # such as the "conv" of many modules
+        depth = 2
+    return [".".join(one[-depth:]) for one in parts]
 
 
 @drawn
@@ -194,9 +183,7 @@ def _by_layer(
     positions = list(range(len(names)))
     for name, values, colour in series:
         if named:
-            # A ring for the requested share stays visible around the point of the actual share.
-            look = {"markersize": 9, "markerfacecolor": "none"} if name == "asked" else {"markersize": 5.5}
-            axes.plot(values, positions, marker="o", linestyle="none", color=colour, label=name, **look)
+            axes.plot(values, positions, marker="o", linestyle="none", color=colour, label=name, markersize=5.5)
         else:
             axes.plot(positions, values, linewidth=1.3, color=colour, label=name)
     value_axis = "x" if named else "y"
@@ -209,8 +196,6 @@ def _by_layer(
         axes.set_ylabel(label)
     if positive:
         logarithmic(axes, value_axis)
-    elif label == "zeros, %":
-        axes.set(**{f"{value_axis}lim": (0, 100)})
     else:
         axes.set(**{f"{value_axis}lim": (0, None)})
     if len(series) > 1:

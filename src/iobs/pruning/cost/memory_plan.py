@@ -143,7 +143,7 @@ def _solving_bytes(layer: Layer, recipe: Recipe, grams: int) -> int:
     number = 4 if wide else 8
     squares = number * square * (grams * layer.groups + 1)
     matrices = (4 + number + (0 if wide else number)) * matrix
-    if _is_admm(recipe):
+    if is_admm(recipe):
         return squares + matrices + max((6 * 4) * square + 17 * matrix, 4 * square + 29 * matrix)
     return squares + matrices + 3 * number * square + (2 * number + 1) * matrix
 
@@ -156,7 +156,7 @@ def _products(layers: Sequence[Layer], tokens: int, recipe: Recipe) -> float:
     """
     schedule = SCHEDULES[recipe.solver.budget if isinstance(recipe.solver, ADMM) else "default"]
     iterations, stages = (schedule.iterations + schedule.refit + 1, schedule.stages + 1)
-    if not _is_admm(recipe):
+    if not is_admm(recipe):
         iterations, stages = 1, 2
     total = 0.0
     for layer in layers:
@@ -167,7 +167,7 @@ def _products(layers: Sequence[Layer], tokens: int, recipe: Recipe) -> float:
     return total
 
 
-def _is_admm(recipe: Recipe) -> bool:
+def is_admm(recipe: Recipe) -> bool:
     """Check that the solver is ADMM, whose memory and time differ from those of the others."""
     return recipe.solver == "admm" or isinstance(recipe.solver, ADMM)
 

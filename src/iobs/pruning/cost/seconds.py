@@ -24,7 +24,7 @@ from iobs.pruning.allocation.sensitivity import (
 from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.calibration.gram import POSITIONS
 from iobs.pruning.calibration.hooks import Args
-from iobs.pruning.cost.memory_plan import speed
+from iobs.pruning.cost.memory_plan import is_admm, speed
 from iobs.pruning.decisions.learning_rate import candidates, trial_steps
 from iobs.pruning.finetune.trainer import samples_a_step
 from iobs.pruning.forecast import Forecast, Part
@@ -38,6 +38,7 @@ from iobs.pruning.workspace import Decisions, Request
 _STEP_PASSES = 4  # cost of a gradient step in forward passes: one of the dense model, three for forward and backward
 _STEP_BUDGET = 1.25e13  # multiply-adds of all gradient steps: about five minutes on one core
 _SOLVE_CUBES = 60  # cost of a solve in products of (columns, columns) matrices, and in products with the weight matrix
+_OTHER_CUBES = 3  # the same for a solver without iterations
 _FAST_CUBES = 10  # the same for a solve of an error curve
 _OVERHEAD = 0.035  # seconds of a solve besides its products
 
@@ -94,7 +95,8 @@ def forecast(
     # A group of layers costs a pass of its own block along a chain, and otherwise half a pass of the whole model.
     passes = 1 + costs.inputs / (blocks if blocks else 2)
     one_pass = costs.forward * fit.samples / (1 - request.holdout)
-    solves = {layer.name: _solve_seconds(layer, costs, _SOLVE_CUBES) for layer in layers}
+    usual = _SOLVE_CUBES if is_admm(recipe) else _OTHER_CUBES
+    solves = {layer.name: _solve_seconds(layer, costs, usual) for layer in layers}
     grams = {layer.name: _gram_seconds(layer, costs, fit.samples * (2 * streams - 1)) for layer in layers}
     shared = streams * passes * one_pass / len(layers)
     seconds = {layer.name: shared + solves[layer.name] + grams[layer.name] for layer in layers}
@@ -110,7 +112,8 @@ def forecast(
 
 def _solve_seconds(layer: Layer, costs: Costs, cubes: float) -> float:
     """Seconds of a solve whose products cost as much as `cubes` products of (columns, columns) and of the weight."""
-    return _OVERHEAD + costs.multiply * cubes * sum(layer.shape) * layer.shape[1] ** 2
+    overhead = _OVERHEAD * min(1.0, cubes / _FAST_CUBES)
+    return overhead + costs.multiply * cubes * sum(layer.shape) * layer.shape[1] ** 2
 
 
 def _gram_seconds(layer: Layer, costs: Costs, samples: int) -> float:
@@ -140,7 +143,8 @@ def _allocation_parts(
     )
     by_damage = allocation.by_damage or allocation.criterion == "auto"
     passes = damage_passes(len(layers), probe) if by_damage else PROBE
-    solves = sum(_solve_seconds(layer, costs, _FAST_CUBES) for layer in layers)
+    cubes = _FAST_CUBES if is_admm(request.recipe) else _OTHER_CUBES
+    solves = sum(_solve_seconds(layer, costs, cubes) for layer in layers)
     curves = min(1.0, CURVE_TOKENS / (positions * fit.samples)) * sweep + CURVE_LEVELS * solves + passes * costs.forward
     parts = [Part("error curves of layers", len(layers), curves / len(layers), once=True)]
     if searched and allocation.generations:

@@ -1,0 +1,128 @@
+"""Samples with the outputs of the dense and of the pruned model: continued text, or pictures with predicted labels."""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from iobs.pruning.callbacks import Callback
+from iobs.pruning.report import Report, Sample
+from iobs.pruning.samples import batches as data_batches
+from iobs.pruning.samples.batches import REFUSALS, Batch
+from iobs.pruning.samples.outputs import logits, targets
+
+_PICTURES, _TEXTS = 8, 2  # samples that are shown
+_PROMPT, _MOST_TOKENS, _FEWEST_TOKENS = 24, 40, 4
+_SECONDS = 10.0  # time for the continuations of one model; slow models continue for fewer tokens
+_SIDE = 96  # pixels of a picture's longer side
+
+
+class BeforeAfter(Callback):
+    """Adds samples with the outputs of both models to the report of a run.
+
+    Token ids are continued by the most likely tokens, if there is a tokenizer. Pictures get the predicted classes.
+    Other data, and models that are not entirely in memory, give no samples.
+
+    Args:
+        batches: the first batch is used.
+        tokenizer: decodes token ids; None: no texts.
+    """
+
+    def __init__(self, batches: Sequence[Batch], tokenizer: Any = None) -> None:
+        self._batch = batches[0] if batches else None
+        self._tokenizer = tokenizer
+        self._model: nn.Module | None = None
+        self._length = 0  # tokens of a continuation
+        self._dense: list[str] = []
+
+    def on_start(self, model: nn.Module, layers: Sequence[str], rounds: int) -> None:
+        """Store the outputs of the dense model."""
+        self._model = None if any(parameter.is_meta for parameter in model.parameters()) else model
+        self._dense = self._outputs()
+
+    def on_end(self, report: Report) -> None:
+        """Add the samples to the report."""
+        for number, (dense, pruned) in enumerate(zip(self._dense, self._outputs(), strict=False)):
+            shown, label = self._shown(number)
+            report.samples.append(Sample(shown, dense, pruned, label))
+
+    @property
+    def _tokens(self) -> Tensor | None:
+        given = None if self._batch is None else data_batches.inputs(self._batch)
+        tokens = given.get("input_ids") if isinstance(given, Mapping) else None
+        return tokens if isinstance(tokens, Tensor) and tokens.ndim == 2 else None
+
+    @property
+    def _pictures(self) -> Tensor | None:
+        given = None if self._batch is None else data_batches.inputs(self._batch)
+        pixels = given.get("pixel_values") if isinstance(given, Mapping) else given
+        is_picture = isinstance(pixels, Tensor) and pixels.ndim == 4 and pixels.shape[1] in (1, 3)
+        return pixels if is_picture and isinstance(pixels, Tensor) else None
+
+    @torch.no_grad()
+    def _outputs(self) -> list[str]:
+        """The outputs of the present model for the samples."""
+        if self._model is None or self._batch is None:
+            return []
+        try:
+            if self._tokens is not None and self._tokenizer is not None:
+                prompts = self._tokens[:_TEXTS, :_PROMPT]
+                return [self._decoded(self._continued(self._model, prompt)) for prompt in prompts]
+            if self._pictures is not None:
+                rows = torch.arange(min(_PICTURES, len(self._pictures)))
+                values = logits(data_batches.forward(self._model, data_batches.take(self._batch, rows)))
+                if values.ndim == 2 and values.shape[1] > 1:
+                    return [self._name(int(best)) for best in values.argmax(1)]
+        except REFUSALS:  # a model of another kind; a sample is no reason to stop a run
+            pass
+        return []
+
+    def _continued(self, model: nn.Module, prompt: Tensor) -> Tensor:
+        """The most likely next tokens after a prompt, (tokens,)."""
+        tokens = prompt[None].to(next(model.parameters()).device)
+        for _ in range(self._length or _MOST_TOKENS):
+            began = time.monotonic()
+            values = logits(model(input_ids=tokens))
+            tokens = torch.cat([tokens, values[:, -1].argmax(-1, keepdim=True)], 1)
+            if not self._length:  # both models continue for the same number of tokens
+                affordable = int(_SECONDS / _TEXTS / max(1e-6, time.monotonic() - began))
+                self._length = min(_MOST_TOKENS, max(_FEWEST_TOKENS, affordable))
+        return tokens[0, len(prompt) : len(prompt) + self._length]
+
+    def _decoded(self, tokens: Tensor) -> str:
+        return str(self._tokenizer.decode(tokens.tolist()))
+
+    def _name(self, number: int) -> str:
+        """The name of a class, or its number."""
+        names = getattr(getattr(self._model, "config", None), "id2label", None) or {}
+        return str(names.get(number, number))
+
+    def _shown(self, number: int) -> tuple[str, str | None]:
+        """The input of a sample as it is shown, and its label."""
+        assert self._batch is not None
+        if self._tokens is not None:
+            return self._decoded(self._tokens[number, :_PROMPT]), None
+        assert self._pictures is not None
+        wanted = targets(self._batch)
+        known = wanted is not None and wanted.ndim == 1 and not wanted.is_floating_point()
+        return as_png(self._pictures[number]), self._name(int(wanted[number])) if known and wanted is not None else None
+
+
+def as_png(picture: Tensor) -> str:
+    """A picture (channels, height, width) as the address of a PNG; its values are scaled to the range of colours."""
+    from PIL import Image
+
+    values = picture.detach().float().cpu()
+    low, high = values.min(), values.max()
+    pixels = ((values - low) / (high - low).clamp_min(1e-12) * 255).byte().permute(1, 2, 0).numpy()
+    image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    image.thumbnail((_SIDE, _SIDE))
+    buffer = io.BytesIO()
+    image.save(buffer, "png")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

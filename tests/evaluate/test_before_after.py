@@ -1,0 +1,57 @@
+"""Samples with the outputs of both models, in the report of a run."""
+
+import base64
+import io
+from types import SimpleNamespace
+
+import families
+import menagerie
+import torch
+from PIL import Image
+
+import iobs
+from iobs.evaluate import BeforeAfter
+
+OPTIONS = {"solver": "magnitude", "holdout": 0.0}
+
+
+def test_pictures_have_the_labels_of_both_models():
+    model, batches = menagerie.build("convolutional")
+    data = [(pixels, torch.arange(len(pixels)) % 4) for pixels in batches]
+    expected = model(data[0][0]).argmax(1).tolist()
+    report = iobs.prune(model, data, 0.9, "one-shot", callbacks=[BeforeAfter(data)], **OPTIONS)
+    assert [one.dense for one in report.samples] == [str(one) for one in expected]
+    assert [one.pruned for one in report.samples] == [str(one) for one in model(data[0][0]).argmax(1).tolist()]
+    assert [one.label for one in report.samples] == [str(number % 4) for number in range(8)]
+    with Image.open(io.BytesIO(base64.b64decode(report.samples[0].shown.split(",")[1]))) as image:
+        assert image.size == (8, 8)
+
+
+def test_text_is_continued_by_both_models():
+    model, data = families.build("llama")
+    tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens)))
+    before = [value.clone() for value in model.parameters()]
+    report = iobs.prune(model, data, 0.9, "one-shot", callbacks=[BeforeAfter(data, tokenizer)], **OPTIONS)
+    assert len(report.samples) == 2
+    first = report.samples[0]
+    assert first.shown == " ".join(map(str, data[0]["input_ids"][0, :24].tolist()))
+    after = model(input_ids=data[0]["input_ids"][:1, :24]).logits[0, -1].argmax()
+    assert first.pruned.split()[0] == str(int(after))
+    with torch.no_grad():
+        for value, old in zip(model.parameters(), before, strict=True):
+            value.copy_(old)
+    dense = model(input_ids=data[0]["input_ids"][:1, :24]).logits[0, -1].argmax()
+    assert first.dense.split()[0] == str(int(dense))
+
+
+def test_other_data_and_streamed_models_give_no_samples(tmp_path):
+    model, data = menagerie.build("perceptron")
+    assert not iobs.prune(model, data, 0.5, "one-shot", callbacks=[BeforeAfter(data)], **OPTIONS).samples
+    families.saved("llama", tmp_path / "model")
+    batches = families.language_batches()
+    tokenizer = SimpleNamespace(decode=str)
+    shown = BeforeAfter(batches, tokenizer)
+    report = families.prune_directory(
+        tmp_path / "model", tmp_path / "out", batches, solver="magnitude", callbacks=[shown]
+    )
+    assert not report.samples
