@@ -44,6 +44,7 @@ MODULES = {
         "workspace",
         "decisions",
         "baselines",
+        "reconstruction",
         "cost",
         "algorithm",
         "driver",

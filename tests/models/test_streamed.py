@@ -36,7 +36,7 @@ def test_unpruned_tensors_are_copied_bit_for_bit(tmp_path):
 def test_settings_for_the_whole_network_are_refused(tmp_path):
     families.saved("llama", tmp_path / "model")
     arguments = tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4)
-    settings = {"rounds": 3, "allocation": "kl", "batch_norm": "update", "target": "dense", "inputs": "dense"}
+    settings = {"rounds": 3, "allocation": "kl", "batch_norm": "update", "target": "model", "inputs": "dense"}
     settings |= {"finetune": iobs.FineTune(), "solver": "chita"}
     for name, value in settings.items():
         with pytest.raises(ProblemError, match=f"^{name}: not with one block in memory"):

@@ -17,6 +17,7 @@ from iobs.cli import app
 from iobs.errors import DistributedError, ModelError, OutputError
 from iobs.models import load
 from iobs.models.streamed_store import StreamedStore, reserve, spilled
+from iobs.pruning.recipe import BlockFit
 from iobs.pruning.runtime import memory
 from iobs.pruning.runtime import ranks as distributed
 from iobs.report import read_report
@@ -41,6 +42,33 @@ def test_prune_directory_equals_pruning_in_memory(name, tmp_path):
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert not list(tmp_path.glob(".*"))
+
+
+FITTED = {"steps": 8, "between": 2, "lr": 1e-2}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"target": "residual"}),
+        ("gpt2", {"target": "residual"}),
+        ("gpt2", {"target": "dense", "bias": "refit"}),
+        ("llama", {"target": "residual", "blocks": BlockFit(**FITTED)}),
+        ("gpt2", {"target": "residual", "blocks": BlockFit(**FITTED, window=1, last="mse")}),
+        ("llama", {"target": "residual", "blocks": BlockFit(**FITTED, network_steps=6, network_lr=1e-3)}),
+    ],
+)
+def test_streamed_reconstruction_equals_reconstruction_in_memory(name, options, tmp_path):
+    families.saved(name, tmp_path / "model")
+    model, data = load(tmp_path / "model").module, families.language_batches(count=4)
+    same = {**options, "arithmetic": torch.bfloat16, "holdout": 0.25}
+    report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **same)
+    iobs.prune(model, data, 0.5, "one-shot", holdout=0.25, **options)
+    model.save_pretrained(tmp_path / "whole")
+    assert report.zeros / report.weights >= 0.5
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
 
 
 def test_prune_directory_uses_heldout_and_keeps_zeros(tmp_path):

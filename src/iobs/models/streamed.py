@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from iobs.models.shards import Entry, read_entries
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.pruning.calibration.blocks import Block, inside
 from iobs.pruning.coverage import Reason
-from iobs.pruning.network.layers import Layer, find_layers
+from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import Selection, select
 from iobs.pruning.store import Names
 
@@ -124,6 +125,15 @@ class StreamedModel:
         widest = _widest(dtypes) if dtypes else torch.float32
         return cls(directory, module, blocks, place, arithmetic or _native(widest, place), surplus)
 
+    def dense_copy(self) -> StreamedModel:
+        """The same files with a module of its own, whose matrices outside the blocks are shared; blocks are empty.
+
+        Vectors such as the scale of the last norm are copied, since a reconstruction changes them.
+        """
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        shared = {id(value): value for value in tensors if value.ndim > 1 or value.is_meta}
+        return replace(self, module=copy.deepcopy(self.module, shared))
+
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
         """Choose the layers to prune, all of them inside blocks.
 
@@ -159,9 +169,9 @@ class StreamedModel:
             for name, parameter in holder._parameters.items():
                 holder._parameters[name] = None if parameter is None else nn.Parameter(parameter.to("meta"), False)
 
-    def rounded(self, layer: Layer, weight: Tensor) -> Tensor:
-        """A weight, rounded to the dtype of the layer in its file."""
-        return weight.to(self.directory.entries[layer.key].dtype)
+    def rounded(self, name: str, value: Tensor) -> Tensor:
+        """A parameter, rounded to its dtype in the files."""
+        return value.to(self.directory.entries[name].dtype)
 
 
 def _widest(stored: Mapping[str, torch.dtype]) -> torch.dtype:

@@ -5,31 +5,27 @@ The source's files are read tensor by tensor, and the output's files are written
 
 from __future__ import annotations
 
-import errno
-import os
-import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.errors import ModelError, ProblemError, first_line
-from iobs.models.companions import REPORTS, copy_companions
+from iobs.models.block_writer import BlockWriter
 from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import check_output, expanded, output_directory
-from iobs.models.shards import ShardWriter
+from iobs.models.spill import reserve, spilled
 from iobs.models.streamed import StreamedModel
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.calibration.blocks import Block, inside
-from iobs.pruning.cost.memory_plan import Plan, plan
+from iobs.pruning.cost.memory_plan import Plan, held_blocks, plan
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe
@@ -38,6 +34,27 @@ from iobs.pruning.runtime.memory import MemoryWatch, giving_memory_back
 from iobs.pruning.runtime.ranks import require_alone
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Names, Store
+
+__all__ = ["BlockWriter", "StreamedStore", "reserve", "spilled", "without_weights"]
+
+
+@dataclass
+class _Run:
+    """State of the only run of a store.
+
+    Attributes:
+        recipe: of the run.
+        patterns: of every layer.
+        pruned: layers that have been pruned.
+        changed: other parameters of the blocks in memory that were changed.
+        rows: zeros of the layers whose blocks were written.
+    """
+
+    recipe: Recipe = field(default_factory=Recipe)
+    patterns: dict[Layer, Pattern] = field(default_factory=dict)
+    pruned: set[Layer] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
+    rows: list[AuditRow] = field(default_factory=list)
 
 
 class StreamedStore(Store):
@@ -64,9 +81,8 @@ class StreamedStore(Store):
         self.streamed, self.output = streamed, output
         self.arithmetic = streamed.arithmetic
         self.folder = output
-        self._patterns: dict[Layer, Pattern] = {}
-        self._pruned: set[Layer] = set()
-        self._rows: list[AuditRow] = []
+        self._run = _Run()
+        self._dense: StreamedModel | None = None  # the same blocks of the dense model, if the recipe compares with them
         self._ready = False  # for its only run, which lets the weights outside the blocks go
 
     @classmethod
@@ -112,7 +128,7 @@ class StreamedStore(Store):
         with giving_memory_back(), output_directory(self.output, replaceable) as folder:
             self.folder, self._ready = folder, True
             yield
-            require_promised(audit(folder), self._rows, self.output)
+            require_promised(audit(folder), self._run.rows, self.output)
 
     @property
     def device(self) -> torch.device:
@@ -129,6 +145,7 @@ class StreamedStore(Store):
         if not self._ready:
             raise ProblemError("A streamed store takes one run, in the context of its `open`; open another one.")
         self.require_streamable(recipe)
+        self._run.recipe = recipe
 
     @staticmethod
     def require_streamable(recipe: Recipe) -> None:
@@ -138,15 +155,17 @@ class StreamedStore(Store):
             ProblemError: names the settings.
         """
         usual = Recipe()
-        whole = ("allocation", "target", "inputs", "rounds", "finetune", "batch_norm")
+        whole = ("allocation", "inputs", "rounds", "finetune", "batch_norm")
         names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
+        if recipe.target == "model":
+            names.append("target")
         if recipe.network_solver is not None:
             names.append("solver")
         if names:
             raise ProblemError(
                 f"{', '.join(names)}: not with one block in memory at a time yet, because the whole model would be "
-                'needed. Take the recipe "one-shot" and its solver, refine, damping, rules and keep_zeros, or prune in '
-                "memory."
+                'needed. Take the recipe "one-shot" and its solver, refine, damping, target, bias, blocks, rules and '
+                "keep_zeros, or prune in memory."
             )
 
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
@@ -175,7 +194,9 @@ class StreamedStore(Store):
     @contextmanager
     def running(self, patterns: Mapping[Layer, Pattern], memory: MemoryWatch) -> Iterator[None]:
         """Open the output's files for a run, and measure memory continuously."""
-        self._patterns, self._ready = dict(patterns), False
+        self._run.patterns, self._ready = dict(patterns), False
+        if self._run.recipe.target != "layer" or self._run.recipe.blocks is not None:
+            self._dense = self.streamed.dense_copy()
         with ExitStack() as stack:
             self._spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.folder)))
             self._writer = stack.enter_context(BlockWriter(self.streamed, self.folder))
@@ -192,37 +213,78 @@ class StreamedStore(Store):
         if 0 <= stage < len(self.streamed.blocks):
             block = self.streamed.blocks[stage]
             self.streamed.load(block)
-            require_finite(self.model, [layer for layer in self._patterns if inside(layer, block.path)])
+            if self._dense is not None:
+                self._dense.load(block)
+            require_finite(self.model, [layer for layer in self._run.patterns if inside(layer, block.path)])
 
     def leave(self, stage: int) -> None:
         """Write a block to the output and drop it; after the stage before the blocks, drop the weights outside them."""
-        if stage < 0:
+        if stage < 0 and self._run.recipe.blocks is None:  # a reconstruction runs the head
             self.streamed.drop_outside()
+            if self._dense is not None:
+                self._dense.drop_outside()
+        elif stage < 0:
+            return
         elif stage < len(self.streamed.blocks):
             block = self.streamed.blocks[stage]
-            written = {layer: pattern for layer, pattern in self._patterns.items() if layer in self._pruned}
+            written = {layer: pattern for layer, pattern in self._run.patterns.items() if layer in self._run.pruned}
             written = {layer: pattern for layer, pattern in written.items() if inside(layer, block.path)}
-            self._rows += audit_layers(self.model, written)
-            self._writer.block(block, {layer.key for layer in written})
+            self._run.rows += audit_layers(self.model, written)
+            changed = {name for name in self._run.changed if name.startswith(f"{block.path}.")}
+            self._run.changed -= changed
+            self._writer.block(block, {layer.key for layer in written} | changed)
             self.streamed.drop(block)
+            if self._dense is not None:
+                self._dense.drop(block)
+
+    def release(self, stage: int) -> None:
+        """Drop a block without writing it."""
+        if 0 <= stage < len(self.streamed.blocks):
+            self.streamed.drop(self.streamed.blocks[stage])
+            if self._dense is not None:
+                self._dense.drop(self.streamed.blocks[stage])
 
     def keep(self, index: int, hidden: Tensor) -> Tensor:
         """Put the hidden state of a batch into a mapped file, or leave it on a GPU."""
         return spilled(self._spill / f"{index}.hidden", hidden) if self.device.type == "cpu" else hidden
 
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Put a tensor into a mapped file of its own until the end of the run, or leave it on a GPU."""
+        if self.device.type != "cpu":
+            return tensor
+        return spilled(self._spill / f"{len([*self._spill.iterdir()])}.held", tensor)
+
     # ---- weights
+    @property
+    def dense_model(self) -> nn.Module | None:
+        """The dense model with the same blocks in memory, if the recipe needs it."""
+        return None if self._dense is None else self._dense.module
+
     def dense(self, layer: Layer) -> Tensor | None:
-        """None: the current weights of a layer are the dense ones."""
-        return None
+        """The dense weights of a layer in memory; None without a dense model: the current weights are still dense."""
+        return None if self._dense is None else layer.read(self._dense.module)
+
+    def dense_tensor(self, name: str) -> Tensor | None:
+        """A dense parameter in memory; None without a dense model."""
+        return None if self._dense is None else self._dense.module.get_parameter(name).detach()
+
+    def write_tensor(self, name: str, value: Tensor) -> None:
+        """Write a parameter into the model, rounded to its dtype in the files; outside the blocks also to its file."""
+        rounded = self.streamed.rounded(name, value)
+        super().write_tensor(name, rounded)
+        if any(name.startswith(f"{block.path}.") for block in self.streamed.blocks):
+            self._run.changed.add(name)
+        else:
+            self._writer.put(name, rounded)
 
     def write(self, layer: Layer, weight: Tensor) -> None:
         """Write a layer's pruned weights into the model, rounded to the dtype of its file."""
-        self._pruned.add(layer)
-        super().write(layer, self.streamed.rounded(layer, weight))
+        self._run.pruned.add(layer)
+        super().write(layer, self.streamed.rounded(layer.key, weight))
 
     def put(self, layer: Layer, tensor: Tensor) -> None:
         """Write a layer's stored tensor from a checkpoint into the model."""
-        self._pruned.add(layer)
+        self._run.pruned.add(layer)
         super().put(layer, tensor)
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -238,7 +300,7 @@ class StreamedStore(Store):
 
     def audit(self, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
         """The zeros of every pruned layer, counted when its block was written."""
-        return self._rows
+        return self._run.rows
 
     # ---- cost of a run
     def plan(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float) -> Plan:
@@ -247,16 +309,19 @@ class StreamedStore(Store):
         model_bytes = sum(entry.bytes for entry in entries.values())
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]
         numbers = [sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks]
+        held = held_blocks(recipe)
+        outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
         return plan(
             layers=selection.layers,
-            block_bytes=itemsize * max(numbers),
-            outside_bytes=model_bytes - sum(entry.bytes for block in blocks for entry in block),
+            block_bytes=held.bytes(max(numbers), itemsize),
+            outside_bytes=0 if recipe.blocks is not None else outside,
             model_bytes=model_bytes,
             batches=batches,
             recipe=recipe,
             holdout=holdout,
             itemsize=itemsize,
             device=self.device,
+            held=held,
         )
 
     def require_room(self, plan: Plan) -> None:
@@ -266,82 +331,6 @@ class StreamedStore(Store):
             OutputError: the disk has too little room.
         """
         check_output(self.output, needed_bytes=plan.model_bytes + plan.spilled_bytes)
-
-
-def reserve(file: Path, size: int) -> None:
-    """Create a file of `size` bytes with its space on the disk reserved.
-
-    Without the reservation, writing into a mapped file kills the process if the disk is full.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    with file.open("wb") as opened:
-        if sys.platform != "linux" or not size:
-            return
-        try:
-            os.posix_fallocate(opened.fileno(), 0, size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # raised by file systems without reservations
-                raise
-
-
-def spilled(file: Path, hidden: Tensor) -> Tensor:
-    """A copy of a tensor in a file that is mapped into memory, so that it takes no anonymous memory."""
-    reserve(file, hidden.numel() * hidden.element_size())
-    kept = torch.from_file(str(file), shared=True, size=hidden.numel(), dtype=hidden.dtype)
-    return kept.reshape(hidden.shape).copy_(hidden)
-
-
-@dataclass
-class BlockWriter:
-    """Write the files of the pruned model block by block, in the layout of the source's files.
-
-    Args:
-        streamed: the model and the source's files.
-        directory: of the written files.
-
-    Attributes:
-        zeros: number of zeros of every written parameter, by name; a shared parameter has one name.
-    """
-
-    streamed: StreamedModel
-    directory: Path
-    zeros: dict[str, int] = field(default_factory=dict)
-
-    def __enter__(self) -> BlockWriter:
-        source, module = self.streamed.directory, self.streamed.module
-        first = {id(parameter): name for name, parameter in module.named_parameters()}
-        parameters = module.named_parameters(remove_duplicate=False)
-        self.names = {name: first[id(parameter)] for name, parameter in parameters}
-        copy_companions(source.path, self.directory, keep_index=True, leave=REPORTS)
-        self.writers = {
-            file: ShardWriter(self.directory / file.name, entries, source.metadata[file])
-            for file, entries in source.shards.items()
-        }
-        inner = {name for block in self.streamed.blocks for name in self.streamed.names(block)}
-        for name, tensor in source.read([name for name in source.entries if name not in inner]):
-            self._put(name, tensor)
-        return self
-
-    def block(self, block: Block, pruned: set[str]) -> None:
-        """Write a block: pruned tensors from memory, the others bit for bit from the source."""
-        source, state = self.streamed.directory, self.streamed.module.state_dict()
-        for name in pruned:
-            self._put(name, state[name].to(source.entries[name].dtype))
-        for name, tensor in source.read([name for name in self.streamed.names(block) if name not in pruned]):
-            self._put(name, tensor)
-
-    def _put(self, name: str, tensor: Tensor) -> None:
-        if name in self.names:
-            self.zeros[self.names[name]] = int((tensor == 0).sum())
-        for file, entries in self.streamed.directory.shards.items():
-            if name in entries:
-                self.writers[file].put(name, tensor)
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        for writer in self.writers.values():
-            writer.opened.close() if kind else writer.close()
 
 
 def without_weights(path: Path) -> LoadedModel:

@@ -21,6 +21,7 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     workspace    the state of one run
     decisions    choices of the run itself: sparsities, rounds, learning rates
     baselines    published one-shot pruners of a whole model
+    reconstruction  gradient steps on one or two blocks towards the dense outputs
     cost         time and memory that a run will take
     algorithm    Algorithm 2: the loop over rounds and layers
     driver       iobs.prune

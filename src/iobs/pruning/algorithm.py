@@ -25,7 +25,7 @@ from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
 from iobs.pruning.calibration.gram import by_magnitude
 from iobs.pruning.calibration.scores import metric
-from iobs.pruning.calibration.sweep import Group, Sweep
+from iobs.pruning.calibration.sweep import Group, Moments, Sweep
 from iobs.pruning.cost.seconds import affordable, forecast, measured_costs
 from iobs.pruning.coverage import Coverage, Reason
 from iobs.pruning.decisions.learning_rate import candidates, decide_rates
@@ -40,6 +40,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import update_batch_norm
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import FineTune
+from iobs.pruning.reconstruction.walk import Walk, in_steps
 from iobs.pruning.report import (
     AllocationRecord,
     AuditRow,
@@ -94,12 +95,15 @@ def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None
     else:
         masters = {} if trainer is None else trainer.masters
         projection = Projection(
-            work.store, patterns, recipe, index, work.checkpoint, work.ranks, masters, work.callbacks
+            work.store, patterns, recipe, index, work.checkpoint, work.ranks, masters, work.callbacks, work.biases
         )
         sweep = sweep_of(work, samples, index)
-        for group in sweep.groups():
-            projection.project(group)
-            work.memory.look()
+        if recipe.blocks is not None and sweep.chain:
+            Walk(work, sweep, projection, recipe.blocks).run()
+        else:
+            for group in sweep.groups():
+                projection.project(group)
+                work.memory.look()
         handle_layers_without_input(work, projection, sweep.without_input)
         record = projection.record
         note_pruning_by_magnitude(work, record)
@@ -230,18 +234,24 @@ def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:
     rounds, recipe = work.decided.rounds, work.recipe
     dense = index == 0 or (index == 1 and rounds.schedule == "cubic")  # no gradient step yet
     teacher = None if work.scoring is None else TARGETS[recipe.target].teacher(work.scoring, dense)
-    if teacher is None and recipe.inputs == "dense":
+    if recipe.blocks is not None:
+        samples, heldout = in_steps(samples, recipe.blocks), in_steps(work.heldout, recipe.blocks)
+    else:
+        heldout = work.heldout
+    if work.scoring is None:
+        teacher = work.store.dense_model
+    elif teacher is None and (recipe.inputs == "dense" or (recipe.blocks is not None and work.chain)):
         assert work.scoring is not None
         teacher = work.scoring.reference
     return Sweep(
         work.store.model,
         samples,
-        work.heldout,
+        heldout,
         work.selection.layers,
         work.chain,
         teacher,
         dense_inputs=recipe.inputs == "dense",
-        seed=work.request.seed + index,
+        moments=Moments(work.request.seed + index, means=recipe.refits_biases, drift=TARGETS[recipe.target].drift),
         ranks=work.ranks,
         residency=work.store,
     )

@@ -49,6 +49,11 @@ class Store(InMemory):
         """The device that the model computes on."""
         return next(self.model.parameters()).device
 
+    @property
+    def dense_model(self) -> nn.Module | None:
+        """The dense model beside the model, if the store holds one; models in memory are copied by `Scoring`."""
+        return None
+
     # ---- before the run
     def require_possible(self, recipe: Recipe) -> None:
         """Check that the recipe works with the part of the model that is in memory at one time.
@@ -112,9 +117,17 @@ class Store(InMemory):
         """The layer's weights in the dense model, (rows, columns); None if the current weights are still dense."""
         return layer.matrix(self._original[layer.key])
 
+    def dense_tensor(self, name: str) -> Tensor | None:
+        """A parameter of the dense model by name; None if the current parameter is still dense."""
+        return self._original[name]
+
     def write(self, layer: Layer, weight: Tensor) -> None:
         """Write a layer's pruned weights, (rows, columns)."""
         layer.write(self.model, weight)
+
+    def write_tensor(self, name: str, value: Tensor) -> None:
+        """Write a parameter that changes besides the pruned weights, such as a bias."""
+        self.model.get_parameter(name).detach().copy_(value)
 
     def put(self, layer: Layer, tensor: Tensor) -> None:
         """Write a layer's tensor from a checkpoint, in the shape and dtype of the parameter."""

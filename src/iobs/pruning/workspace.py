@@ -18,7 +18,7 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.finetune.scoring import Scoring
 from iobs.pruning.finetune.trainer import Trainer, differentiable, samples_a_step
-from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.layers import Layer, biases_of
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import FineTune, Recipe, Rounds
 from iobs.pruning.recipe.text import described, plain_pattern
@@ -128,8 +128,9 @@ class Workspace:
         tuned = recipe.finetune is not None and recipe.finetune.lr == "auto"
         self.decided = Decisions(recipe.rounds, recipe.finetune, tuned)
         steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
-        everything = any(step.parameters == "all" for step in steps)
-        self.store.remember(None if everything else {layer.key for layer in self.selection.layers})
+        everything = recipe.blocks is not None or any(step.parameters == "all" for step in steps)
+        changed = {*(layer.key for layer in self.selection.layers), *self.biases.values()}
+        self.store.remember(None if everything else changed)
         self.scoring = None
         if self.store.whole and recipe.compares:
             self.scoring = Scoring(
@@ -168,6 +169,14 @@ class Workspace:
     def ranks(self) -> Ranks:
         """The processes of this run."""
         return current()
+
+    @property
+    def biases(self) -> dict[Layer, str]:
+        """The biases that a projection refits: parameter names by layer, without parameters that the user froze."""
+        if not self.recipe.refits_biases:
+            return {}
+        found = biases_of(self.store.model, self.selection.layers)
+        return {layer: name for layer, name in found.items() if name not in self.frozen}
 
     @property
     def chain(self) -> list[Block]:

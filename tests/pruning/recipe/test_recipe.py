@@ -116,7 +116,7 @@ def test_yaml_of_a_function_is_refused():
         ("solver: {block: 3}", "needs a name"),
         ("solver: {name: sparsegpt, wish: 3}", "does not take these options"),
         ("solver: {name: sparsegpt, block: 0}", "block must be a whole number of at least 1"),
-        ("target: wish", 'target must be one of "layer", "dense", "model"'),
+        ("target: wish", 'target must be one of "layer", "dense", "residual", "model"'),
         ("rules: {match: a}", "rules must be a list"),
         ("rules: [{pattern: 0.5}]", "key match"),
         ("rules: [{match: a}]", "changes nothing"),

@@ -20,7 +20,7 @@ from iobs.pruning.allocation.response import Trial, common_response
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Statistics, relative_output_error
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
-from iobs.pruning.calibration.sweep import Sweep
+from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe.allocation import Allocation
 from iobs.pruning.report import AllocationRecord
@@ -132,7 +132,8 @@ class Planner:
         levels = sorted({min(level * density, _DENSEST) for level in _LEVELS})
         tried = {min(level * density, _DENSEST) for level in _TRIAL_LEVELS} if allocation.by_damage else set()
         calibration, heldout = (part.first(part.samples, CURVE_TOKENS) for part in (self.fit, self.evaluation))
-        sweep = Sweep(self.model, calibration, heldout, self.layers, self.chain, seed=self.seed, positions=_POSITIONS)
+        moments = Moments(self.seed, _POSITIONS)
+        sweep = Sweep(self.model, calibration, heldout, self.layers, self.chain, moments=moments)
         for group in sweep.groups():
             statistics = group.statistics()
             for layer in group.layers:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from iobs.pruning.calibration.moments import Drift, Means
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.runtime.ranks import Ranks
 
 POSITIONS = 64  # output positions per sample that enter the Gram of a convolution; more gave no visible gain
 EXPERT_TOKENS = 16  # an expert with fewer tokens has no usable Hessian
 _CHUNK = 8192  # rows of one float32 product; sums over chunks are float64
+_CONSTANT = 1e-6  # share of a second moment below which a variance is rounding
 WIDE = 4096  # columns from which finished Grams are float32: half the memory, and the dtype in which solvers search
 
 
@@ -39,6 +42,19 @@ def input_rows(layer: Layer, module: nn.Module, value: Tensor, positions: Tensor
     picked: Tensor = windows[(slice(None), slice(None), *index)]  # type: ignore[index]  # (samples, channels, positions, *kernel)
     picked = picked.movedim(2, 1).reshape(len(picked) * len(positions), layer.groups, -1)
     return picked.movedim(1, 0)
+
+
+def output_rows(layer: Layer, value: Tensor, positions: Tensor | None) -> Tensor:
+    """A tensor in the layout of a layer's output, as the rows that belong to `input_rows`.
+
+    Returns:
+        (groups, count, rows of a group).
+    """
+    rows = layer.shape[0]
+    if positions is not None:
+        value = value if value.ndim > 2 and value.shape[1] == rows else value[None]  # a single sample
+        value = value.flatten(2)[..., positions].movedim(2, 1)
+    return value.reshape(-1, layer.groups, rows // layer.groups).movedim(1, 0)
 
 
 def _windows(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, value: Tensor) -> Tensor:
@@ -79,26 +95,50 @@ class Gram:
         cross: D X^T, or None without dense inputs.
         dense: D D^T, or None without dense inputs.
         count: number of samples (columns of X).
+        means: mean inputs, or None.
+        drift: moments of the drift of the residual that the layer adds to, or None.
     """
 
     own: Tensor
     cross: Tensor | None = None
     dense: Tensor | None = None
     count: int = 0
+    means: Means | None = None
+    drift: Drift | None = None
 
     @classmethod
-    def empty(cls, layer: Layer, device: torch.device, with_dense: bool) -> Gram:
-        """A Gram of no samples, with zeros of the layer's size."""
+    def empty(
+        cls, layer: Layer, device: torch.device, with_dense: bool, means: bool = False, drift: bool = False
+    ) -> Gram:
+        """A Gram of no samples, with zeros of the layer's size.
+
+        Args:
+            layer: the layer.
+            device: of the tensors.
+            with_dense: there are dense inputs.
+            means: compute the means of the inputs.
+            drift: compute the moments of the residual's drift; needs dense inputs.
+        """
 
         def zeros() -> Tensor:
             columns = layer.shape[1]
             return torch.zeros(layer.groups, columns, columns, dtype=torch.float64, device=device)
 
-        return cls(zeros(), zeros() if with_dense else None, zeros() if with_dense else None)
+        found = cls(zeros(), zeros() if with_dense else None, zeros() if with_dense else None)
+        found.means = Means.empty(found.own, with_dense) if means else None
+        found.drift = Drift.empty(found.own, layer.shape[0]) if drift else None
+        return found
 
-    def add(self, rows: Tensor, dense: Tensor | None = None) -> None:
-        """Add samples: the layer's inputs and their dense inputs, both (groups, count, columns), in the same order."""
+    def add(self, rows: Tensor, dense: Tensor | None = None, drift: Tensor | None = None) -> None:
+        """Add samples: the layer's inputs, their dense inputs and the drift of the residual, in the same order.
+
+        Inputs are (groups, count, columns), the drift is (groups, count, rows of a group).
+        """
         self.count += rows.shape[1]
+        if self.means is not None:
+            self.means.add(rows, dense)
+        if self.drift is not None and dense is not None and drift is not None:
+            self.drift.add(drift.float(), rows, dense)
         _accumulate(self.own, rows, rows)
         if self.cross is not None and self.dense is not None and dense is not None:
             _accumulate(self.cross, dense, rows)
@@ -106,13 +146,18 @@ class Gram:
 
     def unpair(self) -> None:
         """Discard the dense inputs, because some samples had none."""
-        self.cross = self.dense = None
+        self.cross = self.dense = self.drift = None
+        if self.means is not None:
+            self.means.dense = None
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add up the samples of all ranks, in place."""
         for tensor in (self.own, self.cross, self.dense):
             if tensor is not None:
                 ranks.sum(tensor)
+        for moments in (self.means, self.drift):
+            if moments is not None:
+                moments.sum_over(ranks)
         count = torch.tensor(self.count, device=self.own.device)
         ranks.sum(count)
         self.count = int(count)
@@ -124,6 +169,29 @@ class Gram:
             if total is not None and self.count:
                 total /= self.count
                 setattr(self, name, total.float() if total.shape[-1] >= WIDE else total)
+        for moments in (self.means, self.drift):
+            if moments is not None and self.count:
+                moments.divide(self.count)
+
+    def centred(self) -> Gram:
+        """The Gram of inputs without their means: errors are then those of a layer whose bias is refitted.
+
+        Needs the means, after `finish`.
+        """
+        assert self.means is not None
+        own, target = self.means.own, self.means.target
+        hessian = _without_means(self.own, own, own)
+        drift = None if self.drift is None else self.drift.centred(self.means)
+        cross = None if self.cross is None else _without_means(self.cross, target, own)
+        dense = None if self.dense is None else _without_means(self.dense, target, target)
+        # An input that is constant up to rounding tells nothing: the bias takes its place.
+        diagonal = self.own.diagonal(dim1=1, dim2=2)
+        constant = hessian.diagonal(dim1=1, dim2=2) <= _CONSTANT * diagonal
+        hessian.masked_fill_(constant[:, None, :] | constant[:, :, None], 0.0)
+        for one in (cross, None if drift is None else drift.own):
+            if one is not None:
+                one.masked_fill_(constant[:, None, :], 0.0)
+        return Gram(hessian, cross, dense, self.count, self.means, drift)
 
     def energy(self, weight: Tensor) -> float:
         """Squared output of a (rows, columns) weight per input row; after `finish`."""
@@ -137,6 +205,11 @@ class Gram:
     def target_energy(self) -> Tensor:
         """D D^T with dense inputs, otherwise X X^T."""
         return self.own if self.dense is None else self.dense
+
+
+def _without_means(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Second moments, (groups, columns, columns), minus the products of the means."""
+    return (total - left[:, :, None] * right[:, None, :]).to(total.dtype)
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -161,6 +234,12 @@ class Statistics:
     heldout: Gram | None = None
     tokens: int | None = None
     rule: str = ""
+
+    @cached_property
+    def centred(self) -> Statistics:
+        """The statistics of inputs without their means, for a layer whose bias is refitted."""
+        heldout = None if self.heldout is None else self.heldout.centred()
+        return Statistics(self.calibration.centred(), heldout, self.tokens, self.rule)
 
 
 def of_called(calibration: Gram, heldout: Gram | None) -> Statistics:
@@ -199,7 +278,7 @@ def by_magnitude(
 
 
 def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:
-    """||V X - T D||^2 / ||T D||^2 over all groups, from the Grams alone.
+    """||V X - T D||^2 / ||T D||^2 over all groups, from the Grams alone; T D + E in place of T D with a drift E.
 
     It is 0 if the target's output is zero, and NaN if a weight or a Gram holds NaN.
 
@@ -211,14 +290,24 @@ def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:
     parts, dtype = gram.own.shape[0], gram.own.dtype
     weight, target = (matrix.to(dtype).reshape(parts, -1, matrix.shape[1]) for matrix in (weight, target))
     energy = _product(target, gram.target_energy(), target)
+    if gram.drift is not None:
+        pull = _inner(gram.drift.own, weight)
+        energy += float(gram.drift.energy) + 2 * _inner(gram.drift.dense, target)
+    else:
+        pull = 0.0
     if gram.cross is None:
         difference = weight - target
         error = _product(difference, gram.own, difference)
     else:
-        error = _product(weight, gram.own, weight) - 2 * _product(target, gram.cross, weight) + energy
+        error = _product(weight, gram.own, weight) - 2 * (_product(target, gram.cross, weight) + pull) + energy
     return 0.0 if energy <= 0 else max(error / energy, 0.0)  # in this order NaN stays NaN
 
 
 def _product(left: Tensor, gram: Tensor, right: Tensor) -> float:
     """trace(left gram right^T), summed over groups in float64."""
     return float((left @ gram).mul_(right).sum(dtype=torch.float64))
+
+
+def _inner(left: Tensor, right: Tensor) -> float:
+    """Sum of the products of the entries of two tensors, in float64."""
+    return float((left.double() * right.double()).sum())

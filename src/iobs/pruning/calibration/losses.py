@@ -75,7 +75,7 @@ def kl_to(reference: nn.Module) -> LossFunction:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.no_grad():
             dense = logits(batches.forward(reference, batch))
-        return _divergence(model, batch, dense, logits(batches.forward(model, batch)))
+        return divergence(model, batch, dense, logits(batches.forward(model, batch)))
 
     return loss
 
@@ -84,7 +84,7 @@ def kl_to_answers(model: nn.Module, batch: Batch) -> Tensor:
     """The loss of `kl_to` for a batch (inputs, outputs of the dense model, labels if any), from `answered`."""
     assert isinstance(batch, (tuple, list))
     inputs, answers, *labels = batch
-    return _divergence(model, (inputs, *labels), answers, logits(batches.forward(model, batch)))
+    return divergence(model, (inputs, *labels), answers, logits(batches.forward(model, batch)))
 
 
 @torch.no_grad()
@@ -112,7 +112,7 @@ def answered(model: nn.Module, part: Samples, most: int) -> Samples:
     return found
 
 
-def _divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) -> Tensor:
+def divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) -> Tensor:
     """The loss of `kl_to` from the outputs of both models."""
     axis, mask = class_axis(dense, batch), attended(model, batch)
     if axis is not None:

@@ -7,7 +7,7 @@ whole model runs, with blocks that pass their input on. Without a chain the whol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,9 +85,7 @@ class Stream:
     def run(self, stage: int, index: int) -> object:
         """Run one stage on the batch at `index`, so that hooks see the calls of its modules."""
         if 0 <= stage < len(self.chain):
-            block = self.chain[stage]
-            args, kwargs = _insert(self.arguments[index][stage], block.hidden, self.hidden[index].clone())
-            return self.model.get_submodule(block.path)(*args, **kwargs)
+            return self._block(stage, index, self.hidden[index].clone())
         with ExitStack() as stack:
             if self.chain and stage == BEFORE:
                 stack.enter_context(_replaced(self.model, self.chain[:1], self._stop))
@@ -97,6 +95,31 @@ class Stream:
                 return batches.forward(self.model, self.data[index])
             except StopForward:
                 return None
+
+    def _block(self, stage: int, index: int, hidden: Tensor) -> object:
+        block = self.chain[stage]
+        args, kwargs = _insert(self.arguments[index][stage], block.hidden, hidden)
+        return self.model.get_submodule(block.path)(*args, **kwargs)
+
+    def through(self, stages: Iterable[int], index: int, hidden: Tensor) -> Tensor:
+        """A hidden state of the batch at `index` after some blocks; the stored hidden states are not used."""
+        for stage in stages:
+            found = hidden_of(self._block(stage, index, hidden))
+            assert found is not None
+            hidden = found
+        return hidden
+
+    def output(self, index: int, hidden: Tensor) -> object:
+        """The model's output on the batch at `index` with this hidden state after the last block."""
+        last = len(self.chain) - 1
+
+        def pass_on(position: int, args: Args, kwargs: Kwargs) -> object:
+            block = self.chain[position]
+            given = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
+            return with_hidden(hidden if position == last else given, block.rest)
+
+        with _replaced(self.model, self.chain, pass_on):
+            return batches.forward(self.model, self.data[index])
 
     def advance(self, stage: int) -> None:
         """Compute the inputs of the next stage with the current weights of this stage."""

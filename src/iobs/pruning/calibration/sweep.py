@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Protocol
@@ -16,12 +15,12 @@ from iobs.errors import NonFiniteError
 from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram, Statistics
-from iobs.pruning.calibration.hooks import captured_inputs, version_of
-from iobs.pruning.calibration.replay import BEFORE, StopForward, Stream
-from iobs.pruning.network.layers import CONVOLUTIONS, Layer
+from iobs.pruning.calibration.hooks import captured_inputs
+from iobs.pruning.calibration.inputs import SharedInput, captured, drift_of, execution_order
+from iobs.pruning.calibration.replay import BEFORE, Stream
+from iobs.pruning.network.layers import Layer
 from iobs.pruning.runtime.ranks import ALONE, Ranks
-from iobs.pruning.samples import batches, outputs
-from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples import outputs
 from iobs.pruning.samples.subsets import Samples
 
 EXPERT_MEMORY = 2**30  # bytes of the Grams of experts that are computed in one pass over the data
@@ -44,8 +43,16 @@ class Residency(Protocol):
         """Release the weights of a stage, after the inputs of the next stage have been computed."""
         ...
 
+    def release(self, stage: int) -> None:
+        """Release the weights of a stage without keeping them; it will be entered again."""
+        ...
+
     def keep(self, index: int, hidden: Tensor) -> Tensor:
-        """Store the hidden state of the batch at `index` until the next block needs it."""
+        """Store a hidden state until the next block needs it; it replaces the one at the same `index`."""
+        ...
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Store a tensor until the end of the run."""
         ...
 
 
@@ -60,9 +67,16 @@ class InMemory:
     def leave(self, stage: int) -> None:
         """Do nothing."""
 
+    def release(self, stage: int) -> None:
+        """Do nothing."""
+
     def keep(self, index: int, hidden: Tensor) -> Tensor:
         """Return the hidden state itself."""
         return hidden
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself."""
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -79,16 +93,20 @@ class Group:
 
 
 @dataclass(frozen=True)
-class SharedInput:
-    """Layers whose input is the same tensor, so that they have the same Gram.
+class Moments:
+    """Settings of the moments that a sweep computes.
 
     Args:
-        layers: in the order of their calls.
-        calls: number of calls of the first layer in a forward pass; if it is more than 1, other batches may differ.
+        seed: of the positions of convolutions that enter the Grams.
+        positions: number of positions per sample.
+        means: also compute the means of inputs, which the refit of a bias needs.
+        drift: also compute the drift of the residual of every layer that writes into a residual stream.
     """
 
-    layers: list[Layer]
-    calls: int
+    seed: int = 0
+    positions: int = gram.POSITIONS
+    means: bool = False
+    drift: bool = False
 
 
 @dataclass
@@ -104,8 +122,7 @@ class Sweep:
         reference: the model whose outputs are the targets, or whose inputs are used; None: the layers match their own
             outputs.
         dense_inputs: take the layers' inputs from the reference.
-        seed: of the positions of convolutions that enter the Grams.
-        positions: number of positions per sample.
+        moments: settings of the moments.
         ranks: processes that share the batches; Grams are summed over them.
         residency: holds weights and activations.
 
@@ -120,8 +137,7 @@ class Sweep:
     chain: list[Block]
     reference: nn.Module | None = None
     dense_inputs: bool = False
-    seed: int = 0
-    positions: int = gram.POSITIONS
+    moments: Moments = field(default_factory=Moments)
     ranks: Ranks = ALONE
     residency: Residency = field(default_factory=InMemory)
     without_input: dict[Layer, bool] = field(default_factory=dict, init=False)
@@ -145,30 +161,43 @@ class Sweep:
         Raises:
             NonFiniteError: the input of a layer holds NaN or infinity; names the layer and the batch.
         """
-        data = self._own[0].batches + self._own[1].batches
-        models = [self.model] if self.reference is None else [self.model, self.reference]
-        streams = [Stream(one, data, self.chain, keep=self._kept) for one in models]
-        self.without_input = dict.fromkeys(self.layers, False)
+        streams = self.streams()
         for stage in streams[0].stages:
             self.residency.enter(stage)
-            yield from self._groups_of(streams, stage)
+            yield from self.groups_of(streams, stage)
             if self.without_input or stage < len(self.chain) - 1:
-                with torch.no_grad():
-                    for stream in streams:
-                        stream.advance(stage)
-                        if stage == BEFORE and self.residency.arithmetic is not None:
-                            stream.cast_arguments(self.residency.arithmetic)
+                self.advance(streams, stage)
             self.residency.leave(stage)
 
-    def _kept(self, index: int, hidden: Tensor) -> Tensor:
-        dtype = self.residency.arithmetic
-        return self.residency.keep(index, hidden if dtype is None else hidden.to(dtype))
+    def streams(self) -> list[Stream]:
+        """Streams of the model and of the reference, if there is one, at their start."""
+        data = self._own[0].batches + self._own[1].batches
+        models = [self.model] if self.reference is None else [self.model, self.reference]
+        self.without_input = dict.fromkeys(self.layers, False)
+        return [Stream(one, data, self.chain, keep=self.place(number)) for number, one in enumerate(models)]
 
-    def _groups_of(self, streams: list[Stream], stage: int) -> Iterator[Group]:
-        """The groups of one stage."""
+    def place(self, number: int) -> Callable[[int, Tensor], Tensor]:
+        """The function that stores the hidden states of the stream with this number."""
+        fit, heldout = self._own
+        return partial(self._kept, number * (len(fit.batches) + len(heldout.batches)))
+
+    @torch.no_grad()
+    def advance(self, streams: Sequence[Stream], stage: int) -> None:
+        """Compute the inputs of the next stage."""
+        for stream in streams:
+            stream.advance(stage)
+            if stage == BEFORE and self.residency.arithmetic is not None:
+                stream.cast_arguments(self.residency.arithmetic)
+
+    def _kept(self, first: int, index: int, hidden: Tensor) -> Tensor:
+        dtype = self.residency.arithmetic
+        return self.residency.keep(first + index, hidden if dtype is None else hidden.to(dtype))
+
+    def groups_of(self, streams: list[Stream], stage: int) -> Iterator[Group]:
+        """The groups of one stage, with layers that have received no input so far."""
         wanted = streams[0].layers_of(stage, [*self.without_input])
         with torch.no_grad():
-            order = self._agreed(_execution_order(streams[0], stage, wanted, self.without_input), wanted)
+            order = self._agreed(execution_order(streams[0], stage, wanted, self.without_input, self._pairs), wanted)
         for shared in order:
             found = set(shared.layers)
             self.without_input = {layer: used for layer, used in self.without_input.items() if layer not in found}
@@ -182,20 +211,27 @@ class Sweep:
         if self.ranks.size == 1 or not layers:
             return order
         device = layers[0].tensor(self.model).device
-        seen = torch.zeros(self.ranks.size, len(layers), 2, device=device)  # (number of the group from 1 on, calls)
+        # By rank and layer: number of the group from 1 on, number of calls, number of residuals.
+        seen = torch.zeros(self.ranks.size, len(layers), 3, device=device)
         for number, shared in enumerate(order, 1):
             for layer in shared.layers:
-                seen[self.ranks.rank, layers.index(layer)] = torch.tensor([number, shared.calls], device=device)
+                facts = [number, shared.calls, shared.residuals]
+                seen[self.ranks.rank, layers.index(layer)] = torch.tensor(facts, device=device)
         self.ranks.sum(seen)
         agreed: dict[tuple[int, int], SharedInput] = {}
         left = set(layers)
         for rank, table in enumerate(seen.int().tolist()):
-            found = [(number, calls, layer) for (number, calls), layer in zip(table, layers, strict=True) if number]
-            for number, calls, layer in sorted(found, key=lambda entry: entry[0]):
+            found = [(*facts, layer) for facts, layer in zip(table, layers, strict=True) if facts[0]]
+            for number, calls, residuals, layer in sorted(found, key=lambda entry: entry[0]):
                 if layer in left:
-                    agreed.setdefault((rank, number), SharedInput([], calls)).layers.append(layer)
+                    agreed.setdefault((rank, number), SharedInput([], calls, residuals)).layers.append(layer)
                     left.remove(layer)
         return list(agreed.values())
+
+    @property
+    def _pairs(self) -> bool:
+        """Check that residuals of both models are compared."""
+        return self.moments.drift and self.reference is not None and not self.dense_inputs
 
     @torch.no_grad()
     def _statistics(self, streams: list[Stream], stage: int, shared: SharedInput) -> Statistics:
@@ -203,28 +239,38 @@ class Sweep:
         layer = shared.layers[0]
         device = layer.tensor(streams[0].model).device
         used = streams[-1:] if self.dense_inputs else streams
-        grams = [Gram.empty(layer, device, len(used) > 1) for _ in range(2 if self.heldout.batches else 1)]
-        generator = torch.Generator().manual_seed(self.seed)
-        rerouted = torch.zeros(1, device=device)
+        pairs = shared.residuals > 0 and self._pairs
+        parts = 2 if self.heldout.batches else 1
+        grams = [Gram.empty(layer, device, len(used) > 1, self.moments.means, pairs) for _ in range(parts)]
+        generator = torch.Generator().manual_seed(self.moments.seed)
+        lost = torch.zeros(2, device=device)  # batches whose inputs, or whose residuals, have no partner
         for index, held_out, number in self._numbered():
             attended = outputs.attended(streams[0].model, streams[0].data[index])
-            captured = [_captured(stream, stage, index, shared) for stream in used]
-            if len({tuple(value.shape for _, value in calls) for calls in captured}) > 1:
-                rerouted += 1
-                captured = captured[:1]
-            for call in zip(*captured, strict=True):
+            found = [captured(stream, stage, index, shared) for stream in used]
+            drift = drift_of([one.residual for one in found]) if pairs else None
+            lost[1] += pairs and drift is None
+            calls = [one.calls for one in found]
+            if len({tuple(value.shape for _, value in one) for one in calls}) > 1:
+                lost[0] += 1
+                calls = calls[:1]
+            for call in zip(*calls, strict=True):
                 module, values = call[0][0], [value for _, value in call]
-                positions = gram.draw_positions(module, values[0], generator, self.positions)
+                positions = gram.draw_positions(module, values[0], generator, self.moments.positions)
                 if positions is None:  # not a convolution
                     values = [outputs.unpadded(value, attended) for value in values]
+                    drift = None if drift is None else outputs.unpadded(drift, attended)
                 _require_finite(values, layer, number)
                 rows = [gram.input_rows(layer, module, value, positions) for value in values]
-                grams[held_out].add(*rows)
-        self.ranks.sum(rerouted)
-        if rerouted.item():
-            # The reference routes other tokens to this expert, which then matches its own weights on its own inputs.
-            for one in grams:
+                own, dense = rows[0], rows[1] if len(rows) > 1 else None
+                moved = None if drift is None else gram.output_rows(layer, drift, positions)
+                grams[held_out].add(own, dense, moved)
+        self.ranks.sum(lost)
+        for one in grams:
+            if lost[0]:
+                # The reference routes other tokens to this expert: it then matches its own weights on its own inputs.
                 one.unpair()
+            if lost[1]:
+                one.drift = None
         self._complete(grams)
         return gram.of_called(grams[0], grams[1] if self.heldout.batches else None)
 
@@ -269,77 +315,6 @@ class Sweep:
 
 def _entry(found: Callable[[], list[Statistics]], number: int) -> Statistics:
     return found()[number]
-
-
-def _execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[Layer, bool]) -> list[SharedInput]:
-    """The layers that a stage calls, in execution order, grouped by input.
-
-    The first run is on the batch of the largest samples, where a loop over positions is longest. Further batches
-    follow while some layers have not been called, such as experts that receive few tokens. Layers whose weight is the
-    argument of any torch function are marked in `used`.
-    """
-    if not layers:
-        return []
-    order: dict[tuple[object, ...], SharedInput] = {}
-    counts: dict[str, int] = {}
-    alive: list[Tensor] = []  # keeps tensors that are compared by identity from being freed
-
-    def note(layer: Layer, module: nn.Module, value: Tensor) -> None:
-        if layer.expert is not None:  # all experts of a parameter form one group, including experts without a token
-            every = [other for other in layers if other.key == layer.key]
-            order.setdefault((layer.key,), SharedInput(every, 1))
-            counts.update({other.name: 1 for other in every})
-            return
-        counts[layer.name] = counts.get(layer.name, 0) + 1
-        if counts[layer.name] == 1:
-            alive.append(value)
-            key = (id(value), version_of(value), *_geometry(module))
-            order.setdefault(key, SharedInput([], 1)).layers.append(layer)
-
-    for index in sorted(range(len(stream.data)), key=lambda index: -_numbers_a_sample(stream.data[index])):
-        uncounted = [layer for layer in layers if layer.name not in counts]
-        if not uncounted:
-            break
-        with captured_inputs(stream.model, uncounted, note, used):
-            stream.run(stage, index)
-    groups = []
-    for shared in order.values():
-        once = [layer for layer in shared.layers if counts[layer.name] == 1]
-        if once:
-            groups.append(SharedInput(once, 1))
-        # A module that is called several times has several inputs, and so a Gram of its own.
-        groups.extend(SharedInput([layer], counts[layer.name]) for layer in shared.layers if counts[layer.name] > 1)
-    return groups
-
-
-def _geometry(module: nn.Module) -> tuple[object, ...]:
-    """The settings of a convolution that determine the windows of its input; empty for other modules."""
-    if isinstance(module, CONVOLUTIONS):
-        return module.kernel_size, module.stride, module.padding, module.dilation, module.groups, module.padding_mode
-    return ()
-
-
-def _numbers_a_sample(batch: Batch) -> int:
-    return sum(tensor[:1].numel() for tensor in batches.tensors(batches.inputs(batch)) if tensor.ndim)
-
-
-def _captured(stream: Stream, stage: int, index: int, shared: SharedInput) -> list[tuple[nn.Module, Tensor]]:
-    """The inputs of a layer in a stage on one batch, one per call, each with the module that is called.
-
-    The pass ends after the call of a layer that is called once. Otherwise the whole stage runs, since the number of
-    calls may depend on the batch.
-    """
-    values: list[tuple[nn.Module, Tensor]] = []
-
-    def keep(layer: Layer, module: nn.Module, value: Tensor) -> None:
-        # Later operations may overwrite the tensor: x += f(x).
-        values.append((module, value.detach().clone() if shared.calls > 1 else value.detach()))
-        if shared.calls == 1:
-            raise StopForward
-
-    with captured_inputs(stream.model, shared.layers[:1], keep), suppress(StopForward):
-        stream.run(stage, index)
-    return values
 
 
 def batched(values: Sequence[Layer], size: int) -> Iterator[Sequence[Layer]]:

@@ -17,6 +17,7 @@ from iobs.pruning.samples.batches import Batch
 from iobs.solvers.admm import ADMM, SCHEDULES
 
 _CODE = 100 * 2**20  # bytes that compiled kernels and the linear algebra library allocate at their first use
+_STEP_TOKENS = 1024  # of one gradient step of a reconstruction
 _ACTIVATIONS = 6  # tensors of (tokens, widest columns) in memory at once in the forward pass of a block
 
 
@@ -39,6 +40,36 @@ class Plan:
     layers: int
 
 
+@dataclass(frozen=True)
+class Held:
+    """Blocks and hidden states that are in memory or in files at once.
+
+    Args:
+        blocks: number of blocks with weights.
+        fitted: number of blocks whose parameters are fitted, with masters, moments and gradients in float32.
+        streams: number of hidden states per token.
+        steps: gradient steps that each block takes part in.
+    """
+
+    blocks: int = 1
+    fitted: int = 0
+    streams: int = 1
+    steps: int = 0
+
+    def bytes(self, numbers: int, itemsize: int) -> int:
+        """Bytes of the blocks, each of which holds a number of weights."""
+        return numbers * (itemsize * self.blocks + 4 * 4 * self.fitted)
+
+
+def held_blocks(recipe: Recipe) -> Held:
+    """The blocks and hidden states of a recipe: a dense block beside the pruned one, and the blocks of a window."""
+    fit = recipe.blocks
+    if fit is None:
+        return Held() if recipe.target == "layer" else Held(2, 0, 2)
+    steps = fit.window * fit.steps + (fit.masks - 1) * fit.between
+    return Held(fit.window + 1, fit.window, 4, steps)
+
+
 def plan(
     layers: Sequence[Layer],
     block_bytes: int,
@@ -49,6 +80,7 @@ def plan(
     holdout: float,
     itemsize: int,
     device: torch.device,
+    held: Held | None = None,
 ) -> Plan:
     """Predict peak memory and time of block-by-block pruning.
 
@@ -64,21 +96,29 @@ def plan(
         holdout: share of the samples that is held out.
         itemsize: bytes per number in a forward pass.
         device: of the computations.
+        held: blocks and hidden states at once; None for one of each.
     """
+    held = held or Held()
     present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
     sizes = [max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches]
     grams = 2 if holdout > 0 else 1
     solving = max(_solving_bytes(layer, recipe, grams) for layer in layers)
     gathering = max(_gathering_bytes(layer, grams, max(sizes), itemsize) for layer in layers)
+    hidden = itemsize * sum(sizes) * min(layer.shape[1] for layer in layers)
     forward = itemsize * _ACTIVATIONS * max(sizes) * max(layer.shape[1] for layer in layers)
     return Plan(
         peak_bytes=max(present, present - outside_bytes + block_bytes + max(solving, gathering + forward)),
-        seconds=_products(layers, sum(sizes), recipe) / speed(device),
+        seconds=(_products(layers, sum(sizes), recipe) + _steps(layers, held)) / speed(device),
         model_bytes=model_bytes,
         # A GPU keeps activations in its own memory.
-        spilled_bytes=itemsize * sum(sizes) * min(layer.shape[1] for layer in layers) if device.type == "cpu" else 0,
+        spilled_bytes=held.streams * hidden if device.type == "cpu" else 0,
         layers=len(layers),
     )
+
+
+def _steps(layers: Sequence[Layer], held: Held) -> float:
+    """Floating-point operations of the gradient steps of a reconstruction: six per weight and token."""
+    return 6.0 * held.steps * _STEP_TOKENS * sum(layer.weights for layer in layers)
 
 
 def _gathering_bytes(layer: Layer, grams: int, tokens: int, itemsize: int) -> int:

@@ -91,7 +91,7 @@ def forecast(
     recipe = request.recipe
     if recipe.network_solver is not None:
         return Forecast(())
-    streams = 2 if recipe.target in ("dense", "model") or recipe.inputs == "dense" else 1
+    streams = 2 if recipe.target != "layer" or recipe.inputs == "dense" else 1
     # A group of layers costs a pass of its own block along a chain, and otherwise half a pass of the whole model.
     passes = 1 + costs.inputs / (blocks if blocks else 2)
     one_pass = costs.forward * fit.samples / (1 - request.holdout)

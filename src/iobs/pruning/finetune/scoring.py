@@ -166,6 +166,7 @@ def _needs_reference(recipe: Recipe) -> bool:
     steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
     return (
         recipe.target != "layer"
+        or recipe.blocks is not None
         or recipe.inputs == "dense"
         or recipe.rounds.schedule == "auto"
         or recipe.rounds.finetune is None  # rounds are then compared by the divergence from the dense model

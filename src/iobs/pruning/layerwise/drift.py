@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from iobs.core.linalg import cholesky
-from iobs.pruning.calibration.gram import Statistics
+from iobs.pruning.calibration.gram import Gram, Statistics
 
 DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _LEAST_SHARE = 0.05  # held-out rows per calibration row, below which their error is too noisy
@@ -36,6 +36,8 @@ class Correction:
 def corrected(statistics: Statistics, group: int, target: Tensor, current: Tensor, damping: float) -> Correction:
     """The linear term B H of min ||V X - T D||^2 over V, with B from the ridge regression that held-out samples select.
 
+    With a drift E of the residual in the statistics, the target is T D + E.
+
     B = S + (T D X^T - S H) (H + mu I)^-1 with H = X X^T. If the smallest mu is best, the damping is left to the solver,
     and the linear term is T D X^T.
 
@@ -51,10 +53,10 @@ def corrected(statistics: Statistics, group: int, target: Tensor, current: Tenso
     """
     gram, heldout = statistics.calibration, statistics.heldout
     hessian = gram.own[group]
-    plain = target @ gram.target_cross()[group]
+    plain = _linear(gram, group, target)
     if gram.cross is None or heldout is None or heldout.cross is None or heldout.count < _LEAST_SHARE * gram.count:
         return Correction(plain)
-    metric, wanted = heldout.own[group], target @ heldout.cross[group]
+    metric, wanted = heldout.own[group], _linear(heldout, group, target)
     drift = plain - current @ hessian
 
     def regression(mu: float) -> Tensor:
@@ -78,3 +80,9 @@ def corrected(statistics: Statistics, group: int, target: Tensor, current: Tenso
             break
         chosen, strength, least = weight, stronger, found
     return Correction(plain if chosen is None else chosen @ hessian, strength)
+
+
+def _linear(gram: Gram, group: int, target: Tensor) -> Tensor:
+    """(T D + E) X^T of one group, with E = 0 if the layer adds to no residual."""
+    found = target @ gram.target_cross()[group]
+    return found if gram.drift is None else found + gram.drift.own[group].to(found.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.pruning.calibration.gram import WIDE, Statistics
+from iobs.pruning.calibration.gram import WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected
 from iobs.pruning.layerwise.keep_zeros import keeping
 from iobs.pruning.layerwise.patterns import patterns_of_groups
@@ -33,6 +33,7 @@ class Task:
             None: the current weights.
         recipe: solver, refinement and damping.
         zeros: (rows, columns) weights whose zeros stay zero; None: any entry may be kept.
+        bias: (rows,) bias that belongs to the target weights, if the layer's bias is refitted; otherwise None.
     """
 
     layer: Layer
@@ -41,6 +42,11 @@ class Task:
     target: Tensor | None
     recipe: Recipe
     zeros: Tensor | None = None
+    bias: Tensor | None = None
+
+    def statistics(self, given: Statistics) -> Statistics:
+        """The statistics of the problem: of inputs without their means if the bias is refitted."""
+        return given if self.bias is None or given.calibration.means is None else given.centred
 
 
 def solve_layer(task: Task, statistics: Statistics) -> list[Solution]:
@@ -52,6 +58,7 @@ def solve_layer(task: Task, statistics: Statistics) -> list[Solution]:
         One solution per group; `stats["drift_damping"]` is the damping that `drift.corrected` chose, or 0.
     """
     rows = task.layer.shape[0] // task.layer.groups
+    statistics = task.statistics(statistics)
     solutions = []
     for number, pattern in enumerate(patterns_of_groups(task.layer, task.pattern)):
         own = slice(number * rows, (number + 1) * rows)
@@ -85,7 +92,7 @@ def can_share(layers: Sequence[Layer], recipes: Sequence[Recipe]) -> bool:
 
 def solve_together(tasks: Sequence[Task], statistics: Statistics) -> list[Solution]:
     """Solve layers with the same input, such as q, k and v: every factorisation of their Hessian is computed once."""
-    found = [_problem(task, statistics, 0, slice(None)) for task in tasks]
+    found = [_problem(task, task.statistics(statistics), 0, slice(None)) for task in tasks]
     problems = [problem for problem, _ in found]
     if any(problem.hessian is not problems[0].hessian for problem in problems):
         return [solution for task in tasks for solution in solve_layer(task, statistics)]
@@ -132,3 +139,26 @@ def _problem(task: Task, statistics: Statistics, group: int, own: slice) -> tupl
     target = current if task.target is None else task.target[own].to(hessian.dtype)
     correction = corrected(statistics, group, target, current, task.recipe.damping)
     return Quadratic(hessian, correction.linear, current), correction.damping
+
+
+def refitted_bias(task: Task, weight: Tensor, gram: Gram) -> Tensor | None:
+    """The bias with which the mean output of the layer equals the mean of its target.
+
+    Args:
+        task: the layer; its bias b belongs to its target weights T.
+        weight: (rows, columns) new weights V.
+        gram: of the inputs, with their means.
+
+    Returns:
+        b + T mean(D) + mean(E) - V mean(X), (rows,); None if the bias is not refitted.
+    """
+    if task.bias is None or gram.means is None:
+        return None
+    target = task.current if task.target is None else task.target
+
+    def mean_output(matrix: Tensor, means: Tensor) -> Tensor:
+        parts = matrix.to(means.dtype).reshape(len(means), -1, matrix.shape[1])
+        return (parts @ means[:, :, None]).flatten()
+
+    found = task.bias.double() + mean_output(target, gram.means.target) - mean_output(weight, gram.means.own)
+    return found if gram.drift is None else found + gram.drift.mean.flatten()

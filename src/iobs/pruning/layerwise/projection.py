@@ -12,7 +12,7 @@ The way of one layer:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -25,7 +25,7 @@ from iobs.pruning.calibration.gram import Statistics, relative_output_error
 from iobs.pruning.calibration.sweep import Group, batched
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.layerwise.patterns import asked, share_of
-from iobs.pruning.layerwise.problem import Task, can_share, solve_layer, solve_together
+from iobs.pruning.layerwise.problem import Task, can_share, refitted_bias, solve_layer, solve_together
 from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
@@ -49,6 +49,8 @@ class Projection:
         masters: float32 weights after gradient steps, by parameter name. Layers without masters are pruned from the
             weights in the model.
         callback: called after every layer.
+        biases: names of the biases that are refitted, by layer.
+        level: prefix of the keys in the checkpoint, if a round projects a layer several times.
 
     Attributes:
         record: the round, layer by layer.
@@ -62,6 +64,8 @@ class Projection:
     ranks: Ranks
     masters: dict[str, Tensor]
     callback: Callback
+    biases: Mapping[Layer, str] = field(default_factory=dict)
+    level: str = ""
     record: RoundRecord = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,13 +104,13 @@ class Projection:
         solutions = solve_together(tasks, statistics)
         seconds = (time.perf_counter() - began) / len(tasks)
         pairs = zip(tasks, solutions, strict=True)
-        yield from (self._written(task, [solution], seconds) for task, solution in pairs)
+        yield from (self._written(task, [solution], statistics, seconds) for task, solution in pairs)
 
     def _solve(self, task: Task, statistics: Statistics) -> _Solved:
         """Solve one layer."""
         began = time.perf_counter()
         solutions = solve_layer(task, statistics)
-        return self._written(task, solutions, time.perf_counter() - began)
+        return self._written(task, solutions, statistics, time.perf_counter() - began)
 
     def _task(self, layer: Layer) -> Task:
         """The task of a layer: its pattern, its settings, and its current, target and given weights."""
@@ -119,7 +123,16 @@ class Projection:
             TARGETS[self.recipe.target].weights(self.store, layer),
             self.recipe.for_layer(layer.name),
             self._given(layer, current) if self.recipe.keep_zeros else None,
+            self._bias(layer),
         )
+
+    def _bias(self, layer: Layer) -> Tensor | None:
+        """The bias that belongs to the layer's target weights, if it is refitted."""
+        name = self.biases.get(layer)
+        if name is None:
+            return None
+        target = TARGETS[self.recipe.target].biases(self.store, name)
+        return self.store.model.get_parameter(name).detach().clone() if target is None else target
 
     def _given(self, layer: Layer, current: Tensor) -> Tensor:
         """The layer's weights in the model that the user gave; `keep_zeros` keeps their zeros."""
@@ -131,9 +144,12 @@ class Projection:
         task = self._task(layer)
         return self._solve(task, statistics) if owner == self.ranks.rank else _Solved.empty(task)
 
-    def _written(self, task: Task, solutions: Sequence[Solution], seconds: float) -> _Solved:
-        """Write the solutions of a layer, one per group of its rows, into the model."""
+    def _written(self, task: Task, solutions: Sequence[Solution], statistics: Statistics, seconds: float) -> _Solved:
+        """Write the solutions of a layer, one per group of its rows, and its refitted bias into the model."""
         self.store.write(task.layer, torch.cat([solution.weight for solution in solutions]))
+        bias = refitted_bias(task, task.layer.read(self.store.model), statistics.calibration)
+        if bias is not None:
+            self.store.write_tensor(self.biases[task.layer], bias)
         return _Solved.of(task, solutions, seconds)
 
     def _measured(self, solved: _Solved, statistics: Statistics, owner: int) -> LayerRecord:
@@ -148,8 +164,10 @@ class Projection:
             weight = tensor.contiguous()
             self.ranks.broadcast(weight, owner)
             tensor.copy_(weight)
+            if layer in self.biases:
+                self.ranks.broadcast(self.store.model.get_parameter(self.biases[layer]).detach(), owner)
             self.ranks.broadcast(solved.numbers, owner)
-        began = time.perf_counter()
+        began, statistics = time.perf_counter(), task.statistics(statistics)
         damping, dead_columns, drift_damping, seconds = solved.numbers.tolist()
         written, gram, heldout = layer.read(self.store.model), statistics.calibration, statistics.heldout
         if not bool(torch.isfinite(written).all()):
@@ -177,16 +195,25 @@ class Projection:
                 **({"drift_damping": drift_damping} if drift_damping else {}),
             },
         )
-        self.checkpoint.put(self._key(layer), {"weight": tensor}, {"entry": asdict(entry)})
+        self.checkpoint.put(self._key(layer), self._tensors(layer), {"entry": asdict(entry)})
         return entry
 
     def _key(self, layer: Layer) -> str:
-        return f"round {self.index} layer {layer.name}"
+        return f"round {self.index} {self.level}layer {layer.name}"
+
+    def _tensors(self, layer: Layer) -> dict[str, Tensor]:
+        """The tensors of a layer that a projection changes, for the checkpoint."""
+        found = {"weight": layer.tensor(self.store.model)}
+        if layer in self.biases:
+            found["bias"] = self.store.model.get_parameter(self.biases[layer]).detach()
+        return found
 
     def _read(self, layer: Layer) -> None:
         """Take a layer's weights and its record from the checkpoint."""
         tensors, values = self.checkpoint.get(self._key(layer))
         self.store.put(layer, tensors["weight"])
+        if layer in self.biases:
+            self.store.write_tensor(self.biases[layer], tensors["bias"])
         self._add(layer_record(values["entry"]))
 
     def _add(self, entry: LayerRecord) -> None:

@@ -14,23 +14,38 @@ from iobs.pruning.store import Store
 
 @dataclass(frozen=True)
 class Target:
-    """The output T D that a layer V X should match: ||V X - T D||^2.
+    """The output T D that a layer V X should match: ||V X - T D||^2; with a drift E of the residual, T D + E.
 
     Attributes:
         teacher: (scoring, dense) -> the model whose layer inputs are D; None: D = X, the layer's own input. `dense`
             is True if the model still has its dense weights.
         weights: (store, layer) -> T, (rows, columns); None: the layer's current weights.
+        biases: (store, name) -> the bias that belongs to T, by parameter name, (rows,); None: the current bias.
+        drift: True if E is the drift of the residual, otherwise E = 0.
     """
 
     teacher: Callable[[Scoring, bool], nn.Module | None]
     weights: Callable[[Store, Layer], Tensor | None]
+    biases: Callable[[Store, str], Tensor | None] = lambda store, name: None
+    drift: bool = False
 
 
 TARGETS: dict[str, Target] = {
     # The layer's current weights on its own input, as in the paper.
     "layer": Target(lambda scoring, dense: None, lambda store, layer: None),
     # The dense model's output on inputs that have not drifted.
-    "dense": Target(lambda scoring, dense: scoring.reference, lambda store, layer: store.dense(layer)),
+    "dense": Target(
+        lambda scoring, dense: scoring.reference,
+        lambda store, layer: store.dense(layer),
+        lambda store, name: store.dense_tensor(name),
+    ),
+    # The same; a layer that adds to a residual matches the dense model's sum.
+    "residual": Target(
+        lambda scoring, dense: scoring.reference,
+        lambda store, layer: store.dense(layer),
+        lambda store, name: store.dense_tensor(name),
+        drift=True,
+    ),
     # The output of the model at the start of the round: the dense one at first, the fine-tuned one later.
     "model": Target(
         lambda scoring, dense: scoring.reference if dense else scoring.current_copy(), lambda store, layer: None

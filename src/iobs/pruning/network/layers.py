@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +107,18 @@ class Layer:
         """Write a matrix (rows, columns) into the model, rounded to the parameter's dtype; zeros stay exact."""
         stored = self.tensor(model)
         stored.copy_(matrix.T if self.transposed else matrix.reshape(stored.shape))
+
+
+def biases_of(model: nn.Module, layers: Sequence[Layer]) -> dict[Layer, str]:
+    """The names of the layers' biases, (rows,); layers without one are left out, and biases that modules share."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(value) for value in parameters.values())
+    found = {}
+    for layer in layers:
+        bias = parameters.get(joined(layer.path, "bias")) if layer.is_called else None
+        if bias is not None and uses[id(bias)] == 1 and bias.is_floating_point() and bias.shape == layer.shape[:1]:
+            found[layer] = joined(layer.path, "bias")
+    return found
 
 
 def projections(stored: Tensor) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Recipes: everything that is asked of a run, as frozen values without tensors, paths or results."""
 
 from iobs.pruning.recipe.allocation import Allocation, as_allocation
+from iobs.pruning.recipe.block_fit import BlockFit
 from iobs.pruning.recipe.finetune import Augmentation, FineTune, Loss, LossFunction
 from iobs.pruning.recipe.network_solvers import CBS, CHITA, GlobalMagnitude, NetworkSolver, WoodFisher
 from iobs.pruning.recipe.recipe import PRESETS, Changes, Recipe, as_recipe
@@ -13,6 +14,7 @@ __all__ = [
     "PRESETS",
     "Allocation",
     "Augmentation",
+    "BlockFit",
     "Changes",
     "FineTune",
     "GlobalMagnitude",

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from iobs.errors import ProblemError, is_a
 from iobs.pruning.recipe import text
 from iobs.pruning.recipe.allocation import Allocation, as_allocation
+from iobs.pruning.recipe.block_fit import BlockFit
 from iobs.pruning.recipe.finetune import FineTune
-from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS, NetworkSolver
+from iobs.pruning.recipe.layer_settings import LayerSettings
+from iobs.pruning.recipe.network_solvers import NetworkSolver
 from iobs.pruning.recipe.rounds import Rounds, require_choice, require_finetune
 from iobs.pruning.recipe.rules import Rule
 from iobs.pruning.report import JsonObject
-from iobs.solvers import REFINEMENTS, SOLVERS, Refinement, Solver, require_known
+from iobs.solvers import Refinement, Solver
 
-TargetName = Literal["layer", "dense", "model"]  # `layerwise.targets.TARGETS` defines each
+TargetName = Literal["layer", "dense", "residual", "model"]  # `layerwise.targets.TARGETS` defines each
 
 
-class Changes(TypedDict, total=False):
-    """Fields of a recipe that `iobs.prune` and `Recipe.but` take as keywords."""
+class LayerChanges(TypedDict, total=False):
+    """Fields of `LayerSettings` as keywords."""
 
     solver: str | Solver | NetworkSolver
     refine: str | Refinement | None
     damping: float
+
+
+class Changes(LayerChanges, total=False):
+    """Fields of a recipe that `iobs.prune` and `Recipe.but` take as keywords."""
+
     allocation: str | Allocation
     target: TargetName
     inputs: Literal["pruned", "dense"]
@@ -38,10 +43,12 @@ class Changes(TypedDict, total=False):
     batch_norm: Literal["keep", "update"]
     keep_zeros: bool
     depthwise: bool
+    bias: Literal["auto", "keep", "refit"]
+    blocks: BlockFit | None
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(LayerSettings):
     """All settings that say how to prune, independent of the model, the data and the machine.
 
     Args:
@@ -53,8 +60,9 @@ class Recipe:
         allocation: how sparsity is divided among the layers: "uniform", "error", "fisher", "kl", "evolve", "auto", or
             an `Allocation` with bounds.
         target: the output that each layer should match. "layer": the output of its own current weights on its own
-            inputs, as in the paper. "dense": the output of the layer in the dense model. "model": its output in the
-            model at the start of the round, which is dense in the first round and fine-tuned later.
+            inputs, as in the paper. "dense": the output of the layer in the dense model. "residual": as "dense", but a
+            layer whose output is added to a residual matches the sum of both. "model": its output in the model at the
+            start of the round, which is dense in the first round and fine-tuned later.
         inputs: inputs of each layer: "pruned": through the pruned layers before it; "dense": from the dense model.
         rounds: repeated projections. `but` and `iobs.prune` also take a number of rounds, see `but`.
         finetune: gradient steps on the final support, after the last round; None: no steps.
@@ -62,14 +70,14 @@ class Recipe:
         batch_norm: "keep" the running statistics, or "update" them on the calibration data after every projection.
         keep_zeros: True: entries that are zero in the given model stay zero, to prune a pruned model further.
         depthwise: True: also prune depthwise convolutions.
+        bias: "keep" the biases of pruned layers, or "refit" them, so that the mean output of each layer is that of its
+            target. "auto" is "refit" with target="residual", otherwise "keep".
+        blocks: block reconstruction, with a projection of its own; None: no reconstruction.
 
     Raises:
         ProblemError: a setting is unknown or outside its range, or two settings contradict each other.
     """
 
-    solver: str | Solver | NetworkSolver = "admm"
-    refine: str | Refinement | None = None
-    damping: float = 0.01
     allocation: str | Allocation = "uniform"
     target: TargetName = "layer"
     inputs: Literal["pruned", "dense"] = "pruned"
@@ -79,43 +87,40 @@ class Recipe:
     batch_norm: Literal["keep", "update"] = "keep"
     keep_zeros: bool = False
     depthwise: bool = False
+    bias: Literal["auto", "keep", "refit"] = "auto"
+    blocks: BlockFit | None = None
 
     def __post_init__(self) -> None:
-        if not is_a(Real, self.damping):
-            raise ProblemError(f"damping must be a number, got {self.damping!r}.")
-        if not 0 <= self.damping < math.inf:
-            raise ProblemError(f"damping must not be negative or infinite, got {self.damping}; 0.01 is usual.")
+        self._require_numbers()
         if not isinstance(self.rounds, Rounds):
             raise ProblemError(f"rounds must be a Rounds or, in .but(), a number of rounds; got {self.rounds!r}.")
         require_finetune("finetune", self.finetune)
         if not isinstance(self.rules, (tuple, list)) or not all(isinstance(rule, Rule) for rule in self.rules):
             raise ProblemError(f"rules must be a tuple of iobs.Rule, got {self.rules!r}.")
         object.__setattr__(self, "rules", tuple(self.rules))
-        for name, kinds in (("solver", (*REFINEMENTS.values(),)), ("refine", (*SOLVERS.values(),))):
-            value = getattr(self, name)
-            if isinstance(value, kinds) or not (callable(value) or isinstance(value, (str, NetworkSolver, NoneType))):  # type: ignore[arg-type]
-                raise ProblemError(f"{name} must be a name or an object with its options, got {value!r}.")
-        if self.solver is None or isinstance(self.refine, NetworkSolver):
-            raise ProblemError("solver must be a name or a solver, and refine a name, a refinement or None.")
+        self._require_solvers()
         for name, allowed in _CHOICES.items():
             require_choice(name, getattr(self, name), allowed)
         if self.target == "model" and self.inputs == "dense":
             raise ProblemError(
                 'target="model" matches outputs on the pruned model\'s inputs; with inputs="dense" use "layer".'
             )
+        if self.target == "residual" and self.inputs == "dense":
+            raise ProblemError(
+                'target="residual" corrects the drift of the pruned model; with inputs="dense" use "layer" or "dense".'
+            )
+        if self.blocks is not None:
+            self._require_blocks()
         as_allocation(self.allocation)
         if self.network_solver is None:
-            assert not isinstance(self.solver, NetworkSolver)
-            require_known(self.solver, self.refine)
+            self._require_known_names()
         else:
             self._require_no_ignored_fields()
 
     @property
-    def network_solver(self) -> NetworkSolver | None:
-        """The solver, if it prunes all layers together; None if it prunes single layers."""
-        if isinstance(self.solver, str) and self.solver in NETWORK_SOLVERS:
-            return NETWORK_SOLVERS[self.solver]()
-        return self.solver if isinstance(self.solver, NetworkSolver) else None
+    def refits_biases(self) -> bool:
+        """Check that the biases of pruned layers are refitted."""
+        return self.bias == "refit" or (self.bias == "auto" and self.target == "residual")
 
     @property
     def compares(self) -> bool:
@@ -139,9 +144,25 @@ class Recipe:
                 'for all layers. Start from Recipe(), or from the preset "one-shot".'
             )
 
+    def _require_blocks(self) -> None:
+        """Check the settings of block reconstruction.
+
+        Raises:
+            ProblemError: they are of another kind, or another setting contradicts them.
+        """
+        if not isinstance(self.blocks, BlockFit):
+            raise ProblemError(f"blocks must be a BlockFit, or None for no reconstruction; got {self.blocks!r}.")
+        if self.rounds.count > 1:
+            raise ProblemError("blocks= grows the sparsity inside each block; with it rounds must be 1.")
+        if self.target == "model" or self.inputs == "dense":
+            raise ProblemError(
+                'blocks= fits the dense outputs on pruned inputs: target must be "residual", "dense" or "layer", and '
+                'inputs "pruned".'
+            )
+
     @classmethod
     def preset(cls, name: str) -> Recipe:
-        """One of the recipes "one-shot", "fast", "best" and "paper".
+        """One of the recipes "one-shot", "fast", "best", "paper" and "blocks".
 
         Raises:
             ProblemError: there is no such recipe.
@@ -241,6 +262,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "batch_norm": ("keep", "update"),
     "keep_zeros": (False, True),
     "depthwise": (False, True),
+    "bias": ("auto", "keep", "refit"),
 }
 
 
@@ -251,7 +273,7 @@ _DISTILLATION = FineTune(
 # "one-shot" prunes every layer once to the same sparsity. "fast" is the best single projection. "best" grows the
 # sparsity over rounds where the first projection does damage, with steps on the KL divergence to the dense model
 # between them, and fine-tunes on the final support; what is "auto" is found on the calibration data (LOG.md has the
-# measurements). "paper" is Algorithm 2 to the letter.
+# measurements). "paper" is Algorithm 2 to the letter. "blocks" reconstructs one or two blocks at a time.
 PRESETS: dict[str, Recipe] = {
     "one-shot": Recipe(),
     "fast": Recipe(allocation=Allocation("auto", generations=0), target="dense"),
@@ -264,4 +286,5 @@ PRESETS: dict[str, Recipe] = {
     "paper": Recipe(
         solver="sparsegpt", rounds=Rounds(10, finetune=FineTune(lr=0.01, optimizer="sgd", steps=1, loss="task"))
     ),
+    "blocks": Recipe(allocation=Allocation("auto", generations=0), target="residual", blocks=BlockFit()),
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 from iobs.errors import ProblemError
 from iobs.pruning.recipe.allocation import as_allocation
+from iobs.pruning.recipe.block_fit import BlockFit
 from iobs.pruning.recipe.recipe import Recipe
 from iobs.pruning.recipe.text import NAMED, plain, value_of
 
@@ -47,6 +48,8 @@ def _opened(name: str, value: Any, depth: int) -> dict[str, Any]:
     if value is None and name == "finetune":
         best = Recipe.preset("best")
         value = best.rounds.finetune if depth else best.finetune
+    elif value is None and name == "blocks":
+        value = BlockFit()
     elif isinstance(value, str) and name == "allocation":
         value = as_allocation(value)
     elif isinstance(value, str) and name in ("solver", "refine"):

@@ -15,6 +15,7 @@ import yaml
 from iobs.core.patterns import Pattern, Unstructured, as_pattern, share
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.recipe.allocation import Allocation
+from iobs.pruning.recipe.block_fit import BlockFit
 from iobs.pruning.recipe.finetune import FineTune
 from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS
 from iobs.pruning.recipe.rounds import Rounds
@@ -118,6 +119,8 @@ def from_dict(kind: type[R], values: Mapping[str, object]) -> R:
         found["rounds"] = _built(Rounds, rounds, "rounds")
     if "finetune" in found:
         found["finetune"] = _finetune(found["finetune"], "finetune")
+    if isinstance(found.get("blocks"), Mapping):
+        found["blocks"] = _built(BlockFit, found["blocks"], "blocks")
     if "rules" in found:
         if not isinstance(found["rules"], (list, tuple)):
             raise ProblemError(f"rules must be a list of mappings, got {found['rules']!r}.")

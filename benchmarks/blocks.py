@@ -1,0 +1,221 @@
+"""Block reconstruction and its parts: a row for every ablation, on three real networks.
+
+    python benchmarks/blocks.py --data FOLDER [--minilm FOLDER] [--networks llama encoder vit] [--rows residual ...]
+
+Networks: a Llama of 260 thousand parameters (perplexity / dense on all of validation.txt), all-MiniLM-L6-v2 (mean
+cosine to the dense embeddings of unseen C4 texts), a ViT (accuracy on the test files of CIFAR-10). Scores of the test
+files are only reported: the run chooses its rates on held-out calibration samples. "Passes" counts the calls of
+attention, in passes of the calibration set through the network; a call inside a gradient step counts three times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gzip
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import iobs
+from iobs import models
+from iobs.pruning.recipe import BlockFit, Recipe
+from iobs.pruning.samples import batches
+
+RESULTS = Path(__file__).parent / "results"
+SHOT = Recipe.preset("one-shot")
+RESIDUAL = SHOT.but(target="residual")
+ROWS: dict[str, Recipe] = {
+    "own": SHOT,
+    "own, bias": SHOT.but(bias="refit"),
+    "dense": SHOT.but(target="dense"),
+    "dense, bias": SHOT.but(target="dense", bias="refit"),
+    "residual, no bias": SHOT.but(target="residual", bias="keep"),
+    "residual": SHOT.but(target="residual"),
+    "window 1, one mask": RESIDUAL.but(blocks=BlockFit(window=1, masks=1, last="mse", steps=100)),
+    "window 1, moving masks": RESIDUAL.but(blocks=BlockFit(window=1, last="mse", steps=100, between=25)),
+    "window 2, one mask": RESIDUAL.but(blocks=BlockFit(masks=1, last="mse", steps=100)),
+    "window 2, one mask, KL": RESIDUAL.but(blocks=BlockFit(masks=1, steps=100)),
+    "window 2, moving masks, KL": RESIDUAL.but(blocks=BlockFit(steps=100, between=25)),
+    "the same, 300 steps": RESIDUAL.but(blocks=BlockFit()),
+    "blocks": Recipe.preset("blocks"),
+}
+LEVELS = {"llama": ("50%", "2:4", "70%"), "encoder": ("50%", "70%"), "vit": ("70%", "90%")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network to prune: the module, its calibration batches, its score, and the modules whose calls are counted."""
+
+    module: nn.Module
+    batches: list[Any]
+    score: Callable[[nn.Module], float]
+    counted: str
+
+
+def llama(data: Path, zoo: Any, _: Path) -> Case:
+    """512 windows of 256 tokens of calibration stories; perplexity / dense on windows of 512 tokens."""
+    loaded = models.load(str(data / "llama_stories260K"), dtype=torch.float32)
+
+    def windows(texts: list[str], length: int) -> Tensor:
+        ids = [one for text in texts for one in loaded.tokenizer(text)["input_ids"]]
+        return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+
+    stories = zoo.stories("calibration")
+    order = torch.randperm(len(stories), generator=torch.Generator().manual_seed(0)).tolist()
+    cut = windows([stories[place] for place in order[:1100]], 256)
+    picked = cut[torch.randperm(len(cut), generator=torch.Generator().manual_seed(0))[:512]]
+    validation = windows(zoo.stories("validation"), 512)
+
+    @torch.no_grad()
+    def loss(module: nn.Module) -> float:
+        total = 0.0
+        for part in validation.split(16):
+            scores = module(input_ids=part).logits[:, :-1]
+            total += float(nn.functional.cross_entropy(scores.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
+        return total / validation[:, 1:].numel()
+
+    dense = loss(loaded.module)
+    ids = [{"input_ids": part} for part in picked.split(16)]
+    return Case(loaded.module, ids, lambda module: math.exp(loss(module) - dense), "self_attn")
+
+
+def encoder(data: Path, zoo: Any, folder: Path) -> Case:
+    """512 pieces of 64 tokens of C4; mean cosine to the dense embeddings of 300 other texts."""
+    from transformers import AutoModel, AutoTokenizer
+
+    module, tokenizer = AutoModel.from_pretrained(folder).float().eval(), AutoTokenizer.from_pretrained(folder)
+    with gzip.open(next((data / "c4").glob("*.gz")), "rt", encoding="utf8") as file:
+        texts = [json.loads(line)["text"] for line in file]
+    ids: list[list[int]] = []
+    used = 0
+    while len(ids) < 512:
+        row = tokenizer(texts[used], truncation=True, max_length=64)["input_ids"]
+        ids += [row] if len(row) == 64 else []
+        used += 1
+    given = torch.tensor(ids)
+    fed = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in given.split(16)]
+    others = [text[:400] for text in texts[used : used + 300]]
+    judged = [tokenizer(others[start : start + 20], padding=True, return_tensors="pt") for start in range(0, 300, 20)]
+
+    @torch.no_grad()
+    def embeddings(network: nn.Module) -> Tensor:
+        found = []
+        for part in judged:
+            mask = part["attention_mask"][..., None].float()
+            found.append((network(**part).last_hidden_state * mask).sum(1) / mask.sum(1))
+        return nn.functional.normalize(torch.cat(found), dim=1)
+
+    dense = embeddings(module)
+    return Case(module, fed, lambda network: float((embeddings(network) * dense).sum(1).mean()), "attention.self")
+
+
+def vit(data: Path, zoo: Any, _: Path) -> Case:
+    """1,000 pictures; accuracy on 5,000 others, in percent."""
+    images, _labels = zoo.cifar10("train10k", "vit")
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:1000]
+    test = zoo.cifar10("test5000", "vit")
+    return Case(zoo.vit_cifar(), [*images[order].split(50)], lambda network: zoo.accuracy(network, *test), "qkv")
+
+
+CASES = {"llama": llama, "encoder": encoder, "vit": vit}
+
+
+def counted(module: nn.Module, suffix: str) -> tuple[list[float], int]:
+    """Count samples through all modules with a suffix, three times inside gradient steps; also their number."""
+    total = [0.0]
+
+    def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        total[0] += len(first) * (3 if first.requires_grad else 1)
+
+    chosen = [one for name, one in module.named_modules() if name.endswith(suffix)]
+    for one in chosen:
+        one.register_forward_hook(hook, with_kwargs=True)
+    return total, len(chosen)
+
+
+def measure(case: Case, name: str, row: str, level: str, seed: int) -> dict[str, Any]:
+    """Prune a copy of a network by one recipe, and score it."""
+    module = copy.deepcopy(case.module)
+    total, count = counted(module, case.counted)
+    samples = sum(batches.size(batch) for batch in case.batches)
+    began = time.process_time()
+    report = iobs.prune(module, case.batches, level, ROWS[row], seed=seed)
+    seconds = time.process_time() - began
+    passes = total[0] / count / samples
+    return {
+        "network": name,
+        "row": row,
+        "level": level,
+        "seed": seed,
+        "score": round(case.score(module), 4),
+        "zeros": round(report.zeros / report.weights, 4),
+        "passes": round(passes, 2),
+        "seconds": round(seconds, 1),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown, one table per network."""
+    lines = [
+        "# Block reconstruction: ablations",
+        "",
+        "`python benchmarks/blocks.py --data FOLDER` makes this page.",
+        "",
+    ]
+    for name in CASES:
+        own = [row for row in rows if row["network"] == name]
+        if not own:
+            continue
+        levels = LEVELS[name]
+        lines += [f"## {name}: {(CASES[name].__doc__ or '').strip()}", ""]
+        lines += ["| | " + " | ".join(levels) + " | passes | processor seconds |", "|---" * (len(levels) + 3) + "|"]
+        for row in dict.fromkeys(one["row"] for one in own):
+            found = {one["level"]: one for one in own if one["row"] == row}
+            last = [*found.values()][-1]
+            cells = [f"{found[level]['score']:.4g}" if level in found else "" for level in levels]
+            lines.append(f"| {row} | " + " | ".join(cells) + f" | {last['passes']} | {last['seconds']} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--minilm", type=Path, default=Path())
+    parser.add_argument("--networks", nargs="*", choices=[*CASES], default=[*CASES])
+    parser.add_argument("--rows", nargs="*", choices=[*ROWS], default=[*ROWS])
+    parser.add_argument("--levels", nargs="*")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location("zoo", given.data / "zoo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    zoo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(zoo)
+    file = RESULTS / "blocks.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()] if file.exists() else []
+    for name in given.networks:
+        case = CASES[name](given.data, zoo, given.minilm)
+        for row in given.rows:
+            for level in given.levels or LEVELS[name]:
+                found = measure(case, name, row, level, given.seed)
+                print(json.dumps(found), flush=True)
+                with file.open("a", encoding="utf8") as opened:
+                    opened.write(json.dumps(found) + "\n")
+                rows.append(found)
+    (RESULTS / "blocks.md").write_text(table(rows), encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()

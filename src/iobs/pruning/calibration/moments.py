@@ -1,0 +1,103 @@
+"""Further moments beside a Gram matrix: means of the inputs, and products with the drift of the residual.
+
+A layer that writes into a residual stream adds its output to a residual R. In the pruned model R has drifted to R'. If
+the layer should match the dense sum, its target is its dense output plus the drift R - R'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from iobs.pruning.runtime.ranks import Ranks
+
+
+@dataclass
+class Means:
+    """Mean inputs, (groups, columns), float64 sums until `divide`; needed to refit a bias.
+
+    Args:
+        own: of the layer's inputs X.
+        dense: of its dense inputs D; None without dense inputs.
+    """
+
+    own: Tensor
+    dense: Tensor | None = None
+
+    @classmethod
+    def empty(cls, gram: Tensor, with_dense: bool) -> Means:
+        """Means of no samples, for a Gram (groups, columns, columns)."""
+        return cls(torch.zeros_like(gram[..., 0]), torch.zeros_like(gram[..., 0]) if with_dense else None)
+
+    def add(self, rows: Tensor, dense: Tensor | None) -> None:
+        """Add samples, (groups, count, columns)."""
+        self.own += rows.sum(1, dtype=torch.float64)
+        if self.dense is not None and dense is not None:
+            self.dense += dense.sum(1, dtype=torch.float64)
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Add up the samples of all ranks, in place."""
+        for one in (self.own, self.dense):
+            if one is not None:
+                ranks.sum(one)
+
+    def divide(self, count: int) -> None:
+        """Turn sums over `count` samples into means."""
+        self.own = self.own / count
+        self.dense = None if self.dense is None else self.dense / count
+
+    @property
+    def target(self) -> Tensor:
+        """Mean input of the target: D with dense inputs, otherwise X."""
+        return self.own if self.dense is None else self.dense
+
+
+@dataclass
+class Drift:
+    """Moments of the drift E = R - R' of the residual that one layer adds to; float64 sums until `divide`.
+
+    Args:
+        own: E X^T, (groups, rows of a group, columns), with the layer's inputs X.
+        dense: E D^T, the same shape, with its dense inputs D.
+        mean: mean of E, (groups, rows of a group).
+        energy: squared norm of E over all groups, a scalar.
+    """
+
+    own: Tensor
+    dense: Tensor
+    mean: Tensor
+    energy: Tensor
+
+    @classmethod
+    def empty(cls, gram: Tensor, rows: int) -> Drift:
+        """Moments of no samples, for a Gram (groups, columns, columns) and a layer of `rows` rows."""
+        groups, columns, _ = gram.shape
+        own = gram.new_zeros(groups, rows // groups, columns)
+        return cls(own, own.clone(), own[..., 0].clone(), own.new_zeros(()))
+
+    def add(self, drift: Tensor, rows: Tensor, dense: Tensor) -> None:
+        """Add samples: the drift (groups, count, rows of a group), the inputs X and the dense inputs D."""
+        self.own += (drift.transpose(1, 2) @ rows.to(drift.dtype)).double()
+        self.dense += (drift.transpose(1, 2) @ dense.to(drift.dtype)).double()
+        self.mean += drift.sum(1, dtype=torch.float64)
+        self.energy += drift.double().square().sum()
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Add up the samples of all ranks, in place."""
+        for one in (self.own, self.dense, self.mean, self.energy):
+            ranks.sum(one)
+
+    def divide(self, count: int) -> None:
+        """Turn sums over `count` samples into means."""
+        self.own, self.dense, self.mean, self.energy = (
+            one / count for one in (self.own, self.dense, self.mean, self.energy)
+        )
+
+    def centred(self, means: Means) -> Drift:
+        """The moments of E, X and D without their means."""
+        products = [self.mean[..., None] * one[:, None, :] for one in (means.own, means.target)]
+        return Drift(
+            self.own - products[0], self.dense - products[1], self.mean, self.energy - self.mean.square().sum()
+        )

@@ -1,0 +1,60 @@
+"""Settings of block reconstruction: surviving weights are fitted to the dense model's block outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Literal
+
+from iobs.errors import ProblemError, is_a
+
+
+@dataclass(frozen=True)
+class BlockFit:
+    """Settings of block reconstruction.
+
+    Each block is projected several times with growing sparsity, with gradient steps on the block alone between two
+    projections. Then a window of blocks is fitted, and slides on by one block. The fitted parameters are the surviving
+    weights of pruned layers, biases and norm scales. The loss is the squared distance to the dense model's output, on
+    inputs of the pruned model. A fit that raises the held-out loss is undone.
+
+    Args:
+        window: number of blocks that are fitted together. Blocks without pruned layers do not count.
+        masks: number of projections of each block.
+        between: gradient steps between two projections, on the block alone.
+        steps: gradient steps of each window; 0 for none.
+        lr: learning rate of Adam, or "auto": short trials on the first block choose it on held-out samples.
+        batch_size: samples per step. "auto": 1,024 tokens of text, or 16 samples of other data.
+        last: loss of the last window. "kl": the KL divergence of the network's outputs. "mse": as for other windows.
+        network_steps: gradient steps of the whole network after the last window, block by block; 0 for none.
+        network_lr: learning rate of these steps, or "auto": short trials choose it on held-out samples.
+
+    Raises:
+        ProblemError: a setting is outside its range.
+    """
+
+    window: int = 2
+    masks: int = 3
+    between: int = 50
+    steps: int = 300
+    lr: float | Literal["auto"] = "auto"
+    batch_size: int | Literal["auto"] = "auto"
+    last: Literal["kl", "mse"] = "kl"
+    network_steps: int = 0
+    network_lr: float | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("masks", 1), ("between", 0), ("steps", 0), ("network_steps", 0)):
+            value = getattr(self, name)
+            if not is_a(Integral, value) or value < least:
+                raise ProblemError(f"{name} of blocks must be a whole number of at least {least}, got {value!r}.")
+        for name in ("lr", "network_lr"):
+            rate = getattr(self, name)
+            if rate != "auto" and not (is_a(Real, rate) and rate > 0):
+                raise ProblemError(f'{name} of blocks must be "auto" or a number above zero, got {rate!r}.')
+        if self.batch_size != "auto" and not (is_a(Integral, self.batch_size) and self.batch_size >= 1):
+            raise ProblemError(
+                f'batch_size of blocks must be a whole number of at least 1 or "auto", got {self.batch_size!r}.'
+            )
+        if self.last not in ("kl", "mse"):
+            raise ProblemError(f'last of blocks must be "kl" or "mse", got {self.last!r}.')

@@ -1,0 +1,159 @@
+"""Gradient steps of the whole network with one block in memory, by the exact gradient of the KL divergence.
+
+The forward pass goes block by block and keeps the input of every block. The backward pass loads each block again,
+recomputes it, and updates it at once. A store of a model in memory loads nothing, with the same steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from iobs.errors import NonFiniteError
+from iobs.pruning.calibration.losses import divergence
+from iobs.pruning.calibration.replay import Stream
+from iobs.pruning.calibration.sweep import Residency
+from iobs.pruning.reconstruction.optimizers import Factored, rate_at
+from iobs.pruning.reconstruction.parameters import Masters
+from iobs.pruning.runtime.ranks import Ranks
+from iobs.pruning.samples import batches, outputs
+
+
+@dataclass
+class NetworkSteps:
+    """Steps of all blocks and of the vectors behind them, with a factored second moment.
+
+    Args:
+        stream: the pruned model; its hidden states are the inputs of the first block.
+        dense: the dense model; its hidden states are the outputs of the last block.
+        masters: fitted parameters of each block, and those behind the blocks at the end.
+        residency: brings the blocks into memory.
+        fit: positions of the calibration batches.
+        heldout: positions of the held-out batches; if there are none, the calibration batches are judged.
+        ranks: processes that share the batches.
+        seed: of the order of the batches.
+    """
+
+    stream: Stream
+    dense: Stream
+    masters: list[Masters]
+    residency: Residency
+    fit: list[int]
+    heldout: list[int]
+    ranks: Ranks
+    seed: int
+    start: list[dict[str, Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        hold = self.residency.hold
+        self.start = [{name: hold(value.clone()) for name, value in one.values.items()} for one in self.masters]
+
+    def undo(self) -> None:
+        """Return to the parameters before the steps."""
+        for one, values in zip(self.masters, self.start, strict=True):
+            one.replace(values)
+
+    def run(self, steps: int, rate: float) -> None:
+        """Take steps on the calibration batches.
+
+        Raises:
+            NonFiniteError: the loss became NaN or infinite.
+        """
+        optimizers = [Factored(one.values) for one in self.masters]
+        order = self._endless()
+        for step in range(steps):
+            self._step(next(order), optimizers, rate * rate_at(step, steps))
+
+    def _step(self, index: int, optimizers: list[Factored], rate: float) -> None:
+        """One step on the batch at `index`."""
+        inputs = [self.stream.hidden[index].clone()]
+        for stage in range(len(self.masters) - 1):
+            inputs.append(self._forward(stage, index, inputs[-1]))
+        last = inputs.pop().requires_grad_(True)
+        self.masters[-1].copy_to_model()
+        with torch.enable_grad():
+            loss = self._loss(index, last)
+            names, found = _gradients(loss, last, self.masters[-1])
+        if not math.isfinite(float(loss.detach())):
+            raise NonFiniteError(f"The loss of the whole network's steps is {float(loss.detach())}; lower the rate.")
+        self._update(optimizers[-1], self.masters[-1], names, found[1:], rate)
+        pull = found[0]
+        for stage in reversed(range(len(inputs))):
+            given = inputs.pop().requires_grad_(True)
+            self.residency.enter(stage)
+            self.masters[stage].copy_to_model()
+            with torch.enable_grad():
+                output = self.stream.through([stage], index, given)
+                names, found = _gradients(output, given, self.masters[stage], pull)
+            self._update(optimizers[stage], self.masters[stage], names, found[1:], rate)
+            self.residency.release(stage)
+            pull = found[0]
+
+    @torch.no_grad()
+    def _forward(self, stage: int, index: int, hidden: Tensor) -> Tensor:
+        self.residency.enter(stage)
+        self.masters[stage].copy_to_model()
+        found = self.stream.through([stage], index, hidden.clone())
+        self.residency.release(stage)
+        return found
+
+    def _loss(self, index: int, hidden: Tensor) -> Tensor:
+        """KL divergence of the network's outputs from those of the dense network, in nats."""
+        with torch.no_grad():
+            goal = outputs.logits(self.dense.output(index, self.dense.hidden[index].clone()))
+        found = outputs.logits(self.stream.output(index, hidden))
+        return divergence(self.stream.model, self.stream.data[index], goal, found)
+
+    def _update(
+        self, optimizer: Factored, masters: Masters, names: list[str], gradients: list[Tensor], rate: float
+    ) -> None:
+        """One update of the masters of a block by gradients that are means over the ranks."""
+        masked = {}
+        for name, gradient in zip(names, gradients, strict=True):
+            given = gradient.to(masters.values[name].dtype)
+            self.ranks.sum(given)
+            given = given / self.ranks.size if self.ranks.size > 1 else given
+            masked[name] = given * masters.masks[name] if name in masters.masks else given
+        optimizer.step(masked, rate)
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """The mean loss on the held-out batches of all ranks, or on the calibration batches if none are held out."""
+        chosen = self.heldout or self.fit
+        hidden = [self.stream.hidden[index].clone() for index in chosen]
+        for stage in range(len(self.masters) - 1):
+            self.residency.enter(stage)
+            self.masters[stage].copy_to_model()
+            hidden = [
+                self.stream.through([stage], index, one.clone()) for index, one in zip(chosen, hidden, strict=True)
+            ]
+            self.residency.release(stage)
+        self.masters[-1].copy_to_model()
+        total = torch.zeros(2, dtype=torch.float64)
+        for index, one in zip(chosen, hidden, strict=True):
+            count = batches.size(self.stream.data[index])
+            total += torch.tensor([float(self._loss(index, one)) * count, count], dtype=torch.float64)
+        self.ranks.sum(total)
+        return float(total[0] / total[1])
+
+    def _endless(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed)
+        while True:
+            yield from (self.fit[place] for place in torch.randperm(len(self.fit), generator=generator).tolist())
+
+
+def _gradients(
+    value: Tensor, given: Tensor, masters: Masters, pull: Tensor | None = None
+) -> tuple[list[str], list[Tensor]]:
+    """The gradients of a value: of the hidden state first, then of the masters by name; zero where it has none."""
+    parameters = masters.parameters
+    found = torch.autograd.grad(value, [given, *parameters], pull, allow_unused=True)
+    every = [given, *parameters]
+    gradients = [
+        torch.zeros_like(one) if gradient is None else gradient for one, gradient in zip(every, found, strict=True)
+    ]
+    return [*masters.values], gradients

@@ -1,0 +1,109 @@
+"""The parameters that a fit changes: float32 masters, masks, and the way back into the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.store import Store
+
+
+def fitted_names(
+    model: nn.Module, layers: Iterable[Layer], paths: Iterable[str], frozen: Iterable[str]
+) -> tuple[list[str], dict[str, Tensor]]:
+    """The parameters that are fitted in some modules, by name, and the masks of pruned weights.
+
+    These are the parameters of pruned layers, and vectors such as biases and norm scales. Matrices that stay dense keep
+    their bits, and so do parameters that the user froze.
+
+    Args:
+        model: the model.
+        layers: pruned layers.
+        paths: of the modules; a parameter outside them is left out.
+        frozen: names of parameters that the user froze.
+    """
+    inside = tuple(f"{path}." for path in paths)
+    pruned = {layer.key for layer in layers}
+    left = set(frozen) - pruned
+    names: list[str] = []
+    masks: dict[str, Tensor] = {}
+    for name, value in model.named_parameters():
+        if not name.startswith(inside) or name in left or not value.is_floating_point():
+            continue
+        if name in pruned:
+            masks[name] = value.detach() != 0
+        if name in pruned or value.ndim == 1:
+            names.append(name)
+    return names, masks
+
+
+@dataclass
+class Masters:
+    """Copies of fitted parameters in float32 or wider, which gradient steps change.
+
+    Args:
+        store: holds the model; takes the result.
+        values: copies, by parameter name.
+        masks: True where an entry may change, by parameter name; without a mask every entry may change.
+    """
+
+    store: Store
+    values: dict[str, Tensor]
+    masks: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, store: Store, names: Iterable[str], masks: dict[str, Tensor]) -> Masters:
+        """The masters of the model's current parameters."""
+        parameters = dict(store.model.named_parameters())
+        values = {
+            name: parameters[name].detach().to(torch.promote_types(parameters[name].dtype, torch.float32), copy=True)
+            for name in names
+        }
+        return cls(store, values, masks)
+
+    def held(self, hold: Callable[[Tensor], Tensor]) -> Masters:
+        """The same masters and masks, each stored by `hold`."""
+        values, masks = ({name: hold(one) for name, one in part.items()} for part in (self.values, self.masks))
+        return Masters(self.store, values, masks)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's parameters, in the order of the masters; they require gradients afterwards."""
+        found = dict(self.store.model.named_parameters())
+        for name in self.values:
+            found[name].requires_grad_(True)
+        return [found[name] for name in self.values]
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Write the masters into the model, in its dtype; entries outside the masks stay zero."""
+        for name, parameter in zip(self.values, self.parameters, strict=True):
+            if name in self.masks:
+                self.values[name] *= self.masks[name]
+            parameter.detach().copy_(self.values[name])
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of the masters, by name."""
+        return {name: value.clone() for name, value in self.values.items()}
+
+    @torch.no_grad()
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Write a snapshot into the masters and into the model."""
+        self.replace(values)
+        self.copy_to_model()
+
+    @torch.no_grad()
+    def replace(self, values: Mapping[str, Tensor]) -> None:
+        """Write a snapshot into the masters alone."""
+        for name, value in values.items():
+            self.values[name].copy_(value)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Give the result to the store, which may round it to the dtype of a file."""
+        for name, value in self.values.items():
+            self.store.write_tensor(name, value)

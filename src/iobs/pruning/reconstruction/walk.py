@@ -1,0 +1,348 @@
+"""Walk along the blocks: project each block with growing sparsity, fit a window, slide on by one block."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from iobs.core.patterns import NM, Pattern
+from iobs.errors import NonFiniteError
+from iobs.pruning.calibration.replay import Stream
+from iobs.pruning.calibration.sweep import Sweep
+from iobs.pruning.callbacks import Callback
+from iobs.pruning.decisions.learning_rate import boldest, try_rates
+from iobs.pruning.layerwise.patterns import thinner
+from iobs.pruning.layerwise.projection import Projection
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import BlockFit
+from iobs.pruning.reconstruction.fitting import Fit, Streams, Window
+from iobs.pruning.reconstruction.network_steps import NetworkSteps
+from iobs.pruning.reconstruction.parameters import Masters, fitted_names
+from iobs.pruning.report import JsonObject
+from iobs.pruning.samples.batches import Batch, positions, size, take
+from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.workspace import Workspace
+
+NETWORK_RATES = (5e-5, 2e-4, 5e-4, 1.5e-3)
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+_TRIAL_SHARE, _TRIAL_STEPS = 5, 12  # a trial of a rate takes a fifth of the steps, and at least twelve
+_NETWORK_SHARE = 10  # a trial of a rate of the whole network takes a tenth of its steps
+_RETREAT = 4.0  # a fit that raises the held-out loss is repeated with a rate this much smaller
+_FIRST_SHARE = 0.6  # of the sparsity, in the first of several projections
+_GROWTH = 1.5  # exponent of the growth: about 42, 55, 65 and 70 % for four projections to 70 %
+_TOKENS, _SAMPLES = 1024, 16  # size of a step: of text, and of other data
+
+
+def in_steps(part: Samples, fit: BlockFit) -> Samples:
+    """The samples in batches of the size of one gradient step, in the same order."""
+    found = Samples()
+    for batch, number in zip(part.batches, part.numbers, strict=True):
+        for rows in torch.split(torch.arange(size(batch)), samples_a_step(batch, fit)):
+            found.batches.append(take(batch, rows))
+            found.numbers.append(number)
+    return found
+
+
+def samples_a_step(batch: Batch, fit: BlockFit) -> int:
+    """Number of samples of a batch in one gradient step."""
+    if fit.batch_size != "auto":
+        return fit.batch_size
+    tokens = positions(batch)
+    return max(1, _TOKENS // tokens) if tokens > 1 else _SAMPLES
+
+
+def growing(pattern: Pattern, layer: Layer, count: int) -> list[Pattern]:
+    """The patterns of `count` projections of a layer: sparsity grows to that of `pattern`; equal ones are left out."""
+    found: list[Pattern] = []
+    for step in range(count - 1):
+        share = 1 - (1 - _FIRST_SHARE) * ((count - 1 - step) / (count - 1)) ** _GROWTH
+        if isinstance(pattern, NM):
+            zeros = max(1, round(share * (pattern.of - pattern.keep)))
+            found.append(NM(pattern.of - zeros, pattern.of))
+        else:
+            found.append(thinner(pattern, layer, share))
+    return [*(one for one in dict.fromkeys(found) if one != pattern), pattern]
+
+
+@dataclass
+class Walk:
+    """One walk along the blocks of a model.
+
+    Args:
+        work: state of the run.
+        sweep: gives the Gram matrices; its reference is the dense model.
+        projection: prunes layers at their final pattern, and records them.
+        fit: settings.
+
+    Attributes:
+        rate: learning rate of the fits; None until it is chosen.
+        fitted: parameters of finished blocks, if steps of the whole network follow.
+    """
+
+    work: Workspace
+    sweep: Sweep
+    projection: Projection
+    fit: BlockFit
+    rate: float | None = field(default=None, init=False)
+    fitted: list[Masters] = field(default_factory=list, init=False)
+    _place: int = field(default=1, init=False)  # of the dense model's hidden states, 1 or 3
+
+    def __post_init__(self) -> None:
+        self.rate = None if self.fit.lr == "auto" else self.fit.lr
+
+    def run(self) -> None:
+        """Prune and fit all blocks, and prune the layers outside them."""
+        sweep, count = self.sweep, len(self.sweep.chain)
+        base, dense = sweep.streams()
+        ahead = replace(base, keep=sweep.place(2))  # at the current block; `base` is at the first block of the window
+        full = [stage for stage in range(count) if base.layers_of(stage, sweep.layers)]
+        first = 0  # first block of the window
+        for stage in base.stages:
+            sweep.residency.enter(stage)
+            if stage in full:
+                other = 4 - self._place
+                wanted = self._outputs(dense, stage, other)
+                self._prune_block(ahead, dense, stage, wanted)
+                last = stage == full[-1] and self.fit.last == "kl"
+                window = Window(self._streams(base, dense), range(first, stage + 1), wanted, last)
+                self._fit(window, self.fit.steps, f"window of block {stage}")
+                before, first = first, min(next_start(full, stage, self.fit.window), stage + 1)
+                self._move(base, base, range(before, first))
+                for passed in range(before, first):
+                    self._leave(passed)
+                if stage != full[-1] or sweep.without_input:
+                    self._move(base, ahead, range(first, stage + 1))
+                dense.hidden, dense.keep, self._place = wanted, sweep.place(other), other
+                continue
+            self._project(sweep, [ahead if stage >= 0 else base, dense], stage, self.projection)
+            if stage < 0:
+                sweep.advance([base, dense], stage)
+                sweep.residency.leave(stage)
+                ahead.arguments, ahead.hidden = base.arguments, [*base.hidden]
+                begin = self._begin(base)
+            elif stage < count:
+                sweep.advance([ahead, dense], stage)
+        for stage in range(first, count + 1):
+            self._leave(stage)
+        if self.fit.network_steps:
+            self._network(begin, dense)
+
+    # ---- steps of the whole network
+    def _begin(self, base: Stream) -> Stream:
+        """A stream that keeps the inputs of the first block, which the steps of the whole network start from."""
+        if not self.fit.network_steps:
+            return base
+        keep = self.sweep.place(4)
+        return replace(base, hidden=[keep(index, hidden) for index, hidden in enumerate(base.hidden)])
+
+    def _leave(self, stage: int) -> None:
+        """Leave a finished block; before steps of the whole network only its fitted parameters are kept."""
+        if not self.fit.network_steps or stage >= len(self.sweep.chain):
+            self.sweep.residency.leave(stage)
+            return
+        model, layers = self.work.store.model, self.work.selection.layers
+        names, masks = fitted_names(model, layers, [self.sweep.chain[stage].path], self.work.frozen)
+        residency = self.sweep.residency
+        self.fitted.append(Masters.of(self.work.store, names, masks).held(residency.hold))
+        residency.release(stage)
+
+    def _network(self, begin: Stream, dense: Stream) -> None:
+        """Take the steps of the whole network, undo them if they raise the held-out loss, and leave all blocks."""
+        work, key, residency = self.work, f"round {self.projection.index} steps of the network", self.sweep.residency
+        masters = [*self.fitted, Masters.of(work.store, self._vectors_outside(), {})]
+        streams = self._streams(begin, dense)
+        steps = NetworkSteps(
+            begin, dense, masters, residency, streams.fit, streams.heldout, self.sweep.ranks, work.request.seed
+        )
+        if key in work.checkpoint:
+            tensors = work.checkpoint.get(key)[0]
+            for one in masters:
+                one.replace({name: tensors[name] for name in one.values})
+        else:
+            before = steps.loss()
+            rate = self._network_rate(steps, before)
+            if not self._after_network(steps, self.fit.network_steps, rate) < before:
+                steps.undo()
+                work.note(f"The steps of the whole network are left out: they raise the held-out loss {before:.3g}.")
+            work.checkpoint.put(key, {name: value for one in masters for name, value in one.values.items()}, {})
+        for stage, one in enumerate(masters):
+            residency.enter(stage)
+            one.copy_to_model()
+            one.keep()
+            residency.leave(stage)
+
+    def _network_rate(self, steps: NetworkSteps, before: float) -> float:
+        """The learning rate of the steps of the whole network, given or chosen by trials."""
+        if self.fit.network_lr != "auto":
+            return self.fit.network_lr
+        count = max(_TRIAL_STEPS, self.fit.network_steps // _NETWORK_SHARE)
+
+        def trial(rate: float) -> float:
+            steps.undo()
+            steps.run(count, rate)
+            return steps.loss()
+
+        tried = try_rates(trial, NETWORK_RATES, before)
+        steps.undo()
+        best = boldest({("adam", rate): loss for rate, loss in tried.items()})
+        rate = NETWORK_RATES[0] if best is None else best[1]
+        text = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in tried.items())
+        self.work.note(f"Learning rate of the whole network: {rate:g} (held-out loss {before:.4g}, trials {text}).")
+        return rate
+
+    def _after_network(self, steps: NetworkSteps, count: int, rate: float) -> float:
+        """The held-out loss after steps of the whole network; infinite if they diverge."""
+        try:
+            steps.run(count, rate)
+            return steps.loss()
+        except NonFiniteError:
+            return math.inf
+
+    def _vectors_outside(self) -> list[str]:
+        """The names of the vectors outside the blocks, such as the scale of the last norm."""
+        everywhere = tuple(f"{block.path}." for block in self.sweep.chain)
+        return [
+            name
+            for name, value in self.work.store.model.named_parameters()
+            if value.ndim == 1 and value.is_floating_point() and not name.startswith(everywhere)
+            if name not in self.work.frozen
+        ]
+
+    # ---- projections of one block
+    def _prune_block(self, ahead: Stream, dense: Stream, stage: int, wanted: list[Tensor]) -> None:
+        """Project the layers of a block at growing sparsity, with steps on the block alone in between."""
+        recipe, patterns = self.projection.recipe, self.projection.patterns
+        layers = ahead.layers_of(stage, [*self.sweep.without_input])
+        grown = {layer: growing(patterns[layer], layer, self.fit.masks) for layer in layers}
+        levels = max((len(found) for found in grown.values()), default=1)
+        alone = replace(self.sweep, reference=None, moments=replace(self.sweep.moments, drift=False))
+        for level in range(levels):
+            drifted = level == 0 and recipe.target != "layer"
+            sweep = self.sweep if drifted else alone
+            own = {layer: found[max(0, len(found) - levels + level)] for layer, found in grown.items()}
+            given = recipe if level == 0 else recipe.but(target="layer")
+            projection = self.projection
+            if level < levels - 1:
+                projection = replace(projection, callback=Callback(), level=f"level {level} ")
+            projection.patterns, projection.recipe = {**patterns, **own}, given
+            sweep.without_input = dict.fromkeys(layers, False) if level else self.sweep.without_input
+            self._project(sweep, [ahead, dense] if drifted else [ahead], stage, projection)
+            if level == 0:
+                self.sweep.without_input = sweep.without_input
+            if level < levels - 1:
+                window = Window(self._streams(ahead, dense), range(stage, stage + 1), wanted)
+                self._fit(window, self.fit.between, f"block {stage} at level {level}", decay=False)
+        self.projection.recipe, self.projection.patterns = recipe, patterns
+
+    def _project(self, sweep: Sweep, streams: list[Stream], stage: int, projection: Projection) -> None:
+        """Prune the groups of one stage."""
+        for group in sweep.groups_of(streams, stage):
+            projection.project(group)
+            self.work.memory.look()
+
+    # ---- streams
+    def _streams(self, pruned: Stream, dense: Stream) -> Streams:
+        """The streams of a fit, with the positions of calibration and held-out batches."""
+        count = len(self.sweep.ranks.share(self.sweep.calibration).batches)
+        return Streams(pruned, dense, [*range(count)], [*range(count, len(pruned.data))])
+
+    @torch.no_grad()
+    def _outputs(self, dense: Stream, stage: int, place: int) -> list[Tensor]:
+        """The outputs of a block of the dense model, stored in another place than the inputs, which stay."""
+        keep = self.sweep.place(place)
+        found = (dense.through([stage], index, hidden.clone()) for index, hidden in enumerate(dense.hidden))
+        return [keep(index, hidden) for index, hidden in enumerate(found)]
+
+    @torch.no_grad()
+    def _move(self, source: Stream, goal: Stream, stages: range) -> None:
+        """Store the hidden states of `source` after some blocks in `goal`."""
+        if source is goal and not stages:
+            return
+        found = (source.through(stages, index, hidden.clone()) for index, hidden in enumerate(source.hidden))
+        goal.hidden = [goal.keep(index, hidden) for index, hidden in enumerate(found)]
+
+    # ---- fits
+    def _fit(self, window: Window, steps: int, key: str, decay: bool = True) -> None:
+        """Fit a window, or read the result from the checkpoint; undo a fit that raises the held-out loss."""
+        work, key = self.work, f"round {self.projection.index} {key}"
+        fit = self._new(window)
+        if not steps or not fit.masters.values:
+            return
+        if key in work.checkpoint:
+            fit.masters.restore(work.checkpoint.get(key)[0])
+        else:
+            rate, before = self._rate(window), fit.loss()
+            after = self._after(fit, steps, rate, decay)
+            if not after < before:
+                fit.undo()
+                after = self._after(fit, steps, rate / _RETREAT, decay)
+            if not after < before:
+                fit.undo()
+                work.note(f"The fit of the {key} is left out: it raises the held-out loss {before:.3g}.")
+            work.checkpoint.put(key, fit.masters.snapshot(), {})
+        fit.masters.keep()
+
+    def _new(self, window: Window) -> Fit:
+        """A fit of the current parameters of a window; the last window also fits norms behind the blocks."""
+        work, model, chain = self.work, self.work.store.model, self.sweep.chain
+        layers = work.selection.layers
+        paths = [chain[stage].path for stage in window.stages]
+        names, masks = fitted_names(model, layers, paths, work.frozen)
+        if window.kl:
+            names += self._vectors_outside()
+        seed = work.request.seed + window.stages.stop
+        return Fit(window, Masters.of(work.store, names, masks), self.sweep.ranks, seed)
+
+    def _after(self, fit: Fit, steps: int, rate: float, decay: bool = True) -> float:
+        """The held-out loss after the steps; infinite if they diverge."""
+        try:
+            fit.run(steps, rate, decay)
+            return fit.loss()
+        except NonFiniteError:
+            return math.inf
+
+    def _rate(self, window: Window) -> float:
+        """The learning rate, chosen by trials on the first window."""
+        if self.rate is None:
+            found = self.work.checkpoint.remembered(
+                f"round {self.projection.index} rate of blocks", lambda: self._trials(window)
+            )
+            self.rate = float(found["rate"])
+            self.work.note(f"Learning rate of block reconstruction: {self.rate:g} ({found['text']}).")
+        return self.rate
+
+    def _trials(self, window: Window) -> JsonObject:
+        """The largest rate with about the least held-out loss after a short fit of the first window."""
+        steps = max(_TRIAL_STEPS, self.fit.steps // _TRIAL_SHARE)
+        fit = self._new(window)
+
+        def trial(rate: float) -> float:
+            fit.undo()
+            self.work.callbacks.on_measure("rate of block reconstruction", RATES.index(rate) + 1, len(RATES))
+            fit.run(steps, rate)
+            return fit.loss()
+
+        before = fit.loss()
+        tried = try_rates(trial, RATES, before)
+        fit.undo()
+        best = boldest({("adam", rate): loss for rate, loss in tried.items()})
+        text = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in tried.items())
+        return {
+            "rate": RATES[0] if best is None else best[1],
+            "text": f"held-out loss {before:.4g}, after trials {text}",
+        }
+
+
+def next_start(full: list[int], stage: int, window: int) -> int:
+    """The first block of the window that ends with the next block with layers.
+
+    Args:
+        full: blocks with layers.
+        stage: the block with layers that the current window ends with.
+        window: number of blocks with layers in a window.
+    """
+    start = full.index(stage) + 2 - window
+    return full[max(0, start)] if start < len(full) else stage + 1

@@ -1,0 +1,86 @@
+"""Steps of the whole network, block by block: their gradient is that of ordinary back-propagation."""
+
+import copy
+
+import torch
+from families import LANGUAGE_MODELS, language_batches
+
+import iobs
+from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.losses import kl_to
+from iobs.pruning.calibration.replay import BEFORE, Stream
+from iobs.pruning.calibration.sweep import InMemory
+from iobs.pruning.network.modes import evaluating
+from iobs.pruning.recipe import BlockFit, Recipe
+from iobs.pruning.reconstruction.network_steps import NetworkSteps
+from iobs.pruning.reconstruction.optimizers import Factored
+from iobs.pruning.reconstruction.parameters import Masters
+from iobs.pruning.runtime.ranks import ALONE
+from iobs.pruning.store import Store
+
+
+class Recorder:
+    """An optimizer that keeps the gradients and changes nothing."""
+
+    def __init__(self):
+        self.gradients = {}
+
+    def step(self, gradients, rate):
+        self.gradients.update({name: value.clone() for name, value in gradients.items()})
+
+
+def llama():
+    torch.manual_seed(0)
+    model = LANGUAGE_MODELS["llama"][0]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    return model, language_batches(count=6)
+
+
+def test_gradient_block_by_block_equals_back_propagation():
+    model, data = llama()
+    dense = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter) * (parameter.ndim > 1))
+    chain = [Block(f"model.layers.{number}", 0) for number in range(2)]
+    with evaluating(model), evaluating(dense):
+        streams = [Stream(one, data[:1], chain) for one in (model, dense)]
+        with torch.no_grad():
+            streams[0].advance(BEFORE)
+            for stage in (BEFORE, 0, 1):
+                streams[1].advance(stage)
+        names = [[name for name, _ in model.named_parameters() if block.path in name] for block in chain]
+        masters = [Masters.of(Store(model), own, {}) for own in [*names, ["model.norm.weight"]]]
+        steps = NetworkSteps(*streams, masters, InMemory(), [0], [], ALONE, 0)
+        recorders = [Recorder() for _ in masters]
+        steps._step(0, recorders, 1.0)
+        loss = kl_to(dense)(model, data[0])
+        every = [name for own in [*names, ["model.norm.weight"]] for name in own]
+        expected = torch.autograd.grad(loss, [model.get_parameter(name) for name in every])
+        found = {name: value for one in recorders for name, value in one.gradients.items()}
+        for name, value in zip(every, expected, strict=True):
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6 + 1e-4 * float(value.abs().max()))
+
+
+def test_factored_moment_is_exact_for_squares_of_rank_one():
+    rows, columns = torch.rand(5) + 0.5, torch.rand(7) + 0.5
+    gradient = rows[:, None] * columns[None] * torch.where(torch.rand(5, 7) > 0.5, 1.0, -1.0)
+    master = torch.zeros(5, 7)
+    optimizer = Factored({"x": master})
+    optimizer.step({"x": gradient}, 0.1)
+    torch.testing.assert_close(master, -0.1 * gradient.sign(), rtol=1e-4, atol=1e-5)
+
+
+def test_network_steps_lower_the_divergence_and_keep_the_zeros():
+    model, data = llama()
+    dense, fitted = copy.deepcopy(model), copy.deepcopy(model)
+    short = BlockFit(steps=8, between=0, masks=1, lr=3e-3)
+    iobs.prune(fitted, data, 0.6, Recipe(target="residual", blocks=short))
+    long = BlockFit(steps=8, between=0, masks=1, lr=3e-3, network_steps=30, network_lr=3e-4)
+    report = iobs.prune(model, data, 0.6, Recipe(target="residual", blocks=long))
+    assert report.zeros == sum(round(0.6 * row.weights) for row in report.audit)
+    with evaluating(model), evaluating(dense), evaluating(fitted), torch.no_grad():
+        before, after = (sum(float(kl_to(dense)(one, batch)) for batch in data) for one in (fitted, model))
+    assert after < before
