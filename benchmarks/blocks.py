@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import iobs
 from iobs import models
+from iobs.models.vision_shim import ensure_torchvision
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.samples import batches
 
@@ -90,6 +91,7 @@ def llama(data: Path, zoo: Any, _: Path) -> Case:
 
 def encoder(data: Path, zoo: Any, folder: Path) -> Case:
     """512 pieces of 64 tokens of C4; mean cosine to the dense embeddings of 300 other texts."""
+    ensure_torchvision()
     from transformers import AutoModel, AutoTokenizer
 
     module, tokenizer = AutoModel.from_pretrained(folder).float().eval(), AutoTokenizer.from_pretrained(folder)
