@@ -310,8 +310,7 @@ class Report:
     def _rendered(self, form: str) -> str:
         """The text of the report in one of its forms."""
         if form == ".csv":
-            text: str = self.to_frame().to_csv()
-            return text
+            return str(self.to_frame().to_csv())
         if not RENDERERS:
             import_module("iobs.report")  # it stands above this package, and adds its forms when it is imported
         return RENDERERS[form](self)
@@ -324,11 +323,11 @@ class Report:
     def __str__(self) -> str:
         """The result, the records, and the five layers with the largest errors."""
         lines = [
-            f"{self.zeros:,} of {self.weights:,} weights are zero ({self.sparsity:.2%}) in {len(self.audit)} layers."
+            f"{self.zeros:,} of {self.weights:,} weights are zero ({self.sparsity:.2%}) in {len(self.audit)} layers.",
+            *self.coverage.lines(),
+            f"{self._loss()}; {self.seconds:.1f} s.",
+            *self._measured(),
         ]
-        lines += self.coverage.lines()
-        lines.append(f"{self._loss()}; {self.seconds:.1f} s.")
-        lines += self._measured()
         for number, record in enumerate(self.rounds):
             best = " <- best" if number == self.best_round else ""
             name = "projection" if record.kind == "projection" else f"fine-tuning, {len(record.step_losses)} steps"
