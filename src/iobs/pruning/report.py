@@ -21,8 +21,25 @@ Scores: TypeAlias = dict[str, float]  # metrics of one model, by name
 WORTH = 0.02  # fine-tuning must lower the held-out loss by this share; smaller gains are within noise
 
 
+class ZeroCount:
+    """Base of the records of one matrix with its shape and its number of zeros."""
+
+    shape: tuple[int, int]
+    zeros: int
+
+    @property
+    def weights(self) -> int:
+        """Number of entries of the matrix."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def sparsity(self) -> float:
+        """Share of entries that are zero."""
+        return self.zeros / self.weights
+
+
 @dataclass
-class LayerRecord:
+class LayerRecord(ZeroCount):
     """One pruned matrix in one round.
 
     Errors are relative output errors ||V X - Y||^2 / ||Y||^2 of the sparse weight V.
@@ -54,16 +71,6 @@ class LayerRecord:
     inputs: int
     seconds: float
     stats: JsonObject = field(default_factory=dict)
-
-    @property
-    def weights(self) -> int:
-        """Number of entries of the matrix."""
-        return self.shape[0] * self.shape[1]
-
-    @property
-    def sparsity(self) -> float:
-        """Share of entries that are zero."""
-        return self.zeros / self.weights
 
 
 @dataclass
@@ -106,7 +113,7 @@ class RoundRecord:
 
 
 @dataclass
-class AuditRow:
+class AuditRow(ZeroCount):
     """The zeros of one matrix of the finished model, counted entry by entry.
 
     Attributes:
@@ -120,16 +127,6 @@ class AuditRow:
     shape: tuple[int, int]
     zeros: int
     asked: int
-
-    @property
-    def weights(self) -> int:
-        """Number of entries of the matrix."""
-        return self.shape[0] * self.shape[1]
-
-    @property
-    def sparsity(self) -> float:
-        """Share of entries that are zero."""
-        return self.zeros / self.weights
 
 
 @dataclass
