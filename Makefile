@@ -113,10 +113,12 @@ benchmarks: setup
 	$(BENCHMARK)/paper_rounds.py --data $(DATA) $(AGAIN)
 	$(BENCHMARK)/small_networks.py $(AGAIN)
 	-$(BENCHMARK)/layer_race.py $(WITH_PEERS) $(AGAIN)
+	$(BENCHMARK)/blocks.py --data $(DATA) --networks llama vit $(AGAIN)
 	$(BENCHMARK)/layer_shapes.py $(WITH_PEERS) $(AGAIN)
 	$(BENCHMARK)/structured_layers.py --data $(DATA) $(AGAIN)
 	$(BENCHMARK)/grid_layers.py $(AGAIN)
 	$(BENCHMARK)/recovery.py $(AGAIN)
+	-$(BENCHMARK)/small_regression.py $(AGAIN)
 	$(BENCHMARK)/resume_kills.py
 	$(BENCHMARK)/resume_kills.py --ranks 2 --kills 5
 	$(BENCHMARK)/two_ranks.py

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import blocks
 import chita_report
 import grid_layers
 import grid_report
@@ -20,6 +21,7 @@ import recovery_report
 import resnet20_oneshot
 import scale_report
 import small_networks
+import small_regression
 import structured_layers
 from rows import RESULTS, Row, read
 
@@ -43,11 +45,13 @@ SECTIONS = (
     Section("resnet20_oneshot", resnet20_oneshot.tables, "the solvers alone, on one network"),
     Section("paper_rounds", paper_rounds.tables, "the paper's algorithm, round by round"),
     Section("small_networks", small_networks.tables, "seven small networks, a development set"),
+    Section("blocks", blocks.tables, "targets that carry the residual, and block reconstruction"),
     Section("layer_race", layer_report.tables, "error and time of a single layer, beside SparseGPT, ALPS and OBC"),
     Section("layer_shapes", layer_shapes.tables, "time and memory of large layers"),
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
+    Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),
 )
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import Row, Rows, commit, machine
 from torch import Tensor, nn
 
 import iobs
@@ -31,7 +32,6 @@ from iobs.models.vision_shim import ensure_torchvision
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.samples import batches
 
-RESULTS = Path(__file__).parent / "results"
 SHOT = Recipe.preset("one-shot")
 RESIDUAL = SHOT.but(target="residual")
 ROWS: dict[str, Recipe] = {
@@ -162,16 +162,20 @@ def measure(case: Case, name: str, row: str, level: str, seed: int) -> dict[str,
         "score": round(case.score(module), 4),
         "zeros": round(report.zeros / report.weights, 4),
         "passes": round(passes, 2),
-        "seconds": round(seconds, 1),
+        "processor_seconds": round(seconds, 1),
+        "commit": commit(),
+        "machine": machine(),
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown, one table per network."""
+def tables(rows: list[Row]) -> str:
+    """The section of RESULTS.md: one table per network."""
     lines = [
-        "# Block reconstruction: ablations",
+        "# Residual targets and block reconstruction",
         "",
-        "`python benchmarks/blocks.py --data FOLDER` makes this page.",
+        "Made by `python benchmarks/blocks.py --data FOLDER`. One seed, one thread. "
+        "Passes are forward passes of the calibration data (a gradient step counts as three). Cells without a figure "
+        "are not measured yet.",
         "",
     ]
     for name in CASES:
@@ -179,15 +183,15 @@ def table(rows: list[dict[str, Any]]) -> str:
         if not own:
             continue
         levels = LEVELS[name]
-        lines += [f"## {name}: {(CASES[name].__doc__ or '').strip()}", ""]
+        lines += [f"### {name}: {(CASES[name].__doc__ or '').strip()}", ""]
         lines += ["| | " + " | ".join(levels) + " | passes | processor seconds |", "|---" * (len(levels) + 3) + "|"]
         for row in dict.fromkeys(one["row"] for one in own):
             found = {one["level"]: one for one in own if one["row"] == row}
             last = [*found.values()][-1]
             cells = [f"{found[level]['score']:.4g}" if level in found else "" for level in levels]
-            lines.append(f"| {row} | " + " | ".join(cells) + f" | {last['passes']} | {last['seconds']} |")
+            lines.append(f"| {row} | " + " | ".join(cells) + f" | {last['passes']} | {last['processor_seconds']} |")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def main() -> None:
@@ -198,6 +202,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", choices=[*ROWS], default=[*ROWS])
     parser.add_argument("--levels", nargs="*")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", action="store_true", help="measure rows of other commits anew")
     given = parser.parse_args()
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("zoo", given.data / "zoo.py")
@@ -205,18 +210,13 @@ def main() -> None:
     assert spec.loader is not None
     zoo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(zoo)
-    file = RESULTS / "blocks.jsonl"
-    rows = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()] if file.exists() else []
+    rows = Rows("blocks", ("network", "row", "level", "seed"), given.again)
     for name in given.networks:
         case = CASES[name](given.data, zoo, given.minilm)
         for row in given.rows:
             for level in given.levels or LEVELS[name]:
-                found = measure(case, name, row, level, given.seed)
-                print(json.dumps(found), flush=True)
-                with file.open("a", encoding="utf8") as opened:
-                    opened.write(json.dumps(found) + "\n")
-                rows.append(found)
-    (RESULTS / "blocks.md").write_text(table(rows), encoding="utf8")
+                if not rows.has(network=name, row=row, level=level, seed=given.seed):
+                    rows.put(measure(case, name, row, level, given.seed))
 
 
 if __name__ == "__main__":

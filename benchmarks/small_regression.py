@@ -11,19 +11,15 @@ the answers: the loss of our fit divided by that of abess, refitted on its suppo
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
+from rows import Row, Rows, commit, machine
 
 SHAPES = [(200, 50), (500, 100), (1000, 100), (1000, 500), (2000, 200), (5000, 50), (5000, 1000)]
 K, CORRELATION, SIGNAL_TO_NOISE = 10, 0.5, 5.0
-RESULT = Path(__file__).parent / "results" / "small_regression.jsonl"
 
 
 def problem(n: int, d: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -68,28 +64,46 @@ def race(n: int, d: int, seed: int, repeats: int) -> list[dict[str, object]]:
     rows = []
     for name, (ours, theirs) in pairs.items():
         mine, other = seconds(ours, repeats), seconds(theirs, repeats)
-        row: dict[str, object] = {"n": n, "d": d, "choice": name, "iobs_s": mine, "abess_s": other}
+        row: dict[str, object] = {"n": n, "d": d, "choice": name, "processor_seconds": mine, "abess_s": other}
         row["ratio"] = mine / other
         if name.startswith("k"):
             row["loss_ratio"] = loss(X, y, ours().support_) / loss(X, y, np.flatnonzero(theirs().coef_))
         rows.append(row)
-        print(
-            f"{n:5d} {d:5d} {name:7s} iobs {mine * 1e3:8.1f} ms  abess {other * 1e3:8.1f} ms  ratio {mine / other:5.2f}"
-        )
     return rows
+
+
+def tables(every: list[Row]) -> str:
+    """The section of RESULTS.md: ratios of processor time."""
+    choices = list(dict.fromkeys(row["choice"] for row in every))
+    text = [
+        "# Small regressions",
+        "",
+        "Made by `python benchmarks/small_regression.py` (needs `pip install abess`): processor time of "
+        "`iobs.SparseRegressor` divided by that of abess, one thread, one seed, median of the repeats. Less than 1 "
+        "means that ours is faster. With a given k abess is faster nearly everywhere, and with few rows always.",
+        "",
+        "| rows, columns | " + " | ".join(choices) + " |",
+        "|---" * (1 + len(choices)) + "|",
+    ]
+    for n, d in dict.fromkeys((row["n"], row["d"]) for row in every):
+        found = {row["choice"]: row["ratio"] for row in every if (row["n"], row["d"]) == (n, d)}
+        cells = [f"{found[choice]:.2f}" if choice in found else "" for choice in choices]
+        text.append(f"| {n:,}, {d:,} | " + " | ".join(cells) + " |")
+    return "\n".join(text) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", action="store_true", help="measure rows of other commits anew")
     given = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    common = {"commit": commit, "seed": given.seed, "machine": platform.machine()}
-    with RESULT.open("w") as file:
-        for n, d in SHAPES:
+    rows = Rows("small_regression", ("n", "d", "choice", "seed"), given.again)
+    common = {"commit": commit(), "seed": given.seed, "machine": machine()}
+    for n, d in SHAPES:
+        if not rows.has(n=n, d=d, choice="cv", seed=given.seed):
             for row in race(n, d, given.seed, given.repeats):
-                file.write(json.dumps({**common, **row}) + "\n")
+                rows.put({**common, **row})
 
 
 if __name__ == "__main__":

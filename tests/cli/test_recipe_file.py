@@ -32,7 +32,7 @@ def test_recipe_file_repeats_a_run_of_a_network(run, classifier, tmp_path, monke
     run("prune", network, "-o", second, "--recipe", first / "recipe.yaml")
     assert_same_bytes(first, second)
     settings = [read_report(folder / "report.json").settings for folder in (first, second)]
-    assert [found.pop("calibration") for found in settings] == ["mine.py:batches", f"{classifier}:batches"]
+    assert [found.pop("calibration") for found in settings] == ["mine.py:batches"] * 2  # without the folder
     assert settings[0] == settings[1]
     run("prune", network, "-o", other, "--recipe", first / "recipe.yaml", "--sparsity", 0.3, "--ignore", "2")
     report = read_report(other / "report.json")

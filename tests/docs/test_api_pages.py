@@ -3,7 +3,7 @@
 import importlib
 import re
 
-from blocks import ROOT
+from code_blocks import ROOT
 
 import iobs
 

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from blocks import PAGES, ROOT, TUTORIALS, blocks_of, commands_of, name_of
+from code_blocks import PAGES, ROOT, TUTORIALS, blocks_of, commands_of, name_of
 
 LANGUAGES = {"python", "console", "text", "yaml", ""}
 BLOCKS = [block for page in PAGES for block in blocks_of(page.read_text(encoding="utf8"), name_of(page))]

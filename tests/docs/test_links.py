@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from blocks import PAGES, ROOT, TUTORIALS, name_of
+from code_blocks import PAGES, ROOT, TUTORIALS, name_of
 
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 

@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from blocks import ROOT, TUTORIALS, name_of
+from code_blocks import ROOT, TUTORIALS, name_of
 
 sys.path.insert(0, str(ROOT / "docs"))
 from run_notebooks import source_hash

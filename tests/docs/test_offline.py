@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from blocks import ROOT
+from code_blocks import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
 from check_offline import loaded_from_elsewhere

@@ -65,7 +65,9 @@ def test_seed_reaches_every_run(module, seeds):
 
 def test_reproduce_lists_experiments_as_json():
     result = CliRunner().invoke(app, ["reproduce", "--json"])
-    assert [entry["name"] for entry in json.loads(result.stdout)] == [entry.name for entry in experiments()]
+    assert [entry["name"] for entry in json.loads(result.stdout)["experiments"]] == [
+        entry.name for entry in experiments()
+    ]
 
 
 @pytest.mark.parametrize("place", ["a file", "below a file", "/proc/self"])
