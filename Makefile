@@ -29,7 +29,7 @@ setup: .venv/.setup
 # where it does not, nothing outside iobs can import it.
 .venv-vision/.setup: .venv/.setup
 	$(BIN)/python -m venv .venv-vision
-	$(BIN)/python -c '$(PLACE)' > $$(.venv-vision/bin/python -c '$(PLACE)')/below.pth
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PLACE)')')" > $$(.venv-vision/bin/python -c '$(PLACE)')/below.pth
 	.venv-vision/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm torchvision
 	@touch $@
 
