@@ -9,8 +9,9 @@ from torch import nn
 
 import iobs
 from iobs.errors import DampingWarning, NonFiniteError, PatternError
-from iobs.pruning.layerwise import projection
+from iobs.pruning.layerwise import problem, projection
 from iobs.pruning.network.layers import find_layers
+from iobs.solvers import solve_many
 
 
 def test_projection_to_nearly_all_zeros_is_exact():
@@ -67,3 +68,17 @@ def test_two_of_four_names_all_layers_it_does_not_divide():
     model = nn.Sequential(nn.Linear(7, 8), nn.Linear(8, 8), nn.Linear(8, 3)).eval()
     with pytest.raises(PatternError, match=r"divisible by 4, got 7.*0 \(8 x 7\)"):
         iobs.prune(model, [torch.randn(30, 7)], iobs.NM(2, 4), "one-shot")
+
+
+@pytest.mark.parametrize("target", ["layer", "dense", "residual"])
+def test_layers_with_one_input_share_their_factorisations(target, monkeypatch):
+    solved = []
+
+    def counting(problems, *rest, **options):
+        solved.append(len(problems))
+        return solve_many(problems, *rest, **options)
+
+    monkeypatch.setattr(problem, "solve_many", counting)
+    model, data = build("transformer")
+    iobs.prune(model, data, 0.5, "one-shot", target=target)
+    assert solved == [3, 3, 3]  # q, k and v of three blocks

@@ -62,7 +62,7 @@ def solve_layer(task: Task, statistics: Statistics) -> list[Solution]:
     solutions = []
     for number, pattern in enumerate(patterns_of_groups(task.layer, task.pattern)):
         own = slice(number * rows, (number + 1) * rows)
-        problem, drift_damping = _problem(task, statistics, number, own)
+        problem, drift_damping = _problem(task, statistics, statistics.calibration.own[number], number, own)
         if problem.shape[1] >= SEARCH_COLUMNS:
             problem = problem.to(torch.float32)
         refine = task.recipe.refine if task.zeros is None else keeping(task.zeros[own], task.recipe.refine)
@@ -92,9 +92,11 @@ def can_share(layers: Sequence[Layer], recipes: Sequence[Recipe]) -> bool:
 
 def solve_together(tasks: Sequence[Task], statistics: Statistics) -> list[Solution]:
     """Solve layers with the same input, such as q, k and v: every factorisation of their Hessian is computed once."""
-    found = [_problem(task, task.statistics(statistics), 0, slice(None)) for task in tasks]
+    used = tasks[0].statistics(statistics)
+    hessian = used.calibration.own[0]  # one object: problems are known to share a Hessian by its identity
+    found = [_problem(task, used, hessian, 0, slice(None)) for task in tasks]
     problems = [problem for problem, _ in found]
-    if any(problem.hessian is not problems[0].hessian for problem in problems):
+    if any(task.statistics(statistics) is not used for task in tasks) or problems[0].hessian is not hessian:
         return [solution for task in tasks for solution in solve_layer(task, statistics)]
     if problems[0].shape[1] >= SEARCH_COLUMNS:
         hessian = problems[0].matrix.to(torch.float32)  # the solver recognises the shared Hessian by its identity
@@ -119,17 +121,17 @@ def _in_float32(problem: Quadratic, hessian: Tensor) -> Quadratic:
     return Quadratic(hessian, None if problem.centred else problem.linear.to(torch.float32), anchor, problem.centred)
 
 
-def _problem(task: Task, statistics: Statistics, group: int, own: slice) -> tuple[Quadratic, float]:
+def _problem(task: Task, statistics: Statistics, hessian: Tensor, group: int, own: slice) -> tuple[Quadratic, float]:
     """The problem min 1/2 ||V X - T D||^2 / count for the rows of one group, and the damping of the drift.
 
     Args:
         task: the layer to prune.
         statistics: Grams of its inputs.
+        hessian: the Gram of the group, (columns, columns).
         group: number of the group.
         own: rows of the group.
     """
     gram = statistics.calibration
-    hessian = gram.own[group]
     current = task.current[own].to(hessian.dtype)
     if not bool(hessian.diagonal().any()):
         # All inputs are zero, so every mask has the same error: keep the largest weights.
