@@ -1,4 +1,4 @@
-"""What differs between systems: text encodings, file names, and modules that Windows lacks."""
+"""Differences between systems: text encodings, file names, and modules that Windows lacks."""
 
 import ast
 import subprocess

@@ -15,7 +15,7 @@ from iobs.solvers import SOLVERS
 
 
 def completed(line, shell):
-    """What a shell is told for a command line with the cursor at its end."""
+    """The completions that a shell receives for a command line with the cursor at its end."""
     words = line.split(" ")
     environment = {
         "bash": {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)},

@@ -68,7 +68,7 @@ def names(files):
 
 @pytest.fixture
 def pruned_names(names):
-    """As `names`, where the model is pruned already: half of every matrix of its layers is zero."""
+    """The names of a page whose model is pruned already: half of every matrix of its layers is zero."""
     with torch.no_grad():
         for name, parameter in names["model"].named_parameters():
             if "_proj" in name:
@@ -78,7 +78,7 @@ def pruned_names(names):
 
 @pytest.fixture
 def layer_names(names):
-    """As `names`, where X, W and b are a layer's inputs, weights and bias; its problem, and the mean of its inputs."""
+    """The names of a page about one layer: its inputs X, weights W and bias b, its problem, the mean of its inputs."""
     generator = torch.Generator().manual_seed(3)
     W, X = torch.randn(4, 144, generator=generator), torch.randn(400, 144, generator=generator)
     problem = names["iobs"].Quadratic.at(W, X.T @ X / len(X))

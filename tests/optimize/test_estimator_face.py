@@ -1,4 +1,4 @@
-"""What a person sees of the estimators: names in and out, selection, the table of coefficients, the figure."""
+"""Interface of the estimators: names in and out, selection, the table of coefficients, the figure."""
 
 from __future__ import annotations
 
