@@ -31,6 +31,7 @@ MODULES = {
         "report",
         "recipe",
         "network",
+        "structure",
         "runtime",
         "forecast",
         "callbacks",

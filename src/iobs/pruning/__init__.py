@@ -8,6 +8,7 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     report       results of a run, as plain records
     recipe       settings of a run, as frozen values: Recipe, Rounds, FineTune, Allocation, Rule
     network      the model: its weight matrices, the selection of layers, its modes
+    structure    units of a network (channels, neurons, heads), and their physical removal
     runtime      processes and storage: checkpoints, ranks, memory
     forecast     the work of a run and the time that is left
     callbacks    progress of a run, for callbacks
