@@ -1,6 +1,7 @@
 """Units removed from networks of every family: found, removed, saved, loaded by transformers, exported to ONNX.
 
-    python benchmarks/structured_families.py                  all families that are installed
+    python benchmarks/structured_families.py                  the families below
+    python benchmarks/structured_families.py --all            every causal language model of transformers as well
     python benchmarks/structured_families.py --only llama vit
 
 Networks are small and random, built from configurations: the question is which units are found, and whether the
@@ -19,6 +20,7 @@ import copy
 import io
 import random
 import re
+import signal
 import tempfile
 import warnings
 from collections import Counter
@@ -39,6 +41,7 @@ from iobs.pruning.structure.widths import Widths, configure, widths_of
 ensure_torchvision()
 
 SHARE = 0.25
+SECONDS = 60  # processor time for one network
 LIMIT = 30_000_000  # parameters of a network that is built
 KINDS = ("neurons", "heads", "channels")
 SIZES: tuple[tuple[str, int], ...] = (  # names of fields of configurations and small values for them
@@ -61,6 +64,12 @@ SIZES: tuple[tuple[str, int], ...] = (  # names of fields of configurations and 
     (r"num_mel_bins", 16),
 )
 # fmt: off
+CAUSAL = [
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox", "gptj",
+    "opt", "bloom", "falcon", "stablelm", "olmo", "olmo2", "cohere", "starcoder2", "smollm3", "granite", "glm4",
+    "codegen", "gpt_neo", "gpt_bigcode", "xglm", "nemotron", "helium", "exaone4", "seed_oss", "ministral", "biogpt",
+    "mixtral", "qwen3_moe", "olmoe", "persimmon", "apertus", "cohere2", "gpt_oss", "internlm3", "mpt",
+]
 ENCODERS = [
     "bert", "roberta", "distilbert", "electra", "albert", "mpnet", "deberta", "deberta-v2", "camembert", "ernie",
     "roformer", "xlm-roberta", "mobilebert", "squeezebert", "nystromformer", "big_bird", "yoso", "convbert", "ibert",
@@ -282,16 +291,17 @@ def onnx_difference(model: nn.Module, batch: Tensor, expected: Sequence[Tensor])
     return difference(expected, [torch.from_numpy(value) for value in session.run(None, {"x": batch.numpy()})])
 
 
-def cases() -> list[tuple[str, str, str]]:
+def cases(everything: bool) -> list[tuple[str, str, str]]:
     """Library, kind and name of every network."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    named = {"causal": CAUSAL, "encoders": ENCODERS, "sequences": SEQUENCES, "pictures": PICTURES, "others": OTHERS}
+    found = [("transformers", kind, name) for kind, names in named.items() for name in names]
+    found += [("timm", "pictures", name) for name in TIMM]
+    if everything:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    named = {"encoders": ENCODERS, "sequences": SEQUENCES, "pictures": PICTURES, "others": OTHERS}
-    several = {name for names in named.values() for name in names}
-    causal = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in several]
-    found = [("transformers", "causal", name) for name in causal]
-    found += [("transformers", kind, name) for kind, names in named.items() for name in names]
-    return found + [("timm", "pictures", name) for name in TIMM]
+        several = {name for names in named.values() for name in names}
+        found += [("transformers", "causal", name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in several]
+    return found
 
 
 def tables(rows: list[Row]) -> str:
@@ -319,22 +329,30 @@ def tables(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def _stop(*_: object) -> None:
+    raise TimeoutError(f"more than {SECONDS} processor seconds")
+
+
 def main() -> None:
     """Measure all rows that are missing."""
     options = parser(__doc__, data=False)
     options.add_argument("--only", nargs="*", help="names of networks")
+    options.add_argument("--all", action="store_true", help="every causal language model of transformers as well")
     given = options.parse_args()
+    signal.signal(signal.SIGVTALRM, _stop)
     torch.set_num_threads(1)
     rows = Rows("structured_families", ("library", "kind", "network"), given.again)
-    for library, kind, name in cases():
+    for library, kind, name in cases(given.all):
         wanted = name in given.only if given.only else name in QUICK or not given.quick
         if not wanted or rows.has(library=library, kind=kind, network=name):
             continue
         try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
             row = measure(library, kind, name)
         except Exception as error:
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
             row = {"library": library, "kind": kind, "network": name, "error": text, "processor_seconds": 0.0}
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         rows.put({**row, **stamp(0)})
 
 
