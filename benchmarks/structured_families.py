@@ -35,7 +35,8 @@ from iobs.models import ensure_torchvision
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
 from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.sites import Site, find_sites
+from iobs.pruning.structure.sites import Site, traced_sites
+from iobs.pruning.structure.verification import verify
 from iobs.pruning.structure.widths import Widths, configure, widths_of
 
 ensure_torchvision()
@@ -46,7 +47,8 @@ LIMIT = 30_000_000  # parameters of a network that is built
 KINDS = ("neurons", "heads", "channels")
 SIZES: tuple[tuple[str, int], ...] = (  # names of fields of configurations and small values for them
     (r"(.*_)?vocab_size|n_vocab|vocab_size_per_layer_input", 128),
-    (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|model_dim|dim_model", 64),
+    (r"embed_dim", 48),
+    (r"hidden_size|d_model|n_embd|dim|embedding_size|word_embed_proj_dim|model_dim|dim_model", 64),
     (r"projection_dim|text_hidden_size|emb_dim|embed_size|hidden_dim|lru_width|attention_hidden_size", 64),
     (r"intermediate_size|.*ffn_dim|d_ff|ffn_hidden_size|dim_ff|d_inner|mlp_dim|ffn_intermediate_size", 96),
     (r"moe_intermediate_size|shared_expert_intermediate_size|expert_dim|.*shared_intermediate_size", 32),
@@ -54,6 +56,7 @@ SIZES: tuple[tuple[str, int], ...] = (  # names of fields of configurations and 
     (r"num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|attention_heads", 4),
     (r"num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|num_key_value_groups", 2),
     (r"head_dim|attention_head_dim|kv_channels|d_kv|attention_head_size|v_head_dim|qk_.*head_dim", 16),
+    (r"rotary_dim", 8),
     (r"(q|kv|o)_lora_rank", 16),
     (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts", 4),
     (r"num_experts_per_tok(en)?|moe_topk?|num_selected_experts|moe_k|moe_top_k", 2),
@@ -162,7 +165,7 @@ def hugging_face(kind: str, name: str) -> tuple[nn.Module, dict[str, Tensor]]:
             model = auto.from_config(config).eval()
             batch = batch_for(kind, config)
             with torch.no_grad():
-                for value in model.parameters():
+                for value in (value for value in model.parameters() if value.requires_grad):
                     value.add_(0.02 * torch.randn_like(value))
                 outputs(model, batch)
             return model, batch
@@ -242,7 +245,8 @@ def measure(library: str, kind: str, name: str) -> Row:
     """One row: units found, the share of weights removed, and the differences of the outputs."""
     model, batch = timm_network(name) if library == "timm" else hugging_face(kind, name)
     with measured() as work:
-        sites = find_sites(model, batch)
+        checked = verify(model, batch, traced_sites(model, batch))
+        sites = checked.sites
         widths = widths_of(model, sites)
     kept = chosen(sites, widths)
     units = Counter(site.kind for site in sites)
@@ -253,6 +257,7 @@ def measure(library: str, kind: str, name: str) -> Row:
         "sites": {one: units[one] for one in KINDS if units[one]},
         "loadable": dict(Counter(site.kind for site in sites if site.name in kept)),
         "refused": reasons(widths, sites),
+        "failed": sorted(set(checked.refused.values())),
         "biases": sorted({group.bias for group in widths.groups if group.bias}),
         **work.fields(),
     }
@@ -322,7 +327,7 @@ def tables(rows: list[Row]) -> str:
                 lines.append(f"| {row['network']} | | | | | | {row['error']} |")
                 continue
             shown = [", ".join(f"{count} {kind}" for kind, count in row[key].items()) for key in ("sites", "loadable")]
-            refused = "; ".join(f"{kind}: {reason}" for kind, reason in row["refused"].items())
+            refused = "; ".join([*(f"{kind}: {reason}" for kind, reason in row["refused"].items()), *row["failed"]])
             gaps = f"{row['difference']:.0e} | {row['reloaded']:.0e}"
             lines.append(f"| {row['network']} | {shown[0]} | {shown[1]} | {row['removed']:.1%} | {gaps} | {refused} |")
         lines.append("")
