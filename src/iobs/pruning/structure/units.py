@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal, TypeAlias
 
 from torch import Tensor, nn
@@ -129,6 +130,10 @@ class Site:
     def columns(self) -> Index:
         """Columns of every unit in the matrix of the first reader."""
         return self.readers[0].columns
+
+    def step(self, multiple_of: int) -> int:
+        """The smallest number of units whose channels are a multiple of a width, such as 8, 16 or 64."""
+        return multiple_of // gcd(multiple_of, len(self.readers[0].weight.index[0]))
 
     @property
     def slices(self) -> tuple[Slices, ...]:
