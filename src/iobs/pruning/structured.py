@@ -7,7 +7,7 @@ the end the units are removed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from iobs.pruning.store import Store
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.units import Site
+from iobs.pruning.structure.widths import Widths, configure, widths_of
 from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRecord
 from iobs.pruning.widths.costs import Products
 from iobs.pruning.workspace import Request, Workspace
@@ -68,15 +69,27 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
     model = store.model
     with evaluating(model) as frozen, seeded(model, asked.seed):
         sites = _readers(model, collected[0], asked)
+        form = widths_of(model, list(sites.values()))
+        loadable = asked.pattern.uniform is not False
+        if loadable:
+            sites = _loadable(sites, form, told)
         dense = Products.count(model, collected[0], tuple(sites.values()))
-        with _added_biases(model, sites) as added:
+        with _added_biases(model, sites, form, loadable) as added:
             selection = store.checked(collected, _selection(model, sites))
             patterns = {layer: _groups(layer, sites[layer]) for layer in selection.layers}
-            request = Request(asked.recipe, patterns, asked.pattern, asked.holdout, asked.seed, asked.checkpoint, sites)
+            tied = _tied(sites.values(), form, asked.pattern.uniform)
+            request = Request(
+                asked.recipe, patterns, asked.pattern, asked.holdout, asked.seed, asked.checkpoint, sites, tied
+            )
             report = run(Workspace.of(store, request, selection, collected, told, frozen))
             kept = {sites[layer].name: kept_units(model, layer, patterns[layer], report) for layer in patterns}
     before = _outputs(model, collected[0])
     remove(model, sites.values(), {name: units.tolist() for name, units in kept.items()}, _taken(model, added))
+    if loadable:
+        counts = {site.name: len(kept[site.name]) for site in sites.values() if site.name in kept}
+        counts = {site.name: counts[site.name] for site in sites.values() if counts.get(site.name, 0) < site.count}
+        given = [site.name for site in sites.values() if site.reader in added and not site.can_bias]
+        configure(model, form, counts, given)
     _require_same(before, _outputs(model, collected[0]))
     return reported(report, {layer: sites[layer] for layer in patterns}, kept, dense)
 
@@ -127,9 +140,38 @@ def _groups(layer: Layer, site: Site) -> Groups:
     return Groups(tuple(labels.tolist()), keep=site.count)
 
 
+def _loadable(sites: Mapping[Layer, Site], form: Widths, told: Callbacks) -> dict[Layer, Site]:
+    """The sites whose number of units the model's class can say; the others keep all units, with a note.
+
+    Raises:
+        LayerSelectionError: there are none.
+    """
+    found = {layer: site for layer, site in sites.items() if site.name not in form.refused}
+    for name, reason in form.refused.items():
+        told.on_note(f"{name} keeps all units: {reason}.")
+    if not found:
+        reason = next(iter(form.refused.values()))
+        raise LayerSelectionError(
+            f"A narrower model of this class could not be loaded again: {reason}. With uniform=False it is pruned "
+            "nevertheless, to be exported or stored as a whole."
+        )
+    return found
+
+
+def _tied(sites: Iterable[Site], form: Widths, uniform: bool | None) -> tuple[tuple[str, ...], ...]:
+    """Names of the sites that keep equal numbers of units."""
+    if uniform is False:
+        return ()
+    alike: dict[object, list[str]] = {}
+    groups = {name: number for number, group in enumerate(form.groups) for name in group.sites}
+    for site in sites:
+        alike.setdefault((site.kind, site.count) if uniform else groups[site.name], []).append(site.name)
+    return tuple(map(tuple, alike.values()))
+
+
 @contextmanager
-def _added_biases(model: nn.Module, sites: Mapping[Layer, Site]) -> Iterator[list[str]]:
-    """Give readers a bias of zeros for the run, where a batch norm can take it over.
+def _added_biases(model: nn.Module, sites: Mapping[Layer, Site], form: Widths, loadable: bool) -> Iterator[list[str]]:
+    """Give readers a bias of zeros for the run, where the narrower network has a place for it.
 
     Yields:
         The paths of these readers. Their biases are still there afterwards if the run succeeded.
@@ -137,7 +179,8 @@ def _added_biases(model: nn.Module, sites: Mapping[Layer, Site]) -> Iterator[lis
     added = []
     for layer, site in sites.items():
         module = model.get_submodule(layer.path)
-        if site.can_bias and getattr(module, "bias", None) is None:
+        possible = site.can_bias or not loadable or form.bias(site)
+        if possible and "bias" in module._parameters and module._parameters["bias"] is None:
             weight = layer.stored(model)
             module.bias = nn.Parameter(torch.zeros(layer.shape[0], dtype=weight.dtype, device=weight.device))
             added.append(layer.path)

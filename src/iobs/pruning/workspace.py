@@ -48,6 +48,7 @@ class Request:
         seed: seed of every random choice.
         checkpoint: directory of the checkpoint, or None.
         sites: the units that each layer reads, if whole units are removed.
+        tied: names of sites that keep equal numbers of units.
     """
 
     recipe: Recipe
@@ -57,6 +58,7 @@ class Request:
     seed: int
     checkpoint: str | Path | None
     sites: Mapping[Layer, Site] = field(default_factory=dict)
+    tied: tuple[tuple[str, ...], ...] = ()
 
     def facts(self) -> JsonObject:
         """The request in plain types, for the report."""

@@ -12,7 +12,7 @@ from iobs.pruning.recipe import as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.widths.costs import Products
 from iobs.pruning.widths.curves import Curves, SiteCurve
-from iobs.pruning.widths.plan import choices_of, chosen_widths, is_uniform
+from iobs.pruning.widths.plan import choices_of, chosen_widths
 from iobs.pruning.workspace import Workspace
 
 
@@ -39,7 +39,7 @@ def _planned(
     sites = {layer: work.request.sites[layer] for layer in patterns}
     cost = Products.count(work.store.model, work.fit.batches[0], tuple(sites.values())).held
     cost = cost.entries if pattern.of == "parameters" else cost
-    tied, limit = is_uniform(pattern, work.store.model), (1 - pattern.sparsity) * cost.of({})
+    tied, limit = work.request.tied, (1 - pattern.sparsity) * cost.of({})
     if as_allocation(work.recipe.allocation).criterion == "uniform":
         choices = choices_of(tuple(sites.values()), pattern, tied, None)
         return chosen_widths(choices, cost, limit, equal=True), []

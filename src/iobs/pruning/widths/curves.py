@@ -1,7 +1,7 @@
 """Effect of the width of every site on the loss, from one pass of greedy removal and a few trials.
 
-Greedy removal gives the error of the reader at all widths. The KL divergence from the dense network is measured with
-some widths of one site alone, and interpolated between them in the error, which makes it monotone.
+Greedy removal gives the error of the reader at all widths. The divergence from the dense network is measured with some
+widths of one site alone, and interpolated between them as a power of the error, which makes it monotone.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from iobs.core.quadratic import Quadratic
 from iobs.pruning.allocation.sensitivity import CURVE_TOKENS, PROBE, PROBE_TOKENS
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Statistics
-from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
+from iobs.pruning.calibration.losses import answered, mean_loss
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import LossFunction
 from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.widths.softened import softened, temperature_of
 from iobs.solvers.grouped.removal import RemovalPath, removal_path
 from iobs.solvers.grouped.system import GroupSystem, refitted
 
@@ -130,6 +132,11 @@ class Curves:
         """Samples with the outputs of the dense model."""
         return answered(self.model, self._parts[1].first(PROBE, PROBE_TOKENS), _ANSWERS)
 
+    @cached_property
+    def _loss(self) -> LossFunction:
+        """The damage of a trial."""
+        return softened(temperature_of(self._answered))
+
     @torch.no_grad()
     def measured(self) -> dict[Layer, SiteCurve]:
         """The curve of every reader that receives input."""
@@ -154,7 +161,7 @@ class Curves:
     def damage(self, widths: Mapping[Layer, int]) -> float:
         """KL divergence from the dense model if some readers have other widths, each solved alone."""
         with self._written({layer: self._sites[layer].at(width) for layer, width in widths.items()}):
-            return mean_loss(self.model, self._answered, kl_to_answers)
+            return mean_loss(self.model, self._answered, self._loss)
 
     def _curve(self, layer: Layer, statistics: Statistics, untouched: float) -> SiteCurve:
         pattern, weight = self.patterns[layer], layer.read(self.model).double()
@@ -197,14 +204,19 @@ class Curves:
 
 
 def interpolated(errors: list[float], points: list[tuple[float, float]]) -> list[float]:
-    """Effects at all errors, monotone, from measured (error, effect); proportional to the error beyond the last one."""
+    """Effects at all errors, monotone: a power of the error between measured (error, effect), and beyond them."""
+    values = np.array(errors)
     x, y = (np.array(side) for side in zip(*sorted(points), strict=True))
     y = np.maximum.accumulate(y)
-    values = np.array(errors)
-    found = np.interp(values, x, y)
-    beyond = values > x[-1]
-    if x[-1] > 0:
-        found[beyond] = y[-1] * values[beyond] / x[-1]
+    known = (x > 0) & (y > 0)
+    found = np.zeros_like(values)
+    if known.any():
+        x, y = np.log(x[known]), np.log(y[known])
+        given = values > 0
+        at = np.log(values[given])
+        slope = max(1.0, (y[1] - y[0]) / max(x[1] - x[0], 1e-12)) if len(x) > 1 else 1.0
+        power = np.interp(at, x, y) + slope * np.minimum(at - x[0], 0) + np.maximum(at - x[-1], 0)
+        found[given] = np.exp(power)
     # Equal effects are told apart by the error, so that fewer units never look as good as more.
     scale = 1e-9 * max(float(found[-1]), 1e-12) / max(float(values[-1]), 1e-30)
     return [float(value) for value in np.maximum.accumulate(found) + scale * values]

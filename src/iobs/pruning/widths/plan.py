@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
-
 from iobs.core.structured import Structured
 from iobs.errors import PatternError
-from iobs.pruning.network.layers import library_class
 from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.costs import CostModel
 from iobs.pruning.widths.curves import SiteCurve
@@ -18,20 +15,13 @@ _ALIGNED = ("channels", "neurons")  # kinds of units that `multiple_of` aligns
 _MOST_WIDTHS = 160  # widths of one site that an allocation chooses from
 
 
-def is_uniform(pattern: Structured, model: nn.Module) -> bool:
-    """Check that sites alike get equal widths: as asked, or because the model's configuration has one number."""
-    if pattern.uniform is not None:
-        return pattern.uniform
-    return isinstance(model, library_class("transformers.modeling_utils", "PreTrainedModel"))
-
-
 def widths_of(site: Site, pattern: Structured) -> tuple[int, ...]:
     """Widths that a site may get, ascending; the last is the dense width.
 
     Raises:
         PatternError: the site has fewer units than `multiple_of`.
     """
-    unit = pattern.multiple_of if site.kind in _ALIGNED else 1
+    unit = site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1
     if site.count < unit:
         raise PatternError(f"{site.name} has {site.count} {site.kind}, fewer than multiple_of={unit}.")
     step = unit * max(1, -(-site.count // (unit * _MOST_WIDTHS)))
@@ -41,7 +31,7 @@ def widths_of(site: Site, pattern: Structured) -> tuple[int, ...]:
 def choices_of(
     sites: Sequence[Site],
     pattern: Structured,
-    tied: bool,
+    tied: Sequence[Sequence[str]],
     curves: Mapping[str, SiteCurve] | None,
     offered: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Choice]:
@@ -50,13 +40,14 @@ def choices_of(
     Args:
         sites: the sites.
         pattern: what is asked.
-        tied: sites of the same kind and number of units get equal widths.
+        tied: names of sites that get equal widths; the other sites are chosen alone.
         curves: measured effects by name of the site, or None.
         offered: widths by name of the site, in place of those of `widths_of`.
     """
+    number = {name: position for position, names in enumerate(tied) for name in names}
     families: dict[object, list[Site]] = {}
     for site in sites:
-        families.setdefault((site.kind, site.count) if tied else site.name, []).append(site)
+        families.setdefault(number.get(site.name, site.name), []).append(site)
     found = []
     for family in families.values():
         first = family[0]
