@@ -133,7 +133,7 @@ def measure(name: str, network: Network, share: float, method: str, seed: int) -
         "heldout": report.best.loss_heldout,
         "kind": report.best.kind,
         **work.fields(),
-        **{key: value for key, value in stamp(seed).items() if key != "processor_seconds"},
+        **stamp(seed),
     }
 
 
@@ -172,11 +172,10 @@ def main() -> None:
     options.add_argument("--only", default="", help="networks whose name holds this")
     options.add_argument("--methods", default=",".join(METHODS))
     options.add_argument("--shares", type=float, nargs="*")
-    options.add_argument("--seeds", type=int, nargs="*", default=[0])
     arguments = options.parse_args()
     torch.set_num_threads(1)
     rows = Rows("structured_networks", ("network", "share", "method", "seed"), arguments.again)
-    for seed in arguments.seeds:
+    for seed in arguments.seeds or (0,):
         for name, make in NETWORKS.items():
             if arguments.only not in name or (arguments.quick and name != "ResNet-20"):
                 continue
