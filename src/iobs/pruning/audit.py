@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from iobs.core.column_groups import Groups
 from iobs.core.files import packed_hint, weight_files
 from iobs.core.patterns import NM, Pattern, Unstructured, as_pattern
 from iobs.errors import AuditError, ModelError, PatternError
@@ -83,6 +84,9 @@ def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
         AuditError: it has fewer; names the layer and both counts.
     """
     shape = (matrix.shape[0], matrix.shape[1])
+    if isinstance(pattern, Groups):
+        _check_columns(name, matrix, pattern)
+        return
     groups = pattern.groups(shape)
     kept = (matrix.reshape(groups.count, groups.size) != 0).sum(1)
     worst = int(kept.max())
@@ -92,6 +96,14 @@ def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
             f"Layer {name!r} keeps {worst} of {where} where the pattern {pattern} allows {groups.keep}. "
             "It was pruned to another pattern, or zeros were spread over layers, or something wrote into the weights."
         )
+
+
+def _check_columns(name: str, matrix: Tensor, pattern: Groups) -> None:
+    """`check` for groups of columns: at most the kept number of groups has a nonzero entry."""
+    labels, most = pattern.labels(matrix.shape[1]), pattern.kept(matrix.shape[1])
+    found = int(torch.bincount(labels[(matrix != 0).any(0).cpu()]).count_nonzero())
+    if found > most:
+        raise AuditError(f"Layer {name!r} keeps {found} groups of columns where the pattern {pattern} allows {most}.")
 
 
 def check_together(rows: Sequence[AuditRow], pattern: Unstructured) -> None:
@@ -110,6 +122,8 @@ def check_together(rows: Sequence[AuditRow], pattern: Unstructured) -> None:
 
 def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
     """Number of zeros that a pattern gives in a matrix of a shape."""
+    if isinstance(pattern, Groups):
+        return pattern.zeros(shape)
     groups = pattern.groups(shape)
     return groups.count * (groups.size - groups.keep)
 

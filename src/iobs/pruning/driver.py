@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from iobs.core.patterns import Pattern, as_pattern
+from iobs.core.structured import Structured
 from iobs.errors import ProblemError, is_a
 from iobs.pruning.algorithm import run
 from iobs.pruning.allocation.counts import require_room, under_pattern
@@ -22,11 +23,13 @@ from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Changes, Recipe, as_allocation, as_recipe
+from iobs.pruning.recipe.structured import as_structured_recipe
 from iobs.pruning.report import Report
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
+from iobs.pruning.structured import Asked, prune_units
 from iobs.pruning.workspace import Request, Workspace
 
 
@@ -54,7 +57,8 @@ def prune(
             mappings as Hugging Face models take. A tensor or a mapping is one batch.
         pattern: `Unstructured`, `NM`, a sparsity such as 0.5, or text such as "2:4" or "50%". With an allocation
             (recipes "fast" and "best") the sparsity is that of all pruned layers together. Layers left dense do
-            not count.
+            not count. `Structured(0.3)` or "structured:30%" removes whole channels, neurons and heads: the model
+            becomes narrower.
         recipe: "fast" (the best single projection), "best" (rounds of fine-tuning towards the dense model),
             "one-shot" (every layer once, to the same sparsity), "paper" (Algorithm 2 to the letter), a `Recipe`, or the
             path of a YAML file.
@@ -87,12 +91,19 @@ def prune(
     """
     _require_callbacks(callbacks)
     store = model if isinstance(model, Store) else Store(model)
+    wanted = as_pattern(pattern)
+    heard = [LoggingCallback(), *callbacks]
+    if isinstance(wanted, Structured):
+        units = as_structured_recipe(recipe).but(**changes)
+        asked = Asked(wanted, units, include, ignore, holdout, seed, checkpoint)
+        require_numbers(holdout, seed)
+        with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
+            return prune_units(store, batches.collect(data), asked, Callbacks([*heard, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     store.require_possible(chosen)
     selection = store.select(include, ignore, chosen.depthwise)
-    selection, request = requested(chosen, as_pattern(pattern), selection, holdout, seed, checkpoint)
+    selection, request = requested(chosen, wanted, selection, holdout, seed, checkpoint)
     collected = batches.collect(data)
-    heard = [LoggingCallback(), *callbacks]
     with torch.inference_mode(False), ProgressBar.shown(progress and current().first) as bar:
         told = Callbacks([*heard, *bar] if current().first else [])
         # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.

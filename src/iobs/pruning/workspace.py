@@ -31,6 +31,7 @@ from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples, divide, split
 from iobs.pruning.store import Store
+from iobs.pruning.structure.units import Site
 
 SAVED_EVERY = 120.0  # seconds between snapshots of gradient steps
 
@@ -46,6 +47,8 @@ class Request:
         holdout: share of the samples that is held out.
         seed: seed of every random choice.
         checkpoint: directory of the checkpoint, or None.
+        sites: the units that each layer reads, if whole units are removed.
+        tied: names of sites that keep equal numbers of units.
     """
 
     recipe: Recipe
@@ -54,6 +57,8 @@ class Request:
     holdout: float
     seed: int
     checkpoint: str | Path | None
+    sites: Mapping[Layer, Site] = field(default_factory=dict)
+    tied: tuple[tuple[str, ...], ...] = ()
 
     def facts(self) -> JsonObject:
         """The request in plain types, for the report."""

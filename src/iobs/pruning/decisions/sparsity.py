@@ -8,9 +8,11 @@ from torch import Tensor
 
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
+from iobs.core.structured import Structured
 from iobs.pruning.allocation.counts import under_pattern
 from iobs.pruning.allocation.sensitivity import ENOUGH_OUTPUTS, Planner, can_keep_grams
 from iobs.pruning.calibration.gram import Statistics
+from iobs.pruning.decisions.widths import allocate_widths
 from iobs.pruning.layerwise.patterns import thinner
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
@@ -27,6 +29,8 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
 
     Layers whose pattern a rule sets keep it; the others share the pattern of the run.
     """
+    if isinstance(work.request.pattern, Structured):
+        return allocate_widths(work, work.request.pattern)
     patterns, recipe = dict(work.request.patterns), work.recipe
     allocation = under_pattern(as_allocation(recipe.allocation), work.request.pattern)
     layers = tuple(layer for layer, pattern in patterns.items() if pattern is work.request.pattern)
