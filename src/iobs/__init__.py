@@ -17,6 +17,8 @@ if _TYPE_CHECKING:
     from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
     from iobs.optimize import objectives
+    from iobs.optimize.bounds.members import RashomonSet
+    from iobs.optimize.bounds.rashomon import rashomon_set
     from iobs.optimize.estimators import SparseClassifier, SparseRegressor
     from iobs.optimize.minimize import MinimizeResult, minimize
     from iobs.pruning import Allocation, Callback, FineTune, Recipe, Report, Rounds, Rule, audit, keep_sparse, prune
@@ -39,6 +41,7 @@ __all__ = [
     "Groups",
     "MinimizeResult",
     "Quadratic",
+    "RashomonSet",
     "Recipe",
     "Report",
     "Rounds",
@@ -57,6 +60,7 @@ __all__ = [
     "minimize",
     "objectives",
     "prune",
+    "rashomon_set",
     "save_packed",
     "solve",
     "transformers",
@@ -69,6 +73,8 @@ _HOMES = {
     "iobs.core.quadratic": ("Quadratic", "Solution"),
     "iobs.models": ("load",),
     "iobs.models.packed": ("load_packed", "save_packed"),
+    "iobs.optimize.bounds.members": ("RashomonSet",),
+    "iobs.optimize.bounds.rashomon": ("rashomon_set",),
     "iobs.optimize.estimators": ("SparseClassifier", "SparseRegressor"),
     "iobs.optimize.minimize": ("MinimizeResult", "minimize"),
     "iobs.pruning": (

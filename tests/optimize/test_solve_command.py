@@ -260,3 +260,25 @@ def test_solve_refuses_invalid_certificate_seconds(seconds, numbers, tmp_path):
     file = _csv(tmp_path / "t.csv", *numbers)
     result = CliRunner().invoke(app, [str(file), "--target", "price", "--certify", seconds])
     assert result.exit_code == 2
+
+
+def test_near_lists_every_model_within_the_gap(tmp_path, rng):
+    X = rng.standard_normal((60, 7))
+    X[:, 3] = X[:, 1]
+    y = X[:, 0] + X[:, 1] + 0.5 * rng.standard_normal(60)
+    file = _csv(tmp_path / "t.csv", X, y)
+    model = json.loads(_run(file, "--target", "price", "-k", 2, "--near", 0.01, "--json"))["near_optimal"]
+    assert model["complete"]
+    assert [each["features"] for each in model["models"]] == [["c0", "c1"], ["c0", "c3"]]
+    shares = {row["name"]: row["share"] for row in model["columns"]}
+    assert (shares["c0"], shares["c1"], shares["c2"]) == (1.0, 0.5, 0.0)
+    shown = _run(file, "--target", "price", "-k", 2, "--near", 0.01)
+    assert "proved complete" in shown
+    assert "c0 c3" in shown
+
+
+def test_near_needs_the_squared_loss(numbers, tmp_path):
+    X, y = numbers
+    file = _csv(tmp_path / "t.csv", X, (y > 5).astype(int))
+    with pytest.raises(DataError, match="--loss squared"):
+        _run(file, "--target", "price", "--near", 0.1)

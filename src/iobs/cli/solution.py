@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import numpy as np
 
-from iobs.cli import console
+from iobs.cli import console, near_optimal
 
 if TYPE_CHECKING:
+    from iobs.cli.near_optimal import NearOptimal
     from iobs.data.tables import Table
     from iobs.optimize.estimators.base import SparseEstimator
     from iobs.optimize.objectives.base import Objective
@@ -67,6 +68,7 @@ class ModelReport(FitReport):
     model: dict[str, Any]
     rows_dropped: int
     certificate: NotRequired[str]
+    near_optimal: NotRequired[NearOptimal]
 
 
 @dataclass(frozen=True)
@@ -309,6 +311,9 @@ def show(found: Solution, model: ModelReport) -> None:
     out.print(_path_table(found, model))
     for line in _remarks(found, model):
         out.print(line)
+    if "near_optimal" in model:
+        for part in near_optimal.tables(model["near_optimal"]):
+            out.print(part)
 
 
 def _path_table(found: Solution, model: ModelReport) -> object:

@@ -47,6 +47,32 @@ class Columns:
     ] = "error"
 
 
+@dataclass(frozen=True)
+class Proofs:
+    """Options that ask for proofs about the best columns."""
+
+    certify: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, help="Bound the distance from the best support; squared loss only."),
+    ] = None
+    near: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GAP",
+            min=0,
+            help="List every choice of k columns whose loss is at most this share above the best, 0.02 for 2 %, with "
+            "a proof that none is missing; squared loss only. The time limit is that of --certify, else 60 s.",
+            show_default=False,
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse numbers that are not finite."""
+        for value, name in ((self.certify, "--certify"), (self.near, "--near")):
+            if value is not None and not value < math.inf:
+                raise typer.BadParameter("give a finite number", param_hint=name)
+
+
 @console.with_groups
 def solve(
     data: Annotated[
@@ -70,10 +96,7 @@ def solve(
             help="Weight of half the squared coefficients, per standard deviation; the loss is summed over rows.",
         ),
     ] = 0.0,
-    certify: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", min=0, help="Bound the distance from the best support; squared loss only."),
-    ] = None,
+    proofs: Proofs = Proofs(),
     output: Annotated[
         Path | None,
         typer.Option(
@@ -94,11 +117,10 @@ def solve(
 
     The coefficients are for the columns as they are; scaling a column never changes the choice.
     """
-    from iobs.cli import solution
+    from iobs.cli import near_optimal, solution
     from iobs.data.tables import read_table
 
-    if certify is not None and not certify < math.inf:
-        raise typer.BadParameter("give a number of seconds", param_hint="--certify")
+    proofs.check()
     if columns.missing not in ("error", "drop", "mean"):
         raise typer.BadParameter("give error, drop or mean", param_hint="--missing")
     if plot is not None and not plot.suffix:
@@ -107,10 +129,15 @@ def solve(
     missing = cast('Literal["error", "drop", "mean"]', columns.missing)
     table = read_table(data, columns.target, columns.drop or [], missing=missing, categories=columns.category or [])
     table, loss = _with_loss(table, loss)
+    if proofs.near is not None:
+        near_optimal.require_squared(loss)
     found = _solution(table, columns, loss, ridge, k, seed)
     model = solution.report(found)
-    if certify is not None:
-        model["certificate"] = _certificate(found.objective, found.size, found.best, certify)
+    if proofs.certify is not None:
+        model["certificate"] = _certificate(found.objective, found.size, found.best, proofs.certify)
+    if proofs.near is not None:
+        seconds = near_optimal.SECONDS if proofs.certify is None else proofs.certify
+        model["near_optimal"] = near_optimal.near_optimal(found, proofs.near, seconds)
     if talk.as_json:
         console.print_json(model)
     else:
