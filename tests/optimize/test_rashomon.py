@@ -15,7 +15,8 @@ import iobs
 from iobs.core.quadratic import Quadratic
 from iobs.errors import ProblemError
 from iobs.optimize.bounds.rashomon import rashomon_set
-from iobs.optimize.objectives.linear import LeastSquares, Logistic
+from iobs.optimize.objectives.families import Logistic
+from iobs.optimize.objectives.linear import LeastSquares
 
 _KINDS = ("plain", "duplicates", "dependent", "wide", "tied", "exact fit", "constant column")
 

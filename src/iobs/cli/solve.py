@@ -229,7 +229,8 @@ def _objective(table: Table, loss: str, ridge: float, forced: list[int]) -> tupl
     import numpy as np
 
     from iobs.optimize.objectives.centring import variances
-    from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
+    from iobs.optimize.objectives.families import Logistic, Poisson
+    from iobs.optimize.objectives.linear import LeastSquares
     from iobs.optimize.objectives.multinomial import Multinomial
     from iobs.optimize.search.groups import CoordinateGroups
 

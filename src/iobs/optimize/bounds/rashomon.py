@@ -1,7 +1,7 @@
 """The Rashomon set: every support of k coordinates whose loss is near the best, proved complete by branch and bound.
 
-The name is Breiman's (2001). The search tree and its bounds are those of `branch_and_bound`. Here a node is dropped only
-if its bound exceeds the ceiling (1 + gap) f*, so that the tree ends with every support below the ceiling. A better
+The name is Breiman's (2001). The search tree and its bounds are those of `branch_and_bound`. Here a node is dropped
+only if its bound exceeds the ceiling (1 + gap) f*, so that the tree ends with every support below the ceiling. A better
 support lowers the ceiling on the way. Nodes are visited by ascending bound: a search that is stopped has still found
 every support whose loss lies below the bound of the next node.
 

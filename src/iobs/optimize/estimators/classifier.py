@@ -16,7 +16,7 @@ from iobs.optimize.estimators.base import Labels, PathEntry, Samples, SparseEsti
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
 from iobs.optimize.objectives.design import Array, Indices, MatrixLike, VectorLike
-from iobs.optimize.objectives.linear import Logistic
+from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.multinomial import Multinomial
 from iobs.optimize.refit.fit import Fit
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups

@@ -13,7 +13,8 @@ from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import Samples, SparseEstimator
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike
-from iobs.optimize.objectives.linear import LeastSquares, Poisson
+from iobs.optimize.objectives.families import Poisson
+from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.refit.fit import Fit
 
 
