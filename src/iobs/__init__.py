@@ -19,7 +19,7 @@ if _TYPE_CHECKING:
     from iobs.optimize import objectives
     from iobs.optimize.bounds.members import RashomonSet
     from iobs.optimize.bounds.rashomon import rashomon_set
-    from iobs.optimize.estimators import SparseClassifier, SparseRegressor
+    from iobs.optimize.estimators import SparseClassifier, SparseRegressor, split_inference, stability_selection
     from iobs.optimize.minimize import MinimizeResult, minimize
     from iobs.pruning import Allocation, Callback, FineTune, Recipe, Report, Rounds, Rule, audit, keep_sparse, prune
     from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, WoodFisher
@@ -63,6 +63,8 @@ __all__ = [
     "rashomon_set",
     "save_packed",
     "solve",
+    "split_inference",
+    "stability_selection",
     "transformers",
 ]
 
@@ -75,7 +77,7 @@ _HOMES = {
     "iobs.models.packed": ("load_packed", "save_packed"),
     "iobs.optimize.bounds.members": ("RashomonSet",),
     "iobs.optimize.bounds.rashomon": ("rashomon_set",),
-    "iobs.optimize.estimators": ("SparseClassifier", "SparseRegressor"),
+    "iobs.optimize.estimators": ("SparseClassifier", "SparseRegressor", "split_inference", "stability_selection"),
     "iobs.optimize.minimize": ("MinimizeResult", "minimize"),
     "iobs.pruning": (
         *("Allocation", "Callback", "FineTune", "Recipe", "Report"),
