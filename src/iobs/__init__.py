@@ -18,7 +18,9 @@ if _TYPE_CHECKING:
     from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
     from iobs.optimize import objectives
-    from iobs.optimize.estimators import SparseClassifier, SparseRegressor
+    from iobs.optimize.bounds.members import RashomonSet
+    from iobs.optimize.bounds.rashomon import rashomon_set
+    from iobs.optimize.estimators import SparseClassifier, SparseRegressor, split_inference, stability_selection
     from iobs.optimize.minimize import MinimizeResult, minimize
     from iobs.pruning import Allocation, Callback, FineTune, Recipe, Report, Rounds, Rule, audit, keep_sparse, prune
     from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, WoodFisher
@@ -40,6 +42,7 @@ __all__ = [
     "Groups",
     "MinimizeResult",
     "Quadratic",
+    "RashomonSet",
     "Recipe",
     "Report",
     "Rounds",
@@ -59,8 +62,11 @@ __all__ = [
     "minimize",
     "objectives",
     "prune",
+    "rashomon_set",
     "save_packed",
     "solve",
+    "split_inference",
+    "stability_selection",
     "transformers",
 ]
 
@@ -72,7 +78,9 @@ _HOMES = {
     "iobs.core.structured": ("Structured",),
     "iobs.models": ("load",),
     "iobs.models.packed": ("load_packed", "save_packed"),
-    "iobs.optimize.estimators": ("SparseClassifier", "SparseRegressor"),
+    "iobs.optimize.bounds.members": ("RashomonSet",),
+    "iobs.optimize.bounds.rashomon": ("rashomon_set",),
+    "iobs.optimize.estimators": ("SparseClassifier", "SparseRegressor", "split_inference", "stability_selection"),
     "iobs.optimize.minimize": ("MinimizeResult", "minimize"),
     "iobs.pruning": (
         *("Allocation", "Callback", "FineTune", "Recipe", "Report"),
