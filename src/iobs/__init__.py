@@ -22,7 +22,19 @@ if _TYPE_CHECKING:
     from iobs.optimize.bounds.rashomon import rashomon_set
     from iobs.optimize.estimators import SparseClassifier, SparseRegressor, split_inference, stability_selection
     from iobs.optimize.minimize import MinimizeResult, minimize
-    from iobs.pruning import Allocation, Callback, FineTune, Recipe, Report, Rounds, Rule, audit, keep_sparse, prune
+    from iobs.pruning import (
+        Allocation,
+        Callback,
+        FineTune,
+        Recipe,
+        Report,
+        Rounds,
+        Rule,
+        audit,
+        fold,
+        keep_sparse,
+        prune,
+    )
     from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, WoodFisher
     from iobs.solvers import ADMM, OBC, SparseGPT, solve
 
@@ -56,6 +68,7 @@ __all__ = [
     "WoodFisher",
     "audit",
     "errors",
+    "fold",
     "keep_sparse",
     "load",
     "load_packed",
@@ -84,7 +97,7 @@ _HOMES = {
     "iobs.optimize.minimize": ("MinimizeResult", "minimize"),
     "iobs.pruning": (
         *("Allocation", "Callback", "FineTune", "Recipe", "Report"),
-        *("Rounds", "Rule", "audit", "keep_sparse", "prune"),
+        *("Rounds", "Rule", "audit", "fold", "keep_sparse", "prune"),
     ),
     "iobs.pruning.recipe": ("CBS", "CHITA", "GlobalMagnitude", "WoodFisher"),
     "iobs.solvers": ("ADMM", "OBC", "SparseGPT", "solve"),

@@ -26,6 +26,8 @@ from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import Selection, select
 from iobs.pruning.store import Names
 
+_BY_USE = ("parameter", "convolution")  # reasons of weights that a forward pass of the whole model may show
+
 
 @dataclass
 class Directory:
@@ -148,7 +150,13 @@ class StreamedModel:
                 f"Block by block only layers inside the blocks are pruned, and {', '.join(dropped)} is outside; choose "
                 "others, or prune the model in memory."
             )
-        return Selection(layers, {**chosen.skipped, **dropped})
+        skipped = {
+            name: Reason(one.kind, f"{one}; layers are found by their use only in memory")
+            if one.kind in _BY_USE
+            else one
+            for name, one in chosen.skipped.items()
+        }
+        return Selection(layers, {**skipped, **dropped})
 
     def names(self, block: Block) -> list[str]:
         """The names of a block's tensors."""

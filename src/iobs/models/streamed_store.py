@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -167,6 +167,14 @@ class StreamedStore(Store):
                 'needed. Take the recipe "one-shot" and its solver, refine, damping, target, bias, blocks, rules and '
                 "keep_zeros, or prune in memory."
             )
+
+    def folded(self) -> AbstractContextManager[None]:
+        """Do nothing: the weights are in files."""
+        return nullcontext()
+
+    def observe(self, batches: Sequence[Batch], seed: int) -> bool:
+        """Find nothing: the model cannot be called, so that only layers that classes show are pruned."""
+        return False
 
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
         """Choose the layers to prune, all of them inside blocks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from iobs.core.column_groups import Groups
 from iobs.core.files import packed_hint, weight_files
 from iobs.core.patterns import NM, Pattern, Unstructured, as_pattern
 from iobs.errors import AuditError, ModelError, PatternError
+from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer, find_layers, projections
 from iobs.pruning.report import AuditRow
 
-_RECURRENT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?$")  # parameters of recurrent modules
 _PRUNED_SHARE = 0.1  # a layer with a smaller share of the zeros that a pattern asks for counts as not pruned
 
 
@@ -129,8 +128,9 @@ def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for layer in find_layers(model):
-        yield layer.name, layer.read(model)
+    with folded(model):
+        for layer in find_layers(model):
+            yield layer.name, layer.read(model)
 
 
 def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -148,9 +148,8 @@ def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The weight matrices in a stored tensor, by name; none in biases and statistics."""
-    stacked = tensor.ndim == 3 and len(tensor) > 1  # experts in one tensor
-    named = name.endswith("weight") or _RECURRENT.search(name)
-    if not tensor.is_floating_point() or tensor.ndim < 2 or not (named or stacked):
+    wide = tensor.ndim >= 2 and min(len(tensor), tensor[0].numel() if len(tensor) else 0) > 1  # also of any other name
+    if not tensor.is_floating_point() or tensor.ndim < 2 or not (wide or name.endswith("weight")):
         return
     if name.endswith("in_proj_weight"):  # of nn.MultiheadAttention
         yield from ((f"{name}.{part}", rows) for part, rows in projections(tensor).items())

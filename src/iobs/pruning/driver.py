@@ -13,14 +13,15 @@ from torch import nn
 
 from iobs.core.patterns import Pattern, as_pattern
 from iobs.core.structured import Structured
-from iobs.errors import ProblemError, is_a
+from iobs.errors import LayerSelectionError, ProblemError, is_a
 from iobs.pruning.algorithm import run
 from iobs.pruning.allocation.counts import require_room, under_pattern
 from iobs.pruning.baselines.projection import require_global
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
 from iobs.pruning.layerwise.patterns import patterns_of
+from iobs.pruning.network.layers import found_by_use
 from iobs.pruning.network.modes import evaluating, seeded
-from iobs.pruning.network.selection import Selection
+from iobs.pruning.network.selection import Selection, may_be_found
 from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Changes, Recipe, as_allocation, as_recipe
 from iobs.pruning.recipe.structured import as_structured_recipe
@@ -101,17 +102,45 @@ def prune(
             return prune_units(store, batches.collect(data), asked, Callbacks([*heard, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     store.require_possible(chosen)
-    selection = store.select(include, ignore, chosen.depthwise)
-    selection, request = requested(chosen, wanted, selection, holdout, seed, checkpoint)
-    collected = batches.collect(data)
-    with torch.inference_mode(False), ProgressBar.shown(progress and current().first) as bar:
-        told = Callbacks([*heard, *bar] if current().first else [])
-        # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
-        with evaluating(store.model) as frozen, seeded(store.model, seed):
-            selection = store.checked(collected, selection)
-            request = replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})
-            frozen = frozen if store.whole else frozenset()  # weights in files have no mark of their own
-            return run(Workspace.of(store, request, selection, collected, told, frozen))
+    asked = holdout, seed, checkpoint
+    with torch.inference_mode(False), store.folded():
+        # Selected before any data are read, so that wrong arguments are reported first.
+        chosen_now = _selected(store, chosen, pattern, include, ignore, asked)
+        collected = batches.collect(data)
+        if store.observe(collected, seed) or chosen_now is None:
+            chosen_now = requested(chosen, as_pattern(pattern), store.select(include, ignore, chosen.depthwise), *asked)
+        selection, request = chosen_now
+        with ProgressBar.shown(progress and current().first) as bar:
+            told = Callbacks([*heard, *bar] if current().first else [])
+            # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
+            with evaluating(store.model) as frozen, seeded(store.model, seed):
+                selection = store.checked(collected, selection)
+                request = replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})
+                frozen = frozen if store.whole else frozenset()  # weights in files have no mark of their own
+                return run(Workspace.of(store, request, selection, collected, told, frozen))
+
+
+def _selected(
+    store: Store,
+    recipe: Recipe,
+    pattern: Pattern | float | str,
+    include: str | Sequence[str] | None,
+    ignore: str | Sequence[str] | None,
+    asked: tuple[float, int, str | Path | None],
+) -> tuple[Selection, Request] | None:
+    """The selection among layers that classes show; None if names or rules may be of layers that an observation shows.
+
+    Raises:
+        PatternError, LayerSelectionError, ProblemError: as `prune`.
+    """
+    if isinstance(store.model, nn.Module):
+        found_by_use(store.model, ())  # of an earlier run
+    try:
+        return requested(recipe, as_pattern(pattern), store.select(include, ignore, recipe.depthwise), *asked)
+    except LayerSelectionError:
+        if not (store.whole and may_be_found(store.model)):
+            raise
+        return None
 
 
 def requested(

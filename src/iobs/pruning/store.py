@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,10 @@ from iobs.core.patterns import Pattern
 from iobs.pruning.audit import audit_layers
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.linearity import multiplied_as_they_are
+from iobs.pruning.calibration.observe import observe
 from iobs.pruning.calibration.replay import exact_chain
 from iobs.pruning.calibration.sweep import InMemory
+from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import keeping_buffers, put, state
 from iobs.pruning.network.selection import Selection, select
@@ -61,6 +63,21 @@ class Store(InMemory):
         Raises:
             ProblemError: it does not; the message names the settings.
         """
+
+    def folded(self) -> AbstractContextManager[None]:
+        """Context in which weights that the model computes from other parameters are parameters themselves."""
+        return folded(self.model) if isinstance(self.model, nn.Module) else nullcontext()
+
+    def observe(self, batches: Sequence[Batch], seed: int) -> bool:
+        """Find the layers that a forward pass shows but no class of a module; `select` then includes them.
+
+        Returns:
+            True if there are any.
+
+        Raises:
+            CalibrationError: the model does not take a batch, and no class shows a layer.
+        """
+        return observe(self.model, batches, seed)
 
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
         """Choose the layers to prune; arguments and errors as in `network.selection.select`."""
