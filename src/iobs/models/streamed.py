@@ -160,8 +160,9 @@ class StreamedModel:
         _fill(self.module, self.directory.read(self.names(block), self.device, self.arithmetic))
 
     def drop(self, block: Block) -> None:
-        """Drop the weights of a block."""
-        self.module.get_submodule(block.path).to("meta")
+        """Drop the weights of a block; buffers that are not in the files stay, since `load` cannot bring them back."""
+        tensors = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
+        _fill(self.module, ((name, tensors[name].detach().to("meta")) for name in self.names(block)))
 
     def drop_outside(self) -> None:
         """Drop all loaded weights: the embedding has been run, and the head is never run."""

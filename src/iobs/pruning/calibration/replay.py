@@ -116,7 +116,8 @@ class Stream:
         def pass_on(position: int, args: Args, kwargs: Kwargs) -> object:
             block = self.chain[position]
             given = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
-            return with_hidden(hidden if position == last else given, block.rest)
+            # What lies outside the blocks may compute in another dtype than the blocks.
+            return with_hidden(hidden.to(given.dtype) if position == last else given, block.rest)
 
         with _replaced(self.model, self.chain, pass_on):
             return batches.forward(self.model, self.data[index])
@@ -181,7 +182,7 @@ class Stream:
         block = self.chain[position]
         hidden = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
         last = position == len(self.chain) - 1
-        return with_hidden(self.hidden[index].clone() if last else hidden, block.rest)
+        return with_hidden(self.hidden[index].to(hidden.dtype, copy=True) if last else hidden, block.rest)
 
 
 def exact_chain(model: nn.Module, data: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
