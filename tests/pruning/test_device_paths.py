@@ -9,6 +9,7 @@ from simulated_gpu import GPU, OnGpu, on_gpu
 
 import iobs
 from iobs.evaluate.scores import accuracy, perplexity
+from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.recipe import BlockFit
 from iobs.solvers import REFINEMENTS, SOLVERS
@@ -57,7 +58,10 @@ def test_solve_groups_and_grids_on_a_gpu(gpu, pattern, solver):
 STREAMED = {
     "layers": {},
     "residual": {"target": "residual"},
-    "blocks": {"target": "residual", "blocks": BlockFit(steps=3, between=2, lr=1e-3, network_steps=2, network_lr=1e-4)},
+    "blocks": {
+        "target": "residual",
+        "blocks": BlockFit(masks=2, steps=2, between=1, lr=1e-3, network_steps=2, network_lr=1e-4),
+    },
 }
 
 
@@ -98,3 +102,25 @@ def test_prune_on_a_gpu_reads_few_values_per_layer(gpu):
     report = iobs.prune(on_gpu(model), data, 0.5, "one-shot", solver="sparsegpt")
     assert not gpu.reads["cpu"]
     assert sum(gpu.reads.values()) <= READS_PER_LAYER * len(report.audit)
+
+
+@pytest.mark.parametrize("streams", ["memory", "disk"])
+def test_streams_outside_the_gpu_give_the_same_bits(gpu, tmp_path, streams):
+    families.saved("llama", tmp_path / "model")
+    found = []
+    fit = BlockFit(masks=1, steps=1, lr=1e-3, network_steps=1, network_lr=1e-4)
+    for place in ("device", streams):
+        with StreamedStore.open(tmp_path / "model", tmp_path / place, device="cuda", streams=place) as store:
+            data = families.language_batches(batch=2, count=2)
+            iobs.prune(store, data, 0.5, "one-shot", holdout=0.0, solver="magnitude", blocks=fit)
+        found.append(load_file(tmp_path / place / "model.safetensors"))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_streams_stay_on_a_gpu_with_room(gpu, tmp_path, monkeypatch):
+    families.saved("llama", tmp_path / "model")
+    data, recipe = families.language_batches(count=4), iobs.Recipe.preset("one-shot")
+    for free, place in ((2**40, "device"), (0, "memory")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None, free=free: (free, free))
+        store = StreamedStore(StreamedModel.open(tmp_path / "model", device="cuda"), tmp_path / place)
+        assert store.plan(store.select(None, None, False), data, recipe, 0.0).streams == place

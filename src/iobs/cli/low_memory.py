@@ -83,4 +83,7 @@ def _show(plan: Plan, show: Callable[[str], None]) -> None:
     show(f"{plan.layers} matrices; the whole model takes {plan.model_bytes / 1e9:.2f} GB")
     show(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB")
     show(f"Predicted time: {plan.seconds / 60:.0f} min")
-    show(f"Activations kept in files: {plan.spilled_bytes / 1e9:.2f} GB")
+    for name, seconds in plan.phases.items():
+        show(f"  {name}: {seconds / 60:.1f} min")
+    place = {"device": "memory of the device", "memory": "main memory", "disk": "files"}[plan.streams]
+    show(f"Hidden states between blocks: {plan.streams_bytes / 1e9:.2f} GB, in {place}")

@@ -24,7 +24,6 @@ from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Changes, Recipe, as_allocation, as_recipe
 from iobs.pruning.report import Report
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Request, Workspace
@@ -91,7 +90,7 @@ def prune(
     store.require_possible(chosen)
     selection = store.select(include, ignore, chosen.depthwise)
     selection, request = requested(chosen, as_pattern(pattern), selection, holdout, seed, checkpoint)
-    collected = batches.collect(data)
+    collected = store.collected(data)
     heard = [LoggingCallback(), *callbacks]
     with torch.inference_mode(False), ProgressBar.shown(progress and current().first) as bar:
         told = Callbacks([*heard, *bar] if current().first else [])

@@ -70,7 +70,7 @@ class NetworkSteps:
 
     def _step(self, index: int, optimizers: list[Factored], rate: float) -> None:
         """One step on the batch at `index`."""
-        inputs = [self.stream.hidden[index].clone()]
+        inputs = [self.stream.state(index)]
         for stage in range(len(self.masters) - 1):
             inputs.append(self._forward(stage, index, inputs[-1]))
         last = inputs.pop().requires_grad_(True)
@@ -104,7 +104,7 @@ class NetworkSteps:
     def _loss(self, index: int, hidden: Tensor) -> Tensor:
         """KL divergence of the network's outputs from those of the dense network, in nats."""
         with torch.no_grad():
-            goal = outputs.logits(self.dense.output(index, self.dense.hidden[index].clone()))
+            goal = outputs.logits(self.dense.output(index, self.dense.state(index)))
         found = outputs.logits(self.stream.output(index, hidden))
         return divergence(self.stream.model, self.stream.data[index], goal, found)
 
@@ -117,14 +117,14 @@ class NetworkSteps:
             given = gradient.to(masters.values[name].dtype)
             self.ranks.sum(given)
             given = given / self.ranks.size if self.ranks.size > 1 else given
-            masked[name] = given * masters.masks[name] if name in masters.masks else given
+            masked[name] = given * masters.masks[name].to(given.device) if name in masters.masks else given
         optimizer.step(masked, rate)
 
     @torch.no_grad()
     def loss(self) -> float:
         """The mean loss on the held-out batches of all ranks, or on the calibration batches if none are held out."""
         chosen = self.heldout or self.fit
-        hidden = [self.stream.hidden[index].clone() for index in chosen]
+        hidden = [self.stream.state(index) for index in chosen]
         for stage in range(len(self.masters) - 1):
             self.residency.enter(stage)
             self.masters[stage].copy_to_model()

@@ -63,7 +63,11 @@ class Factored:
             moment = self._moment(name, gradient.square() + _TINY) / (1 - _BETAS[1] ** self.taken[name])
             update = gradient / moment.sqrt()
             size = update.square().sum() / torch.count_nonzero(gradient).clamp_min(1)
-            self.masters[name].sub_(rate * update / size.sqrt().clamp_min(1.0))
+            stored = self.masters[name]  # possibly in main memory or in a file, while gradients are on a GPU
+            master = stored.to(update.device)
+            master.sub_(rate * update / size.sqrt().clamp_min(1.0))
+            if master is not stored:
+                stored.copy_(master)
 
     def _moment(self, name: str, squared: Tensor) -> Tensor:
         """The second moment of a tensor after another squared gradient."""

@@ -22,7 +22,7 @@ from iobs.pruning.reconstruction.fitting import Fit, Streams, Window
 from iobs.pruning.reconstruction.network_steps import NetworkSteps
 from iobs.pruning.reconstruction.parameters import Masters, fitted_names
 from iobs.pruning.report import JsonObject
-from iobs.pruning.samples.batches import Batch, positions, size, take
+from iobs.pruning.samples.batches import Batch, neighbours, positions, size
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 
@@ -40,8 +40,9 @@ def in_steps(part: Samples, fit: BlockFit) -> Samples:
     """The samples in batches of the size of one gradient step, in the same order."""
     found = Samples()
     for batch, number in zip(part.batches, part.numbers, strict=True):
-        for rows in torch.split(torch.arange(size(batch)), samples_a_step(batch, fit)):
-            found.batches.append(take(batch, rows))
+        count = samples_a_step(batch, fit)
+        for start in range(0, size(batch), count):
+            found.batches.append(neighbours(batch, start, start + count))  # views: nothing is copied
             found.numbers.append(number)
     return found
 
@@ -65,6 +66,16 @@ def growing(pattern: Pattern, layer: Layer, count: int) -> list[Pattern]:
         else:
             found.append(thinner(pattern, layer, share))
     return [*(one for one in dict.fromkeys(found) if one != pattern), pattern]
+
+
+def trial_steps(fit: BlockFit) -> int:
+    """Gradient steps of one trial of a rate of blocks."""
+    return max(_TRIAL_STEPS, fit.steps // _TRIAL_SHARE)
+
+
+def network_trial_steps(fit: BlockFit) -> int:
+    """Gradient steps of one trial of a rate of the whole network."""
+    return max(_TRIAL_STEPS, fit.network_steps // _NETWORK_SHARE)
 
 
 @dataclass
@@ -178,7 +189,7 @@ class Walk:
         """The learning rate of the steps of the whole network, given or chosen by trials."""
         if self.fit.network_lr != "auto":
             return self.fit.network_lr
-        count = max(_TRIAL_STEPS, self.fit.network_steps // _NETWORK_SHARE)
+        count = network_trial_steps(self.fit)
 
         def trial(rate: float) -> float:
             steps.undo()
@@ -253,7 +264,7 @@ class Walk:
     def _outputs(self, dense: Stream, stage: int, place: int) -> list[Tensor]:
         """The outputs of a block of the dense model, stored in another place than the inputs, which stay."""
         keep = self.sweep.place(place)
-        found = (dense.through([stage], index, hidden.clone()) for index, hidden in enumerate(dense.hidden))
+        found = (dense.through([stage], index, dense.fetch(hidden)) for index, hidden in enumerate(dense.hidden))
         return [keep(index, hidden) for index, hidden in enumerate(found)]
 
     @torch.no_grad()
@@ -261,7 +272,7 @@ class Walk:
         """Store the hidden states of `source` after some blocks in `goal`."""
         if source is goal and not stages:
             return
-        found = (source.through(stages, index, hidden.clone()) for index, hidden in enumerate(source.hidden))
+        found = (source.through(stages, index, source.fetch(hidden)) for index, hidden in enumerate(source.hidden))
         goal.hidden = [goal.keep(index, hidden) for index, hidden in enumerate(found)]
 
     # ---- fits
@@ -316,7 +327,7 @@ class Walk:
 
     def _trials(self, window: Window) -> JsonObject:
         """The largest rate with about the least held-out loss after a short fit of the first window."""
-        steps = max(_TRIAL_STEPS, self.fit.steps // _TRIAL_SHARE)
+        steps = trial_steps(self.fit)
         fit = self._new(window)
 
         def trial(rate: float) -> float:
