@@ -108,9 +108,9 @@ class StreamedModel:
         """
         path = expanded(path)
         directory = Directory(path)
-        module = _skeleton(path)
+        module = skeleton(path)
         surplus = _surplus(module, directory)
-        blocks = _blocks(module)
+        blocks = blocks_of(module)
         prefixes = tuple(f"{block.path}." for block in blocks)
         outside = [name for name in directory.entries if not name.startswith(prefixes) and name not in surplus]
         _move_buffers(module, device)
@@ -196,7 +196,7 @@ def _native(stored: torch.dtype, device: torch.device) -> torch.dtype:
     return stored if any(able.get(name) for name in names) else torch.float32
 
 
-def _skeleton(path: Path) -> nn.Module:
+def skeleton(path: Path) -> nn.Module:
     """The module with parameters on the meta device and real buffers."""
     ensure_torchvision()
     import transformers
@@ -266,7 +266,7 @@ def _require_all(directory: Directory, missing: Sequence[str]) -> None:
         raise ModelError(f"{directory.path} lacks {len(missing)} weights, {missing[0]} the first; complete the files.")
 
 
-def _blocks(module: nn.Module) -> list[Block]:
+def blocks_of(module: nn.Module) -> list[Block]:
     """The elements of the ModuleList with the most weights: the decoder blocks."""
     lists = {path: found for path, found in module.named_modules() if isinstance(found, nn.ModuleList)}
     if not lists:

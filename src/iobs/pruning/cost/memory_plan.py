@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from iobs.pruning.calibration.gram import WIDE
-from iobs.pruning.cost.phases import Rates, Work, is_admm, phases
+from iobs.pruning.cost.phases import Matrix, Rates, Work, is_admm, phases
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import resident
@@ -120,10 +120,10 @@ def plan(
     present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
     sizes = [max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches]
     grams = 2 if holdout > 0 else 1
-    solving = max(_solving_bytes(layer, recipe, grams) for layer in layers)
-    gathering = max(_gathering_bytes(layer, grams, max(sizes), itemsize) for layer in layers)
+    solving = max(solving_bytes(layer, recipe, grams) for layer in layers)
+    gathering = max(gathering_bytes(layer, grams, max(sizes), itemsize) for layer in layers)
     hidden = itemsize * sum(sizes) * min(layer.shape[1] for layer in layers)
-    forward = itemsize * _ACTIVATIONS * max(sizes) * max(layer.shape[1] for layer in layers)
+    forward = forward_bytes(layers, max(sizes), itemsize)
     work = Work(layers, sum(sizes), model_bytes)
     found = phases(work, recipe, Rates(speed(device), speed(device)))
     return Plan(
@@ -137,13 +137,18 @@ def plan(
     )
 
 
-def _gathering_bytes(layer: Layer, grams: int, tokens: int, itemsize: int) -> int:
+def forward_bytes(layers: Sequence[Matrix], tokens: int, itemsize: int) -> int:
+    """Bytes of the activations of a block in a forward pass of `tokens`."""
+    return itemsize * _ACTIVATIONS * tokens * max(layer.shape[1] for layer in layers)
+
+
+def gathering_bytes(layer: Matrix, grams: int, tokens: int, itemsize: int) -> int:
     """Bytes to compute Grams: float64 sums, the float32 product of a batch, and its inputs, stored and in float32."""
     square, columns = layer.shape[1] ** 2, layer.shape[1]
     return 8 * grams * layer.groups * square + 4 * layer.groups * square + (4 + itemsize) * tokens * columns
 
 
-def _solving_bytes(layer: Layer, recipe: Recipe, grams: int) -> int:
+def solving_bytes(layer: Matrix, recipe: Recipe, grams: int) -> int:
     """Bytes of a solve: squares (columns, columns) and matrices (rows, columns) that are in memory at once.
 
     All solvers need the Gram means and a damped copy, in float64 or float32, and the weights in float32, as anchor

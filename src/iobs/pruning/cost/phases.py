@@ -4,14 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from iobs.pruning.calibration.gram import WIDE
-from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.reconstruction.walk import NETWORK_RATES, RATES, network_trial_steps, trial_steps
 from iobs.solvers.admm import ADMM, SCHEDULES
 
 STEP_TOKENS = 1024  # of one gradient step of a reconstruction
+
+
+class Matrix(Protocol):
+    """A weight matrix, of which only the shape is needed."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        ...
+
+    @property
+    def weights(self) -> int:
+        """Number of entries."""
+        ...
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of a convolution, otherwise 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A weight matrix without weights."""
+
+    rows: int
+    columns: int
+    groups: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.rows, self.columns
+
+    @property
+    def weights(self) -> int:
+        """Number of entries."""
+        return self.rows * self.columns
 
 
 @dataclass(frozen=True)
@@ -41,7 +79,7 @@ class Work:
             on each rank.
     """
 
-    layers: Sequence[Layer]
+    layers: Sequence[Matrix]
     tokens: int
     model_bytes: int
     ranks: int = 1
@@ -62,7 +100,7 @@ def phases(work: Work, recipe: Recipe, rates: Rates) -> dict[str, float]:
     fit = recipe.blocks
     projections = 1 if fit is None else fit.masks
     streams = 1 if recipe.target == "layer" and fit is None else 2
-    solves = sum(_solve_operations(layer, recipe) for layer in work.layers) / _speed_up(work)
+    solves = sum(solve_operations(layer, recipe) for layer in work.layers) / _speed_up(work)
     found = {
         "reading and writing": (streams + 1) * work.model_bytes / rates.transfer,
         "Grams": projections * sum(2.0 * work.tokens * layer.shape[1] ** 2 for layer in work.layers) / rates.solve,
@@ -120,7 +158,7 @@ def _speed_up(work: Work) -> float:
     return max(1.0, len(work.layers) / blocks / max(1, turns))
 
 
-def _solve_operations(layer: Layer, recipe: Recipe) -> float:
+def solve_operations(layer: Matrix, recipe: Recipe) -> float:
     """Operations of a solve: inverses, and products of the weights with a square of columns.
 
     One product is needed per iteration, one for the linear term and two for the error; float64 counts twice.
