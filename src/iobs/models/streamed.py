@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from iobs.errors import LayerSelectionError, ModelError, first_line
@@ -53,16 +53,32 @@ class Directory:
     def read(
         self, names: Sequence[str], device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors to a device, in the order of files; floating tensors are converted to `dtype` if given."""
+        """Read tensors to a device, in the order of files; floating tensors are converted to `dtype` if given.
+
+        Raises:
+            ModelError: a file has vanished or changed since it was opened.
+        """
         wanted = set(names)
         for file, entries in self.shards.items():
             present = wanted & entries.keys()
             if present:
-                with safe_open(file, framework="pt") as opened:
+                with _reading(file), safe_open(file, framework="pt") as opened:
                     for name in sorted(present):
                         stored = opened.get_tensor(name)
                         wanted_dtype = dtype if dtype is not None and stored.is_floating_point() else stored.dtype
                         yield name, stored.to(device, wanted_dtype, copy=True)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Convert failures of reading a file of weights into one error."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{file} cannot be read any more ({first_line(error)}); put the file back and start again. With a "
+            "checkpoint the run goes on from there."
+        ) from error
 
 
 @dataclass

@@ -19,8 +19,51 @@ from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import Residency
 from iobs.pruning.reconstruction.optimizers import Factored, rate_at
 from iobs.pruning.reconstruction.parameters import Masters
+from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples import batches, outputs
+
+SAVED_EVERY = 50  # steps between two entries of the checkpoint
+
+
+@dataclass(frozen=True)
+class StepCheckpoint:
+    """The state of steps of the whole network in a checkpoint, one entry per block, so that one block is in memory.
+
+    The entries of two states alternate, and an entry written last names the valid ones: a kill between two blocks
+    leaves the state before.
+
+    Args:
+        checkpoint: of the run.
+        key: of the steps.
+        every: steps between two states.
+    """
+
+    checkpoint: Checkpoint
+    key: str
+    every: int = SAVED_EVERY
+
+    def save(self, step: int, masters: list[Masters], optimizers: list[Factored]) -> None:
+        """Store the state after `step` steps."""
+        slot = step // self.every % 2
+        for block, (one, optimizer) in enumerate(zip(masters, optimizers, strict=True)):
+            moments = optimizer.state()
+            self.checkpoint.put(self._entry(slot, block), {**one.values, **moments}, {"taken": optimizer.taken})
+        self.checkpoint.put(self.key, {}, {"step": step, "slot": slot})
+
+    def load(self, masters: list[Masters], optimizers: list[Factored]) -> int:
+        """Read the last state into masters and optimizers; returns its number of steps, or 0 if there is none."""
+        if self.key not in self.checkpoint:
+            return 0
+        found = self.checkpoint.get(self.key)[1]
+        for block, (one, optimizer) in enumerate(zip(masters, optimizers, strict=True)):
+            tensors, values = self.checkpoint.get(self._entry(found["slot"], block))
+            one.replace({name: tensors[name] for name in one.values})
+            optimizer.restore(tensors, values["taken"])
+        return int(found["step"])
+
+    def _entry(self, slot: int, block: int) -> str:
+        return f"{self.key} {slot} block {block}"
 
 
 @dataclass
@@ -57,16 +100,26 @@ class NetworkSteps:
         for one, values in zip(self.masters, self.start, strict=True):
             one.replace(values)
 
-    def run(self, steps: int, rate: float) -> None:
+    def run(self, steps: int, rate: float, saved: StepCheckpoint | None = None) -> None:
         """Take steps on the calibration batches.
+
+        Args:
+            steps: their number.
+            rate: learning rate.
+            saved: where the steps begin if they were interrupted; None: at the first one, and nothing is stored.
 
         Raises:
             NonFiniteError: the loss became NaN or infinite.
         """
         optimizers = [Factored(one.values) for one in self.masters]
         order = self._endless()
-        for step in range(steps):
+        done = 0 if saved is None else saved.load(self.masters, optimizers)
+        for _ in range(done):
+            next(order)
+        for step in range(done, steps):
             self._step(next(order), optimizers, rate * rate_at(step, steps))
+            if saved is not None and (step + 1) % saved.every == 0 and step + 1 < steps:
+                saved.save(step + 1, self.masters, optimizers)
 
     def _step(self, index: int, optimizers: list[Factored], rate: float) -> None:
         """One step on the batch at `index`."""

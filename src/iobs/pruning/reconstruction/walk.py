@@ -19,7 +19,7 @@ from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction.fitting import Fit, Streams, Window
-from iobs.pruning.reconstruction.network_steps import NetworkSteps
+from iobs.pruning.reconstruction.network_steps import NetworkSteps, StepCheckpoint
 from iobs.pruning.reconstruction.parameters import Masters, fitted_names
 from iobs.pruning.report import JsonObject
 from iobs.pruning.samples.batches import Batch, neighbours, positions, size
@@ -169,16 +169,17 @@ class Walk:
             begin, dense, masters, residency, streams.fit, streams.heldout, self.sweep.ranks, work.request.seed
         )
         if key in work.checkpoint:
-            tensors = work.checkpoint.get(key)[0]
-            for one in masters:
-                one.replace({name: tensors[name] for name in one.values})
+            for stage, one in enumerate(masters):
+                one.replace(work.checkpoint.get(f"{key}, block {stage}")[0])
         else:
             before = steps.loss()
             rate = self._network_rate(steps, before)
-            if not self._after_network(steps, self.fit.network_steps, rate) < before:
+            if not self._after_network(steps, rate, key) < before:
                 steps.undo()
                 work.note(f"The steps of the whole network are left out: they raise the held-out loss {before:.3g}.")
-            work.checkpoint.put(key, {name: value for one in masters for name, value in one.values.items()}, {})
+            for stage, one in enumerate(masters):
+                work.checkpoint.put(f"{key}, block {stage}", one.values, {})
+            work.checkpoint.put(key, {}, {})  # last: all blocks are stored now
         for stage, one in enumerate(masters):
             residency.enter(stage)
             one.copy_to_model()
@@ -189,6 +190,13 @@ class Walk:
         """The learning rate of the steps of the whole network, given or chosen by trials."""
         if self.fit.network_lr != "auto":
             return self.fit.network_lr
+        key = f"round {self.projection.index} rate of the network"
+        found = self.work.checkpoint.remembered(key, lambda: self._network_trials(steps, before))
+        self.work.note(f"Learning rate of the whole network: {found['rate']:g} ({found['text']}).")
+        return float(found["rate"])
+
+    def _network_trials(self, steps: NetworkSteps, before: float) -> JsonObject:
+        """The largest rate with about the least held-out loss after a few steps of the whole network."""
         count = network_trial_steps(self.fit)
 
         def trial(rate: float) -> float:
@@ -201,13 +209,12 @@ class Walk:
         best = boldest({("adam", rate): loss for rate, loss in tried.items()})
         rate = NETWORK_RATES[0] if best is None else best[1]
         text = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in tried.items())
-        self.work.note(f"Learning rate of the whole network: {rate:g} (held-out loss {before:.4g}, trials {text}).")
-        return rate
+        return {"rate": rate, "text": f"held-out loss {before:.4g}, trials {text}"}
 
-    def _after_network(self, steps: NetworkSteps, count: int, rate: float) -> float:
+    def _after_network(self, steps: NetworkSteps, rate: float, key: str) -> float:
         """The held-out loss after steps of the whole network; infinite if they diverge."""
         try:
-            steps.run(count, rate)
+            steps.run(self.fit.network_steps, rate, StepCheckpoint(self.work.checkpoint, f"{key} so far"))
             return steps.loss()
         except NonFiniteError:
             return math.inf
