@@ -27,7 +27,6 @@ from iobs.pruning.recipe import Changes, Recipe, as_allocation, as_recipe
 from iobs.pruning.recipe.structured import as_structured_recipe
 from iobs.pruning.report import Report
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 from iobs.pruning.structured import Asked, prune_units
@@ -96,19 +95,19 @@ def prune(
     heard = [LoggingCallback(), *callbacks]
     if isinstance(wanted, Structured):
         units = as_structured_recipe(recipe).but(**changes)
-        asked = Asked(wanted, units, include, ignore, holdout, seed, checkpoint)
+        request_of_units = Asked(wanted, units, include, ignore, holdout, seed, checkpoint)
         require_numbers(holdout, seed)
         with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
-            return prune_units(store, batches.collect(data), asked, Callbacks([*heard, *bar]))
+            return prune_units(store, store.collected(data), request_of_units, Callbacks([*heard, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     store.require_possible(chosen)
     asked = holdout, seed, checkpoint
     with torch.inference_mode(False), store.folded():
         # Selected before any data are read, so that wrong arguments are reported first.
-        chosen_now = _selected(store, chosen, pattern, include, ignore, asked)
-        collected = batches.collect(data)
+        chosen_now = _selected(store, chosen, wanted, include, ignore, asked)
+        collected = store.collected(data)
         if store.observe(collected, seed) or chosen_now is None:
-            chosen_now = requested(chosen, as_pattern(pattern), store.select(include, ignore, chosen.depthwise), *asked)
+            chosen_now = requested(chosen, wanted, store.select(include, ignore, chosen.depthwise), *asked)
         selection, request = chosen_now
         with ProgressBar.shown(progress and current().first) as bar:
             told = Callbacks([*heard, *bar] if current().first else [])
@@ -123,7 +122,7 @@ def prune(
 def _selected(
     store: Store,
     recipe: Recipe,
-    pattern: Pattern | float | str,
+    pattern: Pattern,
     include: str | Sequence[str] | None,
     ignore: str | Sequence[str] | None,
     asked: tuple[float, int, str | Path | None],
@@ -136,7 +135,7 @@ def _selected(
     if isinstance(store.model, nn.Module):
         found_by_use(store.model, ())  # of an earlier run
     try:
-        return requested(recipe, as_pattern(pattern), store.select(include, ignore, recipe.depthwise), *asked)
+        return requested(recipe, pattern, store.select(include, ignore, recipe.depthwise), *asked)
     except LayerSelectionError:
         if not (store.whole and may_be_found(store.model)):
             raise

@@ -22,7 +22,7 @@ from iobs.pruning.network.selection import Selection, select
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch
-from iobs.pruning.samples.batches import Batch, require_all_accepted
+from iobs.pruning.samples.batches import Batch, collect, require_all_accepted
 
 Names = str | Sequence[str] | None
 
@@ -82,6 +82,10 @@ class Store(InMemory):
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
         """Choose the layers to prune; arguments and errors as in `network.selection.select`."""
         return select(self.model, include, ignore, depthwise=depthwise)
+
+    def collected(self, data: Iterable[Batch] | Batch) -> list[Batch]:
+        """Collect and check the calibration batches; errors as in `samples.batches.collect`."""
+        return collect(data)
 
     def checked(self, batches: Sequence[Batch], selection: Selection) -> Selection:
         """Check the batches and the layers on the model.

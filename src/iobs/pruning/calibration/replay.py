@@ -50,6 +50,7 @@ class Stream:
         chain: blocks of the model; empty to run the model whole.
         strict: raise ChainError for batches that do not run from block to block along the chain.
         keep: (index of a batch, hidden state) -> the tensor to store.
+        fetch: stored tensor -> a copy of it on the device of the model.
 
     Attributes:
         arguments: of every block, by batch and block, without the hidden state.
@@ -61,6 +62,7 @@ class Stream:
     chain: list[Block]
     strict: bool = False
     keep: Callable[[int, Tensor], Tensor] = lambda index, hidden: hidden
+    fetch: Callable[[Tensor], Tensor] = Tensor.clone
     arguments: list[list[Arguments]] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
     _blocks: dict[str, int | None] = field(default_factory=dict)  # number of the block, by layer name
@@ -82,10 +84,14 @@ class Stream:
             self._blocks[layer.name] = number
         return self._blocks[layer.name]
 
+    def state(self, index: int) -> Tensor:
+        """A copy of the hidden state of the batch at `index`, on the device of the model."""
+        return self.fetch(self.hidden[index])
+
     def run(self, stage: int, index: int) -> object:
         """Run one stage on the batch at `index`, so that hooks see the calls of its modules."""
         if 0 <= stage < len(self.chain):
-            return self._block(stage, index, self.hidden[index].clone())
+            return self._block(stage, index, self.state(index))
         with ExitStack() as stack:
             if self.chain and stage == BEFORE:
                 stack.enter_context(_replaced(self.model, self.chain[:1], self._stop))
@@ -116,7 +122,8 @@ class Stream:
         def pass_on(position: int, args: Args, kwargs: Kwargs) -> object:
             block = self.chain[position]
             given = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
-            return with_hidden(hidden if position == last else given, block.rest)
+            # What lies outside the blocks may compute in another dtype than the blocks.
+            return with_hidden(hidden.to(given.dtype) if position == last else given, block.rest)
 
         with _replaced(self.model, self.chain, pass_on):
             return batches.forward(self.model, self.data[index])
@@ -181,7 +188,7 @@ class Stream:
         block = self.chain[position]
         hidden = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
         last = position == len(self.chain) - 1
-        return with_hidden(self.hidden[index].clone() if last else hidden, block.rest)
+        return with_hidden(self.state(index).to(hidden.dtype) if last else hidden, block.rest)
 
 
 def exact_chain(model: nn.Module, data: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:

@@ -55,6 +55,10 @@ class Residency(Protocol):
         """Store a tensor until the end of the run."""
         ...
 
+    def fetch(self, stored: Tensor) -> Tensor:
+        """A copy of a stored hidden state on the device of the computations."""
+        ...
+
 
 class InMemory:
     """Residency of a model whose weights and activations stay in memory."""
@@ -77,6 +81,10 @@ class InMemory:
     def hold(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself."""
         return tensor
+
+    def fetch(self, stored: Tensor) -> Tensor:
+        """Return a copy."""
+        return stored.clone()
 
 
 @dataclass(frozen=True)
@@ -174,7 +182,8 @@ class Sweep:
         data = self._own[0].batches + self._own[1].batches
         models = [self.model] if self.reference is None else [self.model, self.reference]
         self.without_input = dict.fromkeys(self.layers, False)
-        return [Stream(one, data, self.chain, keep=self.place(number)) for number, one in enumerate(models)]
+        fetch = self.residency.fetch
+        return [Stream(one, data, self.chain, False, self.place(number), fetch) for number, one in enumerate(models)]
 
     def place(self, number: int) -> Callable[[int, Tensor], Tensor]:
         """The function that stores the hidden states of the stream with this number."""
