@@ -14,6 +14,7 @@ if _TYPE_CHECKING:
     from iobs.core.free_bias import FreeBias
     from iobs.core.patterns import NM, Grid, Unstructured
     from iobs.core.quadratic import Quadratic, Solution
+    from iobs.inference import accelerate
     from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
     from iobs.optimize import objectives
@@ -49,6 +50,7 @@ __all__ = [
     "SparseRegressor",
     "Unstructured",
     "WoodFisher",
+    "accelerate",
     "audit",
     "errors",
     "keep_sparse",
@@ -67,6 +69,7 @@ _HOMES = {
     "iobs.core.free_bias": ("FreeBias",),
     "iobs.core.patterns": ("NM", "Grid", "Unstructured"),
     "iobs.core.quadratic": ("Quadratic", "Solution"),
+    "iobs.inference": ("accelerate",),
     "iobs.models": ("load",),
     "iobs.models.packed": ("load_packed", "save_packed"),
     "iobs.optimize.estimators": ("SparseClassifier", "SparseRegressor"),

@@ -1,10 +1,10 @@
-"""Kernels that this CPU can run. An instruction that it lacks would end the process, so it is asked before compiling."""
+"""Instruction sets of this CPU. A missing instruction would end the process, so they are read before compiling."""
 
 from __future__ import annotations
 
 import platform
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 Level = Literal["avx512", "avx2", "none"]
 _NEEDED: dict[Level, frozenset[str]] = {
@@ -31,7 +31,8 @@ def _features() -> frozenset[str]:
     import llvmlite.binding
     import numba
 
-    named, given = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+    settings: Any = numba.config
+    named, given = settings.CPU_NAME, settings.CPU_FEATURES
     if named not in (None, "", "host") and not given:
         return frozenset()  # a CPU by name: its features are not known here
     listed = given or llvmlite.binding.get_host_cpu_features().flatten()

@@ -148,7 +148,7 @@ def store(weight: Tensor, name: FormatName) -> StoredMatrix:
     wide = torch.zeros(len(dense), blocks_of(dense.shape[1]) * _BLOCK)
     wide[:, : dense.shape[1]] = dense
     tensors = _bfloats(wide, name) if name.endswith("bf16") else _integers(wide, name)
-    return StoredMatrix(name, *weight.shape, tensors)
+    return StoredMatrix(name, weight.shape[0], weight.shape[1], tensors)
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def _corrections(codes: Tensor, scales: Tensor) -> Tensor:
 def _four_bits(wide: Tensor, ratio: Tensor, scales: Tensor) -> dict[str, Tensor]:
     mask = wide != 0
     levels = fitted_levels(ratio.view(len(wide), -1)[mask])
-    middles = (levels[1:] + levels[:-1]).float() / 2
+    middles = (levels[1:].float() + levels[:-1].float()) / 2
     codes = torch.bucketize(ratio.view(len(wide), -1), middles).to(torch.uint8)
     counts = mask.view(-1, _BLOCK).sum(1)
     sizes = (counts + 1) // 2  # each block begins with a new byte
@@ -260,7 +260,7 @@ def _indexed(dense: Tensor) -> StoredMatrix:
     stored[place], columns[place] = values[mask], column.int()
     indices = torch.cat([columns.to(torch.int16), torch.zeros(PADDING // 2, dtype=torch.int16)])
     tensors = {"values": _bytes(stored), "starts": 2 * starts, "indices": indices}
-    return StoredMatrix("index-bf16", *dense.shape, tensors)
+    return StoredMatrix("index-bf16", dense.shape[0], dense.shape[1], tensors)
 
 
 def require_valid(matrix: StoredMatrix) -> None:
@@ -277,9 +277,8 @@ def require_valid(matrix: StoredMatrix) -> None:
     rows, blocks, given = matrix.rows, matrix.blocks, matrix.tensors
     require(matrix.format in FORMATS and rows > 0 and matrix.columns > 0, "its format or shape")
     masked = matrix.format.startswith("bitmask")
-    shapes = {"values": (torch.uint8, None)} | (
-        {"starts": (torch.int64, (rows + 1,))} if masked or matrix.format == "index-bf16" else {}
-    )
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {"values": (torch.uint8, None)}
+    shapes |= {"starts": (torch.int64, (rows + 1,))} if masked or matrix.format == "index-bf16" else {}
     if masked:
         shapes["mask"] = (torch.int64, (rows, blocks))
     if matrix.quantised:

@@ -40,6 +40,7 @@ _AHEAD = 1024
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+    """Rows of a bitmask-bf16 matrix times each token."""
     for token in range(len(tokens)):
         for row in range(first, last):
             place = matrix.values + read_long(matrix.starts + 8 * row)
@@ -59,6 +60,7 @@ def bitmask_bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any,
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+    """Rows of a bf16 matrix times each token."""
     for token in range(len(tokens)):
         for row in range(first, last):
             place, given = matrix.values + 128 * matrix.blocks * row, tokens[token]
@@ -73,6 +75,7 @@ def bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: A
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+    """Rows of a bitmask-int8 matrix times each token, without the correction and the scale of the token."""
     groups = matrix.blocks // 2
     for token in range(len(tokens)):
         for row in range(first, last):
@@ -103,6 +106,7 @@ def bitmask_int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any,
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+    """Rows of an int8 matrix times each token, without the correction and the scale of the token."""
     groups = matrix.blocks // 2
     for token in range(len(tokens)):
         for row in range(first, last):

@@ -63,6 +63,7 @@ class Addresses(NamedTuple):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+    """Rows of a bitmask-bf16 matrix times each token."""
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
         mask = matrix.mask + 8 * matrix.blocks * row
@@ -79,6 +80,7 @@ def bitmask_bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any,
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+    """Rows of a bf16 matrix times each token."""
     for row in range(first, last):
         place = matrix.values + 128 * matrix.blocks * row
         tile = real_tile(tokens)
@@ -93,6 +95,7 @@ def bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: A
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+    """Rows of a bitmask-int8 matrix times each token, without the correction and the scale of the token."""
     groups = matrix.blocks // 2
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
@@ -113,6 +116,7 @@ def bitmask_int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any,
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+    """Rows of an int8 matrix times each token, without the correction and the scale of the token."""
     groups = matrix.blocks // 2
     for row in range(first, last):
         place = matrix.values + 64 * matrix.blocks * row
@@ -131,6 +135,7 @@ def int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: A
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_int4(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+    """Rows of a bitmask-int4 matrix times each token, without the correction and the scale of the token."""
     groups = matrix.blocks // 2
     levels = read_bytes64(matrix.levels)
     for row in range(first, last):
@@ -152,6 +157,7 @@ def bitmask_int4(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any,
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def index_bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+    """Rows of an index-bf16 matrix times each token."""
     for token in range(len(tokens)):
         given = tokens[token]
         for row in range(first, last):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,19 @@ class Product:
         matrix: the stored matrix; one of unknown origin must pass `formats.require_valid` first.
         level: instruction set; "none" uses torch alone.
         threads: number of threads that share the rows.
+        most_tokens: with more tokens, rows are unpacked and multiplied by torch. None: 16 with AVX-512, 4 with AVX2.
     """
 
-    def __init__(self, matrix: StoredMatrix, level: cpu.Level | None = None, threads: int = 1) -> None:
+    def __init__(
+        self,
+        matrix: StoredMatrix,
+        level: cpu.Level | None = None,
+        threads: int = 1,
+        most_tokens: int | None = None,
+    ) -> None:
         self.matrix, self.threads = matrix, threads
         self.level = cpu.level() if level is None else level
+        self.most_tokens = _MOST_TOKENS[self.level] if most_tokens is None else most_tokens
         found = _kernels(self.level)
         self._kernel: Callable[..., None] | None = found[0].get(matrix.format)
         self._unpack: Callable[..., None] | None = found[1].get(matrix.format)
@@ -39,26 +48,26 @@ class Product:
             self._addresses, self._kept = _addresses(matrix, self.level)
 
     def __call__(self, given: Tensor) -> Tensor:
-        """The product, float32 (tokens, rows).
+        """The product (tokens, rows), in the dtype of the activations.
 
         Args:
-            given: activations, float32 (tokens, columns), on the CPU.
+            given: activations (tokens, columns), of any floating dtype, on the CPU.
         """
         count = len(given)
-        if self._kernel is None or not 0 < count <= _MOST_TOKENS[self.level]:
+        if self._kernel is None or not 0 < count <= self.most_tokens:
             return self._by_torch(given)
-        found = torch.empty(count, self.matrix.rows)
+        found, values = torch.empty(count, self.matrix.rows), given.float().contiguous()
         step = _LARGEST_TILE[self.matrix.quantised]
         for start in range(0, count, step):
-            self._by_kernel(given[start : start + step].contiguous(), found[start : start + step])
-        return found
+            self._by_kernel(values[start : start + step], found[start : start + step])
+        return found.to(given.dtype)
 
     def _by_torch(self, given: Tensor) -> Tensor:
-        """Multiply by rows that are unpacked to float32, some at a time."""
+        """Multiply by unpacked rows, some at a time, in the dtype of the activations."""
         found = given.new_empty(len(given), self.matrix.rows)
         for first in range(0, self.matrix.rows, _TILE_ROWS):
             last = min(first + _TILE_ROWS, self.matrix.rows)
-            found[:, first:last] = given @ self.dense(first, last).t()
+            found[:, first:last] = given @ self.dense(first, last).to(given.dtype).t()
         return found
 
     def dense(self, first: int, last: int) -> Tensor:
@@ -77,7 +86,8 @@ class Product:
         size = _tile(len(given))
         wide = self.matrix.blocks * _COLUMNS_A_BLOCK
         if self.matrix.quantised:
-            layout, scales = np.empty((size, wide), np.uint8), np.empty(len(given), np.float32)
+            layout: Any = np.empty((size, wide), np.uint8)
+            scales = np.empty(len(given), np.float32)
             activations.rounded(values, layout, scales)
         else:
             layout = np.empty((size, wide), np.float32)
@@ -104,7 +114,7 @@ class Product:
         bounds = [rows * part // self.threads for part in range(self.threads + 1)]
         others = [
             _pool(self.threads - 1).submit(self._kernel, self._addresses, tokens, place, stride, first, last)
-            for first, last in zip(bounds[1:], bounds[2:], strict=False)
+            for first, last in pairwise(bounds[1:])
         ]
         self._kernel(self._addresses, tokens, place, stride, 0, bounds[1])
         for other in others:

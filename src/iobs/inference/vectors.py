@@ -25,7 +25,7 @@ _BIT, _BYTE, _HALF, _WORD, _LONG = (ir.IntType(bits) for bits in (1, 8, 16, 32, 
 _REAL = ir.FloatType()
 
 
-class Vector(types.Type):  # type: ignore[misc]  # numba has no types
+class Vector(types.Type):
     """A vector of `lanes` elements: "f32", "i8", "i16" or "i32"."""
 
     def __init__(self, lanes: int, element: str) -> None:
@@ -43,7 +43,7 @@ class Vector(types.Type):  # type: ignore[misc]  # numba has no types
         return f"v{self.lanes}{self.element}"
 
 
-class Tile(types.Type):  # type: ignore[misc]
+class Tile(types.Type):
     """`count` vectors of one type: accumulators of several tokens."""
 
     def __init__(self, vector: Vector, count: int) -> None:
@@ -58,9 +58,9 @@ class Tile(types.Type):  # type: ignore[misc]
 
 @register_model(Vector)
 @register_model(Tile)
-class _AsLlvm(models.PrimitiveModel):  # type: ignore[misc]
+class _AsLlvm(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Vector | Tile) -> None:
-        super().__init__(manager, kind, kind.llvm)
+        super().__init__(manager, kind, kind.llvm)  # type: ignore[no-untyped-call]
 
 
 F32x16, F32x8 = Vector(16, "f32"), Vector(8, "f32")
@@ -108,9 +108,13 @@ _WITH_CONTEXT: list[Callable[[Callable[..., Any]], Any]] = [
 ]
 
 
+def _function(builder: Any, kind: Any, name: str) -> Any:
+    return cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
+
+
 def _call(builder: Any, name: str, result: Any, values: Sequence[Any]) -> Any:
     kind = ir.FunctionType(result, [value.type for value in values])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+    return builder.call(_function(builder, kind, name), values)
 
 
 def _read(builder: Any, address: Any, kind: Any, align: int = 1) -> Any:
@@ -133,8 +137,7 @@ def _added(builder: Any, vector: Any) -> Any:
     """The sum of the lanes of float32 vectors, in any order."""
     name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
     kind = ir.FunctionType(_REAL, [_REAL, vector.type])
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(function, [ir.Constant(_REAL, 0.0), vector], fastmath=("reassoc",))
+    return builder.call(_function(builder, kind, name), [ir.Constant(_REAL, 0.0), vector], fastmath=("reassoc",))
 
 
 def _fused(builder: Any, first: Any, second: Any, third: Any) -> Any:
@@ -421,7 +424,9 @@ def spread_bytes(builder: Any, _: Any, low: Any, low_row: Any, high: Any, high_r
         found = _call(builder, "llvm.x86.ssse3.pshuf.b.128", I8x16.llvm, [narrow(address), narrow(row)])
         return builder.bitcast(found, pair)
 
-    both = builder.shuffle_vector(half(low, low_row), half(high, high_row), ir.Constant(ir.VectorType(_WORD, 2), [0, 2]))
+    both = builder.shuffle_vector(
+        half(low, low_row), half(high, high_row), ir.Constant(ir.VectorType(_WORD, 2), [0, 2])
+    )
     return builder.sext(builder.bitcast(both, I8x16.llvm), I16x16.llvm)
 
 
