@@ -45,7 +45,7 @@ class Product:
         self._kernel: Callable[..., None] | None = found[0].get(matrix.format)
         self._unpack: Callable[..., None] | None = found[1].get(matrix.format)
         if self._kernel is not None:
-            self._addresses, self._kept = _addresses(matrix, self.level)
+            self._addresses, self._kept = addresses_of(matrix, self.level)
 
     def __call__(self, given: Tensor) -> Tensor:
         """The product (tokens, rows), in the dtype of the activations.
@@ -157,7 +157,7 @@ def _kernels(level: cpu.Level) -> tuple[dict[str, Any], dict[str, Any]]:
     return {}, {}
 
 
-def _addresses(matrix: StoredMatrix, level: cpu.Level) -> tuple[Any, list[Any]]:
+def addresses_of(matrix: StoredMatrix, level: cpu.Level) -> tuple[Any, list[Any]]:
     """The addresses of the tensors of a matrix, and the objects that must live as long."""
     from iobs.inference.kernels_avx512 import Addresses
 
