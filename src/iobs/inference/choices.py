@@ -21,6 +21,7 @@ _FORMATS: dict[Precision, tuple[FormatName, ...]] = {
     "int8": ("bitmask-bf16", "index-bf16", "bf16", "bitmask-int8", "int8"),
     "int4": ("bitmask-bf16", "index-bf16", "bf16", "bitmask-int8", "int8", "bitmask-int4"),
 }
+PRECISIONS: tuple[Precision, ...] = tuple(_FORMATS)
 _NO_INDEX_BELOW = 0.75  # share of zeros; below it an index takes more bytes than a mask
 _NO_MASK_BELOW = 0.05  # share of zeros; below it a mask takes more than it saves
 _TIE = 1.1  # the form with the fewest bytes wins among those within this factor of the least time

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -54,14 +54,14 @@ class Decoder:
         reason = undecodable(model)
         if reason is not None:
             raise ProblemError(f"This model cannot be decoded: {reason}. Use model.generate.")
-        self.model: Any = model
+        self.model = cast(Any, model)
         config = self.model.config
-        limits = [config.max_position_embeddings, 2048]
+        most = config.max_position_embeddings
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-            limits.append(config.sliding_window)
-        self.longest = min(limits) if longest is None else longest
-        if self.longest > config.max_position_embeddings or self.longest > min(limits[2:], default=self.longest):
-            raise ProblemError(f"longest is {self.longest}, but the model reads at most {min(limits[:1] + limits[2:])}.")
+            most = min(most, config.sliding_window)
+        self.longest = min(most, 2048) if longest is None else longest
+        if self.longest > most:
+            raise ProblemError(f"longest is {self.longest}, but this model attends to at most {most} tokens.")
         self._kept: list[object] = []  # tensors whose addresses the compiled step reads
         with torch.no_grad():
             self._network = self._read(form)
@@ -165,9 +165,7 @@ class Decoder:
             return np.zeros(int(size), np.float32)
 
         hidden = self._network.norms.shape[1]
-        heads = [vector(rows[part]) for part in range(3)]
-        mlp = [vector(rows[part]) for part in (4, 5)]
+        queries, keys, values, gate, up = (vector(rows[part]) for part in (0, 1, 2, 4, 5))
         reals, narrow = np.zeros((1, widest), np.float32), np.zeros((1, widest), np.uint8)
-        return Scratch(
-            vector(hidden), vector(hidden), *heads, *mlp, reals, narrow, vector(1), vector(self.longest)
-        )
+        vectors = (vector(hidden), vector(hidden), queries, keys, values, gate, up)
+        return Scratch(*vectors, reals, narrow, vector(1), vector(self.longest))
