@@ -49,7 +49,7 @@ def smallest(monkeypatch):
 def test_logits_of_each_step_are_those_of_the_modules(needs_step, smallest, family):
     model = model_of(family)
     iobs.accelerate(model, precision="bf16", threads=1)
-    for name, module in list(model.named_modules()):
+    for module in model.modules():
         if type(module) is torch.nn.Linear:  # the compiled step stores these in bfloat16
             module.weight.data = module.weight.data.bfloat16().float()
     ids = torch.randint(0, 100, (1, 12), generator=torch.Generator().manual_seed(1))
