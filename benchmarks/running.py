@@ -13,6 +13,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ def texts(rows: Rows, sparsities: tuple[float, ...]) -> None:
         settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
         settings["pad_token_id"] = 0
         calls: dict[str, Callable[[], Any]] = {
-            name: lambda model=model: model.generate(prompt, **settings) for name, model in models.items()
+            name: partial(model.generate, prompt, **settings) for name, model in models.items()
         }
         wanted = dense(prompt).logits
         errors = {}
@@ -124,10 +125,8 @@ def texts(rows: Rows, sparsities: tuple[float, ...]) -> None:
             print(iobs.accelerate(model, precision=precision, threads=1), flush=True)  # type: ignore[arg-type]
             errors[precision] = float((model(prompt).logits - wanted).norm() / wanted.norm())
             form: Any = "bf16" if precision == "bf16" else "int8"
-            calls[f"modules {precision}"] = lambda model=model: model.generate(prompt, **settings)
-            calls[f"one call {precision}"] = lambda model=model, form=form: list(
-                generated(model, prompt, NEW_TOKENS, form=form)
-            )
+            calls[f"modules {precision}"] = partial(model.generate, prompt, **settings)
+            calls[f"one call {precision}"] = partial(tokens_of, model, prompt, form)
             sizes[f"modules {precision}"] = sizes[f"one call {precision}"] = megabytes(model)
         seconds = medians(calls, TEXT_REPETITIONS)
         base = min(seconds["torch float32"], seconds["torch bfloat16"])
@@ -137,6 +136,11 @@ def texts(rows: Rows, sparsities: tuple[float, ...]) -> None:
                 | {"tokens_per_second": NEW_TOKENS / one, "megabytes": sizes[name]}
                 | {"error": errors.get(name.split()[-1], 0.0), "processor_seconds": one, **stamp(0)}
             )
+
+
+def tokens_of(model: nn.Module, prompt: Tensor, form: Any) -> list[int]:
+    """New tokens, with one compiled call for each."""
+    return list(generated(model, prompt, NEW_TOKENS, form=form))
 
 
 def megabytes(model: nn.Module) -> float:
@@ -166,8 +170,8 @@ def tables(rows: list[Row]) -> str:
     for row in found:
         target = TARGETS.get((row["name"], row["sparsity"]), "")
         text += [
-            f"| {row['name']} | {row['sparsity']:.0%} | {row['tokens_per_second']:.1f} | {row['ratio']:.2f} | {target} | "
-            f"{row['megabytes']:.0f} | {row['error']:.1e} |"
+            f"| {row['name']} | {row['sparsity']:.0%} | {row['tokens_per_second']:.1f} | {row['ratio']:.2f} "
+            f"| {target} | {row['megabytes']:.0f} | {row['error']:.1e} |"
         ]
     return "\n".join(text)
 

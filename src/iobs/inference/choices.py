@@ -66,7 +66,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Acceleration:
-    """What `iobs.accelerate` chose.
+    """Result of `iobs.accelerate`: the form of every layer.
 
     Args:
         choices: the layers that were looked at.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -18,7 +18,7 @@ from iobs.inference.kernels_avx512 import (
     index_bf16,
     int8,
 )
-from iobs.inference.vectors import read_real
+from iobs.inference.vectors import Value, read_real
 
 Reals = NDArray[np.float32]
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer, in this order
@@ -77,7 +77,7 @@ class Scratch(NamedTuple):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _multiply(fields: Any, given: Any, found: Any, scratch: Any) -> None:
+def _multiply(fields: Value, given: Value, found: Value, scratch: Value) -> None:
     """Write one matrix times a vector, plus the bias, to `found`."""
     matrix = Addresses(fields[0], fields[1], fields[2], fields[3], fields[4], fields[5], fields[6], fields[7])
     wide, rows, code, bias = 64 * fields[7], fields[8], fields[10], fields[11]
@@ -113,7 +113,7 @@ def _multiply(fields: Any, given: Any, found: Any, scratch: Any) -> None:
 
 
 @njit(cache=True, nogil=True, fastmath=True)
-def _normalise(given: Any, scales: Any, epsilon: Any, found: Any) -> None:
+def _normalise(given: Value, scales: Value, epsilon: Value, found: Value) -> None:
     """Write given / sqrt(mean(given^2) + epsilon) * scales to `found`."""
     total = np.float32(0)
     for column in range(given.size):
@@ -124,7 +124,7 @@ def _normalise(given: Any, scales: Any, epsilon: Any, found: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _rotate(vectors: Any, cosines: Any, sines: Any) -> None:
+def _rotate(vectors: Value, cosines: Value, sines: Value) -> None:
     """Rotary position embedding of heads (heads, head size), in place."""
     half = vectors.shape[1] // 2
     for head in range(vectors.shape[0]):
@@ -135,7 +135,7 @@ def _rotate(vectors: Any, cosines: Any, sines: Any) -> None:
 
 
 @njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz", "arcp"})
-def _attend(queries: Any, keys: Any, values: Any, length: Any, scaling: Any, scores: Any) -> None:
+def _attend(queries: Value, keys: Value, values: Value, length: Value, scaling: Value, scores: Value) -> None:
     """Replace each query (heads, head size) by its attention over `length` keys and values."""
     size, group = queries.shape[1], queries.shape[0] // keys.shape[0]
     for head in range(queries.shape[0]):
@@ -159,7 +159,7 @@ def _attend(queries: Any, keys: Any, values: Any, length: Any, scaling: Any, sco
 
 
 @njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz", "arcp"})
-def _gated(gate: Any, up: Any) -> None:
+def _gated(gate: Value, up: Value) -> None:
     """Replace the gate by silu(gate) * up."""
     for column in range(gate.size):
         gate[column] = gate[column] / (np.float32(1) + np.exp(-gate[column])) * up[column]
@@ -167,7 +167,14 @@ def _gated(gate: Any, up: Any) -> None:
 
 @njit(cache=True, nogil=True)
 def step(
-    network: Any, scratch: Any, keys: Any, values: Any, position: Any, cosines: Any, sines: Any, logits: Any
+    network: Value,
+    scratch: Value,
+    keys: Value,
+    values: Value,
+    position: Value,
+    cosines: Value,
+    sines: Value,
+    logits: Value,
 ) -> None:
     """Pass the token whose embedding is in `scratch.hidden` through the network.
 

@@ -75,11 +75,11 @@ class Decoder:
 
         Args:
             prompt: token ids, (1, length).
-            tokens: at most so many new tokens.
+            tokens: greatest number of new tokens.
             stop: ids that end the text; they are yielded too.
 
         Raises:
-            ProblemError: the prompt is empty, of another shape, or too long for so many tokens.
+            ProblemError: the prompt is empty, of another shape, or too long.
         """
         if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
             raise ProblemError(f"The prompt must be ids of shape (1, length), got {tuple(prompt.shape)}.")

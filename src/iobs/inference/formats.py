@@ -122,7 +122,7 @@ class StoredMatrix:
 
 
 def blocks_of(columns: int) -> int:
-    """Words of the mask for a row of so many columns: an even number."""
+    """Words of the mask for a row with this number of columns: an even number."""
     return -(-columns // GROUP) * (GROUP // _BLOCK)
 
 

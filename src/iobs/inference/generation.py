@@ -20,7 +20,7 @@ def generated(
     Args:
         model: the model, dense or after `iobs.accelerate`.
         prompt: token ids, (1, length).
-        tokens: at most so many new tokens.
+        tokens: greatest number of new tokens.
         stop: ids that end the text; they are yielded too.
         form: format of the layers that stayed dense, for one compiled call a token where the model allows it (see
             `decoder.undecodable`). None: the model computes each token itself.

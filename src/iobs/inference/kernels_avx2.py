@@ -5,13 +5,19 @@ Arguments as in `kernels_avx512.py`; activations are float32 in their own order,
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import njit
 
-from iobs.inference.vectors import (
+from iobs.inference.expansions import (
     add_pairs,
+    splat8,
+    spread_bytes,
+    spread_halves,
+    to_reals8,
+    widen_bytes,
+)
+from iobs.inference.vectors import (
+    Value,
     count_bits,
     from_bfloat,
     fused,
@@ -23,12 +29,7 @@ from iobs.inference.vectors import (
     read_long,
     read_mask,
     read_reals8,
-    splat8,
-    spread_bytes,
-    spread_halves,
     sum8,
-    to_reals8,
-    widen_bytes,
     write_real,
     zero_reals8,
     zero_words8,
@@ -39,7 +40,7 @@ _AHEAD = 1024
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def bitmask_bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+def bitmask_bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-bf16 matrix times each token."""
     for token in range(len(tokens)):
         for row in range(first, last):
@@ -59,7 +60,7 @@ def bitmask_bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any,
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+def bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bf16 matrix times each token."""
     for token in range(len(tokens)):
         for row in range(first, last):
@@ -74,7 +75,7 @@ def bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: A
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def bitmask_int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-int8 matrix times each token, without the correction and the scale of the token."""
     groups = matrix.blocks // 2
     for token in range(len(tokens)):
@@ -105,7 +106,7 @@ def bitmask_int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any,
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+def int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of an int8 matrix times each token, without the correction and the scale of the token."""
     groups = matrix.blocks // 2
     for token in range(len(tokens)):

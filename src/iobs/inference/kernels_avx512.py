@@ -7,22 +7,27 @@ activations, as `activations.py` lays them out.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit, types
 
+from iobs.inference.expansions import (
+    expand_bytes,
+    expand_codes,
+    expand_halves,
+    gather,
+    write_scaled,
+    write_widened,
+)
 from iobs.inference.vectors import (
+    Value,
     add_bfloats,
     add_bytes,
     add_scaled,
     count_bits,
-    expand_bytes,
-    expand_codes,
-    expand_halves,
     from_bfloat,
     fused,
-    gather,
     integer_tile,
     plus,
     prefetch,
@@ -36,9 +41,7 @@ from iobs.inference.vectors import (
     scaled_tile,
     sum16,
     write_real,
-    write_scaled,
     write_sums,
-    write_widened,
     zero_reals16,
 )
 
@@ -62,7 +65,7 @@ class Addresses(NamedTuple):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def bitmask_bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+def bitmask_bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-bf16 matrix times each token."""
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
@@ -79,7 +82,7 @@ def bitmask_bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any,
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+def bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bf16 matrix times each token."""
     for row in range(first, last):
         place = matrix.values + 128 * matrix.blocks * row
@@ -94,7 +97,7 @@ def bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: A
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def bitmask_int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-int8 matrix times each token, without the correction and the scale of the token."""
     groups = matrix.blocks // 2
     for row in range(first, last):
@@ -115,7 +118,7 @@ def bitmask_int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any,
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+def int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of an int8 matrix times each token, without the correction and the scale of the token."""
     groups = matrix.blocks // 2
     for row in range(first, last):
@@ -134,7 +137,7 @@ def int8(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: A
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def bitmask_int4(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+def bitmask_int4(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-int4 matrix times each token, without the correction and the scale of the token."""
     groups = matrix.blocks // 2
     levels = read_bytes64(matrix.levels)
@@ -156,7 +159,7 @@ def bitmask_int4(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any,
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def index_bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, last: Any) -> None:
+def index_bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of an index-bf16 matrix times each token."""
     for token in range(len(tokens)):
         given = tokens[token]
@@ -177,7 +180,7 @@ def index_bf16(matrix: Any, tokens: Any, output: Any, stride: Any, first: Any, l
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def unpack_bitmask_bf16(matrix: Any, output: Any, first: Any, last: Any) -> None:
+def unpack_bitmask_bf16(matrix: Value, output: Value, first: Value, last: Value) -> None:
     """Store rows as float32 at `output`, (last - first, filled columns)."""
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
@@ -192,7 +195,7 @@ def unpack_bitmask_bf16(matrix: Any, output: Any, first: Any, last: Any) -> None
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def unpack_bitmask_int8(matrix: Any, output: Any, first: Any, last: Any) -> None:
+def unpack_bitmask_int8(matrix: Value, output: Value, first: Value, last: Value) -> None:
     """Store rows as float32 at `output`, (last - first, filled columns)."""
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
@@ -205,7 +208,7 @@ def unpack_bitmask_int8(matrix: Any, output: Any, first: Any, last: Any) -> None
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def unpack_bitmask_int4(matrix: Any, output: Any, first: Any, last: Any) -> None:
+def unpack_bitmask_int4(matrix: Value, output: Value, first: Value, last: Value) -> None:
     """Store rows as float32 at `output`, (last - first, filled columns)."""
     levels = read_bytes64(matrix.levels)
     for row in range(first, last):

@@ -133,7 +133,7 @@ def round_activations(given: Tensor) -> Tensor:
 
 
 def _tile(count: int) -> int:
-    """The number of tokens of the smallest kernel for so many."""
+    """The number of tokens of the smallest kernel that takes `count` tokens."""
     return 1 << (count - 1).bit_length()
 
 
