@@ -19,6 +19,7 @@ import networks_report
 import paper_rounds
 import recovery_report
 import resnet20_oneshot
+import running
 import scale_report
 import small_networks
 import small_regression
@@ -52,6 +53,7 @@ SECTIONS = (
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
     Section("structured_networks", structured_networks.tables, "whole networks with fewer channels, neurons and heads"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
+    Section("running", running.tables, "speed of pruned networks on a CPU, beside torch"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),

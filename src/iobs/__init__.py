@@ -15,6 +15,7 @@ if _TYPE_CHECKING:
     from iobs.core.patterns import NM, Grid, Unstructured
     from iobs.core.quadratic import Quadratic, Solution
     from iobs.core.structured import Structured
+    from iobs.inference import accelerate
     from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
     from iobs.optimize import objectives
@@ -66,6 +67,7 @@ __all__ = [
     "Structured",
     "Unstructured",
     "WoodFisher",
+    "accelerate",
     "audit",
     "errors",
     "fold",
@@ -89,6 +91,7 @@ _HOMES = {
     "iobs.core.patterns": ("NM", "Grid", "Unstructured"),
     "iobs.core.quadratic": ("Quadratic", "Solution"),
     "iobs.core.structured": ("Structured",),
+    "iobs.inference": ("accelerate",),
     "iobs.models": ("load",),
     "iobs.models.packed": ("load_packed", "save_packed"),
     "iobs.optimize.bounds.members": ("RashomonSet",),
