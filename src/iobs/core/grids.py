@@ -14,7 +14,9 @@ from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured
 from iobs.errors import PatternError
 
 SCALE_BITS = 16
-_NEIGHBOURS = 2  # 16-bit numbers beside the quotient that may be the scale of rounded products
+# 16-bit numbers beside the quotient that may be the scale of rounded products, in the dtype of the weights and in the
+# other one: float32 weights with float16 scales may be written as bfloat16.
+_NEIGHBOURS, _FAR_NEIGHBOURS = 2, 8
 
 
 def grid_of(pattern: Pattern) -> Grid | None:
@@ -77,10 +79,11 @@ def snapped(weight: Tensor, scales: Tensor, grid: Grid, dtype: torch.dtype) -> T
 def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Codes and scales with which weights are exactly codes times scales.
 
-    Of several pairs for a group of columns the one with the largest codes is returned.
+    Products are rounded to the narrowest dtype that holds all weights: a model that is stored in 16 bits may be loaded
+    in 32. Of several pairs for a group of columns the one with the largest codes is returned.
 
     Args:
-        weight: (rows, columns), in the dtype that it is stored in.
+        weight: (rows, columns), floating.
         grid: the grid.
 
     Returns:
@@ -91,16 +94,17 @@ def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         PatternError: a group is not on the grid; names its row and its columns.
     """
     rows, columns = weight.shape
+    weight = _narrowed(weight)
     groups = grid.scales(columns)
     padded = torch.nn.functional.pad(weight, (0, groups * grid.group - columns))
     table = padded.reshape(rows * groups, grid.group)
     codes = torch.zeros_like(table, dtype=torch.int8)
     scales = torch.ones(len(table), device=weight.device)
     left = table.any(1).nonzero()[:, 0]
-    halves = [weight.dtype] if weight.dtype in (torch.float16, torch.bfloat16) else [torch.float16, torch.bfloat16]
+    halves = sorted((torch.float16, torch.bfloat16), key=lambda half: half is not weight.dtype)
     for level in range(grid.levels, 0, -1):
         for half in halves:
-            for shift in _shifts(half is weight.dtype):
+            for shift in _shifts(half, weight.dtype):
                 if not len(left):
                     break
                 own = table[left]
@@ -118,14 +122,23 @@ def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     return codes.reshape(rows, -1)[:, :columns].contiguous(), scales.reshape(rows, groups)
 
 
-def _shifts(rounded: bool) -> list[int]:
-    """Steps from the quotient to try: none if products are exact, else the nearest numbers first."""
-    return sorted(range(-_NEIGHBOURS, _NEIGHBOURS + 1), key=abs) if rounded else [0]
+def _narrowed(weight: Tensor) -> Tensor:
+    """The weights in the dtype of the fewest significant bits that holds them."""
+    narrow = (weight.to(half) for half in (torch.bfloat16, torch.float16) if weight.dtype.itemsize > 2)
+    return next((one for one in narrow if torch.equal(one.to(weight.dtype), weight)), weight)
+
+
+def _shifts(half: torch.dtype, dtype: torch.dtype) -> list[int]:
+    """Steps from the quotient to try, the nearest first: none if products in the dtype are exact."""
+    if dtype.itemsize > 2:
+        return [0]
+    reach = _NEIGHBOURS if half is dtype else _FAR_NEIGHBOURS
+    return sorted(range(-reach, reach + 1), key=abs)
 
 
 def _shifted(values: Tensor, steps: int) -> Tensor:
-    """The positive 16-bit numbers that lie some steps above or below."""
-    return (values.view(torch.int16) + steps).view(values.dtype)
+    """The positive 16-bit numbers that lie some steps above or below; the least number instead of none."""
+    return (values.view(torch.int16) + steps).clamp_(min=1).view(values.dtype)
 
 
 def stored_bits(pattern: Pattern, shape: tuple[int, int]) -> int | None:
