@@ -8,11 +8,12 @@ from solver_problems import random_problem, row_masks
 
 import iobs
 from iobs.core import linalg
+from iobs.core.grids import over_columns
 from iobs.core.patterns import Partition, parse
 from iobs.errors import DampingWarning, PatternError, ProblemError
 from iobs.solvers.families import GRID_SOLVERS
 from iobs.solvers.gridded.feedback import feed_back_on_support
-from iobs.solvers.gridded.lattice import over_columns, refit_scales, rounded, search_scales
+from iobs.solvers.gridded.lattice import refit_scales, rounded, search_scales
 from iobs.solvers.kernels import descend
 from iobs.solvers.kernels.descend import GridRows
 

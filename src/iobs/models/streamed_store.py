@@ -260,7 +260,7 @@ class StreamedStore(Store):
             block = self.streamed.blocks[stage]
             written = {layer: pattern for layer, pattern in self._run.patterns.items() if layer in self._run.pruned}
             written = {layer: pattern for layer, pattern in written.items() if inside(layer, block.path)}
-            self._run.rows += audit_layers(self.model, written)
+            self._run.rows += audit_layers(self.model, written, self.stored_dtype)
             changed = {name for name in self._run.changed if name.startswith(f"{block.path}.")}
             self._run.changed -= changed
             self._writer.block(block, {layer.key for layer in written} | changed)
@@ -300,6 +300,10 @@ class StreamedStore(Store):
     def dense_tensor(self, name: str) -> Tensor | None:
         """A dense parameter in memory; None without a dense model."""
         return None if self._dense is None else self._dense.module.get_parameter(name).detach()
+
+    def stored_dtype(self, layer: Layer) -> torch.dtype:
+        """The dtype of a layer's weights in the files."""
+        return self.streamed.directory.entries[layer.key].dtype
 
     def write_tensor(self, name: str, value: Tensor) -> None:
         """Write a parameter into the model, rounded to its dtype in the files; outside the blocks also to its file."""

@@ -20,6 +20,7 @@ from itertools import count
 
 from torch import Tensor
 
+from iobs.core.grids import grid_of
 from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
@@ -32,6 +33,7 @@ from iobs.pruning.decisions.learning_rate import candidates, decide_rates
 from iobs.pruning.decisions.sparsity import allocate, decide_growth, scheduled
 from iobs.pruning.finetune.trainer import Trainer
 from iobs.pruning.forecast import Forecast
+from iobs.pruning.layerwise.grids import GridRounding
 from iobs.pruning.layerwise.patterns import asked
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.layerwise.targets import TARGETS
@@ -82,7 +84,7 @@ def run(work: Workspace) -> Report:
         projection, weights = best.record, best.weights
         for step in candidates(work.decided):
             work.store.restore(weights)
-            best.consider(finetune_last(work, projection, step, len(best.records)))
+            best.consider(finetune_last(work, projection, plan, step, len(best.records)))
         work.store.restore(best.weights)
         return report_of(work, best, dense, census, allocation, time.perf_counter() - started)
 
@@ -130,14 +132,18 @@ def finetune(work: Workspace, record: RoundRecord, trainer: Trainer | None) -> T
     return trainer
 
 
-def finetune_last(work: Workspace, projection: RoundRecord, step: FineTune, index: int) -> RoundRecord | None:
-    """Take gradient steps on the support of the best projection.
+def finetune_last(
+    work: Workspace, projection: RoundRecord, plan: Plan, step: FineTune, index: int
+) -> RoundRecord | None:
+    """Take gradient steps on the support of the best projection, on the grids of the plan.
 
     The model holds the weights of that projection. Returns None if the steps diverge.
     """
     began = time.perf_counter()
     try:
         trainer = work.trainer(step, step.steps, work.masks())
+        if any(grid_of(pattern) is not None for pattern in plan.values()):
+            trainer.rounding = GridRounding(work.store.model, {layer: plan[layer] for layer in work.selection.layers})
         losses = work.descend(trainer, work.fit, index, f"fine-tuning of {step.steps} steps")
         layers, parent = projection.layers, projection.index
         record = RoundRecord(index, projection.asked, None, None, layers, losses, 0.0, "finetune", parent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from iobs.core.column_groups import Groups
 from iobs.core.files import packed_hint, weight_files
+from iobs.core.grids import codes_and_scales, entries_of, grid_of, stored_bits
 from iobs.core.patterns import NM, Pattern, Unstructured, as_pattern
 from iobs.errors import AuditError, ModelError, PatternError
 from iobs.pruning.network.folding import folded
@@ -51,6 +52,7 @@ def audit(
         if asked is not None and (_has_many(row, asked) if layers is None else name in layers):
             check(name, matrix, asked)
             row.asked, checked = asked_zeros(asked, row.shape), True
+            row.bits = stored_bits(asked, row.shape)
         rows.append(row)
     if asked is not None and not checked:
         most = max(rows, key=lambda row: row.sparsity, default=None)
@@ -80,8 +82,14 @@ def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
     """Check that a matrix (rows, columns) has the zeros that a pattern asks for.
 
     Raises:
-        AuditError: it has fewer; names the layer and both counts.
+        AuditError: it has fewer, and the message names the layer and both counts; or a weight is not on the grid.
     """
+    grid = grid_of(pattern)
+    if grid is not None:
+        try:
+            codes_and_scales(matrix, grid)
+        except PatternError as error:
+            raise AuditError(f"Layer {name!r}: {error} It was pruned to another pattern, or changed since.") from None
     shape = (matrix.shape[0], matrix.shape[1])
     if isinstance(pattern, Groups):
         _check_columns(name, matrix, pattern)
@@ -90,7 +98,7 @@ def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
     kept = (matrix.reshape(groups.count, groups.size) != 0).sum(1)
     worst = int(kept.max())
     if worst > groups.keep:
-        where = f"a group of {groups.size}" if isinstance(pattern, NM) else f"{groups.size} entries"
+        where = f"a group of {groups.size}" if isinstance(entries_of(pattern), NM) else f"{groups.size} entries"
         raise AuditError(
             f"Layer {name!r} keeps {worst} of {where} where the pattern {pattern} allows {groups.keep}. "
             "It was pruned to another pattern, or zeros were spread over layers, or something wrote into the weights."
@@ -130,7 +138,7 @@ def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     with folded(model):
         for layer in find_layers(model):
-            yield layer.name, layer.read(model)
+            yield layer.name, layer.read(model).to(layer.stored(model).dtype)
 
 
 def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -157,17 +165,27 @@ def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name.removesuffix(".weight"), tensor.flatten(1)
 
 
-def audit_layers(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
+def audit_layers(
+    model: nn.Module, patterns: Mapping[Layer, Pattern], dtype_of: Callable[[Layer], torch.dtype] | None = None
+) -> list[AuditRow]:
     """Check every pruned layer of a model against its pattern.
 
+    Args:
+        model: the model.
+        patterns: of every pruned layer.
+        dtype_of: dtype in which the weights of a layer are stored; None: the dtype in the model.
+
     Raises:
-        AuditError: a layer has fewer zeros than its pattern asks for.
+        AuditError: a layer has fewer zeros than its pattern asks for, or a weight that is not on its grid.
     """
     rows = []
     with torch.no_grad():
         for layer, pattern in patterns.items():
-            matrix = layer.read(model)
-            rows.append(counted(layer.name, matrix, asked_zeros(pattern, layer.shape)))
+            dtype = layer.stored(model).dtype if dtype_of is None else dtype_of(layer)
+            matrix = layer.read(model).to(dtype)
+            row = counted(layer.name, matrix, asked_zeros(pattern, layer.shape))
+            row.bits = stored_bits(pattern, layer.shape)
+            rows.append(row)
             check(layer.name, matrix, pattern)  # every group, not only the total
     return rows
 

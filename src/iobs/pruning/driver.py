@@ -18,6 +18,7 @@ from iobs.pruning.algorithm import run
 from iobs.pruning.allocation.counts import require_room, under_pattern
 from iobs.pruning.baselines.projection import require_global
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
+from iobs.pruning.layerwise.grids import require_solvable
 from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.layers import found_by_use
 from iobs.pruning.network.modes import evaluating, seeded
@@ -57,8 +58,8 @@ def prune(
             mappings as Hugging Face models take. A tensor or a mapping is one batch.
         pattern: `Unstructured`, `NM`, a sparsity such as 0.5, or text such as "2:4" or "50%". With an allocation
             (recipes "fast" and "best") the sparsity is that of all pruned layers together. Layers left dense do
-            not count. `Structured(0.3)` or "structured:30%" removes whole channels, neurons and heads: the model
-            becomes narrower.
+            not count. `Grid(4)` or `pattern & Grid(4)` puts the kept weights on a grid, too. `Structured(0.3)` or
+            "structured:30%" removes whole channels, neurons and heads: the model becomes narrower.
         recipe: "fast" (the best single projection), "best" (rounds of fine-tuning towards the dense model),
             "one-shot" (every layer once, to the same sparsity), "paper" (Algorithm 2 to the letter), a `Recipe`, or the
             path of a YAML file.
@@ -154,6 +155,7 @@ def requested(
     selection, patterns = patterns_of(selection, pattern, recipe.rules)
     if recipe.network_solver is not None:
         require_global(pattern)
+    require_solvable(recipe, patterns)
     allocation = under_pattern(as_allocation(recipe.allocation), pattern)
     require_room(allocation, pattern, [layer for layer, own in patterns.items() if own is pattern])
     return selection, Request(recipe, patterns, pattern, holdout, seed, checkpoint)

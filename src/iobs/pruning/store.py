@@ -134,6 +134,10 @@ class Store(InMemory):
             raise
 
     # ---- weights of a layer
+    def stored_dtype(self, layer: Layer) -> torch.dtype:
+        """The dtype that a layer's weights are stored in."""
+        return layer.stored(self.model).dtype
+
     def dense(self, layer: Layer) -> Tensor | None:
         """The layer's weights in the dense model, (rows, columns); None if the current weights are still dense."""
         return layer.matrix(self._original[layer.key])

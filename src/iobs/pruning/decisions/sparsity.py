@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 from torch import Tensor
 
+from iobs.core.grids import on_grid_of
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.core.structured import Structured
@@ -67,7 +68,10 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
     found = work.checkpoint.remembered("allocation", planned)
     # A layer that receives no input has no count and keeps the pattern of the run.
     keeps = found["keeps"]
-    patterns |= {layer: Unstructured(keep=keeps[layer.name]) for layer in layers if layer.name in keeps}
+    pattern = work.request.pattern
+    patterns |= {
+        layer: on_grid_of(pattern, Unstructured(keep=keeps[layer.name])) for layer in layers if layer.name in keeps
+    }
     return patterns, [allocation_record(record) for record in found["records"]]
 
 

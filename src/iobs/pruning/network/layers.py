@@ -149,8 +149,12 @@ class Layer:
 
     def write(self, model: nn.Module, matrix: Tensor) -> None:
         """Write a matrix (rows, columns) into the model, rounded to the parameter's dtype; zeros stay exact."""
-        stored = self.tensor(model)
-        stored.copy_(matrix.T if self.transposed else matrix.reshape(stored.shape))
+        self.write_into(self.stored(model).detach(), matrix)
+
+    def write_into(self, stored: Tensor, matrix: Tensor) -> None:
+        """Write a matrix (rows, columns) into a parameter's tensor, or a copy of it."""
+        own = self._slice(stored)
+        own.copy_(matrix.T if self.transposed else matrix.reshape(own.shape))
 
 
 def biases_of(model: nn.Module, layers: Sequence[Layer]) -> dict[Layer, str]:
