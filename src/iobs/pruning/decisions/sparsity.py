@@ -19,7 +19,8 @@ from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Rounds, as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
-from iobs.pruning.workspace import Workspace
+from iobs.pruning.samples.batches import positions
+from iobs.pruning.workspace import Decisions, Workspace
 from iobs.solvers.admm import ADMM
 
 _DAMAGE = 1.0  # held-out KL divergence of the first projection, in nats, above which growing sparsity pays
@@ -83,6 +84,21 @@ def scheduled(plan: dict[Layer, Pattern], rounds: Rounds, index: int) -> dict[La
     # Cubic growth from 0.72 of the requested sparsity (65 % on the way to 90 %), as measured best in LOG.md.
     share = 1 - 0.28 * (1 - (index - 1) / (last - 1)) ** 3
     return {layer: thinner(pattern, layer, share) for layer, pattern in plan.items()}
+
+
+def decide_steps(work: Workspace) -> Decisions:
+    """The decisions with one kind of steps of the whole network, if the recipe has two kinds.
+
+    Text takes them block by block, and needs no further rounds. Other data take the fine-tuning, which alters and mixes
+    samples, and the rounds before it.
+    """
+    blocks, decided = work.recipe.blocks, work.decided
+    if blocks is None or not blocks.network_steps or decided.finetune is None:
+        return decided
+    if work.chain and positions(work.fit.batches[0]) > 1:
+        work.note("Text: steps of the whole network, block by block, take the place of rounds and fine-tuning.")
+        return replace(decided, rounds=Rounds(data=decided.rounds.data), finetune=None, tuned=False)
+    return replace(decided, blocks=replace(blocks, network_steps=0))
 
 
 def decide_growth(work: Workspace) -> Rounds:

@@ -26,10 +26,10 @@ from iobs.pruning.samples.batches import Batch, neighbours, positions, size
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 
-NETWORK_RATES = (5e-5, 2e-4, 5e-4, 1.5e-3)
+NETWORK_RATES = (5e-5, 2e-4, 8e-4, 2e-3, 5e-3)
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 _TRIAL_SHARE, _TRIAL_STEPS = 5, 12  # a trial of a rate takes a fifth of the steps, and at least twelve
-_NETWORK_SHARE = 10  # a trial of a rate of the whole network takes a tenth of its steps
+_NETWORK_SHARE = 20  # a trial of a rate of the whole network takes a twentieth of its steps
 _RETREAT = 4.0  # a fit that raises the held-out loss is repeated with a rate this much smaller
 _FIRST_SHARE = 0.6  # of the sparsity, in the first of several projections
 _GROWTH = 1.5  # exponent of the growth: about 42, 55, 65 and 70 % for four projections to 70 %
@@ -102,6 +102,7 @@ class Walk:
     _place: int = field(default=1, init=False)  # of the dense model's hidden states, 1 or 3
 
     def __post_init__(self) -> None:
+        self.fit = self.fit.within(len(self.sweep.ranks.share(self.sweep.calibration).batches))
         self.rate = None if self.fit.lr == "auto" else self.fit.lr
 
     def run(self) -> None:
