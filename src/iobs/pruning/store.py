@@ -112,6 +112,9 @@ class Store(InMemory):
             self.reset()
             raise
 
+    def allocated(self, patterns: Mapping[Layer, Pattern]) -> None:
+        """Receive the pattern of every layer after the allocation, for subclasses."""
+
     # ---- weights of a layer
     def dense(self, layer: Layer) -> Tensor | None:
         """The layer's weights in the dense model, (rows, columns); None if the current weights are still dense."""
