@@ -216,6 +216,16 @@ def tables(rows: list[Row]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def zoo_of(data: Path) -> Any:
+    """The module `zoo.py` of the folder with networks and data."""
+    spec = importlib.util.spec_from_file_location("zoo", data / "zoo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    zoo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(zoo)
+    return zoo
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
@@ -227,11 +237,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure rows of other commits anew")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location("zoo", given.data / "zoo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    zoo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(zoo)
+    zoo = zoo_of(given.data)
     rows = Rows("blocks", ("network", "row", "level", "seed"), given.again)
     for name in given.networks:
         case = CASES[name](given.data, zoo, given.minilm)

@@ -31,7 +31,7 @@ from iobs.pruning.calibration.blocks import Block, inside
 from iobs.pruning.cost.memory_plan import Plan, held_blocks, plan
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
-from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe import Recipe, as_allocation
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import require_alone
@@ -165,8 +165,10 @@ class StreamedStore(Store):
             ProblemError: names the settings.
         """
         usual = Recipe()
-        whole = ("allocation", "inputs", "rounds", "finetune", "batch_norm")
+        whole = ("inputs", "rounds", "finetune", "batch_norm")
         names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
+        if not as_allocation(recipe.allocation).by_block:
+            names.append("allocation")
         if recipe.target == "model":
             names.append("target")
         if recipe.network_solver is not None:
@@ -233,6 +235,10 @@ class StreamedStore(Store):
             self._writer = stack.enter_context(BlockWriter(self.streamed, self.folder))
             stack.enter_context(memory.watching())
             yield
+
+    def allocated(self, patterns: Mapping[Layer, Pattern]) -> None:
+        """Receive the patterns by which the written zeros are checked."""
+        self._run.patterns = dict(patterns)
 
     # ---- residency
     def enter(self, stage: int) -> None:

@@ -67,6 +67,7 @@ def run(work: Workspace) -> Report:
     with work.store.running(work.request.patterns, work.memory):  # restores the dense weights on any failure
         dense, foretell = prepare(work, census), forecaster(work)
         plan, allocation = allocate(work)
+        work.store.allocated(plan)
         best = Best(work, plan)
         trainer: Trainer | None = None
         for index in count():
@@ -208,7 +209,7 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     )
     work.decided = replace(decided, rounds=replace(decided.rounds, finetune=between), finetune=after)
     # NaN is no error here: the sweep names the layer that causes it.
-    loss = work.scoring.loss_on(work.scoring.heldout_augmented)
+    loss = work.scoring.dense_loss()
     if loss is None:
         work.scoring.loss_on(work.fit.first(1))  # report missing labels now, not after a projection
     for step in (between, after):

@@ -133,6 +133,9 @@ class Store(InMemory):
             self.reset()
             raise
 
+    def allocated(self, patterns: Mapping[Layer, Pattern]) -> None:
+        """Receive the pattern of every layer after the allocation, for subclasses."""
+
     # ---- weights of a layer
     def stored_dtype(self, layer: Layer) -> torch.dtype:
         """The dtype that a layer's weights are stored in."""

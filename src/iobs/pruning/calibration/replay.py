@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from iobs.errors import CalibrationError, IOBSError, ModelError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import Block, find_chains, hidden_of, inside, with_hidden
 from iobs.pruning.calibration.hooks import Args, Kwargs, captured_inputs
+from iobs.pruning.calibration.shortcuts import Shortcuts
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.samples import batches, outputs
 from iobs.pruning.samples.batches import Batch
@@ -55,6 +56,7 @@ class Stream:
     Attributes:
         arguments: of every block, by batch and block, without the hidden state.
         hidden: input of the current block, by batch.
+        shortcuts: of the current block while its layers are pruned, otherwise None.
     """
 
     model: nn.Module
@@ -65,6 +67,7 @@ class Stream:
     fetch: Callable[[Tensor], Tensor] = Tensor.clone
     arguments: list[list[Arguments]] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
+    shortcuts: Shortcuts | None = None
     _blocks: dict[str, int | None] = field(default_factory=dict)  # number of the block, by layer name
 
     @property
@@ -90,9 +93,11 @@ class Stream:
 
     def run(self, stage: int, index: int) -> object:
         """Run one stage on the batch at `index`, so that hooks see the calls of its modules."""
-        if 0 <= stage < len(self.chain):
-            return self._block(stage, index, self.state(index))
         with ExitStack() as stack:
+            if 0 <= stage < len(self.chain):
+                if self.shortcuts is not None:
+                    stack.enter_context(self.shortcuts.taken(self.model, index))
+                return self._block(stage, index, self.state(index))
             if self.chain and stage == BEFORE:
                 stack.enter_context(_replaced(self.model, self.chain[:1], self._stop))
             elif self.chain:
@@ -193,7 +198,7 @@ class Stream:
 
 def exact_chain(model: nn.Module, data: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
     """The longest chain of blocks along which the model can be run exactly; empty if there is none."""
-    for chain in find_chains(model, data[0], layers):
+    for chain in find_chains(model, min(data, key=batches.size), layers):
         if len(chain) > 1 and running_along_is_exact(model, chain, data, layers):
             return chain
     return []
@@ -206,11 +211,13 @@ def running_along_is_exact(
     """Check that the chain gives every layer the same inputs, in its own stage, as the whole model does.
 
     Then blocks pass on nothing but the hidden state. No layer is called from two stages or from a branch between two
-    blocks. The output is compared too, for modules that are not pruned. Inputs are compared on the first batch and on
-    the batches of the smallest and the largest samples. For other batches only the order of the blocks is checked.
+    blocks. The output is compared too, for modules that are not pruned. Inputs are compared on the batch of the fewest
+    samples, and on the batches of the smallest and the largest samples. For other batches only the order of the blocks
+    is checked.
     """
+    places = sorted(range(len(data)), key=lambda index: batches.size(data[index]))
     sizes = [sum(tensor[:1].numel() for tensor in batches.tensors(batch) if tensor.ndim) for batch in data]
-    shown = {0, sizes.index(min(sizes)), sizes.index(max(sizes))} if len(set(sizes)) > 1 else {0}
+    shown = {places[0], min(places, key=sizes.__getitem__), max(places, key=sizes.__getitem__)}
     try:
         for index, batch in enumerate(data):
             stream = Stream(model, [batch], chain, strict=True)

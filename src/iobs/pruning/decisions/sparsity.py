@@ -53,7 +53,10 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
         solve_fast,
         work.request.seed,
         work.callbacks.on_measure,
+        residency=work.store,
     )
+    if allocation.criterion == "auto" and not work.store.whole:
+        allocation = replace(allocation, criterion="block")
     if allocation.criterion == "auto":
         # `planner.output_count` runs the model, so it comes last: only if a search is affordable.
         searched = allocation.generations > 0 and can_keep_grams(layers) and planner.output_count >= ENOUGH_OUTPUTS
