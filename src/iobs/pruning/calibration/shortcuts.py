@@ -42,6 +42,7 @@ class Shortcuts:
     Args:
         found: the shortcuts.
         keep: (position of a shortcut, index of a batch, input) -> the tensor to store.
+        fetch: a stored tensor -> a copy of it on the device of the model.
 
     Attributes:
         known: inputs by layer and index of the batch.
@@ -49,6 +50,7 @@ class Shortcuts:
 
     found: list[Shortcut]
     keep: Callable[[int, int, Tensor], Tensor]
+    fetch: Callable[[Tensor], Tensor] = Tensor.clone
     known: dict[tuple[Layer, int], Tensor] = field(default_factory=dict, init=False)
 
     def note(self, layers: Sequence[Layer], index: int, value: Tensor, hidden: Tensor) -> None:
@@ -79,11 +81,11 @@ class Shortcuts:
                 else:
                     module.forward = forward
 
-    @staticmethod
-    def _forward(model: nn.Module, shortcut: Shortcut, known: Tensor) -> Callable[..., object]:
+    def _forward(self, model: nn.Module, shortcut: Shortcut, known: Tensor) -> Callable[..., object]:
         def forward(*_: object, **__: object) -> object:
-            # A copy, since the model may change the tensor in place.
-            found = model.get_submodule(shortcut.layer.path)(known) if shortcut.applied else known.clone()
+            found = self.fetch(known)  # a copy, since the model may change the tensor in place
+            if shortcut.applied:
+                found = model.get_submodule(shortcut.layer.path)(found)
             return with_hidden(found, shortcut.rest)
 
         return forward

@@ -237,7 +237,7 @@ class Sweep:
             order = self._agreed(found.groups, wanted)
         if found.shortcuts:
             for number, stream in enumerate(streams):
-                stream.shortcuts = Shortcuts(found.shortcuts, partial(self._known, number))
+                stream.shortcuts = Shortcuts(found.shortcuts, partial(self._known, number), self.residency.fetch)
         for shared in order:
             fed = set(shared.layers)
             self.without_input = {layer: used for layer, used in self.without_input.items() if layer not in fed}
