@@ -33,7 +33,8 @@ def prune_low_memory(
     from iobs.core.files import weight_files
     from iobs.models.output import expanded
     from iobs.models.streamed import StreamedModel
-    from iobs.models.streamed_store import StreamedStore, without_weights
+    from iobs.models.streamed_store import StreamedStore
+    from iobs.models.without_weights import without_weights
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import require_alone
     from iobs.report import summary_lines, write_report

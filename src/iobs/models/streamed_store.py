@@ -18,14 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
-from iobs.errors import ModelError, ProblemError, first_line
+from iobs.errors import ProblemError
 from iobs.models.block_writer import BlockWriter
-from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
-from iobs.models.loaded import LoadedModel
-from iobs.models.output import check_output, expanded, output_directory
+from iobs.models.output import check_output, output_directory
 from iobs.models.spill import Place, Room, Storage, chosen, reserve, spilled, spilled_batches
 from iobs.models.streamed import StreamedModel
-from iobs.models.vision_shim import ensure_torchvision
 from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.calibration.blocks import Block, inside
 from iobs.pruning.cost.memory_plan import Plan, held_blocks, plan
@@ -38,7 +35,7 @@ from iobs.pruning.runtime.ranks import require_alone
 from iobs.pruning.samples.batches import Batch, collect
 from iobs.pruning.store import Names, Store
 
-__all__ = ["BlockWriter", "StreamedStore", "reserve", "spilled", "without_weights"]
+__all__ = ["BlockWriter", "StreamedStore", "reserve", "spilled"]
 
 
 @dataclass
@@ -385,25 +382,3 @@ class StreamedStore(Store):
             OutputError: the disk has too little room.
         """
         check_output(self.output, needed_bytes=plan.model_bytes + plan.spilled_bytes)
-
-
-def without_weights(path: Path) -> LoadedModel:
-    """The tokenizer and the context length of a model directory, without weights, for reading calibration data.
-
-    Raises:
-        ModelError: the directory is damaged.
-    """
-    path = expanded(path)
-    check_directory(path, allow_pickle=False)
-    ensure_torchvision()
-    import transformers
-
-    def refuse(model: LoadedModel, folder: Path) -> None:
-        raise ModelError("A model whose weights are not in memory cannot be written.")
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except Exception as error:  # transformers raises exceptions of every kind
-        raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
-    tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
-    return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context_of(config, tokenizer), refuse)

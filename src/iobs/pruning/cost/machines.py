@@ -65,7 +65,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Need:
-    """What a run needs on a machine.
+    """Memory and time of a run on a machine.
 
     Attributes:
         machine: the machine.
