@@ -135,10 +135,10 @@ class Recipe(LayerSettings):
 
     def _require_no_ignored_fields(self) -> None:
         """Check that no field is set that a solver of the whole network ignores."""
-        usual = Recipe()
+        usual = Recipe(), PRESETS["one-shot"]
         read = {"solver", "damping", "rounds", "finetune", "batch_norm", "depthwise"}
         ignored = [one.name for one in fields(self) if one.name not in read]
-        given = [name for name in ignored if getattr(self, name) != getattr(usual, name)]
+        given = [name for name in ignored if getattr(self, name) not in [getattr(one, name) for one in usual]]
         if given:
             raise ProblemError(
                 f"{', '.join(given)}: not with a solver of the whole network, which has one count and one quadratic "
@@ -161,7 +161,7 @@ class Recipe(LayerSettings):
 
     @classmethod
     def preset(cls, name: str) -> Recipe:
-        """One of the recipes "one-shot", "fast", "best", "paper" and "blocks".
+        """One of the recipes "one-shot", "fast", "best" and "paper".
 
         Raises:
             ProblemError: there is no such recipe.
@@ -269,26 +269,25 @@ _DISTILLATION = FineTune(
     lr="auto", optimizer="auto", steps=25, loss="kl", decay=True, batch_size="auto", augment="auto"
 )
 
-# "one-shot" prunes every layer once to the same sparsity. "fast" is the best single projection. "best" grows the
-# sparsity over rounds where the first projection does damage, with steps on the KL divergence to the dense model
-# between them, and fine-tunes on the final support; what is "auto" is found on the calibration data (LOG.md has the
-# measurements). "paper" is Algorithm 2 to the letter. "blocks" reconstructs two blocks at a time, then takes steps of
-# the whole network, in the memory of these blocks.
+# "one-shot" prunes every layer once to the same sparsity. "fast" adds an allocation and a short block reconstruction.
+# "best" reconstructs blocks with moving masks, takes steps of the whole network, grows the sparsity over rounds where
+# the first projection does damage, and fine-tunes on the final support; what is "auto" is found on the calibration data
+# (LOG.md has the measurements). "paper" is Algorithm 2 to the letter.
 PRESETS: dict[str, Recipe] = {
-    "one-shot": Recipe(),
-    "fast": Recipe(allocation=Allocation("auto", generations=0), target="dense"),
+    "one-shot": Recipe(target="residual"),
+    "fast": Recipe(
+        allocation=Allocation("auto", generations=0),
+        target="residual",
+        blocks=BlockFit(masks=1, steps=100, epochs=1.0),
+    ),
     "best": Recipe(
         allocation="auto",
-        target="model",
+        target="residual",
+        blocks=BlockFit(masks=4, network_steps=1200, epochs=10.0),
         rounds=Rounds(5, "auto", finetune=replace(_DISTILLATION, support="fixed")),
         finetune=replace(_DISTILLATION, steps=600, most_steps=4800, parameters="all"),
     ),
     "paper": Recipe(
         solver="sparsegpt", rounds=Rounds(10, finetune=FineTune(lr=0.01, optimizer="sgd", steps=1, loss="task"))
-    ),
-    "blocks": Recipe(
-        allocation=Allocation("auto", generations=0),
-        target="residual",
-        blocks=BlockFit(masks=4, network_steps=1200, epochs=10.0),
     ),
 }
