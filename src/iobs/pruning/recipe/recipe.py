@@ -19,6 +19,7 @@ from iobs.pruning.recipe.rounds import Rounds, require_choice, require_finetune
 from iobs.pruning.recipe.rules import Rule
 from iobs.pruning.report import JsonObject
 from iobs.solvers import Refinement, Solver
+from iobs.solvers.magnitude import Magnitude
 
 TargetName = Literal["layer", "dense", "residual", "model"]  # `layerwise.targets.TARGETS` defines each
 
@@ -122,6 +123,13 @@ class Recipe(LayerSettings):
     def refits_biases(self) -> bool:
         """Check that the biases of pruned layers are refitted."""
         return self.bias == "refit" or (self.bias == "auto" and self.target == "residual")
+
+    @property
+    def reads_weights_only(self) -> bool:
+        """Check that masks and weights depend on no data: magnitude in every layer, and nothing is refitted."""
+        solvers = [self.solver, *(rule.solver for rule in self.rules if rule.solver is not None)]
+        plain = self.refine is None and self.target == "layer" and self.blocks is None and not self.keep_zeros
+        return plain and not self.refits_biases and all(is_magnitude(solver) for solver in solvers)
 
     @property
     def compares(self) -> bool:
@@ -240,6 +248,11 @@ class Recipe(LayerSettings):
     def __str__(self) -> str:
         """The fields that differ from the defaults, a line each."""
         return text.shown(self)
+
+
+def is_magnitude(solver: object) -> bool:
+    """Check that a solver keeps the largest weights of a layer, and changes none."""
+    return solver == "magnitude" or isinstance(solver, Magnitude)
 
 
 def as_recipe(recipe: Recipe | str | Path) -> Recipe:
