@@ -17,6 +17,7 @@ import layer_report
 import layer_shapes
 import networks_report
 import paper_rounds
+import passes
 import recovery_report
 import resnet20_oneshot
 import running
@@ -48,6 +49,7 @@ SECTIONS = (
     Section("paper_rounds", paper_rounds.tables, "the paper's algorithm, round by round"),
     Section("small_networks", small_networks.tables, "seven small networks, a development set"),
     Section("blocks", blocks.tables, "targets that carry the residual, and block reconstruction"),
+    Section("passes", passes.tables, "forward passes of the calibration data that a recipe costs"),
     Section("layer_race", layer_report.tables, "error and time of a single layer, beside SparseGPT, ALPS and OBC"),
     Section("layer_shapes", layer_shapes.tables, "time and memory of large layers"),
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),

@@ -73,12 +73,12 @@ def test_resolve_lets_arguments_override_a_recipe():
     assert PRESETS["one-shot"].but(rounds=4).rounds == replace(BEST.rounds, count=4)
     assert BEST.but(rounds=1).rounds == iobs.Rounds()
     assert BEST.but(rounds=1).finetune == BEST.finetune
-    assert PRESETS["one-shot"].but(rounds=1) == iobs.Recipe()
+    assert PRESETS["one-shot"].but(rounds=1) == iobs.Recipe(target="residual")
     assert BEST.but(finetune=None) == replace(BEST, finetune=None)
 
 
 def test_resolve_refuses_targets_that_contradict_the_inputs():
-    with pytest.raises(ProblemError, match='target="model" matches outputs'):
+    with pytest.raises(ProblemError, match='target="residual" corrects the drift'):
         BEST.but(inputs="dense")
 
 

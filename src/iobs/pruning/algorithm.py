@@ -35,6 +35,7 @@ from iobs.pruning.finetune.trainer import Trainer
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.layerwise.grids import GridRounding
 from iobs.pruning.layerwise.patterns import asked
+from iobs.pruning.layerwise.problem import reads_no_data
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.census import Census
@@ -57,6 +58,7 @@ from iobs.pruning.workspace import Workspace
 
 Plan = dict[Layer, Pattern]
 
+_SHOWN_SAMPLES = 16  # samples that give the errors of layers pruned by magnitude, which depends on no data
 _UNREACHED = Reason("unreached", "the network fed it nothing on the calibration data")
 _UNOBSERVED = Reason("not multiplied", "used by the model, but in no product that can be observed")
 
@@ -104,16 +106,39 @@ def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None
         sweep = sweep_of(work, samples, index)
         if recipe.blocks is not None and sweep.chain:
             Walk(work, sweep, projection, recipe.blocks).run()
+        elif work.store.whole and work.ranks.size == 1 and all(reads_no_data(recipe, one) for one in patterns.values()):
+            sweep = project_by_weights(work, projection, sweep)
         else:
-            for group in sweep.groups():
-                projection.project(group)
-                work.memory.look()
+            project_groups(work, projection, sweep)
         handle_layers_without_input(work, projection, sweep.without_input)
         record = projection.record
-        note_pruning_by_magnitude(work, record)
+        if not recipe.reads_weights_only:
+            note_pruning_by_magnitude(work, record)
     if recipe.batch_norm == "update":
         update_batch_norm(work.store.model, samples)
     return measured(work, record, samples, began)
+
+
+def project_groups(work: Workspace, projection: Projection, sweep: Sweep) -> None:
+    """Prune the groups of a sweep."""
+    for group in sweep.groups():
+        projection.project(group)
+        work.memory.look()
+
+
+def project_by_weights(work: Workspace, projection: Projection, sweep: Sweep) -> Sweep:
+    """Prune layers whose result depends on no data: a few samples give the errors for the report.
+
+    Layers that these samples do not reach are pruned in a sweep of all samples. Returns the last sweep.
+    """
+    few = sweep.calibration.first(_SHOWN_SAMPLES), sweep.heldout.first(_SHOWN_SAMPLES)
+    short = replace(sweep, calibration=few[0], heldout=few[1])
+    project_groups(work, projection, short)
+    if not short.without_input:
+        return short
+    rest = replace(sweep, layers=tuple(short.without_input))
+    project_groups(work, projection, rest)
+    return rest
 
 
 def finetune(work: Workspace, record: RoundRecord, trainer: Trainer | None) -> Trainer | None:

@@ -38,7 +38,7 @@ def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
                 )
             continue
         _require_grid_solver(solver, pattern)
-        wrong = {"refine": recipe.refine is not None, "keep_zeros": recipe.keep_zeros, "blocks": recipe.blocks}
+        wrong = {"refine": recipe.refine is not None, "keep_zeros": recipe.keep_zeros}
         names = ", ".join(name for name, given in wrong.items() if given)
         if names:
             raise ProblemError(

@@ -93,6 +93,12 @@ class Fit:
         """Return to the parameters before the fit."""
         self.masters.restore(self.start)
 
+    def has_gradient(self) -> bool:
+        """Check that the loss depends on the parameters; a model may compute under `torch.no_grad`."""
+        assert self.masters.parameters  # they require gradients from now on
+        with torch.enable_grad():
+            return self.window.loss(self.window.streams.fit[0]).requires_grad
+
     def run(self, steps: int, rate: float, decay: bool = True) -> None:
         """Take steps on the calibration batches.
 

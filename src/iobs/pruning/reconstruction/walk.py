@@ -100,6 +100,7 @@ class Walk:
     rate: float | None = field(default=None, init=False)
     fitted: list[Masters] = field(default_factory=list, init=False)
     _place: int = field(default=1, init=False)  # of the dense model's hidden states, 1 or 3
+    _gradient: bool = field(default=True, init=False)  # False after a fit without a gradient
 
     def __post_init__(self) -> None:
         self.fit = self.fit.within(len(self.sweep.ranks.share(self.sweep.calibration).batches))
@@ -166,6 +167,9 @@ class Walk:
         work, key, residency = self.work, f"round {self.projection.index} steps of the network", self.sweep.residency
         masters = [*self.fitted, Masters.of(work.store, self._vectors_outside(), {})]
         streams = self._streams(begin, dense)
+        if not self._gradient:
+            self._end_network(masters)
+            return
         steps = NetworkSteps(
             begin, dense, masters, residency, streams.fit, streams.heldout, self.sweep.ranks, work.request.seed
         )
@@ -181,11 +185,15 @@ class Walk:
             for stage, one in enumerate(masters):
                 work.checkpoint.put(f"{key}, block {stage}", one.values, {})
             work.checkpoint.put(key, {}, {})  # last: all blocks are stored now
+        self._end_network(masters)
+
+    def _end_network(self, masters: list[Masters]) -> None:
+        """Write the parameters of all blocks into the model, and leave the blocks."""
         for stage, one in enumerate(masters):
-            residency.enter(stage)
+            self.sweep.residency.enter(stage)
             one.copy_to_model()
             one.keep()
-            residency.leave(stage)
+            self.sweep.residency.leave(stage)
 
     def _network_rate(self, steps: NetworkSteps, before: float) -> float:
         """The learning rate of the steps of the whole network, given or chosen by trials."""
@@ -288,7 +296,7 @@ class Walk:
         """Fit a window, or read the result from the checkpoint; undo a fit that raises the held-out loss."""
         work, key = self.work, f"round {self.projection.index} {key}"
         fit = self._new(window)
-        if not steps or not fit.masters.values:
+        if not steps or not fit.masters.values or not self._has_gradient(fit, key):
             return
         if key in work.checkpoint:
             fit.masters.restore(work.checkpoint.get(key)[0])
@@ -303,6 +311,14 @@ class Walk:
                 work.note(f"The fit of the {key} is left out: it raises the held-out loss {before:.3g}.")
             work.checkpoint.put(key, fit.masters.snapshot(), {})
         fit.masters.keep()
+
+    def _has_gradient(self, fit: Fit, key: str) -> bool:
+        """Check that a fit has a gradient; its window is projected only if it has none, with a note."""
+        found = fit.has_gradient()
+        if not found:
+            self._gradient = False
+            self.work.note(f"The fit of the {key} is left out: the model computes without gradients.")
+        return found
 
     def _new(self, window: Window) -> Fit:
         """A fit of the current parameters of a window; the last window also fits norms behind the blocks."""
