@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import blocks
+import breadth
 import chita_report
 import grid_layers
 import grid_report
@@ -56,6 +57,7 @@ SECTIONS = (
     Section("structured_networks", structured_networks.tables, "whole networks with fewer channels, neurons and heads"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
     Section("running", running.tables, "speed of pruned networks on a CPU, beside torch"),
+    Section("breadth", breadth.tables, "tiny networks of every family: coverage and exactness"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),
