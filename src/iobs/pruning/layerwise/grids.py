@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from iobs.core.budget import Budget
 from iobs.core.grids import codes_and_scales, grid_of, over_columns, snapped
-from iobs.core.patterns import Grid, Pattern
+from iobs.core.patterns import Grid, Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.errors import ProblemError
 from iobs.pruning.network.layers import Layer
@@ -30,6 +31,8 @@ def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
     """
     for layer, pattern in patterns.items():
         solver = recipe.for_layer(layer.name).solver
+        if isinstance(pattern, Budget):
+            pattern = Unstructured(0.5) & Grid(4, pattern.group)
         if grid_of(pattern) is None:
             if isinstance(solver, str) and solver in GRID_SOLVERS.keys() - SOLVERS.keys():
                 raise ProblemError(
