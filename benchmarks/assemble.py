@@ -11,6 +11,7 @@ from pathlib import Path
 
 import blocks
 import chita_report
+import equal_bytes
 import grid_layers
 import grid_report
 import layer_report
@@ -50,6 +51,7 @@ SECTIONS = (
     Section("layer_shapes", layer_shapes.tables, "time and memory of large layers"),
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
+    Section("equal_bytes", equal_bytes.tables, "sparse and dense grids of whole networks at equal bytes"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),
