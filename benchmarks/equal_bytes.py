@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ METHODS: dict[str, tuple[str, Recipe]] = {
     "budget, polished": ("budget", OURS.but(allocation="kl", finetune=POLISH)),
 }
 IGNORED = {"resnet20": "*downsample*"}
+BATCHES = {"resnet20": 4, "vit": 4, "llama_stories260K": 8, "minilm": 12}  # 400 pictures, 128 windows, 192 texts
 
 
 def cases(zoo: Any, folder: Path, minilm: Path | None) -> dict[str, Callable[[], Any]]:
@@ -175,6 +177,7 @@ def run(options: argparse.Namespace) -> None:
         if options.networks and name not in options.networks:
             continue
         case = load()
+        case = replace(case, batches=case.batches[: BATCHES.get(name)])
         for level in options.levels:
             for method in options.methods:
                 if not rows.has(network=name, method=method, level=level, seed=0):
