@@ -20,10 +20,12 @@ import networks_report
 import paper_rounds
 import recovery_report
 import resnet20_oneshot
+import running
 import scale_report
 import small_networks
 import small_regression
 import structured_layers
+import structured_networks
 from rows import RESULTS, Row, read
 
 PAGE = Path(__file__).resolve().parent / "RESULTS.md"
@@ -50,8 +52,10 @@ SECTIONS = (
     Section("layer_race", layer_report.tables, "error and time of a single layer, beside SparseGPT, ALPS and OBC"),
     Section("layer_shapes", layer_shapes.tables, "time and memory of large layers"),
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
+    Section("structured_networks", structured_networks.tables, "whole networks with fewer channels, neurons and heads"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
     Section("equal_bytes", equal_bytes.tables, "sparse and dense grids of whole networks at equal bytes"),
+    Section("running", running.tables, "speed of pruned networks on a CPU, beside torch"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -10,14 +9,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from iobs.core.column_groups import Groups
 from iobs.core.files import packed_hint, weight_files
 from iobs.core.grids import codes_and_scales, entries_of, grid_of, stored_bits
 from iobs.core.patterns import NM, Pattern, Unstructured, as_pattern
 from iobs.errors import AuditError, ModelError, PatternError
+from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer, find_layers, projections
 from iobs.pruning.report import AuditRow
 
-_RECURRENT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?$")  # parameters of recurrent modules
 _PRUNED_SHARE = 0.1  # a layer with a smaller share of the zeros that a pattern asks for counts as not pruned
 
 
@@ -91,6 +91,9 @@ def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
         except PatternError as error:
             raise AuditError(f"Layer {name!r}: {error} It was pruned to another pattern, or changed since.") from None
     shape = (matrix.shape[0], matrix.shape[1])
+    if isinstance(pattern, Groups):
+        _check_columns(name, matrix, pattern)
+        return
     groups = pattern.groups(shape)
     kept = (matrix.reshape(groups.count, groups.size) != 0).sum(1)
     worst = int(kept.max())
@@ -100,6 +103,14 @@ def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
             f"Layer {name!r} keeps {worst} of {where} where the pattern {pattern} allows {groups.keep}. "
             "It was pruned to another pattern, or zeros were spread over layers, or something wrote into the weights."
         )
+
+
+def _check_columns(name: str, matrix: Tensor, pattern: Groups) -> None:
+    """`check` for groups of columns: at most the kept number of groups has a nonzero entry."""
+    labels, most = pattern.labels(matrix.shape[1]), pattern.kept(matrix.shape[1])
+    found = int(torch.bincount(labels[(matrix != 0).any(0).cpu()]).count_nonzero())
+    if found > most:
+        raise AuditError(f"Layer {name!r} keeps {found} groups of columns where the pattern {pattern} allows {most}.")
 
 
 def check_together(rows: Sequence[AuditRow], pattern: Unstructured) -> None:
@@ -118,13 +129,16 @@ def check_together(rows: Sequence[AuditRow], pattern: Unstructured) -> None:
 
 def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
     """Number of zeros that a pattern gives in a matrix of a shape."""
+    if isinstance(pattern, Groups):
+        return pattern.zeros(shape)
     groups = pattern.groups(shape)
     return groups.count * (groups.size - groups.keep)
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for layer in find_layers(model):
-        yield layer.name, layer.read(model).to(layer.stored(model).dtype)
+    with folded(model):
+        for layer in find_layers(model):
+            yield layer.name, layer.read(model).to(layer.stored(model).dtype)
 
 
 def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -142,9 +156,8 @@ def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The weight matrices in a stored tensor, by name; none in biases and statistics."""
-    stacked = tensor.ndim == 3 and len(tensor) > 1  # experts in one tensor
-    named = name.endswith("weight") or _RECURRENT.search(name)
-    if not tensor.is_floating_point() or tensor.ndim < 2 or not (named or stacked):
+    wide = tensor.ndim >= 2 and min(len(tensor), tensor[0].numel() if len(tensor) else 0) > 1  # also of any other name
+    if not tensor.is_floating_point() or tensor.ndim < 2 or not (wide or name.endswith("weight")):
         return
     if name.endswith("in_proj_weight"):  # of nn.MultiheadAttention
         yield from ((f"{name}.{part}", rows) for part, rows in projections(tensor).items())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import numpy.typing as npt
 from scipy.special import expit, logsumexp, softmax
@@ -12,11 +10,11 @@ from sklearn.model_selection import BaseCrossValidator
 from sklearn.utils.multiclass import check_classification_targets
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import Labels, PathEntry, Samples, SparseEstimator
+from iobs.optimize.estimators.base import Choice, Labels, Observations, PathEntry, SparseEstimator
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
 from iobs.optimize.objectives.design import Array, Indices, MatrixLike, VectorLike
-from iobs.optimize.objectives.linear import Logistic
+from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.multinomial import Multinomial
 from iobs.optimize.refit.fit import Fit
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
@@ -48,7 +46,7 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
 
     def __init__(
         self,
-        k: int | Literal["cv", "aic", "bic", "ebic"] = "ebic",
+        k: int | Choice = "ebic",
         *,
         ridge: float = 1e-3,
         fit_intercept: bool = True,
@@ -71,8 +69,21 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
             random_state=random_state,
         )
 
-    def fit(self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None = None) -> SparseClassifier:
+    def fit(
+        self,
+        X: MatrixLike,
+        y: npt.ArrayLike,
+        sample_weight: VectorLike | None = None,
+        *,
+        sample_groups: npt.ArrayLike | None = None,
+    ) -> SparseClassifier:
         """Fit to (n, d) features, dense or sparse, and (n,) labels of any type.
+
+        Args:
+            X: features.
+            y: labels.
+            sample_weight: (n,) non-negative.
+            sample_groups: (n,) labels; cross-validation keeps the samples of one label in one fold.
 
         Raises:
             ProblemError: invalid settings, or labels of a single class.
@@ -83,7 +94,7 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         self.classes_, numbers = np.unique(labels, return_inverse=True)
         if self.classes_.size < 2:
             raise ProblemError(f"A classifier needs at least two classes, got only one class: {self.classes_[0]!r}.")
-        self._fit_path(features, numbers.astype(np.float64), weights)
+        self._fit_path(Observations(features, numbers.astype(np.float64), weights), sample_groups)
         return self
 
     def decision_function(self, X: MatrixLike) -> Array:
@@ -105,7 +116,8 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         labels: Labels = self.classes_[numbers]
         return labels
 
-    def _objective(self, X: Samples, y: Array, weights: Array) -> Objective:
+    def _objective(self, data: Observations) -> Objective:
+        X, y, weights = data.X, data.y, data.weights
         if self.classes_.size > 2:
             spread = variances(X, weights, True)
             ridge = max(self.ridge, 1e-8) * np.where(
@@ -148,7 +160,8 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
             return
         self.coef_, self.intercept_ = objective.table(fit.theta)
 
-    def _held_out(self, X: Samples, y: Array, weights: Array, fit: Fit, objective: Objective) -> float:
+    def _held_out(self, data: Observations, fit: Fit, objective: Objective) -> float:
+        X, y, weights = data.X, data.y, data.weights
         if isinstance(objective, Multinomial):
             table, constants = objective.table(fit.theta)
             margins = X @ table.T + constants

@@ -13,7 +13,7 @@ from iobs.errors import ProblemError
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array
 from iobs.optimize.objectives.gram import by_gram
-from iobs.optimize.objectives.linear import LeastSquares, LinearModel
+from iobs.optimize.objectives.linear import LinearModel
 from iobs.optimize.objectives.multinomial import Multinomial
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit, inverse_block
@@ -103,11 +103,8 @@ def information(
     parameters = int(np.count_nonzero(fit.theta))
     if isinstance(objective, Multinomial):  # of the C coefficients of a feature, only C - 1 change the probabilities
         parameters = parameters // objective.classes * (objective.classes - 1)
-    if isinstance(objective, LeastSquares):
-        floor = max(np.finfo(float).eps ** 2 * float(objective.target @ objective.target), 1e-300)
-        deviance = samples * math.log(max(2 * unpenalised(objective, fit), floor) / samples)
-    else:
-        deviance = 2 * unpenalised(objective, fit)
+    loss = unpenalised(objective, fit)
+    deviance = objective.deviance(loss, samples) if isinstance(objective, LinearModel) else 2 * loss
     if criterion == "aic":
         return deviance + 2 * parameters
     price = deviance + parameters * math.log(max(samples, 2.0))
@@ -129,7 +126,7 @@ class Inference:
 
     Attributes:
         errors: (k,) in the order of `Fit.support`.
-        noise: estimated standard deviation of the noise; 1 for likelihoods.
+        noise: square root of the dispersion; for least squares the estimated standard deviation of the noise.
     """
 
     errors: Array
@@ -149,11 +146,21 @@ def standard_errors(objective: Objective, fit: Fit, samples: float, intercept: b
     noise = 1.0
     if isinstance(objective, Multinomial):
         return Inference(_contrast_errors(block, objective.classes), noise)
+    if isinstance(objective, LinearModel):
+        block = _expected(objective, fit)
+        freedom = samples - fit.support.size - (intercept and objective.quadratic)
+        noise = math.sqrt(objective.dispersion(fit.theta, freedom))
     inverse = inverse_block(block)
-    if isinstance(objective, LeastSquares):
-        freedom = samples - fit.support.size - intercept
-        noise = math.sqrt(2 * unpenalised(objective, fit) / freedom) if freedom > 0 else math.nan
     return Inference(noise * np.sqrt(np.maximum(inverse.diagonal(), 0.0)), noise)
+
+
+def _expected(objective: LinearModel, fit: Fit) -> Array:
+    """The expected Hessian of a fit on its support (k, k), which classical standard errors use."""
+    if objective.quadratic:
+        return objective.hessian_block(fit.theta, fit.support)
+    weights = objective.weights * objective.information(objective.margin(fit.theta))
+    half = np.sqrt(weights)[:, None] * objective.design.columns(fit.support)
+    return np.asarray(half.T @ half + np.diag(objective.ridge[fit.support]))
 
 
 def _contrast_errors(hessian: Array, classes: int) -> Array:

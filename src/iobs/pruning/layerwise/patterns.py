@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from iobs.core.column_groups import Groups
 from iobs.core.grids import entries_of, on_grid_of
 from iobs.core.patterns import Pattern, Unstructured, as_pattern
 from iobs.errors import LayerSelectionError, PatternError
@@ -102,6 +103,8 @@ def thinner(pattern: Pattern, layer: Layer, share: float) -> Pattern:
 
 def share_of(pattern: Pattern, layer: Layer) -> float:
     """The exact share of zeros that a pattern gives in a layer."""
+    if isinstance(pattern, Groups):
+        return pattern.zeros(layer.shape) / layer.weights
     groups = pattern.groups(layer.shape)
     return 1 - groups.keep / groups.size
 
