@@ -51,6 +51,10 @@ class Method:
         int | None,
         _option("2..8", "Values of the kept weights on a grid; alone, without --sparsity or --pattern, no zeros."),
     ] = None
+    bits_per_weight: Annotated[
+        float | None,
+        _option("NUMBER", "Instead: choose zeros and bits of every layer within these bits, with masks and scales."),
+    ] = None
     recipe: Annotated[
         str | None,
         _option(
@@ -212,10 +216,15 @@ def _pattern(method: Method) -> Pattern | None:
         typer.BadParameter: --bits beside a pattern that has bits.
         PatternError: the options name no pattern.
     """
+    from iobs.core.budget import Budget
     from iobs.core.grids import grid_of
     from iobs.core.patterns import Grid, parse
 
     text = method.pattern if method.pattern is not None else method.sparsity
+    if method.bits_per_weight is not None:
+        if text is not None or method.bits is not None:
+            raise typer.BadParameter("give it without --sparsity, --pattern and --bits", param_hint="--bits-per-weight")
+        return Budget(method.bits_per_weight)
     entries = None if text is None else parse(text)
     if method.bits is None:
         return entries

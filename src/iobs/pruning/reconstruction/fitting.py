@@ -45,12 +45,14 @@ class Window:
         stages: of the blocks.
         wanted: output of the last block in the dense model, by batch.
         kl: compare the outputs of the network by their KL divergence, otherwise those of the last block.
+        final: the layers have their final patterns; values on a grid stay there.
     """
 
     streams: Streams
     stages: range
     wanted: list[Tensor]
     kl: bool = False
+    final: bool = True
 
     def loss(self, index: int) -> Tensor:
         """The loss on the batch at `index`: relative squared distance without padding, or KL divergence in nats."""
