@@ -69,7 +69,7 @@ class Method:
         str | None,
         _option(
             "NAME",
-            "admm, sparsegpt, obc, wanda, magnitude, exact; or chita, cbs, woodfisher.",
+            "admm, sparsegpt, obc, lobs, nettrim, wanda, magnitude, exact; or chita, cbs, woodfisher.",
             _METHOD,
             autocompletion=words([*completion.SOLVERS, *completion.NETWORK_SOLVERS]),
         ),
