@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from iobs.core.patterns import Pattern
 from iobs.errors import ProblemError
 from iobs.models.block_writer import BlockWriter
-from iobs.models.output import check_output, output_directory
+from iobs.models.output import check_output, output_of_ranks
 from iobs.models.spill import Place, Room, Storage, chosen, reserve, spilled, spilled_batches
 from iobs.models.streamed import StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
@@ -31,7 +31,7 @@ from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe, as_allocation
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
-from iobs.pruning.runtime.ranks import require_alone
+from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch, collect
 from iobs.pruning.store import Names, Store
 
@@ -59,6 +59,8 @@ class _Run:
 
 class StreamedStore(Store):
     """A model directory that is pruned into another directory, with one block in memory at a time.
+
+    Under torchrun every rank reads the blocks and has its own samples, and the first rank writes the output.
 
     Use it as a context manager. The output directory appears when the context ends without an error; after an error
     nothing is left:
@@ -111,10 +113,9 @@ class StreamedStore(Store):
         Raises:
             ModelError: as `StreamedModel.open`.
             OutputError: as `iobs.models.check_output`.
-            DistributedError: several processes were started, which would all write the same files.
+            DistributedError: another rank is gone.
             AuditError: the written files hold fewer zeros than were counted in memory.
         """
-        require_alone()
         check_output(Path(output))
         store = cls(StreamedModel.open(Path(source), device=device, arithmetic=arithmetic), Path(output), streams)
         with store.writing():
@@ -130,12 +131,13 @@ class StreamedStore(Store):
         Raises:
             OutputError, AuditError: as `open`.
         """
-        with giving_memory_back(), output_directory(self.output, replaceable) as folder:
+        with giving_memory_back(), output_of_ranks(self.output, replaceable) as folder:
             self.folder, self._ready = folder, True
             with tempfile.TemporaryDirectory(dir=folder) as spill:
                 self._storage = Storage("device", self.device, Path(spill))
                 yield
-            require_promised(audit(folder), self._run.rows, self.output)
+            if current().first:
+                require_promised(audit(folder), self._run.rows, self.output)
 
     @property
     def device(self) -> torch.device:
@@ -229,7 +231,7 @@ class StreamedStore(Store):
         if self._run.recipe.target != "layer" or self._run.recipe.blocks is not None:
             self._dense = self.streamed.dense_copy()
         with ExitStack() as stack:
-            self._writer = stack.enter_context(BlockWriter(self.streamed, self.folder))
+            self._writer = stack.enter_context(BlockWriter(self.streamed, self.folder, current().first))
             stack.enter_context(memory.watching())
             yield
 
@@ -381,4 +383,4 @@ class StreamedStore(Store):
         Raises:
             OutputError: the disk has too little room.
         """
-        check_output(self.output, needed_bytes=plan.model_bytes + plan.spilled_bytes)
+        check_output(self.output, needed_bytes=plan.model_bytes + current().size * plan.spilled_bytes)

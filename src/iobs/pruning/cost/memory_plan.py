@@ -13,6 +13,7 @@ from iobs.pruning.cost.phases import Matrix, Rates, Work, is_admm, phases
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import resident
+from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
 
@@ -122,9 +123,10 @@ def plan(
     grams = 2 if holdout > 0 else 1
     solving = max(solving_bytes(layer, recipe, grams) for layer in layers)
     gathering = max(gathering_bytes(layer, grams, max(sizes), itemsize) for layer in layers)
-    hidden = itemsize * sum(sizes) * min(layer.shape[1] for layer in layers)
+    ranks = current()
+    hidden = itemsize * sum(sizes[ranks.rank :: ranks.size]) * min(layer.shape[1] for layer in layers)
     forward = forward_bytes(layers, max(sizes), itemsize)
-    work = Work(layers, sum(sizes), model_bytes)
+    work = Work(layers, sum(sizes), model_bytes, ranks=ranks.size)
     found = phases(work, recipe, Rates(speed(device), speed(device)))
     return Plan(
         peak_bytes=max(present, present - outside_bytes + block_bytes + max(solving, gathering + forward)),
