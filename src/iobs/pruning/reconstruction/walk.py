@@ -102,7 +102,8 @@ class Walk:
     _place: int = field(default=1, init=False)  # of the dense model's hidden states, 1 or 3
 
     def __post_init__(self) -> None:
-        self.fit = self.fit.within(len(self.sweep.ranks.share(self.sweep.calibration).batches))
+        batches = len(self.sweep.calibration.batches)
+        self.fit = self.fit.within(-(-batches // self.sweep.ranks.size))  # a step takes one batch on every rank
         self.rate = None if self.fit.lr == "auto" else self.fit.lr
 
     def run(self) -> None:
@@ -167,7 +168,7 @@ class Walk:
         masters = [*self.fitted, Masters.of(work.store, self._vectors_outside(), {})]
         streams = self._streams(begin, dense)
         steps = NetworkSteps(
-            begin, dense, masters, residency, streams.fit, streams.heldout, self.sweep.ranks, work.request.seed
+            begin, dense, masters, residency, streams.fit, streams.judges, self.sweep.ranks, work.request.seed
         )
         if key in work.checkpoint:
             for stage, one in enumerate(masters):
@@ -264,9 +265,11 @@ class Walk:
 
     # ---- streams
     def _streams(self, pruned: Stream, dense: Stream) -> Streams:
-        """The streams of a fit, with the positions of calibration and held-out batches."""
+        """The streams of a fit, with the positions of calibration and judging batches."""
         count = len(self.sweep.ranks.share(self.sweep.calibration).batches)
-        return Streams(pruned, dense, [*range(count)], [*range(count, len(pruned.data))])
+        heldout = [*range(count, len(pruned.data))]
+        judged = bool(self.sweep.heldout.batches)  # on all ranks alike: a rank may have no held-out batch of its own
+        return Streams(pruned, dense, [*range(count)], heldout if judged else [*range(count)])
 
     @torch.no_grad()
     def _outputs(self, dense: Stream, stage: int, place: int) -> list[Tensor]:
