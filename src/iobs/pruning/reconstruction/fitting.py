@@ -126,12 +126,12 @@ class Fit:
                 for master, gradient in zip(self.masters.values.values(), found, strict=True):
                     given.append(torch.zeros_like(master) if gradient is None else gradient.to(master.dtype))
                 weight = self.window.weight(index) if self.ranks.size > 1 else 1.0
-                mean, *given = self.ranks.means(given, weight)
+                mean, *gradients = self.ranks.means(given, weight)
+                del found, given  # one gradient per parameter is in memory
                 self._require_finite(float(mean))  # of all ranks, so that all of them stop
-                gradients = [
-                    one * self.masters.masks[name] if name in self.masters.masks else one
-                    for name, one in zip(self.masters.values, given, strict=True)
-                ]
+                for place, name in enumerate(self.masters.values):
+                    if name in self.masters.masks:
+                        gradients[place] = gradients[place] * self.masters.masks[name]
                 optimizer.step(gradients, rate * (rate_at(step, steps) if decay else 1.0))
                 self.masters.copy_to_model()
 
