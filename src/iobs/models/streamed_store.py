@@ -25,14 +25,15 @@ from iobs.models.spill import Place, Room, Storage, chosen, reserve, spilled, sp
 from iobs.models.streamed import StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.calibration.blocks import Block, inside
-from iobs.pruning.cost.memory_plan import Plan, held_blocks, plan
+from iobs.pruning.cost.memory_plan import Plan, Sizes, plan
+from iobs.pruning.cost.phases import STEP_TOKENS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe, as_allocation
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, collect
+from iobs.pruning.samples.batches import Batch, collect, positions
 from iobs.pruning.store import Names, Store
 
 __all__ = ["BlockWriter", "StreamedStore", "reserve", "spilled"]
@@ -351,21 +352,19 @@ class StreamedStore(Store):
         model_bytes = sum(entry.bytes for entry in entries.values())
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]
         numbers = [sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks]
-        held = held_blocks(recipe)
+        on_cpu = self.device.type == "cpu"
         outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
+        vocabulary = int(getattr(getattr(self.model, "config", None), "vocab_size", 0))
+        step = max(STEP_TOKENS, max(positions(batch) for batch in batches))
         found = plan(
-            layers=selection.layers,
-            block_bytes=held.bytes(max(numbers), itemsize),
-            outside_bytes=0 if recipe.blocks is not None else outside,
+            Sizes(selection.layers, max(numbers), itemsize, 0, step, vocabulary),
+            outside_bytes=0 if on_cpu or recipe.blocks is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
             batches=batches,
             recipe=recipe,
             holdout=holdout,
-            itemsize=itemsize,
             device=self.device,
-            held=held,
         )
-        on_cpu = self.device.type == "cpu"
         return found.placed(chosen(self.streams, on_cpu, found.streams_bytes, self._room(found)), self.device)
 
     def _room(self, found: Plan) -> Room:
