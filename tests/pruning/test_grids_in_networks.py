@@ -80,14 +80,6 @@ def test_allocation_moves_zeros_between_layers_on_the_grid():
     assert len({round(row.asked / row.weights, 3) for row in report.audit}) > 1
 
 
-def test_grids_leave_out_block_reconstruction():
-    model, data = families.LANGUAGE_MODELS["llama"][0](), families.language_batches(count=4)
-    report = iobs.prune(model, data, SPARSE, Recipe(target="residual", blocks=BlockFit(steps=4)))
-    require_on_grids(model, SPARSE.grid, report)
-    assert any("Block reconstruction is left out" in note for note in report.notes)
-    assert "blocks" not in report.settings["decided"]
-
-
 def test_grouped_convolutions_keep_the_grid():
     torch.manual_seed(0)
     model, data = SmallConvolutional(), list(torch.randn(24, 3, 8, 8).split(8))

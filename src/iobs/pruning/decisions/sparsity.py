@@ -132,7 +132,7 @@ def scheduled(plan: dict[Layer, Pattern], rounds: Rounds, index: int) -> dict[La
 
 
 def decide_steps(work: Workspace) -> Decisions:
-    """The decisions without block reconstruction of weights on grids, and with one kind of steps of the whole network.
+    """The decisions with one kind of steps of the whole network.
 
     Text takes these steps block by block, and needs no further rounds. Other data take the fine-tuning, which alters
     and mixes samples, and the rounds before it.
@@ -140,9 +140,6 @@ def decide_steps(work: Workspace) -> Decisions:
     blocks, decided = work.recipe.blocks, work.decided
     if blocks is None:
         return decided
-    if any(grid_of(pattern) is not None for pattern in work.request.patterns.values()):
-        work.note("Block reconstruction is left out: its steps do not keep weights on a grid.")
-        return replace(decided, blocks=None)
     if not blocks.network_steps or decided.finetune is None:
         return decided
     if work.chain and positions(work.fit.batches[0]) > 1:

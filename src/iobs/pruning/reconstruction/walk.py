@@ -110,7 +110,8 @@ class Walk:
     _gradient: bool = field(default=True, init=False)  # False after a fit without a gradient
 
     def __post_init__(self) -> None:
-        self.fit = self.fit.within(len(self.sweep.ranks.share(self.sweep.calibration).batches))
+        batches = len(self.sweep.calibration.batches)
+        self.fit = self.fit.within(-(-batches // self.sweep.ranks.size))  # a step takes one batch on every rank
         if self.fit.lr != "auto":
             self.rates = dict.fromkeys((False, True), self.fit.lr)
 
@@ -177,7 +178,7 @@ class Walk:
             self._end_network(masters)
             return
         steps = NetworkSteps(
-            begin, dense, masters, residency, streams.fit, streams.heldout, self.sweep.ranks, work.request.seed
+            begin, dense, masters, residency, streams.fit, streams.judges, self.sweep.ranks, work.request.seed
         )
         if key in work.checkpoint:
             for stage, one in enumerate(masters):
@@ -278,9 +279,11 @@ class Walk:
 
     # ---- streams
     def _streams(self, pruned: Stream, dense: Stream) -> Streams:
-        """The streams of a fit, with the positions of calibration and held-out batches."""
+        """The streams of a fit, with the positions of calibration and judging batches."""
         count = len(self.sweep.ranks.share(self.sweep.calibration).batches)
-        return Streams(pruned, dense, [*range(count)], [*range(count, len(pruned.data))])
+        heldout = [*range(count, len(pruned.data))]
+        judged = bool(self.sweep.heldout.batches)  # on all ranks alike: a rank may have no held-out batch of its own
+        return Streams(pruned, dense, [*range(count)], heldout if judged else [*range(count)])
 
     @torch.no_grad()
     def _outputs(self, dense: Stream, stage: int, place: int) -> list[Tensor]:
