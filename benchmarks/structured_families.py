@@ -1,6 +1,7 @@
 """Units removed from networks of every family: found, removed, saved, loaded by transformers, exported to ONNX.
 
-    python benchmarks/structured_families.py                  all families that are installed
+    python benchmarks/structured_families.py                  the families below
+    python benchmarks/structured_families.py --all            every causal language model of transformers as well
     python benchmarks/structured_families.py --only llama vit
 
 Networks are small and random, built from configurations: the question is which units are found, and whether the
@@ -19,6 +20,7 @@ import copy
 import io
 import random
 import re
+import signal
 import tempfile
 import warnings
 from collections import Counter
@@ -33,17 +35,20 @@ from iobs.models import ensure_torchvision
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
 from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.sites import Site, find_sites
+from iobs.pruning.structure.sites import Site, traced_sites
+from iobs.pruning.structure.verification import verify
 from iobs.pruning.structure.widths import Widths, configure, widths_of
 
 ensure_torchvision()
 
 SHARE = 0.25
+SECONDS = 60  # processor time for one network
 LIMIT = 30_000_000  # parameters of a network that is built
 KINDS = ("neurons", "heads", "channels")
 SIZES: tuple[tuple[str, int], ...] = (  # names of fields of configurations and small values for them
     (r"(.*_)?vocab_size|n_vocab|vocab_size_per_layer_input", 128),
-    (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|model_dim|dim_model", 64),
+    (r"embed_dim", 48),
+    (r"hidden_size|d_model|n_embd|dim|embedding_size|word_embed_proj_dim|model_dim|dim_model", 64),
     (r"projection_dim|text_hidden_size|emb_dim|embed_size|hidden_dim|lru_width|attention_hidden_size", 64),
     (r"intermediate_size|.*ffn_dim|d_ff|ffn_hidden_size|dim_ff|d_inner|mlp_dim|ffn_intermediate_size", 96),
     (r"moe_intermediate_size|shared_expert_intermediate_size|expert_dim|.*shared_intermediate_size", 32),
@@ -51,6 +56,7 @@ SIZES: tuple[tuple[str, int], ...] = (  # names of fields of configurations and 
     (r"num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|attention_heads", 4),
     (r"num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|num_key_value_groups", 2),
     (r"head_dim|attention_head_dim|kv_channels|d_kv|attention_head_size|v_head_dim|qk_.*head_dim", 16),
+    (r"rotary_dim", 8),
     (r"(q|kv|o)_lora_rank", 16),
     (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts", 4),
     (r"num_experts_per_tok(en)?|moe_topk?|num_selected_experts|moe_k|moe_top_k", 2),
@@ -61,6 +67,12 @@ SIZES: tuple[tuple[str, int], ...] = (  # names of fields of configurations and 
     (r"num_mel_bins", 16),
 )
 # fmt: off
+CAUSAL = [
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox", "gptj",
+    "opt", "bloom", "falcon", "stablelm", "olmo", "olmo2", "cohere", "starcoder2", "smollm3", "granite", "glm4",
+    "codegen", "gpt_neo", "gpt_bigcode", "xglm", "nemotron", "helium", "exaone4", "seed_oss", "ministral", "biogpt",
+    "mixtral", "qwen3_moe", "olmoe", "persimmon", "apertus", "cohere2", "gpt_oss", "internlm3", "mpt",
+]
 ENCODERS = [
     "bert", "roberta", "distilbert", "electra", "albert", "mpnet", "deberta", "deberta-v2", "camembert", "ernie",
     "roformer", "xlm-roberta", "mobilebert", "squeezebert", "nystromformer", "big_bird", "yoso", "convbert", "ibert",
@@ -153,7 +165,7 @@ def hugging_face(kind: str, name: str) -> tuple[nn.Module, dict[str, Tensor]]:
             model = auto.from_config(config).eval()
             batch = batch_for(kind, config)
             with torch.no_grad():
-                for value in model.parameters():
+                for value in (value for value in model.parameters() if value.requires_grad):
                     value.add_(0.02 * torch.randn_like(value))
                 outputs(model, batch)
             return model, batch
@@ -233,7 +245,8 @@ def measure(library: str, kind: str, name: str) -> Row:
     """One row: units found, the share of weights removed, and the differences of the outputs."""
     model, batch = timm_network(name) if library == "timm" else hugging_face(kind, name)
     with measured() as work:
-        sites = find_sites(model, batch)
+        checked = verify(model, batch, traced_sites(model, batch))
+        sites = checked.sites
         widths = widths_of(model, sites)
     kept = chosen(sites, widths)
     units = Counter(site.kind for site in sites)
@@ -244,6 +257,7 @@ def measure(library: str, kind: str, name: str) -> Row:
         "sites": {one: units[one] for one in KINDS if units[one]},
         "loadable": dict(Counter(site.kind for site in sites if site.name in kept)),
         "refused": reasons(widths, sites),
+        "failed": sorted(set(checked.refused.values())),
         "biases": sorted({group.bias for group in widths.groups if group.bias}),
         **work.fields(),
     }
@@ -282,16 +296,17 @@ def onnx_difference(model: nn.Module, batch: Tensor, expected: Sequence[Tensor])
     return difference(expected, [torch.from_numpy(value) for value in session.run(None, {"x": batch.numpy()})])
 
 
-def cases() -> list[tuple[str, str, str]]:
+def cases(everything: bool) -> list[tuple[str, str, str]]:
     """Library, kind and name of every network."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    named = {"causal": CAUSAL, "encoders": ENCODERS, "sequences": SEQUENCES, "pictures": PICTURES, "others": OTHERS}
+    found = [("transformers", kind, name) for kind, names in named.items() for name in names]
+    found += [("timm", "pictures", name) for name in TIMM]
+    if everything:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    named = {"encoders": ENCODERS, "sequences": SEQUENCES, "pictures": PICTURES, "others": OTHERS}
-    several = {name for names in named.values() for name in names}
-    causal = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in several]
-    found = [("transformers", "causal", name) for name in causal]
-    found += [("transformers", kind, name) for kind, names in named.items() for name in names]
-    return found + [("timm", "pictures", name) for name in TIMM]
+        several = {name for names in named.values() for name in names}
+        found += [("transformers", "causal", name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in several]
+    return found
 
 
 def tables(rows: list[Row]) -> str:
@@ -312,29 +327,37 @@ def tables(rows: list[Row]) -> str:
                 lines.append(f"| {row['network']} | | | | | | {row['error']} |")
                 continue
             shown = [", ".join(f"{count} {kind}" for kind, count in row[key].items()) for key in ("sites", "loadable")]
-            refused = "; ".join(f"{kind}: {reason}" for kind, reason in row["refused"].items())
+            refused = "; ".join([*(f"{kind}: {reason}" for kind, reason in row["refused"].items()), *row["failed"]])
             gaps = f"{row['difference']:.0e} | {row['reloaded']:.0e}"
             lines.append(f"| {row['network']} | {shown[0]} | {shown[1]} | {row['removed']:.1%} | {gaps} | {refused} |")
         lines.append("")
     return "\n".join(lines)
 
 
+def _stop(*_: object) -> None:
+    raise TimeoutError(f"more than {SECONDS} processor seconds")
+
+
 def main() -> None:
     """Measure all rows that are missing."""
     options = parser(__doc__, data=False)
     options.add_argument("--only", nargs="*", help="names of networks")
+    options.add_argument("--all", action="store_true", help="every causal language model of transformers as well")
     given = options.parse_args()
+    signal.signal(signal.SIGVTALRM, _stop)
     torch.set_num_threads(1)
     rows = Rows("structured_families", ("library", "kind", "network"), given.again)
-    for library, kind, name in cases():
+    for library, kind, name in cases(given.all):
         wanted = name in given.only if given.only else name in QUICK or not given.quick
         if not wanted or rows.has(library=library, kind=kind, network=name):
             continue
         try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
             row = measure(library, kind, name)
         except Exception as error:
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
             row = {"library": library, "kind": kind, "network": name, "error": text, "processor_seconds": 0.0}
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         rows.put({**row, **stamp(0)})
 
 

@@ -19,7 +19,7 @@ from iobs.errors import ModelError, first_line
 from iobs.pruning.structure.removal import CONFIG
 from iobs.pruning.structure.units import Site
 
-Shapes: TypeAlias = dict[str, tuple[int, ...]]  # of parameters, by full name
+Shapes: TypeAlias = dict[str, tuple[int, ...]]  # of stored parameters and buffers, by full name
 
 _HEAD_WIDTHS = ("head_dim", "d_kv", "attention_head_size", "kv_channels")
 _OPTIONAL = ("n_inner", "ffn_hidden_size", "intermediate_size", "ffn_dim", "hidden_dim")  # None: a default of the class
@@ -190,7 +190,7 @@ def _is_configured(model: nn.Module) -> bool:
 
 
 def _shapes(model: nn.Module) -> Shapes:
-    return {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
 def _built(model: nn.Module, config: Any) -> Shapes | str:
@@ -262,7 +262,7 @@ def _narrowed(before: Shapes, sites: Iterable[Site], units: int) -> Shapes:
     shapes = {name: list(shape) for name, shape in before.items()}
     for site in sites:
         for one in site.slices:
-            if one.key in shapes:  # otherwise a buffer
+            if one.key in shapes:  # otherwise a buffer that is not stored
                 shapes[one.key][one.axis] -= len(one.index[0]) * (site.count - units)
     return {name: tuple(shape) for name, shape in shapes.items()}
 
