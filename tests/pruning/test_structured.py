@@ -139,7 +139,7 @@ def test_failed_run_leaves_the_model_as_it_was():
 
 
 def test_pattern_is_read_from_its_text():
-    pattern = iobs.Structured(0.3, of="latency", multiple_of=8, runtime="onnx", uniform=False)
+    pattern = iobs.Structured(0.3, of="parameters", multiple_of=8, uniform=False)
     assert parse(str(pattern)) == pattern
     assert parse("structured:30%") == iobs.Structured(0.3)
 

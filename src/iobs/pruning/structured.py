@@ -79,7 +79,15 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
             patterns = {layer: _groups(layer, sites[layer]) for layer in selection.layers}
             tied = _tied(sites.values(), form, asked.pattern.uniform)
             request = Request(
-                asked.recipe, patterns, asked.pattern, asked.holdout, asked.seed, asked.checkpoint, sites, tied
+                asked.recipe,
+                patterns,
+                asked.pattern,
+                asked.holdout,
+                asked.seed,
+                asked.checkpoint,
+                sites,
+                tied,
+                form.offered() if loadable else {},
             )
             report = run(Workspace.of(store, request, selection, collected, told, frozen))
             kept = {sites[layer].name: kept_units(model, layer, patterns[layer], report) for layer in patterns}
@@ -246,4 +254,5 @@ def reported(
     for where, products in (("in the layers that hold units", dense.held), ("in all layers", dense)):
         costs.append(CostRecord("macs", products.of({}), products.of(after), where))
         costs.append(CostRecord("parameters", products.entries.of({}), products.entries.of(after), where))
-    return StructuredReport(**vars(report), widths=widths, costs=costs)
+    # The zeros were counted before the units were removed; the narrower matrices have none that were asked for.
+    return StructuredReport(**{**vars(report), "audit": []}, widths=widths, costs=costs)

@@ -54,7 +54,7 @@ class CostRecord:
 class StructuredReport(Report):
     """The result of a run that removed whole units.
 
-    The zeros that `audit` counts are those of the readers just before the units were removed.
+    `audit` is empty, since the narrower matrices hold no zeros.
 
     Attributes:
         widths: units of every site, in the order of the forward pass.

@@ -41,7 +41,7 @@ def _planned(
     cost = cost.entries if pattern.of == "parameters" else cost
     tied, limit = work.request.tied, (1 - pattern.sparsity) * cost.of({})
     if as_allocation(work.recipe.allocation).criterion == "uniform":
-        choices = choices_of(tuple(sites.values()), pattern, tied, None)
+        choices = choices_of(tuple(sites.values()), pattern, tied, None, work.request.offered)
         return chosen_widths(choices, cost, limit, equal=True), []
     curves = Curves(
         work.store.model,
@@ -55,7 +55,7 @@ def _planned(
         work.callbacks.on_measure,
     ).measured()
     named = {sites[layer].name: curve for layer, curve in curves.items()}
-    choices = choices_of(tuple(sites.values()), pattern, tied, named)
+    choices = choices_of(tuple(sites.values()), pattern, tied, named, work.request.offered)
     widths = chosen_widths(choices, cost, limit, equal=False)
     return widths, [_record(curve, widths[sites[layer].name]) for layer, curve in curves.items()]
 
