@@ -55,7 +55,12 @@ class Method:
             autocompletion=words(completion.RECIPES),
         ),
     ] = None
-    of: Annotated[str | None, _option("COST", "Of structured:SHARE: macs (default) or parameters.", _METHOD)] = None
+    of: Annotated[
+        str | None, _option("COST", "Of structured:SHARE: macs (default), parameters or latency.", _METHOD)
+    ] = None
+    runtime: Annotated[
+        str | None, _option("NAME", "Of structured:SHARE: times are those of torch (default) or onnx.", _METHOD)
+    ] = None
     rounds: Annotated[int | None, _option("N", "Rounds of Algorithm 2, with fine-tuning between them.", _METHOD)] = None
     solver: Annotated[
         str | None,
@@ -186,8 +191,8 @@ def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memo
     if method.rounds is not None:
         changes["rounds"] = method.rounds
     text = method.pattern if method.pattern is not None else method.sparsity
-    if method.of is not None:
-        text = f"{text},of={method.of}"
+    for name, value in (("of", method.of), ("runtime", method.runtime)):
+        text = text if value is None else f"{text},{name}={value}"
     pattern = None if text is None else parse(text)
     recipe, run = read_recipe(
         method.recipe or usual, changes, method.settings or [], units=isinstance(pattern, Structured)

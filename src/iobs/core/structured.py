@@ -11,7 +11,8 @@ from iobs.errors import PatternError, is_a
 if TYPE_CHECKING:
     from iobs.core.patterns import Partition
 
-Cost = Literal["macs", "parameters"]
+Cost = Literal["macs", "parameters", "latency"]
+Runtime = Literal["torch", "onnx"]
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,16 @@ class Structured:
     A pattern of `iobs.prune` only. For one layer see `iobs.Groups`.
 
     Args:
-        sparsity: share of the cost to remove, in [0, 1), of the layers that hold units. The cost is at most the rest;
-            it is less if the next larger width costs too much.
-        of: the cost: "macs" (multiplications by weights) or "parameters" (entries of weight matrices).
+        sparsity: share of the cost to remove, in [0, 1), of the layers that hold units; with "latency" of the time of
+            the whole network. The cost is at most the rest; it is less if the next larger width costs too much.
+        of: the cost: "macs" (multiplications by weights), "parameters" (entries of weight matrices), or "latency"
+            (measured time of one sample on this machine, with the threads of torch).
         multiple_of: the channels or neurons that a layer keeps are a multiple of this, such as 8 or 16. A layer may
             also stay as it is. Heads are not aligned.
         uniform: True: layers with the same kind and number of units keep the same number. False: every layer has its
             own width; a model of transformers can then be exported, but not loaded by its class. None: equal widths
             where the class of the model has one number for several layers, so that it loads the narrower model.
+        runtime: runtime whose time is meant and reported: "torch", or "onnx" for ONNX Runtime.
 
     Raises:
         PatternError: an argument is impossible.
@@ -38,20 +41,23 @@ class Structured:
     of: Cost = "macs"
     multiple_of: int = 1
     uniform: bool | None = None
+    runtime: Runtime = "torch"
 
     def __post_init__(self) -> None:
         if not is_a(Real, self.sparsity) or not 0 <= self.sparsity < 1:
             raise PatternError(f"Structured takes a share in [0, 1), got {self.sparsity!r}: 0.3 removes 30 %.")
         if self.of not in get_args(Cost):
-            raise PatternError(f'Structured removes a share of="macs" or of="parameters", got {self.of!r}.')
+            raise PatternError(f'Structured removes a share of="macs", "parameters" or "latency", got {self.of!r}.')
         if not is_a(Integral, self.multiple_of) or self.multiple_of < 1:
             raise PatternError(f"multiple_of must be a whole number of at least 1, got {self.multiple_of!r}.")
         if self.uniform not in (None, True, False):
             raise PatternError(f"uniform must be True, False or None, got {self.uniform!r}.")
+        if self.runtime not in get_args(Runtime):
+            raise PatternError(f'runtime must be "torch" or "onnx", got {self.runtime!r}.')
 
     @classmethod
     def read(cls, text: str, sparsity: float) -> Structured:
-        """A pattern from its options as text, such as "of=parameters,multiple_of=8", and its sparsity.
+        """A pattern from its options as text, such as "of=latency,runtime=onnx", and its sparsity.
 
         Raises:
             PatternError: an unknown option, or a value outside its range.
@@ -62,7 +68,7 @@ class Structured:
             if name not in {one.name for one in fields(cls)} - {"sparsity"} or not value:
                 raise PatternError(
                     f"Cannot read the option {option!r} of a structured pattern: give of=macs, of=parameters, "
-                    "multiple_of=8 or uniform=true."
+                    "of=latency, multiple_of=8, uniform=true or runtime=onnx."
                 )
             known: dict[str, object] = {"true": True, "false": False}
             found[name] = int(value) if value.isdigit() else known.get(value.lower(), value)
