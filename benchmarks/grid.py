@@ -7,7 +7,8 @@ continued. The recipes build on each other:
 
     one shot        each layer once, its own weights as target; solvers of one layer give every layer the same sparsity
     + allocation    the same solver under the counts per layer that "fast" chose with ours
-    + dense targets the outputs of the dense network as targets
+    + targets       residual sums and outputs of the dense network as targets
+    + blocks        the short block reconstruction of "fast"; with our solver this is "fast"
     + batch norm    batch-norm statistics estimated again on the calibration images; a branch, which nothing builds on
     + steps         the same gradient steps on the final mask for every solver
     best            the recipe "best" with this solver
@@ -43,8 +44,15 @@ SOLVERS: dict[str, Any] = {
     "ours (ADMM)": "admm",
 }
 OURS = "ours (ADMM)"
-ONE_SHOT, ALLOCATED, TARGETED, STEPPED, WHOLE = "one shot", "+ allocation", "+ dense targets", "+ steps", "best"
-RECIPES = (ONE_SHOT, ALLOCATED, TARGETED, STEPPED, WHOLE)
+ONE_SHOT, ALLOCATED, TARGETED, FITTED, STEPPED, WHOLE = (
+    "one shot",
+    "+ allocation",
+    "+ targets",
+    "+ blocks",
+    "+ steps",
+    "best",
+)
+RECIPES = (ONE_SHOT, ALLOCATED, TARGETED, FITTED, STEPPED, WHOLE)
 PLAIN, ALTERED = "batch norm on the images", "batch norm on altered images"
 KEYS = ("network", "level", "solver", "recipe", "seed")
 
@@ -66,7 +74,7 @@ def steps(count: int, **changes: Any) -> iobs.FineTune:
 ADAM = {"optimizer": "adam", "lr": 1e-3}
 SQUARES = {
     "mlpnet": Square("0.98", BEST.finetune, RECIPES),
-    "resnet20": Square("0.8", steps(300, **ADAM), RECIPES[:3]),
+    "resnet20": Square("0.8", steps(300, **ADAM), RECIPES[:4]),
     "vit": Square("0.7", steps(300, **ADAM), (ONE_SHOT, TARGETED)),
     "mobilenet": Square("0.6", steps(60, **{**ADAM, "lr": 1e-4}), ()),
     "llama_stories260K": Square("0.5", steps(100, **ADAM), ()),
@@ -91,11 +99,13 @@ def recipe_of(square: Square, solver: str, recipe: str, keeps: dict[str, int] | 
     if recipe == WHOLE:
         return BEST.but(solver=chosen)
     found = iobs.Recipe(solver=chosen)
-    if recipe in (ALLOCATED, TARGETED, STEPPED) and keeps is not None:
+    if recipe != ONE_SHOT and keeps is not None:
         rules = tuple(iobs.Rule(f"re:{re.escape(name)}", iobs.Unstructured(keep=keep)) for name, keep in keeps.items())
         found = found.but(rules=rules)
-    if recipe in (TARGETED, STEPPED) and not whole_network(solver):
-        found = found.but(target="dense")
+    if recipe in (TARGETED, FITTED, STEPPED) and not whole_network(solver):
+        found = found.but(target=FAST.target)
+    if recipe in (FITTED, STEPPED) and not whole_network(solver):
+        found = found.but(blocks=FAST.blocks)
     return found.but(finetune=square.steps) if recipe == STEPPED else found
 
 
@@ -156,7 +166,7 @@ def fill(rows: Rows, zoo: Any, options: Any, network: str, level: str, seed: int
             key = {"network": network, "level": level, "solver": solver, "recipe": recipe, "seed": seed}
             if recipe not in recipes_of(solver) or rows.has(**key):
                 continue
-            keeps = shared_counts(rows, zoo, options, key) if recipe in (ALLOCATED, TARGETED, STEPPED) else None
+            keeps = shared_counts(rows, zoo, options, key) if recipe not in (ONE_SHOT, WHOLE) else None
             case = NETWORKS[network].load(zoo, options.data, seed)
             dense = dense or {"dense": case.score(case.module), "work": dense_work(case)}
             asked = recipe_of(square, solver, recipe, None if whole_network(solver) else keeps)

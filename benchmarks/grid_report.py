@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from grid import ALLOCATED, ALTERED, ONE_SHOT, PLAIN, RECIPES, SOLVERS, SQUARES, TARGETED, WHOLE, whole_network
+from grid import ALTERED, ONE_SHOT, PLAIN, RECIPES, SOLVERS, SQUARES, STEPPED, TARGETED, whole_network
 from networks import NETWORKS
 from networks_report import TITLES
 from rows import Row
@@ -15,9 +15,11 @@ INTRODUCTION = """# Solver and recipe told apart
 layer, or the recipe around it? Each column adds one part of the recipe to the column before it.
 
 - **one shot**: each layer once, its own weights as target, the same sparsity everywhere. CHITA and global magnitude
-  divide the zeros among the layers themselves and have no layer targets, so they have no entry in the next two columns.
+  divide the zeros among the layers themselves and have no layer targets, so they have no entry in the next three
+  columns.
 - **+ allocation**: the counts per layer that `fast` chose with our solver, the same for all solvers.
-- **+ dense targets**: each layer matches the dense network's output. With our solver this is `fast`.
+- **+ targets**: a layer matches the dense network's output, or its sum with the residual where there is one.
+- **+ blocks**: a short reconstruction of each block, which fits the weights that are left. With our solver this is `fast`.
 - **+ steps**: then the same gradient steps on the mask, for every solver (their number stands under the table).
 - **best**: the recipe `best` with this solver, which also searches for the allocation with this solver.
 
@@ -69,7 +71,7 @@ def grid_table(network: str, level: str, own: list[Row]) -> list[str]:
 
 def cell(solver: str, recipe: str, own: list[Row]) -> str:
     """Score, seeds and seconds."""
-    if whole_network(solver) and recipe in (ALLOCATED, TARGETED, WHOLE):
+    if whole_network(solver) and recipe not in (ONE_SHOT, STEPPED):
         return "-"
     found = [row for row in own if (row["solver"], row["recipe"]) == (solver, recipe)]
     if not found:
@@ -117,7 +119,7 @@ def lead(network: str, scores: list[float | None]) -> float | None:
 
 def batch_norm(rows: list[Row]) -> list[str]:
     """Scores with batch-norm statistics estimated again."""
-    bases = [(ONE_SHOT, "one shot"), (TARGETED, "+ dense targets")]
+    bases = [(ONE_SHOT, "one shot"), (TARGETED, TARGETED)]
     own = [row for row in rows if any(row["recipe"] == f"{base}, {PLAIN}" for base, _ in bases)]
     if not own:
         return []
