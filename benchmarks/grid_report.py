@@ -19,7 +19,7 @@ layer, or the recipe around it? Each column adds one part of the recipe to the c
   columns.
 - **+ allocation**: the counts per layer that `fast` chose with our solver, the same for all solvers.
 - **+ targets**: a layer matches the dense network's output, or its sum with the residual where there is one.
-- **+ blocks**: a short reconstruction of each block, which fits the weights that are left. With our solver this is `fast`.
+- **+ blocks**: a short reconstruction of each block, which fits the weights that are left. With our solver: `fast`.
 - **+ steps**: then the same gradient steps on the mask, for every solver (their number stands under the table).
 - **best**: the recipe `best` with this solver, which also searches for the allocation with this solver.
 
