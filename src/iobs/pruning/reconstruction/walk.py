@@ -26,7 +26,7 @@ from iobs.pruning.samples.batches import Batch, neighbours, positions, size
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 
-NETWORK_RATES = (5e-5, 2e-4, 8e-4, 2e-3, 5e-3)
+NETWORK_RATES = (5e-5, 2e-4, 8e-4, 3e-3, 8e-3)
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 _TRIAL_SHARE, _TRIAL_STEPS = 5, 12  # a trial of a rate takes a fifth of the steps, and at least twelve
 _NETWORK_SHARE = 20  # a trial of a rate of the whole network takes a twentieth of its steps
