@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import blocks
+import breadth
 import chita_report
+import equal_bytes
 import grid_layers
 import grid_report
 import layer_report
@@ -55,7 +57,9 @@ SECTIONS = (
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
     Section("structured_networks", structured_networks.tables, "whole networks with fewer channels, neurons and heads"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
+    Section("equal_bytes", equal_bytes.tables, "sparse and dense grids of whole networks at equal bytes"),
     Section("running", running.tables, "speed of pruned networks on a CPU, beside torch"),
+    Section("breadth", breadth.tables, "tiny networks of every family: coverage and exactness"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),

@@ -113,9 +113,9 @@ def _problems(model: nn.Module, batch: Batch, report: iobs.Report, dense: dict[s
 
 def _first(output: Any) -> Tensor:
     """The first floating tensor of an output."""
-    values = output.values() if hasattr(output, "values") else output
     if isinstance(output, Tensor):
         return output
+    values = output.values() if hasattr(output, "values") else output
     return next(one for one in values if isinstance(one, Tensor) and one.is_floating_point())
 
 

@@ -147,6 +147,17 @@ def test_prune_to_a_grid_passes_inspect(run, tmp_path, options, pattern):
     assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
 
+def test_prune_to_a_budget_of_bits(run, tmp_path):
+    out = tmp_path / "out"
+    shown = run("prune", "-o", out, "--bits-per-weight", "3.4", "--solver", "sparsegpt", *QUICK).output
+    assert "bits a weight" in shown
+    report = read_report(out / "report.json")
+    assert 3.3 < report.bits_per_weight <= 3.4
+    assert "bits_per_weight: 3.4" in (out / "recipe.yaml").read_text(encoding="utf8")
+    refused = run("prune", "-o", out, "--bits-per-weight", "3", "--bits", "4", *QUICK, code=2).output
+    assert "--bits-per-weight" in refused
+
+
 def test_bits_are_given_once(run, tmp_path):
     assert "has bits already" in run(
         "prune", "-o", tmp_path / "out", "--pattern", "int4", "--bits", "3", *QUICK, code=2

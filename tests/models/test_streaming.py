@@ -14,12 +14,11 @@ from typer.testing import CliRunner
 import iobs
 from iobs import models
 from iobs.cli import app
-from iobs.errors import DistributedError, ModelError, OutputError
+from iobs.errors import ModelError, OutputError
 from iobs.models import load
 from iobs.models.streamed_store import StreamedStore, reserve, spilled
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.runtime import memory
-from iobs.pruning.runtime import ranks as distributed
 from iobs.report import read_report
 
 OPTIONS = {"solver": "sparsegpt"}
@@ -174,12 +173,6 @@ def test_prune_directory_restores_the_c_library(tmp_path):
     before = memory._thresholds
     prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
     assert memory._thresholds == before
-
-
-def test_prune_directory_refuses_several_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(distributed, "current", lambda: distributed.Ranks(1, 2))
-    with pytest.raises(DistributedError, match="one process"):
-        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
 
 
 def test_prune_directory_checks_disk_space_first(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 RECIPES = ("fast", "best", "one-shot", "paper")
-SOLVERS = ("admm", "sparsegpt", "obc", "wanda", "magnitude", "exact")
+SOLVERS = ("admm", "sparsegpt", "obc", "lobs", "nettrim", "wanda", "magnitude", "exact")
 NETWORK_SOLVERS = ("chita", "cbs", "woodfisher", "global-magnitude")
 SHARES = ("50%", "60%", "70%", "80%", "90%")
 PATTERNS = ("2:4", "4:8", "1:4")

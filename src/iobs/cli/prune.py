@@ -42,14 +42,18 @@ class Method:
     pattern: Annotated[
         str | None,
         _option(
-            "N:M",
-            "Instead: keep N of every M neighbours, as 2:4 or 4:8.",
+            "N:M|structured:SHARE",
+            "Instead: keep N of every M neighbours, as 2:4; or remove whole units, as structured:30%.",
             autocompletion=words(completion.PATTERNS),
         ),
     ] = None
     bits: Annotated[
         int | None,
         _option("2..8", "Values of the kept weights on a grid; alone, without --sparsity or --pattern, no zeros."),
+    ] = None
+    bits_per_weight: Annotated[
+        float | None,
+        _option("NUMBER", "Instead: choose zeros and bits of every layer within these bits, with masks and scales."),
     ] = None
     recipe: Annotated[
         str | None,
@@ -60,12 +64,18 @@ class Method:
             autocompletion=words(completion.RECIPES),
         ),
     ] = None
+    of: Annotated[
+        str | None, _option("COST", "Of structured:SHARE: macs (default), parameters or latency.", _METHOD)
+    ] = None
+    runtime: Annotated[
+        str | None, _option("NAME", "Of structured:SHARE: times are those of torch (default) or onnx.", _METHOD)
+    ] = None
     rounds: Annotated[int | None, _option("N", "Rounds of Algorithm 2, with fine-tuning between them.", _METHOD)] = None
     solver: Annotated[
         str | None,
         _option(
             "NAME",
-            "admm, sparsegpt, obc, wanda, magnitude, exact; or chita, cbs, woodfisher.",
+            "admm, sparsegpt, obc, lobs, nettrim, wanda, magnitude, exact; or chita, cbs, woodfisher.",
             _METHOD,
             autocompletion=words([*completion.SOLVERS, *completion.NETWORK_SOLVERS]),
         ),
@@ -175,6 +185,7 @@ def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memo
         ProblemError, PatternError: choices that are unknown or exclude each other.
     """
     from iobs.cli.run_file import Asked, RunOptions, read_recipe
+    from iobs.core.structured import Structured
     from iobs.pruning.allocation.counts import under_pattern
     from iobs.pruning.recipe import as_allocation
     from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS
@@ -187,9 +198,12 @@ def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memo
         changes["solver"] = method.solver
     if method.rounds is not None:
         changes["rounds"] = method.rounds
-    recipe, run = read_recipe(method.recipe or usual, changes, method.settings or [])
+    pattern = _pattern(method)
+    recipe, run = read_recipe(
+        method.recipe or usual, changes, method.settings or [], units=isinstance(pattern, Structured)
+    )
     given = {
-        "pattern": _pattern(method),
+        "pattern": pattern,
         "seed": method.seed,
         "include": method.include,
         "ignore": method.ignore,
@@ -212,10 +226,17 @@ def _pattern(method: Method) -> Pattern | None:
         typer.BadParameter: --bits beside a pattern that has bits.
         PatternError: the options name no pattern.
     """
+    from iobs.core.budget import Budget
     from iobs.core.grids import grid_of
     from iobs.core.patterns import Grid, parse
 
     text = method.pattern if method.pattern is not None else method.sparsity
+    if method.bits_per_weight is not None:
+        if text is not None or method.bits is not None:
+            raise typer.BadParameter("give it without --sparsity, --pattern and --bits", param_hint="--bits-per-weight")
+        return Budget(method.bits_per_weight)
+    for name, value in (("of", method.of), ("runtime", method.runtime)):
+        text = text if value is None else f"{text},{name}={value}"
     entries = None if text is None else parse(text)
     if method.bits is None:
         return entries
@@ -254,6 +275,7 @@ def _prune_resident(
     """
     from iobs.cli.loading import load_model
     from iobs.cli.results import write_results
+    from iobs.core.structured import Structured
     from iobs.data import open_source
     from iobs.models import check_output, output_directory, size_in_bytes
     from iobs.pruning.driver import requested
@@ -263,8 +285,20 @@ def _prune_resident(
     options = asked.options
     output, checkpoint = place.output, place.checkpoint
     loaded = load_model(model, options.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
-    selection = Store(loaded.module).select(options.include, options.ignore, asked.recipe.depthwise)
-    selection, request = requested(asked.recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
+    units = isinstance(options.pattern, Structured)  # found by a forward pass, so their names are checked in the run
+    if units and dry_run:
+        raise typer.BadParameter("shows zeros of layers, and this pattern removes whole units", param_hint="--dry-run")
+    if units and not callable(getattr(loaded.module, "save_pretrained", None)):
+        raise typer.BadParameter(
+            "removes units, and the code of this network builds its full width; use iobs.prune in Python, and save the "
+            "narrower network with torch.save(model, file) or export it",
+            param_hint="--pattern",
+        )
+    if not units:
+        selection = Store(loaded.module).select(options.include, options.ignore, asked.recipe.depthwise)
+        selection, request = requested(
+            asked.recipe, options.pattern, selection, options.holdout, options.seed, checkpoint
+        )
     scoring = _scoring_data(loaded, eval_data)  # a mistake in it is reported before calibration data are drawn
     if dry_run:
         if options.data:
@@ -355,13 +389,16 @@ def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool) ->
 
 
 def _show(report: Report, output: Path, as_json: bool) -> None:
-    from iobs.report import layers_table, rounds_table, scores_table, summary_lines
+    from iobs.pruning.structured_report import StructuredReport
+    from iobs.report import layers_table, rounds_table, scores_table, summary_lines, widths_table
 
     if as_json:
         console.print_json({"output": str(output), **report.as_dict()})
         return
     out = console.output_console()
-    if report.best.layers:
+    if isinstance(report, StructuredReport):
+        out.print(widths_table(report))
+    elif report.best.layers:
         out.print(layers_table(report, limit=12))
     if len(report.rounds) > 1:
         out.print(rounds_table(report))

@@ -20,7 +20,6 @@ from itertools import count
 
 from torch import Tensor
 
-from iobs.core.grids import grid_of
 from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
@@ -33,7 +32,6 @@ from iobs.pruning.decisions.learning_rate import candidates, decide_rates
 from iobs.pruning.decisions.sparsity import allocate, decide_growth, decide_steps, scheduled
 from iobs.pruning.finetune.trainer import Trainer
 from iobs.pruning.forecast import Forecast
-from iobs.pruning.layerwise.grids import GridRounding
 from iobs.pruning.layerwise.patterns import asked
 from iobs.pruning.layerwise.problem import reads_no_data
 from iobs.pruning.layerwise.projection import Projection
@@ -78,11 +76,11 @@ def run(work: Workspace) -> Report:
             if index == 0:
                 work.decided = replace(work.decided, rounds=decide_growth(work))
                 foretell()
-                work.decided = decide_rates(work, work.decided)
+                work.decided = decide_rates(work, plan, work.decided)
                 foretell()
             if index + 1 == work.decided.rounds.count:
                 break
-            trainer = finetune(work, record, trainer)  # line 9
+            trainer = finetune(work, plan, record, trainer)  # line 9
         trainer = None  # frees its float32 weights and its optimizer state
         projection, weights = best.record, best.weights
         for step in candidates(work.decided):
@@ -141,7 +139,7 @@ def project_by_weights(work: Workspace, projection: Projection, sweep: Sweep) ->
     return rest
 
 
-def finetune(work: Workspace, record: RoundRecord, trainer: Trainer | None) -> Trainer | None:
+def finetune(work: Workspace, plan: Plan, record: RoundRecord, trainer: Trainer | None) -> Trainer | None:
     """Take gradient steps between two projections (line 9); the next projection reads the trainer's weights."""
     rounds = work.decided.rounds
     step = rounds.finetune
@@ -152,7 +150,7 @@ def finetune(work: Workspace, record: RoundRecord, trainer: Trainer | None) -> T
         return None
     trainer = trainer or work.trainer(step, (rounds.count - 1) * step.steps)
     trainer.adopt()
-    trainer.masks = work.masks(step.support)
+    trainer.masks = work.masks(plan, step.support)
     began = time.perf_counter()
     record.step_losses = work.descend(trainer, work.portion(record.index), record.index, f"steps {record.index}")
     record.seconds += time.perf_counter() - began
@@ -168,9 +166,7 @@ def finetune_last(
     """
     began = time.perf_counter()
     try:
-        trainer = work.trainer(step, step.steps, work.masks())
-        if any(grid_of(pattern) is not None for pattern in plan.values()):
-            trainer.rounding = GridRounding(work.store.model, {layer: plan[layer] for layer in work.selection.layers})
+        trainer = work.trainer_on(plan, step, step.steps)
         losses = work.descend(trainer, work.fit, index, f"fine-tuning of {step.steps} steps")
         layers, parent = projection.layers, projection.index
         record = RoundRecord(index, projection.asked, None, None, layers, losses, 0.0, "finetune", parent)

@@ -53,9 +53,10 @@ class Recipe(LayerSettings):
     """All settings that say how to prune, independent of the model, the data and the machine.
 
     Args:
-        solver: for each layer: "admm", "sparsegpt", "obc", "magnitude", "wanda", "exact", or a solver with options,
-            such as `ADMM(budget="best")` or `SparseGPT(block=64)`. For the whole network at once: "global-magnitude",
-            "woodfisher", "cbs", "chita", or a solver with options, such as `CHITA(stages=15)`.
+        solver: for each layer: "admm", "sparsegpt", "obc", "lobs", "nettrim", "magnitude", "wanda", "exact", or a
+            solver with options, such as `ADMM(budget="best")` or `SparseGPT(block=64)`. For the whole network at
+            once: "global-magnitude", "woodfisher", "cbs", "chita", or a solver with options, such as
+            `CHITA(stages=15)`.
         refine: improves each layer's solution: "refit", "swap", a `Refinement`, or None.
         damping: added to the diagonal of each layer's Hessian, relative to the mean of this diagonal.
         allocation: how sparsity is divided among the layers: "uniform", "error", "fisher", "kl", "evolve", "auto", or
