@@ -41,7 +41,8 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import update_batch_norm
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import FineTune
-from iobs.pruning.reconstruction.walk import Walk, in_steps
+from iobs.pruning.reconstruction.step_sizes import in_steps
+from iobs.pruning.reconstruction.walk import Walk
 from iobs.pruning.report import (
     AllocationRecord,
     AuditRow,
@@ -264,13 +265,12 @@ def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:
     rounds, recipe = work.decided.rounds, work.recipe_of_round(index)
     dense = index == 0 or (index == 1 and rounds.schedule == "cubic")  # no gradient step yet
     teacher = None if work.scoring is None else TARGETS[recipe.target].teacher(work.scoring, dense)
-    if recipe.blocks is not None:
-        samples, heldout = in_steps(samples, recipe.blocks), in_steps(work.heldout, recipe.blocks)
-    else:
-        heldout = work.heldout
+    heldout, blocks = work.heldout, recipe.blocks if work.chain else None
+    if blocks is not None:
+        samples, heldout = in_steps(samples, blocks), in_steps(heldout, blocks)
     if work.scoring is None:
         teacher = work.store.dense_model
-    elif teacher is None and (recipe.inputs == "dense" or (recipe.blocks is not None and work.chain)):
+    elif teacher is None and (recipe.inputs == "dense" or blocks is not None):
         assert work.scoring is not None
         teacher = work.scoring.reference
     return Sweep(
