@@ -95,7 +95,7 @@ benchmarks-quick-grid:
 
 benchmarks-quick-others:
 	$(BENCHMARK)/networks.py --quick --data $(DATA) $(AGAIN) --networks mlpnet resnet20 --methods magnitude SparseGPT \
-		CHITA "one shot, uniform" "fast (one shot)"
+		CHITA "one shot, uniform" fast
 	$(BENCHMARK)/resnet20_oneshot.py --quick --data $(DATA) $(AGAIN)
 	$(BENCHMARK)/paper_rounds.py --quick --data $(DATA) $(AGAIN)
 	$(BENCHMARK)/small_networks.py --quick $(AGAIN)

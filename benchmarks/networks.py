@@ -120,13 +120,18 @@ NETWORKS = {
 }
 
 BEST, FAST = Recipe.preset("best"), Recipe.preset("fast")
+# The same recipes without block reconstruction: targets of the whole network's drift, rounds and fine-tuning.
+PLAIN_FAST = Recipe(allocation=iobs.Allocation("auto", generations=0), target="dense")
+PLAIN_BEST = Recipe(allocation="auto", target="model", rounds=BEST.rounds, finetune=BEST.finetune)
 OURS: dict[str, Recipe] = {
     "best": BEST,
-    "fast (one shot)": FAST,
+    "fast": FAST,
+    "best without blocks": PLAIN_BEST,
+    "fast without blocks": PLAIN_FAST,
     "one shot, allocation by error": Recipe(target="dense", allocation="error"),
     "one shot, allocation by Fisher": Recipe(target="dense", allocation="fisher"),
     "one shot, uniform": Recipe(target="dense"),
-    "one shot, target of its own weights": FAST.but(target="layer"),
+    "one shot, target of its own weights": PLAIN_FAST.but(target="layer"),
     "Algorithm 2 to the letter": Recipe.preset("paper"),
     "SparseGPT": Recipe(solver="sparsegpt"),
 }
@@ -141,20 +146,20 @@ PEERS: dict[str, Recipe] = {
 
 
 def stepped_by(**changes: Any) -> Recipe:
-    """The recipe "best" with other settings of its gradient steps, between the rounds and after them."""
-    rounds = replace(BEST.rounds, finetune=replace(BEST.rounds.finetune, **changes))
-    return BEST.but(rounds=rounds, finetune=replace(BEST.finetune, **changes))
+    """The recipe "best without blocks" with other settings of its gradient steps, between the rounds and after them."""
+    rounds = replace(PLAIN_BEST.rounds, finetune=replace(PLAIN_BEST.rounds.finetune, **changes))
+    return PLAIN_BEST.but(rounds=rounds, finetune=replace(PLAIN_BEST.finetune, **changes))
 
 
 ABLATIONS: dict[str, Recipe] = {
-    "best, uniform allocation": BEST.but(allocation="uniform"),
-    "best, allocation without search": BEST.but(allocation=iobs.Allocation("auto", generations=0)),
-    "best, target of its own weights": BEST.but(target="layer"),
-    "best, growing sparsity": BEST.but(rounds=replace(BEST.rounds, schedule="cubic")),
-    "best, no polish": Recipe(target="dense", allocation="auto"),
-    "best, short polish": BEST.but(finetune=replace(BEST.finetune, most_steps=None)),
-    "best, task loss": stepped_by(loss="task"),
-    "best, no augmentation": stepped_by(augment=None),
+    "best without blocks, uniform allocation": PLAIN_BEST.but(allocation="uniform"),
+    "best without blocks, allocation without search": PLAIN_BEST.but(allocation=iobs.Allocation("auto", generations=0)),
+    "best without blocks, target of its own weights": PLAIN_BEST.but(target="layer"),
+    "best without blocks, growing sparsity": PLAIN_BEST.but(rounds=replace(PLAIN_BEST.rounds, schedule="cubic")),
+    "best without blocks, no polish": Recipe(target="dense", allocation="auto"),
+    "best without blocks, short polish": PLAIN_BEST.but(finetune=replace(PLAIN_BEST.finetune, most_steps=None)),
+    "best without blocks, task loss": stepped_by(loss="task"),
+    "best without blocks, no augmentation": stepped_by(augment=None),
 }
 
 

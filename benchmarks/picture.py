@@ -24,7 +24,7 @@ PANELS = {
     "mlpnet": "MLPNet, MNIST",
     "mobilenet": "MobileNetV1 0.75, ImageNet",
 }
-OURS = {"best": ("iobs best", "#2f7ed8", "o"), "fast (one shot)": ("iobs fast", "#e8833a", "s")}
+OURS = {"best": ("iobs best", "#2f7ed8", "o"), "fast": ("iobs fast", "#e8833a", "s")}
 PEERS = {
     "CHITA, 15 stages": ("CHITA, 15 stages", "#3d9b6f", "^"),
     "CHITA": ("CHITA", "#3d9b6f", "v"),

@@ -23,8 +23,16 @@ KEYS = ("network", "method", "sparsity", "seed")
 CLASSES, SIDE = 10, 8
 TRAINING, CALIBRATION, BATCH = 1000, 500, 50
 EPOCHS, RATE = 40, 3e-3
-METHODS = ("best", "fast (one shot)", "Algorithm 2 to the letter", "SparseGPT", *PEERS)
-LONG = ("best", "CHITA, searched mask", "CHITA, 15 stages")
+METHODS = (
+    "best",
+    "fast",
+    "best without blocks",
+    "fast without blocks",
+    "Algorithm 2 to the letter",
+    "SparseGPT",
+    *PEERS,
+)
+LONG = ("best", "best without blocks", "CHITA, searched mask", "CHITA, 15 stages")
 
 
 class Residual(nn.Module):

@@ -20,7 +20,7 @@ NETWORKS = {
 METHODS = {
     "dense": ["dense"],
     "CHITA: 1 stage, 15 stages": ["CHITA", "CHITA, 15 stages"],
-    "`fast`": ["fast (one shot)"],
+    "`fast`": ["fast"],
     "`best`": ["best"],
 }
 
