@@ -51,7 +51,9 @@ def tables(rows: list[dict[str, Any]]) -> str:
         "call on one thread: processor seconds (s), or for rows from before these were recorded wall seconds on a "
         "shared "
         "machine (s wall). Of wall seconds only the order of magnitude says something.",
-        "- `best` takes up to 4,800 gradient steps on the calibration samples; `fast` and the peers take none.",
+        "- `best` takes up to 4,800 gradient steps on the calibration samples, and `fast` some hundred steps on single "
+        "blocks. The peers take none. The recipes *without blocks* have targets of the whole network's drift in place "
+        "of block reconstruction; `fast` without blocks takes no step.",
         "- With one seed a difference under a point says nothing; on MobileNet one of several points.",
         "- Algorithm 2 to the letter sees the same samples in every round, where the paper draws new ones. It ends "
         "with "
