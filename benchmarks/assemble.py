@@ -26,6 +26,7 @@ import running
 import scale_report
 import small_networks
 import small_regression
+import structured_families
 import structured_layers
 import structured_networks
 from rows import RESULTS, Row, read
@@ -56,6 +57,7 @@ SECTIONS = (
     Section("layer_shapes", layer_shapes.tables, "time and memory of large layers"),
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
     Section("structured_networks", structured_networks.tables, "whole networks with fewer channels, neurons and heads"),
+    Section("structured_families", structured_families.tables, "units of networks of every family"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
     Section("equal_bytes", equal_bytes.tables, "sparse and dense grids of whole networks at equal bytes"),
     Section("running", running.tables, "speed of pruned networks on a CPU, beside torch"),

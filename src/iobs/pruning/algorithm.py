@@ -41,7 +41,8 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import update_batch_norm
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import FineTune
-from iobs.pruning.reconstruction.walk import Walk, in_steps
+from iobs.pruning.reconstruction.step_sizes import in_steps
+from iobs.pruning.reconstruction.walk import Walk
 from iobs.pruning.report import (
     AllocationRecord,
     AuditRow,

@@ -165,7 +165,7 @@ class Recipe(LayerSettings):
         if self.target == "model" or self.inputs == "dense":
             raise ProblemError(
                 'blocks= fits the dense outputs on pruned inputs: target must be "residual", "dense" or "layer", and '
-                'inputs "pruned".'
+                'inputs "pruned"; or leave them out with blocks=None (--set blocks=null).'
             )
 
     @classmethod

@@ -23,8 +23,6 @@ from iobs.pruning.reconstruction.growth import growing, next_start
 from iobs.pruning.reconstruction.network_steps import NetworkSteps, StepCheckpoint
 from iobs.pruning.reconstruction.parameters import Masters, fitted_names
 from iobs.pruning.report import JsonObject
-from iobs.pruning.samples.batches import Batch, neighbours, positions, size
-from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 
 NETWORK_RATES = (5e-5, 2e-4, 8e-4, 3e-3, 8e-3)
@@ -32,26 +30,6 @@ RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 _TRIAL_SHARE, _TRIAL_STEPS = 5, 12  # a trial of a rate takes a fifth of the steps, and at least twelve
 _NETWORK_SHARE = 20  # a trial of a rate of the whole network takes a twentieth of its steps
 _RETREAT = 4.0  # a fit that raises the held-out loss is repeated with a rate this much smaller
-_TOKENS, _SAMPLES = 1024, 16  # size of a step: of text, and of other data
-
-
-def in_steps(part: Samples, fit: BlockFit) -> Samples:
-    """The samples in batches of the size of one gradient step, in the same order."""
-    found = Samples()
-    for batch, number in zip(part.batches, part.numbers, strict=True):
-        count = samples_a_step(batch, fit)
-        for start in range(0, size(batch), count):
-            found.batches.append(neighbours(batch, start, start + count))  # views: nothing is copied
-            found.numbers.append(number)
-    return found
-
-
-def samples_a_step(batch: Batch, fit: BlockFit) -> int:
-    """Number of samples of a batch in one gradient step."""
-    if fit.batch_size != "auto":
-        return fit.batch_size
-    tokens = positions(batch)
-    return max(1, _TOKENS // tokens) if tokens > 1 else _SAMPLES
 
 
 def trial_steps(fit: BlockFit) -> int:
