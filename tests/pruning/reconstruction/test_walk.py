@@ -16,7 +16,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.reconstruction import walk
-from iobs.pruning.reconstruction.walk import growing, next_start
+from iobs.pruning.reconstruction.growth import growing, next_start
 from iobs.pruning.samples.subsets import Samples
 
 SHORT = BlockFit(steps=20, between=4, lr=3e-3)

@@ -9,19 +9,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from iobs.core.grids import entries_of, grid_of
-from iobs.core.patterns import NM, Grid, Pattern
+from iobs.core.grids import grid_of
 from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.decisions.learning_rate import boldest, try_rates
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
-from iobs.pruning.layerwise.patterns import thinner
 from iobs.pruning.layerwise.projection import Projection
-from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction.fitting import Fit, Streams, Window
+from iobs.pruning.reconstruction.growth import growing, next_start
 from iobs.pruning.reconstruction.network_steps import NetworkSteps, StepCheckpoint
 from iobs.pruning.reconstruction.parameters import Masters, fitted_names
 from iobs.pruning.report import JsonObject
@@ -32,25 +30,6 @@ RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 _TRIAL_SHARE, _TRIAL_STEPS = 5, 12  # a trial of a rate takes a fifth of the steps, and at least twelve
 _NETWORK_SHARE = 20  # a trial of a rate of the whole network takes a twentieth of its steps
 _RETREAT = 4.0  # a fit that raises the held-out loss is repeated with a rate this much smaller
-_FIRST_SHARE = 0.6  # of the sparsity, in the first of several projections
-_GROWTH = 1.5  # exponent of the growth: about 42, 55, 65 and 70 % for four projections to 70 %
-
-
-def growing(pattern: Pattern, layer: Layer, count: int) -> list[Pattern]:
-    """The patterns of `count` projections of a layer: sparsity grows to that of `pattern`; equal ones are left out.
-
-    Values lie on a grid after the last projection only. A dense grid has one projection.
-    """
-    found: list[Pattern] = []
-    entries = entries_of(pattern)
-    for step in range(0 if isinstance(pattern, Grid) else count - 1):
-        share = 1 - (1 - _FIRST_SHARE) * ((count - 1 - step) / (count - 1)) ** _GROWTH
-        if isinstance(entries, NM):
-            zeros = max(1, round(share * (entries.of - entries.keep)))
-            found.append(NM(entries.of - zeros, entries.of))
-        else:
-            found.append(thinner(entries, layer, share))
-    return [*(one for one in dict.fromkeys(found) if one != pattern), pattern]
 
 
 def trial_steps(fit: BlockFit) -> int:
@@ -366,15 +345,3 @@ class Walk:
             "rate": RATES[0] if best is None else best[1],
             "text": f"held-out loss {before:.4g}, after trials {text}",
         }
-
-
-def next_start(full: list[int], stage: int, window: int) -> int:
-    """The first block of the window that ends with the next block with layers.
-
-    Args:
-        full: blocks with layers.
-        stage: the block with layers that the current window ends with.
-        window: number of blocks with layers in a window.
-    """
-    start = full.index(stage) + 2 - window
-    return full[max(0, start)] if start < len(full) else stage + 1
