@@ -9,7 +9,8 @@ from solver_problems import random_problem, row_masks
 import iobs
 from iobs.core import linalg
 from iobs.core.grids import over_columns
-from iobs.core.patterns import Partition, parse
+from iobs.core.partition import Partition
+from iobs.core.patterns import parse
 from iobs.errors import DampingWarning, PatternError, ProblemError
 from iobs.solvers.families import GRID_SOLVERS
 from iobs.solvers.gridded.feedback import feed_back_on_support

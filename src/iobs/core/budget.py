@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 from iobs.core.grids import stored_bits
-from iobs.core.patterns import Grid, Partition, Pattern, Unstructured
+from iobs.core.partition import Partition
+from iobs.core.patterns import Grid, Pattern, Unstructured
 from iobs.errors import PatternError, is_a
 
 BITS = (2, 3, 4, 8)

@@ -11,7 +11,8 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from iobs.core.patterns import Partition, keep_count
+from iobs.core.partition import Partition
+from iobs.core.patterns import keep_count
 from iobs.errors import PatternError, is_a
 
 

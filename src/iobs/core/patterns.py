@@ -15,23 +15,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from iobs.core.partition import Partition
 from iobs.core.structured import Structured
 from iobs.errors import PatternError, is_a
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Partition of a (rows, columns) matrix, read row by row, into equal groups.
-
-    Attributes:
-        count: number of groups.
-        size: entries in each group.
-        keep: entries kept in each group.
-    """
-
-    count: int
-    size: int
-    keep: int
 
 
 class Pattern(Protocol):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
+from iobs.core.partition import Partition
 from iobs.errors import PatternError, is_a
-
-if TYPE_CHECKING:
-    from iobs.core.patterns import Partition
 
 Cost = Literal["macs", "parameters", "latency"]
 Runtime = Literal["torch", "onnx"]

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from iobs.core import linalg
-from iobs.core.patterns import Partition, Pattern
+from iobs.core.partition import Partition
+from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import ProblemError
 from iobs.solvers.options import require_whole

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
-from iobs.core.patterns import Partition, Pattern
+from iobs.core.partition import Partition
+from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.greedy import greedy_removals
 from iobs.solvers.refit_weights import solve_weights

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from iobs.core.patterns import Partition, Pattern
+from iobs.core.partition import Partition
+from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.conjugate import improve_weights
 from iobs.solvers.kernels.screen import Rows, swap_rows

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from iobs.core.patterns import Partition, Pattern
+from iobs.core.partition import Partition
+from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.swaps import RowState, swap_until_optimal
 from iobs.solvers.options import require_whole

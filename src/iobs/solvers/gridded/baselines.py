@@ -10,7 +10,8 @@ from torch import Tensor
 
 from iobs.core import linalg
 from iobs.core.grids import over_columns
-from iobs.core.patterns import Grid, Partition, Pattern
+from iobs.core.partition import Partition
+from iobs.core.patterns import Grid, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import PatternError
 from iobs.solvers.gridded.feedback import BLOCK, Rounding, feed_back

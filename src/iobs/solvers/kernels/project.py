@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from iobs.core.patterns import Partition, top_mask_of
+from iobs.core.partition import Partition
+from iobs.core.patterns import top_mask_of
 from iobs.solvers.kernels.threads import over_rows
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
-from iobs.core.patterns import Partition
+from iobs.core.partition import Partition
 from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.kernels.swaps import RowState, swap_until_optimal
 from iobs.solvers.kernels.threads import over_rows

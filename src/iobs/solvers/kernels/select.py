@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from iobs.core.patterns import Partition, top_mask_of
+from iobs.core.partition import Partition
+from iobs.core.patterns import top_mask_of
 
 
 @dataclass(frozen=True)
