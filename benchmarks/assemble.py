@@ -26,6 +26,7 @@ import running
 import scale_report
 import small_networks
 import small_regression
+import speakers
 import structured_families
 import structured_layers
 import structured_networks
@@ -62,6 +63,7 @@ SECTIONS = (
     Section("equal_bytes", equal_bytes.tables, "sparse and dense grids of whole networks at equal bytes"),
     Section("running", running.tables, "speed of pruned networks on a CPU, beside torch"),
     Section("breadth", breadth.tables, "tiny networks of every family: coverage and exactness"),
+    Section("speakers", speakers.tables, "a trained LSTM, pruned gate by gate"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),

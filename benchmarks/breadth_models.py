@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from breadth_batches import KINDS, PICTURE, VOCABULARY, Batch, fitting, run
+from torch import nn
 
 from iobs.models import ensure_torchvision
 
-Batch = dict[str, Tensor] | Tensor
 Built = tuple[nn.Module, list[Batch]]
 
 MOST = 6_000_000  # parameters of a tiny network
-VOCABULARY, TEXT, PICTURE = 128, 16, 32
 
 # Sizes of a tiny network by the words in a field's name; the first that fits is taken.
 SIZES: tuple[tuple[str, int], ...] = (
@@ -34,7 +32,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"mamba.*heads|n_mamba_heads", 4),
     (r"(key_value|kv)_heads|head_kv|num_key_value_groups", 2),
     (r"heads?$", 4),
-    (r"(num|n|encoder|decoder).*layers?$|^depth$|num_blocks", 2),
+    (r"(num|n|encoder|decoder)(?!.*extract).*layers?$|^depth$|num_blocks", 2),
     (r"moe_intermediate|expert.*(size|dim)$", 32),
     (r"intermediate|ffn_dim|ffn_hidden|d_ff|d_inner|n_inner|dim_ff|mlp_dim|feedforward|ff_dim", 96),
     (r"per_layer_input$|laurel_rank", 16),
@@ -53,6 +51,8 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"num_conv_pos_embedding_groups", 4),
     (r"index_topk", 4),
 )
+# Ids of the tokens that stand for pictures and sounds; texts have none of them.
+MARKS = {"image_token": 126, "video_token": 125, "vision_start_token": 124, "vision_end_token": 123, "audio_token": 122}
 # Further sizes, for families that a first form does not fit.
 FORMS: tuple[dict[str, Any], ...] = (
     {},
@@ -60,7 +60,7 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"num_key_value_heads": 1, "mamba_head_dim": 32, "mamba_d_head": 32},
     {"num_hidden_layers": 4, "num_layers": 4},
     {"mamba_head_dim": 32, "mamba_d_head": 32, "num_key_value_heads": 4, "rotary_dim": 8, "expand": 2, "num_heads": 4},
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}},
     {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 2], "image_size": 64},
     {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "patch_size": 2},
     {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 1], "image_size": 64, "num_groups": 4},
@@ -79,20 +79,16 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    "gemma3": {"mm_tokens_per_image": 4},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "qwen3_vl": {"deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
+    "efficientnet": {
+        **{"in_channels": [32, 16], "out_channels": [16, 24], "kernel_sizes": [3, 3], "strides": [1, 2]},
+        **{"num_block_repeats": [1, 1], "expand_ratios": [1, 2], "depthwise_padding": [], "hidden_dim": 2560},
+    },
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
-}
-# Auto classes by the kind of network, with the batches that are tried.
-KINDS: dict[str, tuple[str, ...]] = {
-    "CausalLM": ("text",),
-    "Seq2SeqLM": ("pairs",),
-    "MaskedLM": ("text",),
-    "ImageTextToText": ("text and picture", "text"),
-    "ImageClassification": ("picture",),
-    "CTC": ("sound",),
-    "SpeechSeq2Seq": ("spectrogram",),
-    "ObjectDetection": ("picture",),
-    "SemanticSegmentation": ("picture",),
 }
 TIMM = [
     "resnet10t",
@@ -218,19 +214,18 @@ TIMM = [
 def names() -> dict[str, list[str]]:
     """The names of all networks, by kind; a model type of transformers may be there in several kinds."""
     ensure_torchvision()
-    from transformers.models.auto import modeling_auto
-
-    found = {}
-    for kind in KINDS:
-        mapping = next(
-            getattr(modeling_auto, name)
-            for name in (f"MODEL_FOR_{_spaced(kind)}_MAPPING_NAMES", f"MODEL_FOR_{_spaced(kind, True)}_MAPPING_NAMES")
-            if hasattr(modeling_auto, name)
-        )
-        found[kind] = list(mapping)
+    found = {kind: list(_mapping(kind)) for kind in KINDS}
     causal = set(found["CausalLM"])
     found["MaskedLM"] = [name for name in found["MaskedLM"] if name not in causal] + ["bert", "roberta", "electra"]
     return {**found, "timm": TIMM}
+
+
+def _mapping(kind: str) -> dict[str, str | tuple[str, ...]]:
+    """Classes of a kind by model type."""
+    from transformers.models.auto import modeling_auto
+
+    tried = [f"MODEL_FOR_{_spaced(kind, long)}_MAPPING_NAMES" for long in (False, True)]
+    return next(getattr(modeling_auto, name) for name in tried if hasattr(modeling_auto, name))
 
 
 def _spaced(kind: str, long: bool = False) -> str:
@@ -252,9 +247,11 @@ def build(kind: str, name: str) -> Built:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     auto, errors = getattr(transformers, f"AutoModelFor{kind}"), []
+    classes = _mapping(kind)[name]
     for form in FORMS:
         try:
             config = _tiny(CONFIG_MAPPING[name], {**form, **FIELDS.get(name, {})}, kind)
+            config.architectures = [classes if isinstance(classes, str) else classes[0]]
             with torch.device("meta"):
                 size = sum(one.numel() for one in auto.from_config(config).parameters())
             if size > MOST:
@@ -268,21 +265,11 @@ def build(kind: str, name: str) -> Built:
         _fill(model)
         for cached in (True, False):
             config.use_cache = model.config.use_cache = cached and getattr(config, "use_cache", True)
-            for batches in _batches(kind, config):
-                try:
-                    for one in batches:
-                        run(model, one)
-                except Exception as error:
-                    errors.append(f"{type(error).__name__}: {str(error)[:90]}")
-                else:
-                    return model, batches
+            batches, refused = fitting(kind, model, config)
+            if batches:
+                return model, batches
+            errors += refused
     raise RuntimeError("; ".join(dict.fromkeys(errors))[:400])
-
-
-@torch.no_grad()
-def run(model: nn.Module, batch: Batch) -> Any:
-    """The output of a network."""
-    return model(**batch) if isinstance(batch, dict) else model(batch)
 
 
 def _timm(name: str) -> Built:
@@ -321,7 +308,11 @@ def _small(config: Any, form: dict[str, Any]) -> dict[str, Any]:
         if name in form:
             fields[name] = form[name]
         elif isinstance(value, PretrainedConfig):
-            fields[name] = _small(value, form)
+            fields[name] = {"model_type": value.model_type, **_small(value, form)}
+            if "backbone" in vars(value):
+                fields[name]["backbone"] = "test_resnet"  # of timm
+        elif isinstance(value, dict) and "mrope_section" in value:
+            fields[name] = {**value, "mrope_section": [2, 3, 3]}
         elif isinstance(value, float) and "drop" in name:
             fields[name] = type(value)(0)
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0 and "token" not in name:
@@ -332,8 +323,8 @@ def _small(config: Any, form: dict[str, Any]) -> dict[str, Any]:
                 fields[name] = [1] * len(value)
             elif re.search(r"dims?$|hidden_sizes|channels$", name) and min(value) >= 16:
                 fields[name] = [max(16, one // 16) for one in value]
-        elif name.endswith("token_id") and isinstance(value, int):
-            fields[name] = value % VOCABULARY
+        elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
+            fields[name] = MARKS.get(name.rsplit("_", 1)[0], value % VOCABULARY)
     return fields
 
 
@@ -345,30 +336,3 @@ def _fill(model: nn.Module) -> None:
             nn.init.normal_(one, std=0.05)
         if one.is_floating_point():
             one[one == 0] = 1e-3
-
-
-def _batches(kind: str, config: Any) -> Iterator[list[Batch]]:
-    """Batches that may fit a network, the most natural first."""
-    draw = torch.Generator().manual_seed(1)
-
-    def tokens(count: int = TEXT) -> Tensor:
-        return torch.randint(3, VOCABULARY - 3, (4, count), generator=draw)
-
-    side = getattr(getattr(config, "vision_config", config), "image_size", None) or PICTURE
-    side = side[0] if isinstance(side, (list, tuple)) else side
-    makers: dict[str, Callable[[], Batch]] = {
-        "text": lambda: {"input_ids": tokens()},
-        "pairs": lambda: {"input_ids": tokens(), "decoder_input_ids": tokens(8)},
-        "picture": lambda: {"pixel_values": torch.randn(2, 3, side, side, generator=draw)},
-        "text and picture": lambda: {
-            "input_ids": tokens(),
-            "pixel_values": torch.randn(4, 3, side, side, generator=draw),
-        },
-        "sound": lambda: {"input_values": torch.randn(2, 4000, generator=draw)},
-        "spectrogram": lambda: {
-            "input_features": torch.randn(2, 16, 2 * getattr(config, "max_source_positions", 64), generator=draw),
-            "decoder_input_ids": tokens(8)[:2],
-        },
-    }
-    for name in KINDS[kind]:
-        yield [makers[name]() for _ in range(3)]

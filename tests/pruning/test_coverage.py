@@ -1,5 +1,7 @@
 """Coverage of a report: equal to a count of the pruned model's own parameters, with the true reasons."""
 
+from dataclasses import replace
+
 import coverage_models
 import families
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 import iobs
 from iobs.errors import CoverageWarning, LayerSelectionError
 from iobs.models import load
-from iobs.pruning.coverage import KINDS
+from iobs.pruning.coverage import KINDS, Coverage, DenseWeight
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.selection import select
 from iobs.pruning.samples import batches as data_batches
@@ -151,6 +153,12 @@ def test_dense_share_of_20_percent_warns_once():
         report = iobs.prune(model, batches, 0.5, "one-shot", solver="magnitude", holdout=0.0)
     assert len(caught) == 1
     assert str(caught[0].message) in report.notes
+
+
+def test_warned_share_leaves_out_embeddings_and_heads():
+    dense = (DenseWeight("embed", "embedding", "embedding", 500), DenseWeight("scale", "parameter", "no product", 110))
+    assert "parameters in no matrix product" in Coverage(1000, 1000, 390, 195, dense).warning()
+    assert Coverage(1000, 1000, 420, 210, (dense[0], replace(dense[1], entries=80))).warning() is None
 
 
 @pytest.mark.filterwarnings("error")

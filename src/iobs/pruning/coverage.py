@@ -42,7 +42,7 @@ KINDS: dict[Kind, str] = {
     "empty": "weights without entries",
 }
 EXPECTED: frozenset[Kind] = frozenset({"embedding", "output head", "tied", "asked"})  # cause no warning
-WARNED_SHARE = 0.2  # of the weight entries left dense, without those of `EXPECTED`
+WARNED_SHARE = 0.2  # left dense, of the weight entries without those of `EXPECTED`
 _NAMED = 3  # layers named for each kind in a text
 
 
@@ -149,7 +149,8 @@ class Coverage:
 
     def warning(self) -> str | None:
         """A sentence if much of the model stays dense for a reason that can surprise, otherwise None."""
-        if self.unexpected < WARNED_SHARE * max(1, self.weights):
+        expected = sum(entries for kind, entries in self.by_kind.items() if kind in EXPECTED)
+        if self.unexpected < WARNED_SHARE * max(1, self.weights - expected):
             return None
         listed = "; ".join(
             f"{entries / self.weights:.0%} {KINDS[kind]} ({self.names(kind)})"
