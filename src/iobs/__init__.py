@@ -22,7 +22,13 @@ if _TYPE_CHECKING:
     from iobs.optimize import objectives
     from iobs.optimize.bounds.members import RashomonSet
     from iobs.optimize.bounds.rashomon import rashomon_set
-    from iobs.optimize.estimators import SparseClassifier, SparseRegressor, split_inference, stability_selection
+    from iobs.optimize.estimators import (
+        SparseClassifier,
+        SparseMultiTaskRegressor,
+        SparseRegressor,
+        split_inference,
+        stability_selection,
+    )
     from iobs.optimize.minimize import MinimizeResult, minimize
     from iobs.pruning import (
         Allocation,
@@ -65,6 +71,7 @@ __all__ = [
     "Solution",
     "SparseClassifier",
     "SparseGPT",
+    "SparseMultiTaskRegressor",
     "SparseRegressor",
     "Structured",
     "Unstructured",
@@ -99,7 +106,10 @@ _HOMES = {
     "iobs.models.packed": ("load_packed", "save_packed"),
     "iobs.optimize.bounds.members": ("RashomonSet",),
     "iobs.optimize.bounds.rashomon": ("rashomon_set",),
-    "iobs.optimize.estimators": ("SparseClassifier", "SparseRegressor", "split_inference", "stability_selection"),
+    "iobs.optimize.estimators": (
+        *("SparseClassifier", "SparseMultiTaskRegressor", "SparseRegressor"),
+        *("split_inference", "stability_selection"),
+    ),
     "iobs.optimize.minimize": ("MinimizeResult", "minimize"),
     "iobs.pruning": (
         *("Allocation", "Callback", "FineTune", "Recipe", "Report"),

@@ -72,7 +72,7 @@ def test_prune_options_set_every_setting_of_the_rounds(run, classifier, tmp_path
         "prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--set", "rounds.count=3",
         "--set", "rounds.schedule=cubic", "--set", "rounds.data=fresh", "--set", "rounds.finetune.steps=2",
         "--set", "rounds.finetune.lr=2e-2", "--set", "rounds.finetune.optimizer=adam",
-        "--set", "rounds.finetune.loss=kl", "--set", "inputs=dense", "--set", "target=dense",
+        "--set", "rounds.finetune.loss=kl", "--set", "inputs=dense", "--set", "target=dense", "--set", "blocks=null",
     )  # fmt: skip
     recipe = read_report(out / "report.json").settings["recipe"]
     assert (recipe["inputs"], recipe["target"]) == ("dense", "dense")

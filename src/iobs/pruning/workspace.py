@@ -50,6 +50,7 @@ class Request:
         checkpoint: directory of the checkpoint, or None.
         sites: the units that each layer reads, if whole units are removed.
         tied: names of sites that keep equal numbers of units.
+        offered: numbers of units, by name of the site, for sites that cannot keep every number.
     """
 
     recipe: Recipe
@@ -60,6 +61,7 @@ class Request:
     checkpoint: str | Path | None
     sites: Mapping[Layer, Site] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
+    offered: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def facts(self) -> JsonObject:
         """The request in plain types, for the report."""

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from iobs.pruning.report import AuditRow, LayerRecord, Report, RoundRecord
+from iobs.pruning.structured_report import StructuredReport
 from iobs.report.numbers import duration, higher_is_better, percent, score, significant, size
 
 # Entries among the scores that are counts, not metrics.
@@ -15,10 +16,7 @@ COUNTS = ("tokens", "samples")
 
 def summary_lines(report: Report) -> list[str]:
     """Summary of a run in a few lines: zeros, loss, best round, time and memory."""
-    counted = f"{report.zeros:,} of {report.weights:,} weights in {len(report.audit)} layers"
-    lines = [f"{percent(report.sparsity, 2)} zeros: {counted}", *report.coverage.lines()]
-    if report.bits_per_weight is not None:
-        lines.append(f"{report.bits_per_weight:.3f} bits a weight in these layers, masks and scales counted")
+    lines = report.sentences() if isinstance(report, StructuredReport) else _counted(report)
     if report.best.loss_heldout is not None:
         text = f"{report.loss_name} on {heldout_samples(report)}: {significant(report.best.loss_heldout, 4)}"
         lines.append(text + (f" (dense {significant(report.dense_loss, 4)})" if report.dense_loss is not None else ""))
@@ -29,6 +27,27 @@ def summary_lines(report: Report) -> list[str]:
         lines.append(f"best by {'held-out' if held_out else 'calibration'} samples: {round_name(report.best)}{of_all}")
     lines.append(f"{duration(report.seconds)}, peak memory {size(report.peak_memory_bytes)}")
     return lines
+
+
+def _counted(report: Report) -> list[str]:
+    """Zeros, coverage and bits, a line each."""
+    counted = f"{report.zeros:,} of {report.weights:,} weights in {len(report.audit)} layers"
+    lines = [f"{percent(report.sparsity, 2)} zeros: {counted}", *report.coverage.lines()]
+    if report.bits_per_weight is not None:
+        lines.append(f"{report.bits_per_weight:.3f} bits a weight in these layers, masks and scales counted")
+    return lines
+
+
+def widths_table(report: StructuredReport) -> Table:
+    """Table of the units of every site before and after."""
+    table = Table(title="Units", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    table.add_column("layer", overflow="fold")
+    table.add_column("units", no_wrap=True)
+    for name in ("before", "after", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in report.widths:
+        table.add_row(one.name, one.kind, f"{one.before:,}", f"{one.after:,}", significant(one.error))
+    return table
 
 
 def layers_table(report: Report, limit: int | None = None) -> Table:

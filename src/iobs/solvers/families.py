@@ -18,7 +18,9 @@ from iobs.solvers.grouped.proof import GroupExact
 from iobs.solvers.grouped.removal import Osscar, Removal
 from iobs.solvers.grouped.scores import Flap, GivenScores, GroupMagnitude, GroupRefit, GroupWanda, RandomGroups
 from iobs.solvers.grouped.search import GroupSearch
+from iobs.solvers.lobs import LOBS
 from iobs.solvers.magnitude import Magnitude
+from iobs.solvers.net_trim import NetTrim
 from iobs.solvers.obc import OBC
 from iobs.solvers.protocols import Refinement, Solver
 from iobs.solvers.refit import Refit
@@ -34,6 +36,8 @@ SOLVERS: Solvers = {
     "wanda": Wanda,
     "sparsegpt": SparseGPT,
     "obc": OBC,
+    "lobs": LOBS,
+    "nettrim": NetTrim,
     "admm": ADMM,
     "exact": Exact,
 }

@@ -132,13 +132,15 @@ def scheduled(plan: dict[Layer, Pattern], rounds: Rounds, index: int) -> dict[La
 
 
 def decide_steps(work: Workspace) -> Decisions:
-    """The decisions with one kind of steps of the whole network, if the recipe has two kinds.
+    """The decisions with one kind of steps of the whole network.
 
-    Text takes them block by block, and needs no further rounds. Other data take the fine-tuning, which alters and mixes
-    samples, and the rounds before it.
+    Text takes these steps block by block, and needs no further rounds. Other data take the fine-tuning, which alters
+    and mixes samples, and the rounds before it.
     """
     blocks, decided = work.recipe.blocks, work.decided
-    if blocks is None or not blocks.network_steps or decided.finetune is None:
+    if blocks is None:
+        return decided
+    if not blocks.network_steps or decided.finetune is None:
         return decided
     if work.chain and positions(work.fit.batches[0]) > 1:
         work.note("Text: steps of the whole network, block by block, take the place of rounds and fine-tuning.")

@@ -25,37 +25,15 @@ from iobs.pruning.reconstruction.fitting import Fit, Streams, Window
 from iobs.pruning.reconstruction.network_steps import NetworkSteps, StepCheckpoint
 from iobs.pruning.reconstruction.parameters import Masters, fitted_names
 from iobs.pruning.report import JsonObject
-from iobs.pruning.samples.batches import Batch, neighbours, positions, size
-from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 
-NETWORK_RATES = (5e-5, 2e-4, 8e-4, 2e-3, 5e-3)
+NETWORK_RATES = (5e-5, 2e-4, 8e-4, 3e-3, 8e-3)
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 _TRIAL_SHARE, _TRIAL_STEPS = 5, 12  # a trial of a rate takes a fifth of the steps, and at least twelve
 _NETWORK_SHARE = 20  # a trial of a rate of the whole network takes a twentieth of its steps
 _RETREAT = 4.0  # a fit that raises the held-out loss is repeated with a rate this much smaller
 _FIRST_SHARE = 0.6  # of the sparsity, in the first of several projections
 _GROWTH = 1.5  # exponent of the growth: about 42, 55, 65 and 70 % for four projections to 70 %
-_TOKENS, _SAMPLES = 1024, 16  # size of a step: of text, and of other data
-
-
-def in_steps(part: Samples, fit: BlockFit) -> Samples:
-    """The samples in batches of the size of one gradient step, in the same order."""
-    found = Samples()
-    for batch, number in zip(part.batches, part.numbers, strict=True):
-        count = samples_a_step(batch, fit)
-        for start in range(0, size(batch), count):
-            found.batches.append(neighbours(batch, start, start + count))  # views: nothing is copied
-            found.numbers.append(number)
-    return found
-
-
-def samples_a_step(batch: Batch, fit: BlockFit) -> int:
-    """Number of samples of a batch in one gradient step."""
-    if fit.batch_size != "auto":
-        return fit.batch_size
-    tokens = positions(batch)
-    return max(1, _TOKENS // tokens) if tokens > 1 else _SAMPLES
 
 
 def growing(pattern: Pattern, layer: Layer, count: int) -> list[Pattern]:
@@ -107,9 +85,11 @@ class Walk:
     rates: dict[bool, float] = field(default_factory=dict, init=False)
     fitted: list[Masters] = field(default_factory=list, init=False)
     _place: int = field(default=1, init=False)  # of the dense model's hidden states, 1 or 3
+    _gradient: bool = field(default=True, init=False)  # False after a fit without a gradient
 
     def __post_init__(self) -> None:
-        self.fit = self.fit.within(len(self.sweep.ranks.share(self.sweep.calibration).batches))
+        batches = len(self.sweep.calibration.batches)
+        self.fit = self.fit.within(-(-batches // self.sweep.ranks.size))  # a step takes one batch on every rank
         if self.fit.lr != "auto":
             self.rates = dict.fromkeys((False, True), self.fit.lr)
 
@@ -172,8 +152,11 @@ class Walk:
         work, key, residency = self.work, f"round {self.projection.index} steps of the network", self.sweep.residency
         masters = [*self.fitted, Masters.of(work.store, self._vectors_outside(), {})]
         streams = self._streams(begin, dense)
+        if not self._gradient:
+            self._end_network(masters)
+            return
         steps = NetworkSteps(
-            begin, dense, masters, residency, streams.fit, streams.heldout, self.sweep.ranks, work.request.seed
+            begin, dense, masters, residency, streams.fit, streams.judges, self.sweep.ranks, work.request.seed
         )
         if key in work.checkpoint:
             for stage, one in enumerate(masters):
@@ -187,11 +170,15 @@ class Walk:
             for stage, one in enumerate(masters):
                 work.checkpoint.put(f"{key}, block {stage}", one.values, {})
             work.checkpoint.put(key, {}, {})  # last: all blocks are stored now
+        self._end_network(masters)
+
+    def _end_network(self, masters: list[Masters]) -> None:
+        """Write the parameters of all blocks into the model, and leave the blocks."""
         for stage, one in enumerate(masters):
-            residency.enter(stage)
+            self.sweep.residency.enter(stage)
             one.copy_to_model()
             one.keep()
-            residency.leave(stage)
+            self.sweep.residency.leave(stage)
 
     def _network_rate(self, steps: NetworkSteps, before: float) -> float:
         """The learning rate of the steps of the whole network, given or chosen by trials."""
@@ -270,9 +257,11 @@ class Walk:
 
     # ---- streams
     def _streams(self, pruned: Stream, dense: Stream) -> Streams:
-        """The streams of a fit, with the positions of calibration and held-out batches."""
+        """The streams of a fit, with the positions of calibration and judging batches."""
         count = len(self.sweep.ranks.share(self.sweep.calibration).batches)
-        return Streams(pruned, dense, [*range(count)], [*range(count, len(pruned.data))])
+        heldout = [*range(count, len(pruned.data))]
+        judged = bool(self.sweep.heldout.batches)  # on all ranks alike: a rank may have no held-out batch of its own
+        return Streams(pruned, dense, [*range(count)], heldout if judged else [*range(count)])
 
     @torch.no_grad()
     def _outputs(self, dense: Stream, stage: int, place: int) -> list[Tensor]:
@@ -294,7 +283,7 @@ class Walk:
         """Fit a window, or read the result from the checkpoint; undo a fit that raises the held-out loss."""
         work, key = self.work, f"round {self.projection.index} {key}"
         fit = self._new(window)
-        if not steps or not fit.masters.values:
+        if not steps or not fit.masters.values or not self._has_gradient(fit, key):
             return
         if key in work.checkpoint:
             fit.masters.restore(work.checkpoint.get(key)[0])
@@ -309,6 +298,14 @@ class Walk:
                 work.note(f"The fit of the {key} is left out: it raises the held-out loss {before:.3g}.")
             work.checkpoint.put(key, fit.masters.snapshot(), {})
         fit.masters.keep()
+
+    def _has_gradient(self, fit: Fit, key: str) -> bool:
+        """Check that a fit has a gradient; its window is projected only if it has none, with a note."""
+        found = fit.has_gradient()
+        if not found:
+            self._gradient = False
+            self.work.note(f"The fit of the {key} is left out: the model computes without gradients.")
+        return found
 
     def _new(self, window: Window) -> Fit:
         """A fit of the current parameters of a window; the last window also fits norms behind the blocks."""
