@@ -9,10 +9,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from iobs.core.budget import BITS, Budget
 from iobs.core.column_groups import Groups
 from iobs.core.files import packed_hint, weight_files
 from iobs.core.grids import codes_and_scales, entries_of, grid_of, stored_bits
-from iobs.core.patterns import NM, Pattern, Unstructured, as_pattern
+from iobs.core.patterns import NM, Grid, Pattern, Unstructured, as_pattern
 from iobs.errors import AuditError, ModelError, PatternError
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer, find_layers, projections
@@ -32,20 +33,23 @@ def audit(
         source: a model, or a directory (or one file) of safetensors, whose matrices are read as (outputs, inputs).
         pattern: a pattern, a sparsity such as 0.5, or text such as "2:4". It is checked in every pruned layer, of which
             there must be at least one; None: no check. After an allocation (recipes "fast" and "best") a sparsity holds
-            for all layers together, not for each layer.
+            for all layers together, not for each layer. A `Budget` holds for all layers together, too.
         layers: names of the pruned layers. By default these are layers with at least a tenth of the zeros that the
-            pattern asks for; dense layers may hold a few zeros.
+            pattern asks for; dense layers may hold a few zeros. For a budget they are the layers on a grid.
 
     Returns:
         One row per matrix, with the exact count of zeros; `asked` is positive for matrices that were checked.
 
     Raises:
-        AuditError: a layer has fewer zeros than the pattern asks, or an N:M group keeps too many; no layer was pruned.
+        AuditError: a layer has fewer zeros than the pattern asks, or an N:M group keeps too many; no layer was pruned;
+            weights are not on a grid, or need more bits than the budget has.
         ModelError: the directory holds no safetensors file, or one is damaged.
         PatternError: the pattern is none, or does not fit a layer that was pruned.
     """
     matrices = _of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))
     asked = None if pattern is None else as_pattern(pattern)
+    if isinstance(asked, Budget):
+        return _within(asked, matrices, layers)
     rows, checked = [], False
     for name, matrix in matrices:
         row = counted(name, matrix)
@@ -63,6 +67,40 @@ def audit(
             else f"No layer has a zero: the model is dense, and {asked} holds nowhere."
         )
     return rows
+
+
+def _within(budget: Budget, matrices: Iterator[tuple[str, Tensor]], layers: Collection[str] | None) -> list[AuditRow]:
+    """Rows of matrices whose grids need at most the bits of a budget together; `bits` is positive for these."""
+    rows = []
+    for name, matrix in matrices:
+        row = counted(name, matrix)
+        if layers is None or name in layers:
+            row.bits = _fewest_bits(matrix, budget)
+        if row.bits is None and layers is not None and name in layers:
+            raise AuditError(
+                f"The weights of layer {name!r} lie on no grid of {', '.join(map(str, BITS))} bits with groups of "
+                f"{budget.group}. The layer was pruned to another pattern, or changed since."
+            )
+        rows.append(row)
+    stored = [row for row in rows if row.bits is not None]
+    if not stored:
+        raise AuditError(f"No layer lies on a grid with groups of {budget.group}: nothing was pruned to {budget}.")
+    bits = sum(row.bits or 0 for row in stored) / sum(row.weights for row in stored)
+    if bits > budget.bits_per_weight:
+        raise AuditError(f"The {len(stored)} layers on a grid need {bits:.4f} bits a weight, more than {budget}.")
+    return rows
+
+
+def _fewest_bits(matrix: Tensor, budget: Budget) -> int | None:
+    """Bits of a matrix on the grid with the fewest bits that holds it; None if none does."""
+    for bits in BITS:
+        try:
+            codes_and_scales(matrix, Grid(bits, budget.group))
+        except PatternError:
+            continue
+        shape = (matrix.shape[0], matrix.shape[1])
+        return min(budget.cost(bits, keep, shape) for keep in (int((matrix != 0).sum()), matrix.numel()))
+    return None
 
 
 def _has_many(row: AuditRow, pattern: Pattern) -> bool:

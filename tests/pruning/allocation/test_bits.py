@@ -9,7 +9,7 @@ from menagerie import three_layers
 
 import iobs
 from iobs.core.grids import grid_of, stored_bits
-from iobs.errors import PatternError, ProblemError
+from iobs.errors import AuditError, PatternError, ProblemError
 from iobs.pruning.allocation.bits import _choices, divided
 from iobs.pruning.allocation.counts import Curve
 from iobs.pruning.allocation.knapsack import best_choices
@@ -106,6 +106,22 @@ def _linear(weight):
     layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
     layer.weight = weight
     return layer
+
+
+def test_audit_of_a_budget_counts_bits_and_finds_changes():
+    model, data = three_layers()
+    report = iobs.prune(model, data, iobs.Budget(3.0, group=16), "fast")
+    rows = {row.name: row for row in audit(model, iobs.Budget(3.0, group=16))}
+    assert all(rows[row.name].bits <= row.bits for row in report.audit)
+    with pytest.raises(AuditError, match="bits a weight, more than 2 bits a weight"):
+        audit(model, iobs.Budget(2.0, group=16))
+    with torch.no_grad():
+        model[0].weight.mul_(1 + 1e-3 * torch.rand_like(model[0].weight))
+    with pytest.raises(AuditError, match="layer '0' lie on no grid of 2, 3, 4, 8 bits"):
+        audit(model, iobs.Budget(3.0, group=16), ["0"])
+    assert next(row for row in audit(model, iobs.Budget(8.0, group=16)) if row.name == "0").bits is None
+    with pytest.raises(AuditError, match="No layer lies on a grid"):
+        audit(three_layers()[0], iobs.Budget(3.0, group=16))
 
 
 def test_a_resumed_run_does_not_measure_again(tmp_path):
