@@ -18,6 +18,7 @@ import layer_shapes
 import networks_report
 import paper_rounds
 import recovery_report
+import regression_race_report
 import resnet20_oneshot
 import scale_report
 import small_networks
@@ -51,6 +52,7 @@ SECTIONS = (
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
+    Section("regression_race", regression_race_report.tables, "sparse regression beside six libraries, small to wide"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),
 )
