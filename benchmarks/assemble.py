@@ -20,10 +20,12 @@ import paper_rounds
 import recovery_report
 import regression_race_report
 import resnet20_oneshot
+import running
 import scale_report
 import small_networks
 import small_regression
 import structured_layers
+import structured_networks
 from rows import RESULTS, Row, read
 
 PAGE = Path(__file__).resolve().parent / "RESULTS.md"
@@ -50,7 +52,9 @@ SECTIONS = (
     Section("layer_race", layer_report.tables, "error and time of a single layer, beside SparseGPT, ALPS and OBC"),
     Section("layer_shapes", layer_shapes.tables, "time and memory of large layers"),
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
+    Section("structured_networks", structured_networks.tables, "whole networks with fewer channels, neurons and heads"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
+    Section("running", running.tables, "speed of pruned networks on a CPU, beside torch"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
     Section("regression_race", regression_race_report.tables, "sparse regression beside six libraries, small to wide"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "iobs"
-FLOORS = ["errors", "core", "solvers", "optimize pruning", "models", "data evaluate report transformers"]
+FLOORS = ["errors", "core", "solvers inference", "optimize pruning", "models", "data evaluate report transformers"]
 FLOORS += ["paper", "cli"]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 APART = {("optimize", "pruning"), ("pruning", "optimize")}
@@ -29,8 +29,10 @@ MODULES = {
         "samples",
         "coverage",
         "report",
+        "structured_report",
         "recipe",
         "network",
+        "structure",
         "runtime",
         "forecast",
         "callbacks",
@@ -41,12 +43,14 @@ MODULES = {
         "allocation",
         "finetune",
         "layerwise",
+        "widths",
         "workspace",
         "decisions",
         "baselines",
         "reconstruction",
         "cost",
         "algorithm",
+        "structured",
         "driver",
     ],
     "optimize": [

@@ -14,6 +14,8 @@ if _TYPE_CHECKING:
     from iobs.core.free_bias import FreeBias
     from iobs.core.patterns import NM, Grid, Unstructured
     from iobs.core.quadratic import Quadratic, Solution
+    from iobs.core.structured import Structured
+    from iobs.inference import accelerate
     from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
     from iobs.optimize import objectives
@@ -27,7 +29,19 @@ if _TYPE_CHECKING:
         stability_selection,
     )
     from iobs.optimize.minimize import MinimizeResult, minimize
-    from iobs.pruning import Allocation, Callback, FineTune, Recipe, Report, Rounds, Rule, audit, keep_sparse, prune
+    from iobs.pruning import (
+        Allocation,
+        Callback,
+        FineTune,
+        Recipe,
+        Report,
+        Rounds,
+        Rule,
+        audit,
+        fold,
+        keep_sparse,
+        prune,
+    )
     from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, WoodFisher
     from iobs.solvers import ADMM, OBC, SparseGPT, solve
 
@@ -57,10 +71,13 @@ __all__ = [
     "SparseGPT",
     "SparseMultiTaskRegressor",
     "SparseRegressor",
+    "Structured",
     "Unstructured",
     "WoodFisher",
+    "accelerate",
     "audit",
     "errors",
+    "fold",
     "keep_sparse",
     "load",
     "load_packed",
@@ -80,6 +97,8 @@ _HOMES = {
     "iobs.core.free_bias": ("FreeBias",),
     "iobs.core.patterns": ("NM", "Grid", "Unstructured"),
     "iobs.core.quadratic": ("Quadratic", "Solution"),
+    "iobs.core.structured": ("Structured",),
+    "iobs.inference": ("accelerate",),
     "iobs.models": ("load",),
     "iobs.models.packed": ("load_packed", "save_packed"),
     "iobs.optimize.bounds.members": ("RashomonSet",),
@@ -91,7 +110,7 @@ _HOMES = {
     "iobs.optimize.minimize": ("MinimizeResult", "minimize"),
     "iobs.pruning": (
         *("Allocation", "Callback", "FineTune", "Recipe", "Report"),
-        *("Rounds", "Rule", "audit", "keep_sparse", "prune"),
+        *("Rounds", "Rule", "audit", "fold", "keep_sparse", "prune"),
     ),
     "iobs.pruning.recipe": ("CBS", "CHITA", "GlobalMagnitude", "WoodFisher"),
     "iobs.solvers": ("ADMM", "OBC", "SparseGPT", "solve"),

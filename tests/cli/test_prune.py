@@ -129,6 +129,30 @@ def test_prune_to_a_pattern_passes_inspect(run, tmp_path, pattern):
     assert "1:4 allows 1" in one_error(run("inspect", out, "--pattern", "1:4", code=1))
 
 
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [(("--bits", "4"), "int4"), (("--bits", "3", "--pattern", "2:4"), "2:4+int3"), (("--sparsity", "50%+int4"), None)],
+)
+def test_prune_to_a_grid_passes_inspect(run, tmp_path, options, pattern):
+    out = tmp_path / "out"
+    shown = run("prune", "-o", out, *options, "--solver", "sparsegpt", *ONE_SHOT, *QUICK).output if pattern else ""
+    if pattern is None:
+        shown = run("prune", "-o", out, *options, *QUICK).output  # the recipe "fast" moves zeros between layers
+    assert "bits a weight" in shown
+    if pattern:
+        assert pattern.rpartition("+")[2] in run("inspect", out, "--pattern", pattern).output
+        assert "not on the grid" in one_error(run("inspect", out, "--pattern", pattern[:-1] + "2", code=1))
+    again = tmp_path / "again"
+    run("prune", "-o", again, "--recipe", out / "recipe.yaml")
+    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_bits_are_given_once(run, tmp_path):
+    assert "has bits already" in run(
+        "prune", "-o", tmp_path / "out", "--pattern", "int4", "--bits", "3", *QUICK, code=2
+    ).output.replace("\n", " ")
+
+
 def test_dry_run_writes_nothing(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = run("prune", "--dry-run", *SMALL).output

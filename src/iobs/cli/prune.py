@@ -16,6 +16,7 @@ from iobs.cli.completion import words
 if TYPE_CHECKING:
     from iobs.cli.run_file import Asked
     from iobs.cli.running import Place
+    from iobs.core.patterns import Pattern
     from iobs.data import Source
     from iobs.models import LoadedModel
     from iobs.pruning.coverage import Reason
@@ -45,6 +46,10 @@ class Method:
             "Instead: keep N of every M neighbours, as 2:4 or 4:8.",
             autocompletion=words(completion.PATTERNS),
         ),
+    ] = None
+    bits: Annotated[
+        int | None,
+        _option("2..8", "Values of the kept weights on a grid; alone, without --sparsity or --pattern, no zeros."),
     ] = None
     recipe: Annotated[
         str | None,
@@ -170,7 +175,6 @@ def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memo
         ProblemError, PatternError: choices that are unknown or exclude each other.
     """
     from iobs.cli.run_file import Asked, RunOptions, read_recipe
-    from iobs.core.patterns import parse
     from iobs.pruning.allocation.counts import under_pattern
     from iobs.pruning.recipe import as_allocation
     from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS
@@ -184,9 +188,8 @@ def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memo
     if method.rounds is not None:
         changes["rounds"] = method.rounds
     recipe, run = read_recipe(method.recipe or usual, changes, method.settings or [])
-    text = method.pattern if method.pattern is not None else method.sparsity
     given = {
-        "pattern": None if text is None else parse(text),
+        "pattern": _pattern(method),
         "seed": method.seed,
         "include": method.include,
         "ignore": method.ignore,
@@ -200,6 +203,25 @@ def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memo
     options = RunOptions.of(given, run)
     under_pattern(as_allocation(recipe.allocation), options.pattern)
     return Asked(recipe, options)
+
+
+def _pattern(method: Method) -> Pattern | None:
+    """The pattern that the options ask for, or None.
+
+    Raises:
+        typer.BadParameter: --bits beside a pattern that has bits.
+        PatternError: the options name no pattern.
+    """
+    from iobs.core.grids import grid_of
+    from iobs.core.patterns import Grid, parse
+
+    text = method.pattern if method.pattern is not None else method.sparsity
+    entries = None if text is None else parse(text)
+    if method.bits is None:
+        return entries
+    if entries is not None and grid_of(entries) is not None:
+        raise typer.BadParameter(f"{entries} has bits already", param_hint="--bits")
+    return Grid(method.bits) if entries is None else entries & Grid(method.bits)
 
 
 def _refuse_whole(calibration: Calibration, loading: console.Loading) -> None:

@@ -103,6 +103,15 @@ class Groups:
             raise PatternError(f"There are {count} groups, fewer than multiple_of={unit}.")
         return min(max((2 * wanted + unit) // (2 * unit), 1 if wanted and unit > 1 else 0), count // unit) * unit
 
+    def zeros(self, shape: tuple[int, int]) -> int:
+        """Least number of zeros that a (rows, columns) matrix has with the removed groups.
+
+        Raises:
+            PatternError: as `kept`.
+        """
+        sizes = torch.bincount(self.labels(shape[1])).sort().values
+        return shape[0] * int(sizes[: len(sizes) - self.kept(shape[1])].sum())
+
     def groups(self, shape: tuple[int, int]) -> Partition:
         """Raise an error: groups compete, entries do not.
 
@@ -111,7 +120,7 @@ class Groups:
         """
         raise PatternError(
             f"The pattern {self} removes whole columns from one layer, by iobs.solve and its solvers for groups. "
-            "Whole networks: not yet."
+            "For a whole network use iobs.Structured."
         )
 
     def __str__(self) -> str:

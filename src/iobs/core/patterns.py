@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from iobs.core.structured import Structured
 from iobs.errors import PatternError, is_a
 
 
@@ -221,9 +222,14 @@ def keep_count(size: int, sparsity: float) -> int:
 def parse(text: str) -> Pattern:
     """Read a pattern from text: "2:4", "0.5", "50%", "int4", "int3/64" (64 columns share a scale) or "50%+int4".
 
+    "structured:30%" removes units of a network; its options follow, as in "structured:30%,of=latency,multiple_of=8".
+
     Raises:
         PatternError: the text is not a pattern.
     """
+    if text.startswith("structured"):
+        amount, _, options = text.removeprefix("structured").lstrip(":").partition(",")
+        return Structured.read(options, share(amount))
     sparse, _, grid = text.rpartition("int")
     try:
         if grid != text:
@@ -253,7 +259,7 @@ def share(text: str) -> float:
 def _unreadable(text: str) -> PatternError:
     return PatternError(
         f"Cannot read the pattern {text!r}: "
-        "give a sparsity such as 0.5 or 50%, N:M such as 2:4, or a grid such as int4."
+        "give a sparsity such as 0.5 or 50%, N:M such as 2:4, a grid such as int4, or structured:30%."
     )
 
 

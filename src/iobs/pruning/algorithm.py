@@ -20,6 +20,7 @@ from itertools import count
 
 from torch import Tensor
 
+from iobs.core.grids import grid_of
 from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
@@ -29,9 +30,10 @@ from iobs.pruning.calibration.sweep import Group, Moments, Sweep
 from iobs.pruning.cost.seconds import affordable, forecast, measured_costs
 from iobs.pruning.coverage import Coverage, Reason
 from iobs.pruning.decisions.learning_rate import candidates, decide_rates
-from iobs.pruning.decisions.sparsity import allocate, decide_growth, scheduled
+from iobs.pruning.decisions.sparsity import allocate, decide_growth, decide_steps, scheduled
 from iobs.pruning.finetune.trainer import Trainer
 from iobs.pruning.forecast import Forecast
+from iobs.pruning.layerwise.grids import GridRounding
 from iobs.pruning.layerwise.patterns import asked
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.layerwise.targets import TARGETS
@@ -65,6 +67,7 @@ def run(work: Workspace) -> Report:
     with work.store.running(work.request.patterns, work.memory):  # restores the dense weights on any failure
         dense, foretell = prepare(work, census), forecaster(work)
         plan, allocation = allocate(work)
+        work.store.allocated(plan)
         best = Best(work, plan)
         trainer: Trainer | None = None
         for index in count():
@@ -82,20 +85,21 @@ def run(work: Workspace) -> Report:
         projection, weights = best.record, best.weights
         for step in candidates(work.decided):
             work.store.restore(weights)
-            best.consider(finetune_last(work, projection, step, len(best.records)))
+            best.consider(finetune_last(work, projection, plan, step, len(best.records)))
         work.store.restore(best.weights)
         return report_of(work, best, dense, census, allocation, time.perf_counter() - started)
 
 
 def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None) -> RoundRecord:
     """Prune every layer in the order of the forward pass, then measure the model (lines 3 to 8)."""
-    began, recipe, samples = time.perf_counter(), work.recipe, work.portion(index)
+    began, recipe, samples = time.perf_counter(), work.recipe_of_round(index), work.portion(index)
     if recipe.network_solver is not None:
         record = project_network(work, patterns, recipe.network_solver, index)
     else:
         masters = {} if trainer is None else trainer.masters
+        biases = work.biases if recipe.refits_biases else {}
         projection = Projection(
-            work.store, patterns, recipe, index, work.checkpoint, work.ranks, masters, work.callbacks, work.biases
+            work.store, patterns, recipe, index, work.checkpoint, work.ranks, masters, work.callbacks, biases
         )
         sweep = sweep_of(work, samples, index)
         if recipe.blocks is not None and sweep.chain:
@@ -130,14 +134,18 @@ def finetune(work: Workspace, record: RoundRecord, trainer: Trainer | None) -> T
     return trainer
 
 
-def finetune_last(work: Workspace, projection: RoundRecord, step: FineTune, index: int) -> RoundRecord | None:
-    """Take gradient steps on the support of the best projection.
+def finetune_last(
+    work: Workspace, projection: RoundRecord, plan: Plan, step: FineTune, index: int
+) -> RoundRecord | None:
+    """Take gradient steps on the support of the best projection, on the grids of the plan.
 
     The model holds the weights of that projection. Returns None if the steps diverge.
     """
     began = time.perf_counter()
     try:
         trainer = work.trainer(step, step.steps, work.masks())
+        if any(grid_of(pattern) is not None for pattern in plan.values()):
+            trainer.rounding = GridRounding(work.store.model, {layer: plan[layer] for layer in work.selection.layers})
         losses = work.descend(trainer, work.fit, index, f"fine-tuning of {step.steps} steps")
         layers, parent = projection.layers, projection.index
         record = RoundRecord(index, projection.asked, None, None, layers, losses, 0.0, "finetune", parent)
@@ -189,6 +197,7 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     Returns:
         The loss that compares rounds, with its value of the dense model, and the score of the dense model.
     """
+    work.decided = decide_steps(work)
     layers, decided = work.selection.layers, work.decided
     work.callbacks.on_start(work.store.model, [layer.name for layer in layers], decided.rounds.count)
     warn_of_coverage(work, census.coverage(work.selection, 0))
@@ -200,7 +209,7 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     )
     work.decided = replace(decided, rounds=replace(decided.rounds, finetune=between), finetune=after)
     # NaN is no error here: the sweep names the layer that causes it.
-    loss = work.scoring.loss_on(work.scoring.heldout_augmented)
+    loss = work.scoring.dense_loss()
     if loss is None:
         work.scoring.loss_on(work.fit.first(1))  # report missing labels now, not after a projection
     for step in (between, after):
@@ -231,7 +240,7 @@ def forecaster(work: Workspace) -> Callable[[], object]:
 
 def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:
     """The sweep of one round through the model."""
-    rounds, recipe = work.decided.rounds, work.recipe
+    rounds, recipe = work.decided.rounds, work.recipe_of_round(index)
     dense = index == 0 or (index == 1 and rounds.schedule == "cubic")  # no gradient step yet
     teacher = None if work.scoring is None else TARGETS[recipe.target].teacher(work.scoring, dense)
     if recipe.blocks is not None:

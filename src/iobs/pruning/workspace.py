@@ -20,7 +20,7 @@ from iobs.pruning.finetune.scoring import Scoring
 from iobs.pruning.finetune.trainer import Trainer, differentiable, samples_a_step
 from iobs.pruning.network.layers import Layer, biases_of
 from iobs.pruning.network.selection import Selection
-from iobs.pruning.recipe import FineTune, Recipe, Rounds
+from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
 from iobs.pruning.recipe.text import described, plain_pattern
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint, opened
@@ -31,6 +31,7 @@ from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples, divide, split
 from iobs.pruning.store import Store
+from iobs.pruning.structure.units import Site
 
 SAVED_EVERY = 120.0  # seconds between snapshots of gradient steps
 
@@ -46,6 +47,8 @@ class Request:
         holdout: share of the samples that is held out.
         seed: seed of every random choice.
         checkpoint: directory of the checkpoint, or None.
+        sites: the units that each layer reads, if whole units are removed.
+        tied: names of sites that keep equal numbers of units.
     """
 
     recipe: Recipe
@@ -54,6 +57,8 @@ class Request:
     holdout: float
     seed: int
     checkpoint: str | Path | None
+    sites: Mapping[Layer, Site] = field(default_factory=dict)
+    tied: tuple[tuple[str, ...], ...] = ()
 
     def facts(self) -> JsonObject:
         """The request in plain types, for the report."""
@@ -80,15 +85,19 @@ class Decisions:
         rounds: number, schedule and fine-tuning of the rounds.
         finetune: gradient steps after the last round, or None.
         tuned: True if the recipe leaves the learning rate of `finetune` to trials.
+        blocks: block reconstruction of the first round, or None.
     """
 
     rounds: Rounds
     finetune: FineTune | None
     tuned: bool = False
+    blocks: BlockFit | None = None
 
     def described(self) -> JsonObject:
         """The decisions in plain types, for the report."""
-        return {"rounds": described(self.rounds), "finetune": self.finetune and described(self.finetune)}
+        steps = {"finetune": self.finetune and described(self.finetune)}
+        blocks = {} if self.blocks is None else {"blocks": described(self.blocks)}
+        return {"rounds": described(self.rounds), **steps, **blocks}
 
 
 @dataclass
@@ -126,7 +135,7 @@ class Workspace:
         recipe = self.recipe
         self.memory = MemoryWatch(self.store.device)
         tuned = recipe.finetune is not None and recipe.finetune.lr == "auto"
-        self.decided = Decisions(recipe.rounds, recipe.finetune, tuned)
+        self.decided = Decisions(recipe.rounds, recipe.finetune, tuned, recipe.blocks)
         steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
         everything = recipe.blocks is not None or any(step.parameters == "all" for step in steps)
         changed = {*(layer.key for layer in self.selection.layers), *self.biases.values()}
@@ -164,6 +173,14 @@ class Workspace:
     def recipe(self) -> Recipe:
         """The recipe of the request."""
         return self.request.recipe
+
+    def recipe_of_round(self, index: int) -> Recipe:
+        """The recipe of a round: later rounds project the current weights, which hold all gradient steps."""
+        recipe = self.recipe
+        if index == 0:
+            return recipe if recipe.blocks is None else recipe.but(blocks=self.decided.blocks)
+        later = recipe.blocks is not None or recipe.target == "residual"
+        return recipe.but(blocks=None, target="model") if later else recipe
 
     @property
     def ranks(self) -> Ranks:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from iobs.errors import DataError
 from iobs.pruning.report import RENDERERS, Report
+from iobs.pruning.structured_report import StructuredReport
 from iobs.report.card import render_card
 from iobs.report.numbers import from_json, to_json
 from iobs.report.page import render_page, render_summary
@@ -51,7 +52,8 @@ def read_report(file: Path) -> Report:
         values = from_json(file.read_text(encoding="utf8"))
         if not isinstance(values, dict):
             raise TypeError(f"{type(values).__name__} in place of an object")
-        return Report.from_dict(values)
+        kind = StructuredReport if "widths" in values else Report
+        return kind.from_dict(values)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:

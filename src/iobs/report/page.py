@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from iobs.pruning.coverage import KINDS
-from iobs.pruning.report import WORTH, Report, Sample
+from iobs.pruning.report import WORTH, Report
+from iobs.pruning.samples.shown import Sample
 from iobs.report import plots
 from iobs.report.numbers import duration, percent, score, significant, size
 from iobs.report.paths import without_folders

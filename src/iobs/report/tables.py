@@ -17,6 +17,8 @@ def summary_lines(report: Report) -> list[str]:
     """Summary of a run in a few lines: zeros, loss, best round, time and memory."""
     counted = f"{report.zeros:,} of {report.weights:,} weights in {len(report.audit)} layers"
     lines = [f"{percent(report.sparsity, 2)} zeros: {counted}", *report.coverage.lines()]
+    if report.bits_per_weight is not None:
+        lines.append(f"{report.bits_per_weight:.3f} bits a weight in these layers, masks and scales counted")
     if report.best.loss_heldout is not None:
         text = f"{report.loss_name} on {heldout_samples(report)}: {significant(report.best.loss_heldout, 4)}"
         lines.append(text + (f" (dense {significant(report.dense_loss, 4)})" if report.dense_loss is not None else ""))

@@ -14,7 +14,7 @@ from torch import Tensor
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError
-from iobs.solvers.families import BUDGETED, ENTRIES, REFINEMENTS, SOLVERS, Family, family_of, require_fit
+from iobs.solvers.families import BUDGETED, ENTRIES, GRIDS, REFINEMENTS, SOLVERS, Family, family_of, require_fit
 from iobs.solvers.options import require_budget
 from iobs.solvers.protocols import Budget, Refinement, Solver
 
@@ -233,7 +233,8 @@ def require_known(solver: str | Solver, refine: str | Refinement | None, budget:
     for name, value in (("solver", solver), ("refine", refine)):
         if not (value is None or isinstance(value, str) or callable(value)):
             raise ProblemError(f"{name} must be a name or a function such as iobs.ADMM(), got {value!r}.")
-    _solver(ENTRIES, solver, budget, {})
+    known = GRIDS if isinstance(solver, str) and solver in GRIDS.solvers.keys() - SOLVERS.keys() else ENTRIES
+    _solver(known, solver, budget, {})
     _refinement(ENTRIES, refine)
 
 

@@ -121,7 +121,6 @@ def test_windows_slide_by_one_block_with_layers(window, starts):
     ("changes", "message"),
     [
         ({"blocks": 3}, "must be a BlockFit"),
-        ({"blocks": SHORT, "rounds": 3}, "rounds must be 1"),
         ({"blocks": SHORT, "target": "model"}, "dense outputs on pruned inputs"),
     ],
 )
@@ -133,7 +132,7 @@ def test_impossible_settings_are_refused(changes, message):
 
 
 def test_recipe_with_blocks_survives_yaml():
-    recipe = Recipe.preset("blocks").but(blocks=BlockFit(window=1, lr=1e-3))
+    recipe = Recipe.preset("blocks").but(blocks=BlockFit(window=1, lr=1e-3, epochs=0.5))
     assert Recipe.from_yaml(recipe.to_yaml()) == recipe
 
 

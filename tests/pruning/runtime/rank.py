@@ -6,6 +6,9 @@ import sys
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import iobs
 from iobs.pruning.runtime import ranks as distributed
@@ -39,6 +42,41 @@ def train(model, data):
         optimizer.step()
 
 
+def shard(model, data, output):
+    """Train a sharded model in two parts, with a distributed checkpoint in between; returns whole tensors."""
+    iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", solver="magnitude")
+    zeros = {name: value == 0 for name, value in model.state_dict().items() if value.ndim > 1}
+    state = {}
+    for part in range(2):
+        for layer in model:
+            if part == 0 and isinstance(layer, torch.nn.Linear):
+                fully_shard(layer)
+        if part == 0:
+            fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        if part:
+            found = get_state_dict(model, optimizer)
+            state = dict(zip(("model", "optimizer"), found, strict=True))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.to_local().normal_()
+            checkpoint.load(state, checkpoint_id=f"{output}.checkpoint")
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        sparse = iobs.keep_sparse(model, optimizer)
+        for inputs, targets in data[distributed.current().rank :: 2] * 3:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        if not part:
+            found = get_state_dict(model, optimizer)
+            checkpoint.save(dict(zip(("model", "optimizer"), found, strict=True)), checkpoint_id=f"{output}.checkpoint")
+        sparse.remove()
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    for name, mask in zeros.items():
+        assert torch.equal(whole[name] == 0, mask), name
+    return whole
+
+
 def main(mode, output):
     model, data = network()
     options = {}
@@ -46,6 +84,10 @@ def main(mode, output):
         step = iobs.FineTune(lr=1e-3, optimizer="adam", steps=3, loss="task")
         options = {"rounds": iobs.Rounds(3, finetune=step)}
     with distributed.joined() as ranks:
+        if mode == "fsdp":
+            whole = shard(model, data, output)
+            whole = {name: value.detach().contiguous().clone() for name, value in whole.items()}
+            return save_file(whole, f"{output}.{ranks.rank}.safetensors")
         if mode == "ddp":
             train(model, data)
         else:

@@ -44,6 +44,15 @@ def test_two_ranks_agree_with_one_process(mode, tmp_path):
 
 
 @pytest.mark.slow
+def test_keep_sparse_holds_on_sharded_parameters_and_through_a_checkpoint(tmp_path):
+    run = launch("fsdp", tmp_path / "out", 2)
+    assert run.returncode == 0, run.stderr[-2000:]
+    ranks = [load_file(tmp_path / f"out.{rank}.safetensors") for rank in range(2)]
+    assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
+    assert int((ranks[0]["0.weight"] == 0).sum()) == ranks[0]["0.weight"].numel() // 2
+
+
+@pytest.mark.slow
 def test_keep_sparse_holds_on_two_ranks_under_ddp(tmp_path):
     run = launch("ddp", tmp_path / "out", 2)
     assert run.returncode == 0, run.stderr[-2000:]

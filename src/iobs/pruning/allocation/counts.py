@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from iobs.core.patterns import Pattern, Unstructured, keep_count
+from iobs.core.grids import entries_of
+from iobs.core.patterns import Grid, Pattern, Unstructured, keep_count
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import matching
@@ -114,7 +115,10 @@ def keep_ranges(allocation: Allocation, layers: Sequence[Layer], sparsity: float
 
 def global_sparsity(pattern: Pattern) -> float | None:
     """The sparsity of the whole model if the pattern leaves the counts of layers open, otherwise None."""
-    return pattern.sparsity if isinstance(pattern, Unstructured) and pattern.per == "layer" else None
+    entries = entries_of(pattern)
+    if isinstance(pattern, Grid) or not isinstance(entries, Unstructured) or entries.per != "layer":
+        return None
+    return entries.sparsity
 
 
 def uniform(pattern: Pattern, layers: tuple[Layer, ...]) -> dict[Layer, Pattern]:

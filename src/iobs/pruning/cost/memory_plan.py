@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from iobs.pruning.calibration.gram import WIDE
+from iobs.pruning.cost.phases import Matrix, Rates, Work, is_admm, phases
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import resident
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
-from iobs.solvers.admm import ADMM, SCHEDULES
 
 _CODE = 100 * 2**20  # bytes that compiled kernels and the linear algebra library allocate at their first use
-_STEP_TOKENS = 1024  # of one gradient step of a reconstruction
+_MASTER_BYTES = 9  # per fitted weight: a float32 master, its copy before the steps, and an entry of the mask
 _ACTIVATIONS = 6  # tensors of (tokens, widest columns) in memory at once in the forward pass of a block
 
 
@@ -27,10 +27,14 @@ class Plan:
 
     Attributes:
         peak_bytes: peak anonymous resident memory; on a GPU peak allocated memory.
-        seconds: time of Grams and solves, at the measured speed of this machine.
+        seconds: time of the run, at the measured speed of this machine.
         model_bytes: size of the whole model.
-        spilled_bytes: size of the activations that are kept in files.
+        spilled_bytes: size of the hidden states and fitted parameters that are kept in files.
         layers: number of matrices to prune.
+        streams_bytes: size of the hidden states between blocks, and of the parameters that steps of the whole network
+            change.
+        streams: their place: "device", "memory" or "disk".
+        phases: seconds by phase.
     """
 
     peak_bytes: int
@@ -38,6 +42,19 @@ class Plan:
     model_bytes: int
     spilled_bytes: int
     layers: int
+    streams_bytes: int = 0
+    streams: str = "disk"
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def placed(self, place: str, device: torch.device) -> Plan:
+        """The plan with the hidden states in a place."""
+        resident = place == "device" or (place == "memory" and device.type == "cpu")
+        return replace(
+            self,
+            streams=place,
+            peak_bytes=self.peak_bytes + (self.streams_bytes if resident else 0),
+            spilled_bytes=self.streams_bytes if place == "disk" else 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -48,13 +65,13 @@ class Held:
         blocks: number of blocks with weights.
         fitted: number of blocks whose parameters are fitted, with masters, moments and gradients in float32.
         streams: number of hidden states per token.
-        steps: gradient steps that each block takes part in.
+        masters: bytes per pruned weight that are kept for steps of the whole network.
     """
 
     blocks: int = 1
     fitted: int = 0
     streams: int = 1
-    steps: int = 0
+    masters: int = 0
 
     def bytes(self, numbers: int, itemsize: int) -> int:
         """Bytes of the blocks, each of which holds a number of weights."""
@@ -66,8 +83,9 @@ def held_blocks(recipe: Recipe) -> Held:
     fit = recipe.blocks
     if fit is None:
         return Held() if recipe.target == "layer" else Held(2, 0, 2)
-    steps = fit.window * fit.steps + (fit.masks - 1) * fit.between
-    return Held(fit.window + 1, fit.window, 4, steps)
+    if fit.network_steps:
+        return Held(fit.window + 1, fit.window, 5, _MASTER_BYTES)
+    return Held(fit.window + 1, fit.window, 4)
 
 
 def plan(
@@ -102,32 +120,35 @@ def plan(
     present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
     sizes = [max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches]
     grams = 2 if holdout > 0 else 1
-    solving = max(_solving_bytes(layer, recipe, grams) for layer in layers)
-    gathering = max(_gathering_bytes(layer, grams, max(sizes), itemsize) for layer in layers)
+    solving = max(solving_bytes(layer, recipe, grams) for layer in layers)
+    gathering = max(gathering_bytes(layer, grams, max(sizes), itemsize) for layer in layers)
     hidden = itemsize * sum(sizes) * min(layer.shape[1] for layer in layers)
-    forward = itemsize * _ACTIVATIONS * max(sizes) * max(layer.shape[1] for layer in layers)
+    forward = forward_bytes(layers, max(sizes), itemsize)
+    work = Work(layers, sum(sizes), model_bytes)
+    found = phases(work, recipe, Rates(speed(device), speed(device)))
     return Plan(
         peak_bytes=max(present, present - outside_bytes + block_bytes + max(solving, gathering + forward)),
-        seconds=(_products(layers, sum(sizes), recipe) + _steps(layers, held)) / speed(device),
+        seconds=sum(found.values()),
         model_bytes=model_bytes,
-        # A GPU keeps activations in its own memory.
-        spilled_bytes=held.streams * hidden if device.type == "cpu" else 0,
+        spilled_bytes=0,
         layers=len(layers),
+        streams_bytes=held.streams * hidden + held.masters * work.weights,
+        phases=found,
     )
 
 
-def _steps(layers: Sequence[Layer], held: Held) -> float:
-    """Floating-point operations of the gradient steps of a reconstruction: six per weight and token."""
-    return 6.0 * held.steps * _STEP_TOKENS * sum(layer.weights for layer in layers)
+def forward_bytes(layers: Sequence[Matrix], tokens: int, itemsize: int) -> int:
+    """Bytes of the activations of a block in a forward pass of `tokens`."""
+    return itemsize * _ACTIVATIONS * tokens * max(layer.shape[1] for layer in layers)
 
 
-def _gathering_bytes(layer: Layer, grams: int, tokens: int, itemsize: int) -> int:
+def gathering_bytes(layer: Matrix, grams: int, tokens: int, itemsize: int) -> int:
     """Bytes to compute Grams: float64 sums, the float32 product of a batch, and its inputs, stored and in float32."""
     square, columns = layer.shape[1] ** 2, layer.shape[1]
     return 8 * grams * layer.groups * square + 4 * layer.groups * square + (4 + itemsize) * tokens * columns
 
 
-def _solving_bytes(layer: Layer, recipe: Recipe, grams: int) -> int:
+def solving_bytes(layer: Matrix, recipe: Recipe, grams: int) -> int:
     """Bytes of a solve: squares (columns, columns) and matrices (rows, columns) that are in memory at once.
 
     All solvers need the Gram means and a damped copy, in float64 or float32, and the weights in float32, as anchor
@@ -146,30 +167,6 @@ def _solving_bytes(layer: Layer, recipe: Recipe, grams: int) -> int:
     if is_admm(recipe):
         return squares + matrices + max((6 * 4) * square + 17 * matrix, 4 * square + 29 * matrix)
     return squares + matrices + 3 * number * square + (2 * number + 1) * matrix
-
-
-def _products(layers: Sequence[Layer], tokens: int, recipe: Recipe) -> float:
-    """Floating-point operations of the products in a run: multiplications and additions; float64 counts twice.
-
-    A layer needs its Gram, about three passes of the data through its weights, and the inverses of the solver. It also
-    needs products of its weights with a square: one per iteration, one for the linear term, two for the error.
-    """
-    schedule = SCHEDULES[recipe.solver.budget if isinstance(recipe.solver, ADMM) else "default"]
-    iterations, stages = (schedule.iterations + schedule.refit + 1, schedule.stages + 1)
-    if not is_admm(recipe):
-        iterations, stages = 1, 2
-    total = 0.0
-    for layer in layers:
-        square = layer.shape[1] ** 2
-        other = 3 if layer.shape[1] >= WIDE else 6
-        total += 2.0 * tokens * (square + 3 * layer.weights)
-        total += 2.0 * layer.shape[0] * square * (iterations + other) + 2.0 * layer.shape[1] * square * stages
-    return total
-
-
-def is_admm(recipe: Recipe) -> bool:
-    """Check that the solver is ADMM, whose memory and time differ from those of the others."""
-    return recipe.solver == "admm" or isinstance(recipe.solver, ADMM)
 
 
 def speed(device: torch.device) -> float:

@@ -6,17 +6,21 @@ from dataclasses import asdict, replace
 
 from torch import Tensor
 
+from iobs.core.grids import on_grid_of
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
+from iobs.core.structured import Structured
 from iobs.pruning.allocation.counts import under_pattern
 from iobs.pruning.allocation.sensitivity import ENOUGH_OUTPUTS, Planner, can_keep_grams
 from iobs.pruning.calibration.gram import Statistics
+from iobs.pruning.decisions.widths import allocate_widths
 from iobs.pruning.layerwise.patterns import thinner
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Rounds, as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
-from iobs.pruning.workspace import Workspace
+from iobs.pruning.samples.batches import positions
+from iobs.pruning.workspace import Decisions, Workspace
 from iobs.solvers.admm import ADMM
 
 _DAMAGE = 1.0  # held-out KL divergence of the first projection, in nats, above which growing sparsity pays
@@ -27,6 +31,8 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
 
     Layers whose pattern a rule sets keep it; the others share the pattern of the run.
     """
+    if isinstance(work.request.pattern, Structured):
+        return allocate_widths(work, work.request.pattern)
     patterns, recipe = dict(work.request.patterns), work.recipe
     allocation = under_pattern(as_allocation(recipe.allocation), work.request.pattern)
     layers = tuple(layer for layer, pattern in patterns.items() if pattern is work.request.pattern)
@@ -47,7 +53,10 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
         solve_fast,
         work.request.seed,
         work.callbacks.on_measure,
+        residency=work.store,
     )
+    if allocation.criterion == "auto" and not work.store.whole:
+        allocation = replace(allocation, criterion="block")
     if allocation.criterion == "auto":
         # `planner.output_count` runs the model, so it comes last: only if a search is affordable.
         searched = allocation.generations > 0 and can_keep_grams(layers) and planner.output_count >= ENOUGH_OUTPUTS
@@ -63,7 +72,10 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
     found = work.checkpoint.remembered("allocation", planned)
     # A layer that receives no input has no count and keeps the pattern of the run.
     keeps = found["keeps"]
-    patterns |= {layer: Unstructured(keep=keeps[layer.name]) for layer in layers if layer.name in keeps}
+    pattern = work.request.pattern
+    patterns |= {
+        layer: on_grid_of(pattern, Unstructured(keep=keeps[layer.name])) for layer in layers if layer.name in keeps
+    }
     return patterns, [allocation_record(record) for record in found["records"]]
 
 
@@ -75,6 +87,21 @@ def scheduled(plan: dict[Layer, Pattern], rounds: Rounds, index: int) -> dict[La
     # Cubic growth from 0.72 of the requested sparsity (65 % on the way to 90 %), as measured best in LOG.md.
     share = 1 - 0.28 * (1 - (index - 1) / (last - 1)) ** 3
     return {layer: thinner(pattern, layer, share) for layer, pattern in plan.items()}
+
+
+def decide_steps(work: Workspace) -> Decisions:
+    """The decisions with one kind of steps of the whole network, if the recipe has two kinds.
+
+    Text takes them block by block, and needs no further rounds. Other data take the fine-tuning, which alters and mixes
+    samples, and the rounds before it.
+    """
+    blocks, decided = work.recipe.blocks, work.decided
+    if blocks is None or not blocks.network_steps or decided.finetune is None:
+        return decided
+    if work.chain and positions(work.fit.batches[0]) > 1:
+        work.note("Text: steps of the whole network, block by block, take the place of rounds and fine-tuning.")
+        return replace(decided, rounds=Rounds(data=decided.rounds.data), finetune=None, tuned=False)
+    return replace(decided, blocks=replace(blocks, network_steps=0))
 
 
 def decide_growth(work: Workspace) -> Rounds:

@@ -8,15 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from iobs.core.column_groups import Groups
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.pruning.calibration.gram import WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected
+from iobs.pruning.layerwise.grids import solver_for
 from iobs.pruning.layerwise.keep_zeros import keeping
 from iobs.pruning.layerwise.patterns import patterns_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
-from iobs.solvers import solve, solve_many
+from iobs.pruning.recipe.network_solvers import NetworkSolver
+from iobs.solvers import Solver, solve, solve_many
+from iobs.solvers.families import family_of
 
 SEARCH_COLUMNS = 256  # columns from which a problem is solved in float32, in half of the time
 
@@ -52,7 +56,8 @@ class Task:
 def solve_layer(task: Task, statistics: Statistics) -> list[Solution]:
     """Solve one layer: one quadratic for each group of its rows.
 
-    Grams are float64; problems of `SEARCH_COLUMNS` columns or more are solved in float32.
+    Grams are float64; problems of `SEARCH_COLUMNS` columns or more are solved in float32, except for `Groups`, whose
+    solvers compute in float64.
 
     Returns:
         One solution per group; `stats["drift_damping"]` is the damping that `drift.corrected` chose, or 0.
@@ -63,14 +68,14 @@ def solve_layer(task: Task, statistics: Statistics) -> list[Solution]:
     for number, pattern in enumerate(patterns_of_groups(task.layer, task.pattern)):
         own = slice(number * rows, (number + 1) * rows)
         problem, drift_damping = _problem(task, statistics, statistics.calibration.own[number], number, own)
-        if problem.shape[1] >= SEARCH_COLUMNS:
+        if problem.shape[1] >= SEARCH_COLUMNS and not isinstance(pattern, Groups):
             problem = problem.to(torch.float32)
         refine = task.recipe.refine if task.zeros is None else keeping(task.zeros[own], task.recipe.refine)
         assert task.recipe.network_solver is None
         solution = solve(
             problem,
             pattern,
-            task.recipe.solver,  # type: ignore[arg-type]
+            _solver_of(task),
             refine=refine,
             damping=task.recipe.damping,
             name=task.layer.name,
@@ -96,16 +101,18 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics) -> list[Soluti
     hessian = used.calibration.own[0]  # one object: problems are known to share a Hessian by its identity
     found = [_problem(task, used, hessian, 0, slice(None)) for task in tasks]
     problems = [problem for problem, _ in found]
-    if any(task.statistics(statistics) is not used for task in tasks) or problems[0].hessian is not hessian:
+    one_kind = all(family_of(task.pattern) is family_of(tasks[0].pattern) for task in tasks)
+    one_hessian = problems[0].hessian is hessian and all(task.statistics(statistics) is used for task in tasks)
+    if not (one_kind and one_hessian):
         return [solution for task in tasks for solution in solve_layer(task, statistics)]
-    if problems[0].shape[1] >= SEARCH_COLUMNS:
+    if problems[0].shape[1] >= SEARCH_COLUMNS and not isinstance(tasks[0].pattern, Groups):
         hessian = problems[0].matrix.to(torch.float32)  # the solver recognises the shared Hessian by its identity
         problems = [_in_float32(problem, hessian) for problem in problems]
     recipe = tasks[0].recipe
     solutions = solve_many(
         problems,
         [task.pattern for task in tasks],
-        recipe.solver,  # type: ignore[arg-type]
+        _solver_of(tasks[0]),
         refine=recipe.refine,
         damping=recipe.damping,
         name=", ".join(task.layer.name for task in tasks),
@@ -113,6 +120,15 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics) -> list[Soluti
     for solution, (_, drift_damping) in zip(solutions, found, strict=True):
         solution.stats["drift_damping"] = drift_damping
     return solutions
+
+
+def _solver_of(task: Task) -> str | Solver | None:
+    """The solver of a task; None, the best solver of the pattern's kind, for "admm" with groups of columns."""
+    solver = task.recipe.solver
+    assert not isinstance(solver, NetworkSolver)
+    if solver == "admm" and isinstance(task.pattern, Groups):
+        return None
+    return solver_for(solver, task.pattern)
 
 
 def _in_float32(problem: Quadratic, hessian: Tensor) -> Quadratic:

@@ -62,8 +62,8 @@ class Recipe(LayerSettings):
             an `Allocation` with bounds.
         target: the output that each layer should match. "layer": the output of its own current weights on its own
             inputs, as in the paper. "dense": the output of the layer in the dense model. "residual": as "dense", but a
-            layer whose output is added to a residual matches the sum of both. "model": its output in the model at the
-            start of the round, which is dense in the first round and fine-tuned later.
+            layer whose output is added to a residual matches the sum of both; later rounds have the target "model".
+            "model": its output in the model at the start of the round, dense in the first round and fine-tuned later.
         inputs: inputs of each layer: "pruned": through the pruned layers before it; "dense": from the dense model.
         rounds: repeated projections. `but` and `iobs.prune` also take a number of rounds, see `but`.
         finetune: gradient steps on the final support, after the last round; None: no steps.
@@ -73,7 +73,8 @@ class Recipe(LayerSettings):
         depthwise: True: also prune depthwise convolutions.
         bias: "keep" the biases of pruned layers, or "refit" them, so that the mean output of each layer is that of its
             target. "auto" is "refit" with target="residual", otherwise "keep".
-        blocks: block reconstruction, with a projection of its own; None: no reconstruction.
+        blocks: block reconstruction in the first round, with projections of its own; None: no reconstruction. Rounds
+            after it have the target "model".
 
     Raises:
         ProblemError: a setting is unknown or outside its range, or two settings contradict each other.
@@ -153,8 +154,6 @@ class Recipe(LayerSettings):
         """
         if not isinstance(self.blocks, BlockFit):
             raise ProblemError(f"blocks must be a BlockFit, or None for no reconstruction; got {self.blocks!r}.")
-        if self.rounds.count > 1:
-            raise ProblemError("blocks= grows the sparsity inside each block; with it rounds must be 1.")
         if self.target == "model" or self.inputs == "dense":
             raise ProblemError(
                 'blocks= fits the dense outputs on pruned inputs: target must be "residual", "dense" or "layer", and '
@@ -274,7 +273,8 @@ _DISTILLATION = FineTune(
 # "one-shot" prunes every layer once to the same sparsity. "fast" is the best single projection. "best" grows the
 # sparsity over rounds where the first projection does damage, with steps on the KL divergence to the dense model
 # between them, and fine-tunes on the final support; what is "auto" is found on the calibration data (LOG.md has the
-# measurements). "paper" is Algorithm 2 to the letter. "blocks" reconstructs one or two blocks at a time.
+# measurements). "paper" is Algorithm 2 to the letter. "blocks" reconstructs two blocks at a time, then takes steps of
+# the whole network, in the memory of these blocks.
 PRESETS: dict[str, Recipe] = {
     "one-shot": Recipe(),
     "fast": Recipe(allocation=Allocation("auto", generations=0), target="dense"),
@@ -287,5 +287,9 @@ PRESETS: dict[str, Recipe] = {
     "paper": Recipe(
         solver="sparsegpt", rounds=Rounds(10, finetune=FineTune(lr=0.01, optimizer="sgd", steps=1, loss="task"))
     ),
-    "blocks": Recipe(allocation=Allocation("auto", generations=0), target="residual", blocks=BlockFit()),
+    "blocks": Recipe(
+        allocation=Allocation("auto", generations=0),
+        target="residual",
+        blocks=BlockFit(masks=4, network_steps=1200, epochs=10.0),
+    ),
 }

@@ -55,11 +55,11 @@ class Window:
     def loss(self, index: int) -> Tensor:
         """The loss on the batch at `index`: relative squared distance without padding, or KL divergence in nats."""
         pruned, dense = self.streams.pruned, self.streams.dense
-        hidden = pruned.through(self.stages, index, pruned.hidden[index].clone())
-        wanted, batch = self.wanted[index], pruned.data[index]
+        hidden = pruned.through(self.stages, index, pruned.state(index))
+        wanted, batch = dense.fetch(self.wanted[index]), pruned.data[index]
         if self.kl:
             with torch.no_grad():
-                goal = outputs.logits(dense.output(index, wanted.clone()))
+                goal = outputs.logits(dense.output(index, wanted))
             return divergence(pruned.model, batch, goal, outputs.logits(pruned.output(index, hidden)))
         mask = outputs.attended(pruned.model, batch)
         hidden, wanted = (outputs.unpadded(value, mask).float() for value in (hidden, wanted))

@@ -19,8 +19,51 @@ from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import Residency
 from iobs.pruning.reconstruction.optimizers import Factored, rate_at
 from iobs.pruning.reconstruction.parameters import Masters
+from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples import batches, outputs
+
+SAVED_EVERY = 50  # steps between two entries of the checkpoint
+
+
+@dataclass(frozen=True)
+class StepCheckpoint:
+    """The state of steps of the whole network in a checkpoint, one entry per block, so that one block is in memory.
+
+    The entries of two states alternate, and an entry written last names the valid ones: a kill between two blocks
+    leaves the state before.
+
+    Args:
+        checkpoint: of the run.
+        key: of the steps.
+        every: steps between two states.
+    """
+
+    checkpoint: Checkpoint
+    key: str
+    every: int = SAVED_EVERY
+
+    def save(self, step: int, masters: list[Masters], optimizers: list[Factored]) -> None:
+        """Store the state after `step` steps."""
+        slot = step // self.every % 2
+        for block, (one, optimizer) in enumerate(zip(masters, optimizers, strict=True)):
+            moments = optimizer.state()
+            self.checkpoint.put(self._entry(slot, block), {**one.values, **moments}, {"taken": optimizer.taken})
+        self.checkpoint.put(self.key, {}, {"step": step, "slot": slot})
+
+    def load(self, masters: list[Masters], optimizers: list[Factored]) -> int:
+        """Read the last state into masters and optimizers; returns its number of steps, or 0 if there is none."""
+        if self.key not in self.checkpoint:
+            return 0
+        found = self.checkpoint.get(self.key)[1]
+        for block, (one, optimizer) in enumerate(zip(masters, optimizers, strict=True)):
+            tensors, values = self.checkpoint.get(self._entry(found["slot"], block))
+            one.replace({name: tensors[name] for name in one.values})
+            optimizer.restore(tensors, values["taken"])
+        return int(found["step"])
+
+    def _entry(self, slot: int, block: int) -> str:
+        return f"{self.key} {slot} block {block}"
 
 
 @dataclass
@@ -57,20 +100,30 @@ class NetworkSteps:
         for one, values in zip(self.masters, self.start, strict=True):
             one.replace(values)
 
-    def run(self, steps: int, rate: float) -> None:
+    def run(self, steps: int, rate: float, saved: StepCheckpoint | None = None) -> None:
         """Take steps on the calibration batches.
+
+        Args:
+            steps: their number.
+            rate: learning rate.
+            saved: where the steps begin if they were interrupted; None: at the first one, and nothing is stored.
 
         Raises:
             NonFiniteError: the loss became NaN or infinite.
         """
         optimizers = [Factored(one.values) for one in self.masters]
         order = self._endless()
-        for step in range(steps):
+        done = 0 if saved is None else saved.load(self.masters, optimizers)
+        for _ in range(done):
+            next(order)
+        for step in range(done, steps):
             self._step(next(order), optimizers, rate * rate_at(step, steps))
+            if saved is not None and (step + 1) % saved.every == 0 and step + 1 < steps:
+                saved.save(step + 1, self.masters, optimizers)
 
     def _step(self, index: int, optimizers: list[Factored], rate: float) -> None:
         """One step on the batch at `index`."""
-        inputs = [self.stream.hidden[index].clone()]
+        inputs = [self.stream.state(index)]
         for stage in range(len(self.masters) - 1):
             inputs.append(self._forward(stage, index, inputs[-1]))
         last = inputs.pop().requires_grad_(True)
@@ -104,7 +157,7 @@ class NetworkSteps:
     def _loss(self, index: int, hidden: Tensor) -> Tensor:
         """KL divergence of the network's outputs from those of the dense network, in nats."""
         with torch.no_grad():
-            goal = outputs.logits(self.dense.output(index, self.dense.hidden[index].clone()))
+            goal = outputs.logits(self.dense.output(index, self.dense.state(index)))
         found = outputs.logits(self.stream.output(index, hidden))
         return divergence(self.stream.model, self.stream.data[index], goal, found)
 
@@ -117,14 +170,14 @@ class NetworkSteps:
             given = gradient.to(masters.values[name].dtype)
             self.ranks.sum(given)
             given = given / self.ranks.size if self.ranks.size > 1 else given
-            masked[name] = given * masters.masks[name] if name in masters.masks else given
+            masked[name] = given * masters.masks[name].to(given.device) if name in masters.masks else given
         optimizer.step(masked, rate)
 
     @torch.no_grad()
     def loss(self) -> float:
         """The mean loss on the held-out batches of all ranks, or on the calibration batches if none are held out."""
         chosen = self.heldout or self.fit
-        hidden = [self.stream.hidden[index].clone() for index in chosen]
+        hidden = [self.stream.state(index) for index in chosen]
         for stage in range(len(self.masters) - 1):
             self.residency.enter(stage)
             self.masters[stage].copy_to_model()

@@ -82,9 +82,9 @@ class Masters:
     def copy_to_model(self) -> None:
         """Write the masters into the model, in its dtype; entries outside the masks stay zero."""
         for name, parameter in zip(self.values, self.parameters, strict=True):
-            if name in self.masks:
-                self.values[name] *= self.masks[name]
             parameter.detach().copy_(self.values[name])
+            if name in self.masks:
+                parameter.detach().mul_(self.masks[name].to(parameter.device))
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of the masters, by name."""

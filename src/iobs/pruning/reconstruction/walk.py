@@ -19,17 +19,17 @@ from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction.fitting import Fit, Streams, Window
-from iobs.pruning.reconstruction.network_steps import NetworkSteps
+from iobs.pruning.reconstruction.network_steps import NetworkSteps, StepCheckpoint
 from iobs.pruning.reconstruction.parameters import Masters, fitted_names
 from iobs.pruning.report import JsonObject
-from iobs.pruning.samples.batches import Batch, positions, size, take
+from iobs.pruning.samples.batches import Batch, neighbours, positions, size
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 
-NETWORK_RATES = (5e-5, 2e-4, 5e-4, 1.5e-3)
+NETWORK_RATES = (5e-5, 2e-4, 8e-4, 2e-3, 5e-3)
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 _TRIAL_SHARE, _TRIAL_STEPS = 5, 12  # a trial of a rate takes a fifth of the steps, and at least twelve
-_NETWORK_SHARE = 10  # a trial of a rate of the whole network takes a tenth of its steps
+_NETWORK_SHARE = 20  # a trial of a rate of the whole network takes a twentieth of its steps
 _RETREAT = 4.0  # a fit that raises the held-out loss is repeated with a rate this much smaller
 _FIRST_SHARE = 0.6  # of the sparsity, in the first of several projections
 _GROWTH = 1.5  # exponent of the growth: about 42, 55, 65 and 70 % for four projections to 70 %
@@ -40,8 +40,9 @@ def in_steps(part: Samples, fit: BlockFit) -> Samples:
     """The samples in batches of the size of one gradient step, in the same order."""
     found = Samples()
     for batch, number in zip(part.batches, part.numbers, strict=True):
-        for rows in torch.split(torch.arange(size(batch)), samples_a_step(batch, fit)):
-            found.batches.append(take(batch, rows))
+        count = samples_a_step(batch, fit)
+        for start in range(0, size(batch), count):
+            found.batches.append(neighbours(batch, start, start + count))  # views: nothing is copied
             found.numbers.append(number)
     return found
 
@@ -65,6 +66,16 @@ def growing(pattern: Pattern, layer: Layer, count: int) -> list[Pattern]:
         else:
             found.append(thinner(pattern, layer, share))
     return [*(one for one in dict.fromkeys(found) if one != pattern), pattern]
+
+
+def trial_steps(fit: BlockFit) -> int:
+    """Gradient steps of one trial of a rate of blocks."""
+    return max(_TRIAL_STEPS, fit.steps // _TRIAL_SHARE)
+
+
+def network_trial_steps(fit: BlockFit) -> int:
+    """Gradient steps of one trial of a rate of the whole network."""
+    return max(_TRIAL_STEPS, fit.network_steps // _NETWORK_SHARE)
 
 
 @dataclass
@@ -91,6 +102,7 @@ class Walk:
     _place: int = field(default=1, init=False)  # of the dense model's hidden states, 1 or 3
 
     def __post_init__(self) -> None:
+        self.fit = self.fit.within(len(self.sweep.ranks.share(self.sweep.calibration).batches))
         self.rate = None if self.fit.lr == "auto" else self.fit.lr
 
     def run(self) -> None:
@@ -158,16 +170,17 @@ class Walk:
             begin, dense, masters, residency, streams.fit, streams.heldout, self.sweep.ranks, work.request.seed
         )
         if key in work.checkpoint:
-            tensors = work.checkpoint.get(key)[0]
-            for one in masters:
-                one.replace({name: tensors[name] for name in one.values})
+            for stage, one in enumerate(masters):
+                one.replace(work.checkpoint.get(f"{key}, block {stage}")[0])
         else:
             before = steps.loss()
             rate = self._network_rate(steps, before)
-            if not self._after_network(steps, self.fit.network_steps, rate) < before:
+            if not self._after_network(steps, rate, key) < before:
                 steps.undo()
                 work.note(f"The steps of the whole network are left out: they raise the held-out loss {before:.3g}.")
-            work.checkpoint.put(key, {name: value for one in masters for name, value in one.values.items()}, {})
+            for stage, one in enumerate(masters):
+                work.checkpoint.put(f"{key}, block {stage}", one.values, {})
+            work.checkpoint.put(key, {}, {})  # last: all blocks are stored now
         for stage, one in enumerate(masters):
             residency.enter(stage)
             one.copy_to_model()
@@ -178,7 +191,14 @@ class Walk:
         """The learning rate of the steps of the whole network, given or chosen by trials."""
         if self.fit.network_lr != "auto":
             return self.fit.network_lr
-        count = max(_TRIAL_STEPS, self.fit.network_steps // _NETWORK_SHARE)
+        key = f"round {self.projection.index} rate of the network"
+        found = self.work.checkpoint.remembered(key, lambda: self._network_trials(steps, before))
+        self.work.note(f"Learning rate of the whole network: {found['rate']:g} ({found['text']}).")
+        return float(found["rate"])
+
+    def _network_trials(self, steps: NetworkSteps, before: float) -> JsonObject:
+        """The largest rate with about the least held-out loss after a few steps of the whole network."""
+        count = network_trial_steps(self.fit)
 
         def trial(rate: float) -> float:
             steps.undo()
@@ -190,13 +210,12 @@ class Walk:
         best = boldest({("adam", rate): loss for rate, loss in tried.items()})
         rate = NETWORK_RATES[0] if best is None else best[1]
         text = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in tried.items())
-        self.work.note(f"Learning rate of the whole network: {rate:g} (held-out loss {before:.4g}, trials {text}).")
-        return rate
+        return {"rate": rate, "text": f"held-out loss {before:.4g}, trials {text}"}
 
-    def _after_network(self, steps: NetworkSteps, count: int, rate: float) -> float:
+    def _after_network(self, steps: NetworkSteps, rate: float, key: str) -> float:
         """The held-out loss after steps of the whole network; infinite if they diverge."""
         try:
-            steps.run(count, rate)
+            steps.run(self.fit.network_steps, rate, StepCheckpoint(self.work.checkpoint, f"{key} so far"))
             return steps.loss()
         except NonFiniteError:
             return math.inf
@@ -253,7 +272,7 @@ class Walk:
     def _outputs(self, dense: Stream, stage: int, place: int) -> list[Tensor]:
         """The outputs of a block of the dense model, stored in another place than the inputs, which stay."""
         keep = self.sweep.place(place)
-        found = (dense.through([stage], index, hidden.clone()) for index, hidden in enumerate(dense.hidden))
+        found = (dense.through([stage], index, dense.fetch(hidden)) for index, hidden in enumerate(dense.hidden))
         return [keep(index, hidden) for index, hidden in enumerate(found)]
 
     @torch.no_grad()
@@ -261,7 +280,7 @@ class Walk:
         """Store the hidden states of `source` after some blocks in `goal`."""
         if source is goal and not stages:
             return
-        found = (source.through(stages, index, hidden.clone()) for index, hidden in enumerate(source.hidden))
+        found = (source.through(stages, index, source.fetch(hidden)) for index, hidden in enumerate(source.hidden))
         goal.hidden = [goal.keep(index, hidden) for index, hidden in enumerate(found)]
 
     # ---- fits
@@ -316,7 +335,7 @@ class Walk:
 
     def _trials(self, window: Window) -> JsonObject:
         """The largest rate with about the least held-out loss after a short fit of the first window."""
-        steps = max(_TRIAL_STEPS, self.fit.steps // _TRIAL_SHARE)
+        steps = trial_steps(self.fit)
         fit = self._new(window)
 
         def trial(rate: float) -> float:

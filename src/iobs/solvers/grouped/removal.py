@@ -64,7 +64,8 @@ def removal_path(system: GroupSystem, keep: int = 0, batch: int = 1) -> RemovalP
             total += 0.5 * state.remove(group)
             order.append(state.names[group])
             losses.append(total)
-        state.apply_if_full()
+        if len(order) < removals:
+            state.apply_if_full()
     return RemovalPath(order, losses)
 
 

@@ -1,0 +1,190 @@
+"""Whole networks with fewer channels, neurons and heads: our recipes beside published scores of the same units.
+
+    python benchmarks/structured_networks.py                   everything; hours
+    python benchmarks/structured_networks.py --quick           ResNet-20 at one share
+    python benchmarks/structured_networks.py --only ResNet     rows of one network; also --methods fast,flap
+
+ResNet-20: 1,000 training pictures, score on 5,000 test pictures. The llama of 260,000 weights: 256 windows of 128
+tokens, perplexity on 300 windows of other stories, divided by that of the dense network. The share is that of the
+multiplications in the layers that hold units. Baselines remove the same kind of units by their published score: without
+an update of the weights, ResNet-20 with batch norms measured anew, FLAP with its bias.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rows import Row, Rows, measured, parser, require_data, stamp
+from torch import Tensor, nn
+
+import iobs
+from iobs.solvers.grouped.scores import Flap, GroupMagnitude, GroupWanda
+
+PLAIN = {"target": "layer", "bias": "keep"}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fast": ("fast", {}),
+    "one-shot": ("one-shot", {}),
+    "best": ("best", {}),
+    "magnitude": ("one-shot", {"solver": GroupMagnitude(), **PLAIN}),
+    "wanda": ("one-shot", {"solver": GroupWanda(), **PLAIN}),
+    "flap": ("one-shot", {"solver": Flap(), "target": "layer", "bias": "refit"}),
+}
+NAMES = {
+    "fast": "ours, one shot",
+    "one-shot": "ours, one shot, equal shares",
+    "best": "ours, tuned",
+    "magnitude": "magnitude",
+    "wanda": "Wanda",
+    "flap": "FLAP with bias",
+}
+OURS = ("fast", "one-shot", "best")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, its calibration data and its score.
+
+    Attributes:
+        model: made anew for every row.
+        batches: calibration data.
+        score: of a model, on test data.
+        unit: of the score.
+        shares: of the multiplications that are removed.
+        uniform: as in `iobs.Structured`.
+        norms: True if batch norms are measured anew after a baseline.
+    """
+
+    model: Callable[[], nn.Module]
+    batches: list[Any]
+    score: Callable[[nn.Module], float]
+    unit: str
+    shares: tuple[float, ...]
+    uniform: bool | None = None
+    norms: bool = False
+
+
+def resnet(data: Path, seed: int) -> Network:
+    zoo = require_data(data)
+    images, _ = zoo.cifar10("train10k", "resnet20")
+    test = zoo.cifar10("test5000", "resnet20")
+    chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:1000]
+    batches = list(images[chosen].split(100))
+    return Network(
+        zoo.resnet20, batches, lambda model: zoo.accuracy(model, *test), "accuracy", (0.3, 0.5, 0.7), norms=True
+    )
+
+
+def stories(data: Path, seed: int) -> Network:
+    import transformers
+
+    from iobs.models.vision_shim import ensure_torchvision
+
+    ensure_torchvision()
+    transformers.logging.set_verbosity_error()
+    folder, zoo = data / "llama_stories260K", require_data(data)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def model() -> nn.Module:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def windows(split: str) -> Tensor:
+        texts = ([1, *tokenizer(one, add_special_tokens=False)["input_ids"]] for one in zoo.stories(split))
+        tokens = torch.tensor([token for text in texts for token in text])
+        return tokens[: len(tokens) // 128 * 128].view(-1, 128)
+
+    @torch.no_grad()
+    def perplexity(model: nn.Module) -> float:
+        held = windows("validation")[:300]
+        total = sum(float(model(input_ids=part, labels=part).loss) * len(part) for part in held.split(30))
+        return math.exp(total / len(held))
+
+    dense, every = perplexity(model()), windows("calibration")
+    chosen = torch.randperm(min(len(every), 512), generator=torch.Generator().manual_seed(seed))[:256]
+    batches = [{"input_ids": part} for part in every[chosen].split(16)]
+    return Network(
+        model, batches, lambda model: perplexity(model) / dense, "perplexity ratio", (0.093, 0.25, 0.5), uniform=False
+    )
+
+
+NETWORKS = {"ResNet-20": resnet, "llama 260K": stories}
+
+
+def measure(name: str, network: Network, share: float, method: str, seed: int) -> Row:
+    recipe, changes = METHODS[method]
+    if method not in OURS and network.norms:
+        changes = {**changes, "batch_norm": "update"}
+    model = network.model()
+    with measured() as work:
+        pattern = iobs.Structured(share, uniform=network.uniform)
+        report = iobs.prune(model, network.batches, pattern, recipe, seed=seed, **changes)
+    return {
+        "network": name,
+        "share": share,
+        "method": method,
+        "score": network.score(model),
+        "unit": network.unit,
+        "macs": report.costs[0].share,
+        "widths": [one.after for one in report.widths],
+        "heldout": report.best.loss_heldout,
+        "kind": report.best.kind,
+        **work.fields(),
+        **stamp(seed),
+    }
+
+
+def tables(rows: list[Row]) -> str:
+    """The section of RESULTS.md."""
+    text = [
+        "# Whole networks with fewer units",
+        "",
+        "Made by `python benchmarks/structured_networks.py`. Multiplications by weights are removed in the layers that "
+        "hold units. ResNet-20: 1,000 training pictures without labels, accuracy on 5,000 test pictures (dense 91.70). "
+        "llama 260K: perplexity over that of the dense network, on other stories. Baselines remove equal shares of all "
+        "layers and do not change other weights; ResNet-20's batch norms are measured anew for them. The figure is the "
+        "mean over the seeds.",
+        "",
+    ]
+    for name in dict.fromkeys(row["network"] for row in rows):
+        own = [row for row in rows if row["network"] == name]
+        shares = sorted({row["share"] for row in own})
+        text += [f"**{name}** ({own[0]['unit']})", ""]
+        text += ["| method | seeds | " + " | ".join(f"{share:.1%} removed" for share in shares) + " |"]
+        text += ["|---" * (2 + len(shares)) + "|"]
+        for method in (method for method in METHODS if any(row["method"] == method for row in own)):
+            cells, seeds = [], set()
+            for share in shares:
+                found = [row for row in own if row["method"] == method and row["share"] == share]
+                seeds |= {row["seed"] for row in found}
+                mean = sum(row["score"] for row in found) / max(1, len(found))
+                cells.append(f"{mean:.2f}" if found else "-")
+            text.append(f"| {NAMES[method]} | {len(seeds)} | " + " | ".join(cells) + " |")
+        text.append("")
+    return "\n".join(text).rstrip()
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--only", default="", help="networks whose name holds this")
+    options.add_argument("--methods", default=",".join(METHODS))
+    options.add_argument("--shares", type=float, nargs="*")
+    arguments = options.parse_args()
+    torch.set_num_threads(1)
+    rows = Rows("structured_networks", ("network", "share", "method", "seed"), arguments.again)
+    for seed in arguments.seeds or (0,):
+        for name, make in NETWORKS.items():
+            if arguments.only not in name or (arguments.quick and name != "ResNet-20"):
+                continue
+            network = make(arguments.data, seed)
+            for share in (0.5,) if arguments.quick else (arguments.shares or network.shares):
+                for method in arguments.methods.split(","):
+                    if not rows.has(network=name, share=share, method=method, seed=seed):
+                        rows.put(measure(name, network, share, method, seed))
+
+
+if __name__ == "__main__":
+    main()

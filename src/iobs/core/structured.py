@@ -1,0 +1,92 @@
+"""Structured pruning of a whole network: the share of its cost that removed units save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Literal, get_args
+
+from iobs.errors import PatternError, is_a
+
+if TYPE_CHECKING:
+    from iobs.core.patterns import Partition
+
+Cost = Literal["macs", "parameters", "latency"]
+Runtime = Literal["torch", "onnx"]
+
+
+@dataclass(frozen=True)
+class Structured:
+    """Whole units of a network are removed: channels, neurons and heads. The network becomes narrower.
+
+    A pattern of `iobs.prune` only. For one layer see `iobs.Groups`.
+
+    Args:
+        sparsity: share of the cost to remove, in [0, 1), of the layers that hold units; with "latency" of the time of
+            the whole network.
+        of: the cost: "macs" (multiplications by weights), "parameters", or "latency" (time on this machine).
+        multiple_of: the number of units that a layer keeps is a multiple of this, such as 8 or 16. A layer may also
+            stay as it is.
+        uniform: True: layers with the same kind and number of units keep the same number. None: True for models of
+            transformers, whose configuration has one number for all layers; otherwise False.
+        runtime: runtime whose time "latency" means, "torch" or "onnx" (ONNX Runtime).
+
+    Raises:
+        PatternError: an argument is impossible.
+    """
+
+    sparsity: float
+    of: Cost = "macs"
+    multiple_of: int = 1
+    uniform: bool | None = None
+    runtime: Runtime = "torch"
+
+    def __post_init__(self) -> None:
+        if not is_a(Real, self.sparsity) or not 0 <= self.sparsity < 1:
+            raise PatternError(f"Structured takes a share in [0, 1), got {self.sparsity!r}: 0.3 removes 30 %.")
+        if self.of not in get_args(Cost):
+            raise PatternError(f'Structured removes a share of="macs", "parameters" or "latency", got {self.of!r}.')
+        if not is_a(Integral, self.multiple_of) or self.multiple_of < 1:
+            raise PatternError(f"multiple_of must be a whole number of at least 1, got {self.multiple_of!r}.")
+        if self.uniform not in (None, True, False):
+            raise PatternError(f"uniform must be True, False or None, got {self.uniform!r}.")
+        if self.runtime not in get_args(Runtime):
+            raise PatternError(f'runtime must be "torch" or "onnx", got {self.runtime!r}.')
+
+    @classmethod
+    def read(cls, text: str, sparsity: float) -> Structured:
+        """A pattern from its options as text, such as "of=latency,multiple_of=8", and its sparsity.
+
+        Raises:
+            PatternError: an unknown option, or a value outside its range.
+        """
+        found: dict[str, object] = {}
+        for option in filter(None, text.split(",")):
+            name, _, value = option.partition("=")
+            if name not in {one.name for one in fields(cls)} - {"sparsity"} or not value:
+                raise PatternError(
+                    f"Cannot read the option {option!r} of a structured pattern: give of=macs, of=parameters, "
+                    "of=latency, multiple_of=8, uniform=true or runtime=onnx."
+                )
+            known: dict[str, object] = {"true": True, "false": False}
+            found[name] = int(value) if value.isdigit() else known.get(value.lower(), value)
+        return cls(sparsity, **found)  # type: ignore[arg-type]
+
+    def groups(self, shape: tuple[int, int]) -> Partition:
+        """Raise an error: the units of a network are removed, and a single matrix has none.
+
+        Raises:
+            PatternError: always.
+        """
+        raise PatternError(
+            f"The pattern {self} removes units of a whole network: use iobs.prune. For one layer use iobs.Groups."
+        )
+
+    def __str__(self) -> str:
+        """Text that `core.patterns.parse` reads back."""
+        options = [
+            f"{one.name}={str(value).lower() if isinstance(value, bool) else value}"
+            for one in fields(self)[1:]
+            if (value := getattr(self, one.name)) != one.default
+        ]
+        return ",".join([f"structured:{float(self.sparsity)!r}", *options])

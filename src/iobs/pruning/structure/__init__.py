@@ -1,0 +1,1 @@
+"""Units of a network (channels, neurons, heads), and their physical removal."""

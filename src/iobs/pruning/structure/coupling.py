@@ -1,0 +1,122 @@
+"""Units of one layer's columns: which columns depend on which rows of the layers before.
+
+A backward pass from some columns of a layer's input reaches exactly the rows that they depend on. Columns are tested in
+groups: one backward pass for each bit of the unit's number tells which unit each row belongs to, and whether a row
+belongs to one unit only. The cost is 2 log2(units) backward passes through one region of the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from iobs.pruning.structure.trace import Read, Source, Trace
+
+UNTOUCHED, SHARED = -1, -2  # labels of entries that no column, or columns of several units, depend on
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Units of the columns of one layer.
+
+    Args:
+        size: number of columns of each unit; 0 if the columns do not fall into units.
+        labels: for every source that the columns depend on: unit of each channel, int64 (channels,), or of each entry
+            of a parameter, in its shape; UNTOUCHED or SHARED.
+    """
+
+    size: int
+    labels: Mapping[str, Tensor]
+
+
+class Dependencies:
+    """Gradients of columns with respect to the sources of a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.leaves = [(name, leaf) for name, source in trace.sources.items() for leaf in source.leaves]
+        self.random = torch.Generator().manual_seed(1)
+
+    def touched(self, inputs: list[Tensor], weights: list[Tensor]) -> dict[str, Tensor]:
+        """Entries of sources that a sum of tensors depends on, bool, in the form of `Columns.labels`.
+
+        Args:
+            inputs: tensors in the graph.
+            weights: of the entries of each tensor, in a shape that broadcasts; noise replaces the ones.
+        """
+        noise = [
+            torch.randn(one.shape, generator=self.random).to(one.device, one.dtype).mul_(weight)
+            for one, weight in zip(inputs, weights, strict=True)
+        ]
+        grads = torch.autograd.grad(
+            inputs, [leaf for _, leaf in self.leaves], noise, retain_graph=True, allow_unused=True
+        )
+        found: dict[str, Tensor] = {}
+        counters: dict[str, int] = {}
+        for (name, _), grad in zip(self.leaves, grads, strict=True):
+            call = counters[name] = counters.get(name, -1) + 1
+            if grad is not None:
+                mask = _by_channel(self.trace.sources[name], call, grad != 0)
+                found[name] = found[name] | mask if name in found else mask
+        return found
+
+    def of_outputs(self) -> dict[str, Tensor]:
+        """Entries that the model's outputs depend on, without a layer between."""
+        outputs = self.trace.outputs
+        return self.touched(outputs, [torch.ones((), device=one.device) for one in outputs]) if outputs else {}
+
+    def of_columns(self, read: Read, columns: Tensor) -> dict[str, Tensor]:
+        """Entries that some columns of a layer depend on; `columns` is bool (columns,)."""
+        weights = []
+        for given, channel in zip(read.inputs, read.channels, strict=True):
+            shape = [1] * given.ndim
+            shape[channel] = -1
+            weights.append(columns.to(given.device, given.dtype).view(shape))
+        return self.touched(read.inputs, weights)
+
+    def units(self, read: Read) -> Columns:
+        """The smallest units of a layer's columns that do not share a row.
+
+        Units are equal numbers of neighbouring columns. Rows that the first and the last unit share are in no unit,
+        such as the only key and value head of multi-query attention.
+        """
+        count = read.columns
+        for size in (size for size in range(1, count // 2 + 1) if count % size == 0):
+            labels = self._labels(read, torch.arange(count) // size)
+            if labels is not None:
+                return Columns(size, labels)
+        everything = self.of_columns(read, torch.ones(count, dtype=torch.bool))
+        return Columns(0, {name: torch.where(mask, SHARED, UNTOUCHED) for name, mask in everything.items()})
+
+    def _labels(self, read: Read, units: Tensor) -> dict[str, Tensor] | None:
+        """The unit of every entry, or None if a row of a layer belongs to several units."""
+        first, last = (self.of_columns(read, units == unit) for unit in (0, int(units[-1])))
+        shared = {name: first[name] & last[name] for name in first.keys() & last.keys()}
+        labels: dict[str, Tensor] = {}
+        for bit in range(max(1, int(units[-1]).bit_length())):
+            zero, one = (self.of_columns(read, (units >> bit) & 1 == value) for value in (0, 1))
+            for name in (name for name in self.trace.sources if name in zero or name in one):
+                none = torch.zeros_like(zero.get(name, one.get(name)))  # type: ignore[arg-type]
+                low, high = zero.get(name, none), one.get(name, none)
+                both = low & high
+                common = both & shared.get(name, none)
+                if self.trace.sources[name].axis is not None and bool((both & ~common).any()):
+                    return None
+                label = labels.setdefault(name, torch.full(none.shape, UNTOUCHED, device=none.device))
+                label[(label == UNTOUCHED) & (low | high)] = 0
+                label[both] = SHARED
+                label[high & (label >= 0)] += 1 << bit
+        private = any(
+            self.trace.sources[name].axis is not None and bool((one >= 0).any()) for name, one in labels.items()
+        )
+        return labels if private else None
+
+
+def _by_channel(source: Source, call: int, mask: Tensor) -> Tensor:
+    """The channels of a layer's output with a true entry; for a parameter the mask itself."""
+    if source.axis is None:
+        return mask
+    return mask.movedim(source.channels[call], 0).flatten(1).any(1)

@@ -1,0 +1,141 @@
+"""Physical removal of units: parameters, buffers and modules become narrower in place."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import ModelError
+from iobs.pruning.network.layers import CONVOLUTIONS, library_class
+from iobs.pruning.structure.units import Reader, Site
+
+CONFIG = "config."  # prefix of names of attributes that are fields of a module's configuration
+
+
+@torch.no_grad()
+def remove(
+    model: nn.Module,
+    sites: Iterable[Site],
+    kept: Mapping[str, Sequence[int]],
+    biases: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Remove units from a model: all rows that write them and all columns that read them.
+
+    Parameters are new tensors afterwards, so an optimizer has to be made anew. The sites describe the model before the
+    removal; find them again before another one.
+
+    Args:
+        model: changed in place.
+        sites: of the model, from `find_sites`.
+        kept: units to keep by name of the site, at least one of each; sites without an entry keep all units.
+        biases: biases to add to the outputs of readers, (rows,), by path of the reader. They are added to the layer's
+            bias, or else subtracted from the running mean of the batch norm that follows, or else the layer gets a
+            bias.
+
+    Raises:
+        ModelError: a name, a unit or the shape of a bias is wrong.
+    """
+    known = {site.name: site for site in sites}
+    chosen = {name: _checked(known, name, units) for name, units in kept.items()}
+    readers = {reader.path: reader for site in known.values() for reader in site.readers}
+    for path, bias in (biases or {}).items():
+        _require_bias(model, readers, path, bias)
+    gone: dict[tuple[str, str], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for name, units in chosen.items():
+        removed = set(range(known[name].count)) - units
+        for one in known[name].slices:
+            gone[one.path, one.parameter][one.axis] |= set(one.of(removed))
+    for (path, parameter), axes in gone.items():
+        _narrow(model.get_submodule(path), parameter, axes)
+    for name, units in chosen.items():
+        for attribute in known[name].attributes:
+            _set_number(model.get_submodule(attribute.path), attribute.name, attribute.each * len(units))
+    for path, bias in (biases or {}).items():
+        _add_bias(model, readers[path], bias)
+
+
+def _set_number(module: nn.Module, name: str, value: int) -> None:
+    """Set a number of a module; a field of a `config` is set in a copy that belongs to this module alone."""
+    if name.startswith(CONFIG):
+        module.config = copy.copy(module.config)
+        setattr(module.config, name.removeprefix(CONFIG), value)
+    else:
+        setattr(module, name, value)
+
+
+def _checked(known: Mapping[str, Site], name: str, units: Sequence[int]) -> set[int]:
+    if name not in known:
+        raise ModelError(f"No site is named {name!r}; the sites are {', '.join(known) or 'none'}.")
+    found = {int(unit) for unit in units}
+    if not found or len(found) != len(units) or min(found) < 0 or max(found) >= known[name].count:
+        raise ModelError(
+            f"Units to keep of {name} must be different numbers from 0 to {known[name].count - 1}, at least one; "
+            f"got {sorted(int(unit) for unit in units)}."
+        )
+    return found
+
+
+def _require_bias(model: nn.Module, readers: Mapping[str, Reader], path: str, bias: Tensor) -> None:
+    if path not in readers:
+        raise ModelError(f"No site has a reader {path!r}, so it takes no bias.")
+    rows = _rows(model, readers[path])
+    if bias.shape != (rows,):
+        raise ModelError(f"The bias of {path} must have shape ({rows},), got {tuple(bias.shape)}.")
+
+
+def _rows(model: nn.Module, reader: Reader) -> int:
+    return reader.weight.stored(model).shape[1 - reader.weight.axis]
+
+
+def _narrow(module: nn.Module, name: str, gone: Mapping[int, Collection[int]]) -> None:
+    """Delete positions along some axes of a parameter or buffer, and let the module's sizes follow."""
+    value: Tensor = getattr(module, name)
+    old = tuple(value.shape)
+    for axis, positions in gone.items():
+        keep = [position for position in range(value.shape[axis]) if position not in positions]
+        value = value.index_select(axis, torch.tensor(keep, device=value.device))
+    if name in module._parameters:
+        before = module._parameters[name]
+        assert before is not None
+        module._parameters[name] = nn.Parameter(value.contiguous(), before.requires_grad)
+    else:
+        module._buffers[name] = value.contiguous()
+    _resize(module, name, old, tuple(value.shape))
+
+
+def _resize(module: nn.Module, name: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
+    """Set the sizes that a module of torch or transformers stores beside its parameters."""
+    if isinstance(module, (nn.modules.batchnorm._NormBase,)):
+        module.num_features = new[0]
+    elif isinstance(module, nn.GroupNorm) and name == "weight":
+        module.num_groups, module.num_channels = module.num_groups * new[0] // old[0], new[0]
+    elif isinstance(module, nn.LayerNorm):
+        module.normalized_shape = new
+    if name != "weight":
+        return
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = new
+    elif isinstance(module, CONVOLUTIONS):
+        module.groups = module.groups * new[0] // old[0] if module.groups > 1 else 1
+        module.out_channels, module.in_channels = new[0], new[1] * module.groups
+    elif isinstance(module, nn.Embedding):
+        module.embedding_dim = new[1]
+    elif isinstance(module, library_class("transformers.pytorch_utils", "Conv1D")):
+        module.nx, module.nf = new  # type: ignore[assignment]
+
+
+def _add_bias(model: nn.Module, reader: Reader, bias: Tensor) -> None:
+    module = model.get_submodule(reader.path)
+    weight = reader.weight.stored(model)
+    own = module._parameters.get("bias")
+    if own is not None:
+        own.add_(bias.to(own))
+    elif reader.norm is not None:
+        mean = model.get_submodule(reader.norm).get_buffer("running_mean")
+        mean.sub_(bias.to(mean))
+    else:
+        module._parameters["bias"] = nn.Parameter(bias.to(weight, copy=True), weight.requires_grad)

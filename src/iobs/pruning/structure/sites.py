@@ -1,0 +1,213 @@
+"""Sites of a network: units that can be removed, found by one traced forward pass and gradients between layers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from iobs.pruning.network.layers import CONVOLUTIONS
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.structure.coupling import SHARED, Columns, Dependencies
+from iobs.pruning.structure.trace import Read, Source, Trace, trace
+from iobs.pruning.structure.units import Index, Kind, Reader, Site, Slices
+from iobs.pruning.structure.verification import verify
+
+
+def find_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]:
+    """Places of a network where units can be removed, in forward order, checked by a removal from a copy.
+
+    Args:
+        model: any network; it is unchanged.
+        batch: a batch that the model accepts. Its values play no role.
+        inner: only units inside a block, which one layer reads; False: also channels that several layers read, such as
+            the residual stream of a network with batch norms.
+    """
+    return verify(model, batch, traced_sites(model, batch, inner)).sites
+
+
+def traced_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]:
+    """The sites of `find_sites` before the check, without the attributes that count units."""
+    traced = trace(model, batch)
+    reads = [read for read in traced.reads.values() if read.inputs and read.columns > 1]
+    dependencies = Dependencies(traced)
+    columns = [dependencies.units(read) for read in reads]
+    graph = _Graph(traced, reads, columns)
+    graph.block(dependencies.of_outputs())
+    graph.block_shared()
+    graph.block_tied(model)
+    sites = [_site(model, traced, reads, columns, group) for group in graph.groups()]
+    shared = [site.name for site in sites]
+    named = [_renamed(site) if shared.count(site.name) > 1 else site for site in sites]
+    return [site for site in named if site.inner or not inner]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Units of one site.
+
+    Args:
+        units: for every reader (its number): the reader's units, one tuple for each unit of the site.
+        entries: for every source (its name): flat positions in the source's labels, one tuple for each unit.
+    """
+
+    units: dict[int, Index]
+    entries: dict[str, Index]
+
+
+class _Graph:
+    """Units of all layers, joined where they depend on the same row."""
+
+    def __init__(self, traced: Trace, reads: Sequence[Read], columns: Sequence[Columns]) -> None:
+        self.traced, self.columns = traced, columns
+        counts = [read.columns // one.size if one.size else 0 for read, one in zip(reads, columns, strict=True)]
+        self.starts = [sum(counts[:number]) for number in range(len(counts))]
+        self.parent = list(range(sum(counts)))
+        self.blocked: set[int] = set()  # units whose removal would change other parts of the network
+        self.nodes: dict[str, dict[int, int]] = defaultdict(dict)  # source -> entry -> one of its units
+        for number, one in enumerate(columns):
+            for name, labels in one.labels.items():
+                flat, known = labels.flatten(), self.nodes[name]
+                for entry in (flat >= 0).nonzero().flatten().tolist():
+                    node = self.starts[number] + int(flat[entry])
+                    self._join(known.setdefault(entry, node), node)
+
+    def _root(self, node: int) -> int:
+        while self.parent[node] != node:
+            self.parent[node] = node = self.parent[self.parent[node]]
+        return node
+
+    def _join(self, one: int, other: int) -> None:
+        first, second = self._root(one), self._root(other)
+        self.parent[max(first, second)] = min(first, second)
+
+    def block(self, entries: dict[str, Tensor]) -> None:
+        """Exclude the units that own one of the entries; bool tensors in the form of `Columns.labels`."""
+        for name, mask in entries.items():
+            known = self.nodes.get(name, {})
+            self.blocked |= {known[entry] for entry in mask.flatten().nonzero().flatten().tolist() if entry in known}
+
+    def block_shared(self) -> None:
+        """Exclude units that own a row which another layer reads in a way that mixes channels."""
+        for one in self.columns:
+            self.block({name: labels == SHARED for name, labels in one.labels.items()})
+
+    def block_tied(self, model: nn.Module) -> None:
+        """Exclude units whose rows or columns are stored in a parameter that several modules hold."""
+        held: dict[int, list[str]] = defaultdict(list)
+        for path, module in model.named_modules():
+            for name, value in module._parameters.items():
+                if value is not None:
+                    held[id(value)].append(f"{path}.{name}")
+        tied = {name for names in held.values() if len(names) > 1 for name in names}
+        for name, source in self.traced.sources.items():
+            if f"{source.path}.{source.parameter}" in tied:
+                self.blocked |= set(self.nodes[name].values())
+        for number, key in enumerate(
+            key for key, read in self.traced.reads.items() if read.inputs and read.columns > 1
+        ):
+            if key in tied and self.columns[number].size:
+                end = self.starts[number + 1] if number + 1 < len(self.starts) else len(self.parent)
+                self.blocked |= set(range(self.starts[number], end))
+
+    def groups(self) -> list[_Group]:
+        """Joined units with rows in a layer, grouped by their readers and sources, in order of their first column."""
+        blocked = {self._root(node) for node in self.blocked}
+        units: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        number = 0
+        for node in range(len(self.parent)):
+            while number + 1 < len(self.starts) and node >= self.starts[number + 1]:
+                number += 1
+            root = self._root(node)
+            if root not in blocked:
+                units[root][number].append(node - self.starts[number])
+        entries: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for name, known in ((name, self.nodes[name]) for name in self.traced.sources if name in self.nodes):
+            for entry, node in known.items():
+                entries[self._root(node)][name].append(entry)
+        kinds: dict[object, list[int]] = defaultdict(list)
+        for root, read in units.items():
+            own = entries[root]
+            if any(self.traced.sources[name].axis is not None for name in own):
+                rows = tuple((name, len(found)) for name, found in own.items())
+                kinds[tuple((number, len(found)) for number, found in read.items()), rows].append(root)
+        return [_group([units[root] for root in roots], [entries[root] for root in roots]) for roots in kinds.values()]
+
+
+def _group(units: Sequence[dict[int, list[int]]], entries: Sequence[dict[str, list[int]]]) -> _Group:
+    return _Group(
+        {number: tuple(tuple(one[number]) for one in units) for number in units[0]},
+        {name: tuple(tuple(sorted(one[name])) for one in entries) for name in entries[0]},
+    )
+
+
+def _site(model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Sequence[Columns], group: _Group) -> Site:
+    readers = []
+    for number, units in group.units.items():
+        read, size = reads[number], columns[number].size
+        index = tuple(tuple(unit * size + column for unit in own for column in range(size)) for own in units)
+        weight = Slices(read.path, read.parameter, read.axis, index)
+        bias = getattr(model.get_submodule(read.path), "bias", None) is not None
+        readers.append((read, Reader(weight, read.width, read.positions, read.norm, bias)))
+    readers.sort(key=lambda pair: -pair[0].positions * pair[0].rows * len(pair[1].weight.index[0]) * pair[0].width)
+    writers: list[Slices] = []
+    for name, entries in group.entries.items():
+        writers += _rows(model, traced.sources[name], entries)
+    found = tuple(reader for _, reader in readers)
+    paths = [one.key for one in writers] + [reader.weight.key for reader in found]
+    kind = _kind(model, found[0], writers)
+    order = {key: number for number, key in enumerate(traced.reads)}
+    inner = _is_inner(found, [order.get(one.key, -1) for one in writers], order[found[0].weight.key])
+    return Site(found[0].path, kind, found, tuple(writers), _common(paths), inner)
+
+
+def _is_inner(readers: Sequence[Reader], written: Sequence[int], read: int) -> bool:
+    """Check that the first reader comes after all writers, and the others take averages over positions.
+
+    The gate of a squeeze-and-excitation block reads averages. A residual stream is written again after it was read.
+
+    Args:
+        readers: of one site.
+        written: places of the writers in the forward pass.
+        read: place of the first reader.
+    """
+    entries = [reader.positions * len(reader.weight.index[0]) for reader in readers]
+    return max(written) < read and all(one < entries[0] for one in entries[1:])
+
+
+def _rows(model: nn.Module, source: Source, entries: Index) -> list[Slices]:
+    """The slices of a source that belong to the units: rows of weight and bias, or one axis of a parameter."""
+    if source.axis is not None:
+        rows = [Slices(source.path, source.parameter, source.axis, entries)]
+        bias = getattr(model.get_submodule(source.path), "bias", None)
+        return rows if bias is None else [*rows, Slices(source.path, "bias", 0, entries)]
+    shape = getattr(model.get_submodule(source.path), source.parameter).shape
+    for axis in range(len(shape)):
+        places = [tuple(sorted(set(torch.unravel_index(torch.tensor(own), shape)[axis].tolist()))) for own in entries]
+        every = [place for own in places for place in own]
+        if len(set(every)) == len(every) and len({len(own) for own in places}) == 1:
+            return [Slices(source.path, source.parameter, axis, tuple(places))]
+    return []  # no axis of the parameter belongs to the units
+
+
+def _kind(model: nn.Module, reader: Reader, writers: Iterable[Slices]) -> Kind:
+    modules = [model.get_submodule(one.path) for one in writers]
+    if isinstance(model.get_submodule(reader.path), CONVOLUTIONS) or any(isinstance(m, CONVOLUTIONS) for m in modules):
+        return "channels"
+    return "heads" if len(reader.weight.index[0]) > 1 else "neurons"
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The longest path of a module that holds all parameters, by their full names."""
+    split = [path.split(".") for path in paths]
+    length = 0
+    while all(len(one) > length + 1 and one[length] == split[0][length] for one in split):
+        length += 1
+    return ".".join(split[0][:length])
+
+
+def _renamed(site: Site) -> Site:
+    return replace(site, name=f"{site.name}:{site.writers[0].path}")

@@ -1,0 +1,316 @@
+"""Trace of one forward pass: which layers mix channels, and which tensors lie between them.
+
+The outputs of all layers that mix channels (linear maps, convolutions, embeddings) are replaced by noise. Each output
+is a leaf of the autograd graph. A gradient with respect to the input of a layer therefore ends at the layers that wrote
+this input, and the regions between layers are independent of each other. Layers are not computed, so a trace costs the
+element-wise operations and the attention products alone.
+
+Parameters and buffers outside of these layers are replaced by noise too, since zeros would hide dependencies (such as
+the zero scales of a new residual branch). Functions with flat parts become smooth functions for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from iobs.pruning.network.modes import evaluating
+from iobs.pruning.samples import batches
+
+Argument: TypeAlias = Any  # an argument or the result of any function of torch
+TOKENS = 8  # positions of text in a traced batch: softmax needs more than one
+_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+_PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+_VIEWS = ("__get__", "t", "transpose")
+_SMOOTH: dict[Callable[..., Argument], Callable[[Tensor], Tensor]] = {
+    F.relu: F.softplus,
+    torch.relu: F.softplus,
+    torch.relu_: F.softplus,
+    Tensor.relu: F.softplus,
+    Tensor.relu_: F.softplus,
+    F.relu6: F.softplus,
+    F.hardtanh: F.softplus,
+    F.hardswish: F.silu,
+    F.hardsigmoid: torch.sigmoid,
+    torch.clamp: torch.clone,
+    Tensor.clamp: torch.clone,
+}
+
+
+@dataclass
+class Source:
+    """Tensors that a forward pass starts from: the noise output of a layer, or a parameter between layers.
+
+    Attributes:
+        path: of the module.
+        parameter: name in the module.
+        axis: of the parameter, along which the output's channels lie; None for a parameter between layers.
+        leaves: the noise, one tensor for each call.
+        channels: dimension of the channels in each leaf.
+    """
+
+    path: str
+    parameter: str
+    axis: int | None = None
+    leaves: list[Tensor] = field(default_factory=list)
+    channels: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Read:
+    """The inputs of a layer that mixes channels.
+
+    Attributes:
+        path: of the module.
+        parameter: name of its weight.
+        axis: of the weight, along which the input's channels lie.
+        width: number of matrix columns for one input channel.
+        rows: number of output channels.
+        norm: path of the batch norm that takes the output, or None.
+        inputs: tensors in the autograd graph, one for each call.
+        channels: dimension of the channels in each input.
+    """
+
+    path: str
+    parameter: str
+    axis: int
+    width: int
+    rows: int
+    norm: str | None = None
+    inputs: list[Tensor] = field(default_factory=list)
+    channels: list[int] = field(default_factory=list)
+
+    @property
+    def columns(self) -> int:
+        """Number of input channels."""
+        return self.inputs[0].shape[self.channels[0]]
+
+    @property
+    def positions(self) -> int:
+        """Number of input vectors over all calls."""
+        return sum(given.numel() for given in self.inputs) // self.columns
+
+
+@dataclass
+class Trace:
+    """Sources and reads of one forward pass, in forward order, and the model's outputs.
+
+    Attributes:
+        sources: by full name of the parameter.
+        reads: by full name of the weight.
+        outputs: floating-point tensors that the model returned.
+    """
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    reads: dict[str, Read] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+def trace(model: nn.Module, batch: batches.Batch) -> Trace:
+    """Trace the forward pass of one batch; the model is unchanged."""
+    recorder = _Recorder(model)
+    with evaluating(model), torch.enable_grad(), _buffers_kept(model), recorder:
+        output = batches.forward(model, shortened(batch))
+    values = batches.tensors(output) if isinstance(output, (Tensor, Mapping, tuple, list)) else []
+    recorder.found.outputs = [value for value in values if value.is_floating_point() and value.requires_grad]
+    return recorder.found
+
+
+def shortened(batch: batches.Batch) -> batches.Batch:
+    """At most two samples, and `TOKENS` positions of text."""
+    given = batches.inputs(batch)
+    if not batches.is_whole(given):
+        rows = torch.arange(min(2, batches.size(given)))
+        given = batches.take(given, rows)
+    texts = {tensor.shape for tensor in batches.tensors(given) if tensor.ndim == 2 and not tensor.is_floating_point()}
+    if isinstance(given, Mapping) and len(texts) == 1:
+        return {
+            name: value[:, :TOKENS] if isinstance(value, Tensor) and value.shape in texts else value
+            for name, value in given.items()
+        }
+    whole = isinstance(given, Tensor) and given.ndim == 2 and not given.is_floating_point()
+    return given[:, :TOKENS] if whole and isinstance(given, Tensor) else given
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore buffers that the forward pass changed."""
+    before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    try:
+        yield
+    finally:
+        for module, buffers in before:
+            module._buffers.update(buffers)
+
+
+class _Recorder(TorchFunctionMode):
+    """Replace layers and parameters by noise where torch functions use them, and record what they read."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.found = Trace()
+        self.names: dict[int, tuple[str, str]] = {}  # (path, name) of every floating parameter and buffer, by identity
+        self.noise: dict[int, Tensor] = {}  # of parameters between layers, by identity
+        self.transposes: dict[int, tuple[Tensor, Tensor]] = {}  # views of weight matrices and the matrices
+        self.made: dict[int, tuple[Tensor, str]] = {}  # outputs of layers and the weight's name, by identity
+        self.random = torch.Generator().manual_seed(0)
+        for path, module in model.named_modules():
+            for name, value in (*module._parameters.items(), *module._buffers.items()):
+                if value is not None and value.is_floating_point():
+                    self.names.setdefault(id(value), (path, name))
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Argument],
+        types: object,
+        args: tuple[Argument, ...] = (),
+        kwargs: dict[str, Argument] | None = None,
+    ) -> Argument:
+        """Run a torch function on noise in place of the model's own values."""
+        kwargs = kwargs or {}
+        if func in _SMOOTH and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            return _SMOOTH[func](args[0])
+        if func.__name__ in _VIEWS:  # also shapes, dtypes and the like
+            return self._viewed(func, *args, **kwargs)
+        if func in _PRODUCTS and len(args) == 2:
+            return self._product(func, *args)
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        if func in _CONVOLUTIONS:
+            return self._convolution(func, *args, **kwargs)
+        if func is torch.addmm and len(args) == 3 and id(args[2]) in self.names and not kwargs:
+            return self._layer(args[1], args[2], 0, 1, args[1].ndim - 1, lambda x, w: torch.mm(x, w))
+        if func is F.embedding:
+            return self._embedding(func, *args, **kwargs)
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **kwargs)
+        return func(*self._replaced(args), **self._replaced(kwargs))
+
+    def _linear(self, given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if id(weight) not in self.names:
+            return F.linear(given, weight, self._replaced(bias))
+        return self._layer(given, weight, 1, 0, given.ndim - 1, F.linear)
+
+    def _viewed(self, func: Callable[..., Argument], given: Argument, *args: Argument, **kwargs: Argument) -> Argument:
+        """Remember transposes of weight matrices, and let other attributes of tensors through."""
+        view = func(given, *args, **kwargs)
+        if id(given) in self.names and isinstance(view, Tensor):
+            if given.ndim == 2 and view.shape == given.shape[::-1] and view.stride() == given.stride()[::-1]:
+                self.transposes[id(view)] = (view, given)
+            else:
+                return func(self._noise(given), *args, **kwargs)
+        return view
+
+    def _product(self, func: Callable[..., Tensor], given: Tensor, other: Tensor) -> Tensor:
+        """A product of an input and a weight matrix, or of two tensors."""
+        matrix = torch.matmul
+        if id(other) in self.transposes:
+            weight = self.transposes[id(other)][1]
+            return self._layer(given, weight, 1, 0, given.ndim - 1, lambda x, w: matrix(x, w.T))
+        if id(other) in self.names and other.ndim == 2:
+            return self._layer(given, other, 0, 1, given.ndim - 1, matrix)
+        return func(*self._replaced((given, other)))
+
+    def _convolution(
+        self,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Argument = 1,
+        padding: Argument = 0,
+        dilation: Argument = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        if id(weight) not in self.names or groups > 1:
+            own, bias = self._replaced((weight, bias))
+            return func(input, own, bias, stride, padding, dilation, groups)
+        channel = input.ndim - weight.ndim + 1
+        return self._layer(input, weight, 1, 0, channel, lambda x, w: func(x, w, None, stride, padding, dilation))
+
+    def _layer(
+        self, given: Tensor, weight: Tensor, columns: int, rows: int, channel: int, compute: Callable[..., Tensor]
+    ) -> Tensor:
+        """Record a layer's input and return noise of its output's shape.
+
+        Args:
+            given: the input.
+            weight: a parameter of the model.
+            columns: axis of the weight for the input's channels.
+            rows: axis of the weight for the output's channels.
+            channel: dimension of the channels in the input and in the output.
+            compute: the layer, as a function of input and weight; called without data for the output's shape.
+        """
+        path, name = self.names[id(weight)]
+        key = f"{path}.{name}"
+        width = weight[0, 0].numel() if weight.ndim > 2 else 1
+        read = self.found.reads.setdefault(key, Read(path, name, columns, width, weight.shape[rows]))
+        if given.requires_grad:
+            read.inputs.append(given.clone())
+            read.channels.append(channel)
+        shape = compute(given.detach().to("meta"), weight.detach().to("meta", given.dtype)).shape
+        return self._output(key, shape, given, Source(path, name, rows), channel)
+
+    def _embedding(
+        self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Argument, **kwargs: Argument
+    ) -> Argument:
+        if id(weight) not in self.names:
+            return func(input, weight, *args, **kwargs)
+        path, name = self.names[id(weight)]
+        shape = (*input.shape, weight.shape[1])
+        return self._output(f"{path}.{name}", shape, weight, Source(path, name, 1), input.ndim)
+
+    def _output(self, key: str, shape: tuple[int, ...], like: Tensor, source: Source, channel: int) -> Tensor:
+        leaf = torch.randn(shape, generator=self.random).to(like.device, like.dtype).requires_grad_()
+        source = self.found.sources.setdefault(f"{key}@{source.axis}", source)
+        source.leaves.append(leaf)
+        source.channels.append(channel)
+        output = leaf.clone()  # a leaf must not be changed in place
+        self.made[id(output)] = (output, key)
+        return output
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        *_args: Argument,
+        **_kwargs: Argument,
+    ) -> Tensor:
+        """Batch norm as an affine map of every channel, so that gradients reach the running statistics."""
+        made = self.made.get(id(input))
+        if made is not None and id(running_mean) in self.names:
+            self.found.reads[made[1]].norm = self.names[id(running_mean)][0]
+        shape = (1, -1, *(1,) * (input.ndim - 2))
+        output = input
+        for index, value in enumerate((running_mean, running_var, weight, bias)):
+            if value is not None:
+                one = self._replaced(value).view(shape).to(input.dtype)
+                output = output * one if index in (1, 2) else output + one
+        return output
+
+    def _replaced(self, value: Argument) -> Argument:
+        """A value with the model's own parameters and buffers replaced by noise, also inside tuples and lists."""
+        if isinstance(value, Tensor):
+            return self._noise(value) if id(value) in self.names else value
+        if type(value) in (tuple, list):
+            return type(value)(self._replaced(one) for one in value)
+        return {key: self._replaced(one) for key, one in value.items()} if type(value) is dict else value
+
+    def _noise(self, value: Tensor) -> Tensor:
+        """Positive noise in place of a parameter between layers, a leaf of the graph."""
+        if id(value) not in self.noise:
+            path, name = self.names[id(value)]
+            leaf = torch.rand(value.shape, generator=self.random).add_(0.5).to(value.device, value.dtype)
+            self.found.sources[f"{path}.{name}"] = Source(path, name, leaves=[leaf.requires_grad_()], channels=[0])
+            self.noise[id(value)] = leaf
+        return self.noise[id(value)].view_as(value)

@@ -1,0 +1,146 @@
+"""Units of a network: channels, neurons and heads, as the rows that write them and the columns that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal, TypeAlias
+
+from torch import Tensor, nn
+
+Kind: TypeAlias = Literal["channels", "neurons", "heads"]
+Index: TypeAlias = tuple[tuple[int, ...], ...]  # of every unit: positions along one axis of a parameter
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices of one parameter or buffer that belong to the units of a site.
+
+    Args:
+        path: of the module.
+        parameter: name of the parameter or buffer in the module.
+        axis: of the parameter, along which the units lie.
+        index: positions along the axis, for every unit.
+    """
+
+    path: str
+    parameter: str
+    axis: int
+    index: Index
+
+    @property
+    def key(self) -> str:
+        """Full name, as in `named_parameters`."""
+        return f"{self.path}.{self.parameter}" if self.path else self.parameter
+
+    def of(self, units: Collection[int]) -> list[int]:
+        """The positions of some units, in ascending order."""
+        return sorted(position for unit in units for position in self.index[unit])
+
+    def stored(self, model: nn.Module) -> Tensor:
+        """The whole parameter or buffer, in its stored layout."""
+        value: Tensor = getattr(model.get_submodule(self.path), self.parameter)
+        return value
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A layer that reads the units of a site.
+
+    Args:
+        weight: slices of its weight along the input axis; positions are input channels.
+        width: number of columns of its matrix for one input channel: the entries of a convolution kernel, otherwise 1.
+        positions: number of input vectors in the traced forward pass.
+        norm: path of the batch norm that takes the layer's output, or None.
+        bias: True if the layer has a bias.
+    """
+
+    weight: Slices
+    width: int = 1
+    positions: int = 1
+    norm: str | None = None
+    bias: bool = False
+
+    @property
+    def path(self) -> str:
+        """Path of the module."""
+        return self.weight.path
+
+    @property
+    def columns(self) -> Index:
+        """Columns of every unit in the layer's matrix (rows, columns), as `Layer.read` returns it."""
+        width = self.width
+        return tuple(
+            tuple(position * width + entry for position in unit for entry in range(width)) for unit in self.weight.index
+        )
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A whole number in a module that counts units: `num_heads` of an attention module, for example.
+
+    Args:
+        path: of the module.
+        name: of the attribute.
+        each: the attribute's value for one unit.
+    """
+
+    path: str
+    name: str
+    each: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place of a network with units of one kind that can be removed.
+
+    Removal of a unit deletes its columns from all readers and its rows from all writers; the rest of the network keeps
+    its shape.
+
+    Args:
+        name: path of the first reader; followed by a colon and a writer's path if several sites share the reader.
+        kind: of the units.
+        readers: layers that read the units, the layer with the most multiplications first.
+        writers: rows of every parameter and buffer that only serves these units.
+        owner: path of the smallest module that holds all readers and writers.
+        inner: True if one layer reads the units, inside a block; a second reader may take averages over positions.
+        attributes: numbers in modules that follow the number of units.
+    """
+
+    name: str
+    kind: Kind
+    readers: tuple[Reader, ...]
+    writers: tuple[Slices, ...]
+    owner: str = ""
+    inner: bool = True
+    attributes: tuple[Attribute, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Number of units."""
+        return len(self.readers[0].weight.index)
+
+    @property
+    def reader(self) -> str:
+        """Path of the layer whose columns are solved for."""
+        return self.readers[0].path
+
+    @property
+    def columns(self) -> Index:
+        """Columns of every unit in the matrix of the first reader."""
+        return self.readers[0].columns
+
+    def step(self, multiple_of: int) -> int:
+        """The smallest number of units whose channels are a multiple of a width, such as 8, 16 or 64."""
+        return multiple_of // gcd(multiple_of, len(self.readers[0].weight.index[0]))
+
+    @property
+    def slices(self) -> tuple[Slices, ...]:
+        """Everything that a removal makes narrower: writers and readers."""
+        return (*self.writers, *(reader.weight for reader in self.readers))
+
+    @property
+    def can_bias(self) -> bool:
+        """True if a free bias of the first reader has a place: its own bias, or the batch norm that follows."""
+        return self.readers[0].bias or self.readers[0].norm is not None

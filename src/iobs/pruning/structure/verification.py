@@ -1,0 +1,260 @@
+"""Check of sites: after a removal, the narrower modules give what the wider ones gave without the removed units."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import combinations, islice
+from typing import TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import first_line
+from iobs.pruning.network.modes import evaluating
+from iobs.pruning.samples import batches
+from iobs.pruning.structure.removal import CONFIG, remove
+from iobs.pruning.structure.trace import shortened
+from iobs.pruning.structure.units import Attribute, Reader, Site, Slices
+
+Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]  # arguments of a call, by place and by name
+
+_TOLERANCE = 1e-4  # difference of outputs in float32, relative to the largest output
+_MOST_TRIES = 64  # combinations of attributes of one site
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Sites that passed the check, and the reasons why others did not.
+
+    Args:
+        sites: with the attributes that follow the number of units.
+        refused: reason by name of the site.
+    """
+
+    sites: list[Site]
+    refused: dict[str, str]
+
+
+@torch.no_grad()
+def verify(model: nn.Module, batch: batches.Batch, sites: Sequence[Site]) -> Verified:
+    """Remove units from a copy of each site's modules, and compare with the modules whose columns are zero.
+
+    Numbers of the modules that count units, such as `num_heads`, are found here: those whose change makes the check
+    pass. Sites with the same classes and widths share one check.
+
+    Args:
+        model: unchanged.
+        batch: a batch that the model accepts.
+        sites: from a trace.
+    """
+    calls = _calls(model, batch, {place for site in sites for place in _around(site.owner)})
+    called = [replace(site, owner=next(place for place in _around(site.owner) if place in calls)) for site in sites]
+    alike: dict[object, list[Site]] = {}
+    for site in called:
+        alike.setdefault(_signature(model, site), []).append(site)
+    found: dict[str, Site] = {}
+    refused = {}
+    for group in alike.values():
+        attributes = _attributes(model, group[0], calls[group[0].owner])
+        for site in group:
+            if isinstance(attributes, str):
+                refused[site.name] = attributes
+            else:
+                moved = tuple(replace(one, path=_moved(one.path, group[0].owner, site.owner)) for one in attributes)
+                found[site.name] = replace(site, attributes=moved)
+    return Verified([found[site.name] for site in sites if site.name in found], refused)
+
+
+def _signature(model: nn.Module, site: Site) -> object:
+    """Equal for sites whose modules differ in nothing but values of parameters, such as those of equal blocks."""
+    start = len(site.owner) + 1 if site.owner else 0
+    parts = [(one.path[start:], one.parameter, one.axis, one.index) for one in site.slices]
+    numbers = [
+        (type(module).__name__, tuple((name, value) for name, value in sorted(_numbers(module))))
+        for module in _modules(model, site).values()
+    ]
+    classes = [type(module).__name__ for module in model.get_submodule(site.owner).modules()]
+    return site.owner if site.owner == "" else tuple(classes), tuple(parts), tuple(numbers)
+
+
+def _moved(path: str, owner: str, other: str) -> str:
+    return other + path[len(owner) :] if owner else path
+
+
+def _calls(model: nn.Module, batch: batches.Batch, owners: set[str]) -> dict[str, Call]:
+    """Arguments of the first call of each module in a forward pass."""
+    found: dict[str, Call] = {}
+
+    def note(path: str) -> Callable[[nn.Module, tuple[object, ...], dict[str, object]], None]:
+        def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            found.setdefault(path, copy.deepcopy((args, kwargs)))
+
+        return before
+
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        for path in owners:
+            handle = model.get_submodule(path).register_forward_pre_hook(note(path), with_kwargs=True)
+            stack.callback(handle.remove)
+        with torch.no_grad():
+            batches.forward(model, shortened(batch))
+    return found
+
+
+def _around(path: str) -> list[str]:
+    """A module's path and the paths of the modules around it, from the inside out."""
+    names = path.split(".") if path else []
+    return [".".join(names[:length]) for length in range(len(names), -1, -1)]
+
+
+def _attributes(model: nn.Module, site: Site, call: Call) -> tuple[Attribute, ...] | str:
+    """The attributes whose change makes the check pass, or the reason why no change does."""
+    owner = model.get_submodule(site.owner)
+    local = _local(site)
+    keep = [unit for unit in range(site.count) if unit % 2 == 0]
+    reason = ""
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(owner))
+        dense = _visible(copy.deepcopy(owner).float())
+        zeroed = copy.deepcopy(dense)
+        _zero_columns(zeroed, local, keep)
+        expected = _outputs(zeroed, call)
+        for attributes in _combinations(_candidates(model, site)):
+            narrow = copy.deepcopy(dense)
+            inside = tuple(replace(one, path=_inside(one.path, site.owner)) for one in attributes)
+            try:
+                remove(narrow, [replace(local, attributes=inside)], {site.name: keep})
+                difference = _difference(expected, _outputs(narrow, call))
+            except batches.REFUSALS as error:
+                reason = reason or f"the narrower {type(owner).__name__} fails: {first_line(error)}"
+                continue
+            if difference <= _TOLERANCE:
+                return attributes
+            reason = f"the narrower {type(owner).__name__} gives other outputs (relative difference {difference:.1e})"
+    return reason
+
+
+def _visible(module: nn.Module) -> nn.Module:
+    """The module with ones in place of parameters that are all zero, as the scales of new residual branches are."""
+    for value in module.parameters():
+        if value.is_floating_point() and not bool(value.any()):
+            value.fill_(1)
+    return module
+
+
+def _inside(path: str, owner: str) -> str:
+    return path[len(owner) + 1 :] if owner else path
+
+
+def _local(site: Site) -> Site:
+    """The site with paths relative to its owner."""
+
+    def moved(one: Slices) -> Slices:
+        return replace(one, path=_inside(one.path, site.owner))
+
+    def read(one: Reader) -> Reader:
+        return replace(one, weight=moved(one.weight), norm=None)
+
+    return replace(site, readers=tuple(map(read, site.readers)), writers=tuple(map(moved, site.writers)))
+
+
+def _zero_columns(owner: nn.Module, site: Site, keep: Sequence[int]) -> None:
+    gone = set(range(site.count)) - set(keep)
+    for reader in site.readers:
+        weight = reader.weight.stored(owner)
+        weight.index_fill_(reader.weight.axis, torch.tensor(reader.weight.of(gone), device=weight.device), 0)
+
+
+def _outputs(module: nn.Module, call: Call) -> list[Tensor]:
+    args, kwargs = cast(Call, _as_float(copy.deepcopy(call)))
+    found = module(*args, **kwargs)
+    values = [found] if isinstance(found, Tensor) else batches.tensors(found)
+    return [value for value in values if value.is_floating_point()]
+
+
+def _as_float(value: object) -> object:
+    """Tensors of floating-point numbers in float32, inside tuples, lists and mappings too."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: _as_float(one) for key, one in value.items()}
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(map(_as_float, value))
+    return [*map(_as_float, value)] if type(value) is list else value
+
+
+def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """Largest difference, relative to the largest expected value; infinite for other shapes.
+
+    Outputs with fewer entries along one dimension, such as the attention maps of all heads, show the units themselves
+    and are not compared. The first output always is.
+    """
+    if len(expected) != len(found) or any(
+        a.ndim != b.ndim or sum(i != j for i, j in zip(a.shape, b.shape, strict=True)) > (number > 0)
+        for number, (a, b) in enumerate(zip(expected, found, strict=True))
+    ):
+        return float("inf")
+    pairs = [(a, b) for a, b in zip(expected, found, strict=True) if a.numel() and a.shape == b.shape]
+    scale = max((float(a.abs().max()) for a, _ in pairs), default=0.0) or 1.0
+    return max((float((a - b).abs().max()) for a, b in pairs), default=0.0) / scale
+
+
+def _modules(model: nn.Module, site: Site) -> dict[str, nn.Module]:
+    """The owner, and modules inside it that hold a reader or writer."""
+    found = {site.owner: model.get_submodule(site.owner)}
+    for one in site.slices:
+        names = one.path.split(".")
+        for length in range(len(names) + 1):
+            path = ".".join(names[:length])
+            if len(path) > len(site.owner) and model.get_submodule(path)._modules:
+                found[path] = model.get_submodule(path)
+        found.setdefault(one.path, model.get_submodule(one.path))
+    return found
+
+
+def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Whole numbers among a module's own attributes, and among the fields of its `config`."""
+    config = vars(vars(module).get("config", nn.Identity()))
+    fields = {f"{CONFIG}{name}": value for name, value in config.items()} if "config" in vars(module) else {}
+    for name, value in {**vars(module), **fields}.items():
+        if type(value) is int and not name.startswith("_"):
+            yield name, value
+
+
+def _candidates(model: nn.Module, site: Site) -> tuple[list[Attribute], list[Attribute]]:
+    """Attributes that may follow the number of units: those named as counts, and those equal to a width.
+
+    Fields of a module's `config` are candidates too, since some modules read their widths there.
+    """
+    widths = {one.stored(model).shape[one.axis] for one in site.slices}
+    counts: list[Attribute] = []
+    others: list[Attribute] = []
+    for path, module in _modules(model, site).items():
+        if not module._modules:
+            continue  # sizes of layers follow their parameters
+        for name, value in _numbers(module):
+            if value < site.count or value % site.count:
+                continue
+            counted = "head" in name and not name.endswith(("dim", "size"))
+            counted = counted or (site.kind == "heads" and name.endswith("groups"))
+            if counted or (site.kind == "neurons" and value == site.count and "." not in name):
+                (others if "." in name else counts).append(Attribute(path, name, value // site.count))
+            elif value in widths and "." not in name:
+                others.append(Attribute(path, name, value // site.count))
+    return counts, others
+
+
+def _combinations(candidates: tuple[list[Attribute], list[Attribute]]) -> Iterator[tuple[Attribute, ...]]:
+    """Subsets of the candidates, at most `_MOST_TRIES`: as many counts and as few widths as possible first."""
+    counts, others = candidates
+    some = (
+        (*left, *right)
+        for out in range(len(counts) + 1)
+        for size in range(len(others) + 1)
+        for left in combinations(counts, len(counts) - out)
+        for right in combinations(others, size)
+    )
+    yield from islice(some, _MOST_TRIES)

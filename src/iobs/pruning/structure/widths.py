@@ -1,0 +1,350 @@
+"""Widths that the class of a model can say, so that a narrower model is saved and loaded like any other.
+
+A Hugging Face model is built from its configuration. Its class loads a narrower network only if some values of the
+configuration give exactly the narrower shapes. These values are found by trial: the class is built without data from a
+changed configuration, and the shapes that change are compared with the shapes that a removal gives.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from iobs.errors import ModelError, first_line
+from iobs.pruning.structure.removal import CONFIG
+from iobs.pruning.structure.units import Site
+
+Configuration: TypeAlias = Any  # a configuration of transformers, or a value of one
+Shapes: TypeAlias = dict[str, tuple[int, ...]]  # of stored parameters and buffers, by full name
+
+_HEAD_WIDTHS = ("head_dim", "d_kv", "attention_head_size", "kv_channels")
+_OPTIONAL = ("n_inner", "ffn_hidden_size", "intermediate_size", "ffn_dim", "hidden_dim")  # None: a default of the class
+_RATIOS = ("mlp_ratio", "expand_ratio")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a configuration that follows a number of units.
+
+    Args:
+        config: name of the configuration inside the model's one, such as `text_config`; empty for the model's own.
+        name: of the field.
+        each: its value for one unit; its value itself if `fixed`.
+        place: index in a list with one value for each layer; None: the field is a number.
+        fixed: the field does not follow the units; it says a value that the class derives otherwise.
+    """
+
+    config: str
+    name: str
+    each: float
+    place: int | None = None
+    fixed: bool = False
+
+    def value(self, units: int) -> float:
+        """The field's value for a number of units."""
+        return self.each if self.fixed else self.each * units
+
+
+@dataclass(frozen=True)
+class Width:
+    """Sites whose numbers of units are one value of the configuration, and so are equal.
+
+    Args:
+        sites: names of the sites.
+        fields: the values that follow; none for a model that is not built from a configuration.
+        bias: name of the field, with the name of its configuration before it, that gives all readers a bias; None if
+            they have one or cannot have one.
+    """
+
+    sites: tuple[str, ...]
+    fields: tuple[Field, ...] = ()
+    bias: str | None = None
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sites that a model's class can load narrower, and the reasons why it cannot for others.
+
+    Args:
+        groups: sites with equal numbers of units.
+        refused: reason by name of the site.
+        biased: names of the sites whose first reader has a place for a bias without any change.
+    """
+
+    groups: tuple[Width, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    biased: frozenset[str] = frozenset()
+
+    def bias(self, site: Site) -> bool:
+        """Check that the narrower model can be loaded with a new bias of the site's first reader."""
+        given = any(group.bias is not None for group in self.groups if site.name in group.sites)
+        return site.name in self.biased or given
+
+
+def widths_of(model: nn.Module, sites: Sequence[Site]) -> Widths:
+    """The widths that the model's class can say.
+
+    For a model that is not built from a configuration every site is a group of its own.
+    """
+    if not _is_configured(model):
+        every = frozenset(site.name for site in sites)  # any layer of an own model can get a bias
+        return Widths(tuple(Width((site.name,)) for site in sites), biased=every)
+    before = _built(model, model.config)
+    if isinstance(before, str) or not _shapes(model).items() <= before.items():
+        reason = before if isinstance(before, str) else "its shapes differ from those that its configuration gives"
+        return Widths((), {site.name: f"{type(model).__name__} cannot be built again: {reason}" for site in sites})
+    groups: list[Width] = []
+    refused: dict[str, str] = {}
+    left = list(sites)
+    while left:
+        found = _trial(model, before, left)
+        if isinstance(found, str):
+            refused[left.pop(0).name] = found
+        else:
+            groups.append(_with_bias(model, before, found, sites))
+            left = [site for site in left if site.name not in found.sites]
+    return Widths(tuple(groups), refused, frozenset(site.name for site in sites if site.can_bias))
+
+
+def require_loadable(widths: Widths, counts: Mapping[str, int], biased: Collection[str] = ()) -> None:
+    """Check that the model's class can load a network with these numbers of units.
+
+    Args:
+        widths: of the model.
+        counts: units that are kept, by name of the site, for the sites that lose units.
+        biased: names of sites whose reader gets a bias.
+
+    Raises:
+        ModelError: a site cannot become narrower, sites of one width keep different numbers of units, or a reader
+            cannot have a bias.
+    """
+    possible = {name for group in widths.groups if group.bias is not None for name in group.sites} | widths.biased
+    for name in biased:
+        if name not in possible:
+            raise ModelError(f"The reader of {name} has no bias, and no value of the configuration gives it one.")
+    for name in counts:
+        if name in widths.refused:
+            raise ModelError(
+                f"{name} must keep all units, or the saved model cannot be loaded: {widths.refused[name]}."
+            )
+    for group in widths.groups:
+        kept = {name: counts.get(name) for name in group.sites}
+        if len(set(kept.values())) > 1:
+            names = " and ".join(sorted({one.name for one in group.fields}))
+            shown = ", ".join(f"{name}: {'all' if count is None else count}" for name, count in kept.items())
+            raise ModelError(
+                f"The configuration has one {names} for {len(kept)} layers, so they must keep equal numbers of units; "
+                f"got {shown}."
+            )
+
+
+def configure(
+    model: nn.Module, widths: Widths, counts: Mapping[str, int], biased: Collection[str] = ()
+) -> dict[str, object]:
+    """Let the configuration of a narrower model follow its widths.
+
+    Args:
+        model: after `remove`; its configuration is changed, and biases of zeros are added where the configuration gives
+            several layers a bias at once.
+        widths: of the model before the removal.
+        counts: units that are kept, by name of the site, for the sites that lose units.
+        biased: names of sites whose reader was given a bias.
+
+    Returns:
+        The new values by name of the field.
+
+    Raises:
+        ModelError: see `require_loadable`; or a bias was added that the class cannot have.
+    """
+    require_loadable(widths, counts, biased)
+    if not _is_configured(model):
+        return {}
+    config = copy.deepcopy(model.config)
+    changed: dict[str, object] = {}
+    for group in widths.groups:
+        if group.sites[0] in counts:
+            changed |= _set(config, group.fields, counts[group.sites[0]])
+        if group.bias is not None and set(group.sites) & set(biased):
+            inner, _, name = group.bias.rpartition(".")
+            setattr(_inner(config, inner), name, True)
+            changed[group.bias] = True
+    shapes = _built(model, config)
+    if isinstance(shapes, str):
+        raise ModelError(f"{type(model).__name__} cannot be built from the narrower configuration: {shapes}.")
+    _add_zero_biases(model, shapes)
+    if differing := [name for name, shape in _shapes(model).items() if shapes.get(name) != shape]:
+        raise ModelError(
+            f"{type(model).__name__} cannot have the shape of {differing[0]}, {_shapes(model)[differing[0]]}: its "
+            f"configuration gives {shapes.get(differing[0], 'no such parameter')}."
+        )
+    _share(model, config)
+    return changed
+
+
+def _is_configured(model: nn.Module) -> bool:
+    return callable(getattr(model, "save_pretrained", None)) and hasattr(getattr(model, "config", None), "to_dict")
+
+
+def _shapes(model: nn.Module) -> Shapes:
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def _built(model: nn.Module, config: Configuration) -> Shapes | str:
+    """The shapes of the model's class for a configuration, or the reason why it cannot be built."""
+    try:
+        with torch.device("meta"), torch.no_grad():
+            return _shapes(type(model)(copy.deepcopy(config)))
+    except Exception as error:  # every class has its own checks
+        return first_line(error)
+
+
+def _configs(config: Configuration) -> Iterator[tuple[str, Configuration]]:
+    """A configuration and those inside it, with their names."""
+    yield "", config
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            yield name, value
+
+
+def _inner(config: Configuration, name: str) -> Configuration:
+    return getattr(config, name) if name else config
+
+
+def _set(config: Configuration, fields: Iterable[Field], units: int) -> dict[str, object]:
+    """Set the fields for a number of units, and return the values by full name of the field."""
+    values = {}
+    for one in fields:
+        place = _inner(config, one.config)
+        new: object = one.value(units)
+        if one.place is not None:
+            new = [new if index == one.place else old for index, old in enumerate(getattr(place, one.name))]
+        setattr(place, one.name, new)
+        values[f"{one.config}.{one.name}" if one.config else one.name] = new
+    return values
+
+
+def _trial(model: nn.Module, before: Shapes, sites: Sequence[Site]) -> Width | str:
+    """The width that the first site belongs to, or the reason why its number of units cannot change."""
+    site, reason = sites[0], ""
+    if site.count == 1:
+        return "it has a single unit"
+    units = site.count - 1
+    for fields in _proposals(model.config, site):
+        config = copy.deepcopy(model.config)
+        try:
+            _set(config, fields, units)
+        except Exception as error:  # configurations check their values
+            reason = reason or first_line(error)
+            continue
+        shapes = _built(model, config)
+        if isinstance(shapes, str):
+            reason = reason or shapes
+            continue
+        group = [one for one in sites if one.count == site.count and _narrowed(before, [one], units) != before]
+        expected = {name: shape for name, shape in shapes.items() if shape != before.get(name)}
+        same = [one for one in group if _changes(before, [one], units).items() <= expected.items()]
+        if site in same and _changes(before, same, units) == expected and shapes.keys() == before.keys():
+            return Width(tuple(one.name for one in same), tuple(fields))
+        if any(name in expected for name in _changes(before, [site], units)):
+            other = next(iter(expected.keys() - _changes(before, same, units).keys()), None)
+            names = ", ".join(one.name for one in fields if not one.fixed)
+            reason = f"{names} also changes {other}" if other else f"{names} gives other shapes"
+    kind = type(model.config).__name__
+    return f"no field of {kind} gives {site.reader} fewer {site.kind}" + (f" ({reason})" if reason else "")
+
+
+def _narrowed(before: Shapes, sites: Iterable[Site], units: int) -> Shapes:
+    """The shapes after the removal of all but `units` units of every site."""
+    shapes = {name: list(shape) for name, shape in before.items()}
+    for site in sites:
+        for one in site.slices:
+            if one.key in shapes:  # otherwise a buffer that is not stored
+                shapes[one.key][one.axis] -= len(one.index[0]) * (site.count - units)
+    return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+def _changes(before: Shapes, sites: Iterable[Site], units: int) -> Shapes:
+    return {name: shape for name, shape in _narrowed(before, sites, units).items() if shape != before[name]}
+
+
+def _proposals(config: Configuration, site: Site) -> Iterator[list[Field]]:
+    """Fields that may give the number of units of a site; each list is one proposal."""
+    for inner, one in _configs(config):
+        if site.kind == "heads":
+            yield from _head_fields(inner, one, site)
+            continue
+        for name, value in vars(one).items():
+            if (type(value) is int and value == site.count) or (value is None and name in _OPTIONAL):
+                yield [Field(inner, name, 1)]
+            elif type(value) in (int, float) and name in _RATIOS:
+                yield [Field(inner, name, value / site.count)]
+            elif isinstance(value, (list, tuple)) and len(value) > 1 and all(type(entry) is int for entry in value):
+                yield from ([Field(inner, name, 1, place)] for place, entry in enumerate(value) if entry == site.count)
+
+
+def _head_fields(inner: str, config: Configuration, site: Site) -> Iterator[list[Field]]:
+    """Numbers of heads that are multiples of the units, first all of one configuration, then each alone."""
+    counts = [
+        Field(inner, name, value // site.count)
+        for name, value in vars(config).items()
+        if type(value) is int and value and value % site.count == 0 and _counts_heads(name)
+    ]
+    for some in [counts, *([one] for one in counts if len(counts) > 1)]:
+        if not some:
+            continue
+        yield some
+        heads = max(int(one.each) for one in some) * site.count
+        for name in _HEAD_WIDTHS:
+            if hasattr(config, name) or name == _HEAD_WIDTHS[0]:  # many classes read head_dim if it is there
+                yield [*some, Field(inner, name, len(site.columns[0]) * site.count // heads, fixed=True)]
+
+
+def _counts_heads(name: str) -> bool:
+    return ("head" in name and not name.endswith(("dim", "size"))) or name in ("num_kv_groups", "multi_query_group_num")
+
+
+def _with_bias(model: nn.Module, before: Shapes, width: Width, sites: Sequence[Site]) -> Width:
+    """The width with the field that gives its readers a bias."""
+    readers = [site.readers[0] for site in sites if site.name in width.sites]
+    if all(reader.bias for reader in readers):
+        return width
+    for inner, one in _configs(model.config):
+        for name in [name for name, value in vars(one).items() if value is False and "bias" in name]:
+            config = copy.deepcopy(model.config)
+            setattr(_inner(config, inner), name, True)
+            shapes = _built(model, config)
+            if isinstance(shapes, str) or not before.items() <= shapes.items():
+                continue
+            if all(f"{reader.path}.bias" in shapes for reader in readers):
+                return Width(width.sites, width.fields, f"{inner}.{name}" if inner else name)
+    return width
+
+
+def _add_zero_biases(model: nn.Module, shapes: Shapes) -> None:
+    """Add biases of zeros that the configuration gives and the model lacks."""
+    for name in shapes.keys() - _shapes(model).keys():
+        path, _, parameter = name.rpartition(".")
+        module = model.get_submodule(path)
+        if parameter == "bias" and "weight" in module._parameters:
+            weight = module._parameters["weight"]
+            assert weight is not None
+            zeros = torch.zeros(shapes[name], dtype=weight.dtype, device=weight.device)
+            module._parameters["bias"] = nn.Parameter(zeros, weight.requires_grad)
+
+
+def _share(model: nn.Module, config: Configuration) -> None:
+    """Give the model's own configuration objects the new values, and all modules these objects again."""
+    objects = dict(_configs(model.config))
+    for name, new in _configs(config):
+        vars(objects[name]).update({key: value for key, value in vars(new).items() if not hasattr(value, "to_dict")})
+    kinds = {type(one): one for one in objects.values()}
+    own = {id(one) for one in objects.values()}
+    for module in model.modules():
+        given = vars(module).get(CONFIG[:-1])
+        if given is not None and id(given) not in own and type(given) in kinds:
+            module.config = kinds[type(given)]

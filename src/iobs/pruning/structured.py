@@ -1,0 +1,249 @@
+"""`iobs.prune` with the pattern `Structured`: find units, run Algorithm 2 on their readers, remove the units.
+
+During the run a removed unit is a group of zero columns of the layer that reads it. The network then computes the same
+as the narrower network, and the loop, the held-out choice and the gradient steps are those of all other patterns. At
+the end the units are removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.column_groups import Groups
+from iobs.core.structured import Structured
+from iobs.errors import AuditError, LayerSelectionError, ProblemError
+from iobs.pruning.algorithm import run
+from iobs.pruning.callbacks import Callbacks
+from iobs.pruning.coverage import Reason
+from iobs.pruning.network.layers import Layer, find_layers
+from iobs.pruning.network.modes import evaluating, seeded
+from iobs.pruning.network.selection import Selection, matching
+from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe.structured import require_structured
+from iobs.pruning.report import LayerRecord, Report
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.outputs import logits
+from iobs.pruning.store import Store
+from iobs.pruning.structure.removal import remove
+from iobs.pruning.structure.sites import find_sites
+from iobs.pruning.structure.units import Site
+from iobs.pruning.structure.widths import Widths, configure, widths_of
+from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRecord
+from iobs.pruning.widths.costs import Products
+from iobs.pruning.workspace import Request, Workspace
+
+Names = str | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Arguments of `iobs.prune` for a run that removes units; `iobs.prune` describes them."""
+
+    pattern: Structured
+    recipe: Recipe
+    include: Names
+    ignore: Names
+    holdout: float
+    seed: int
+    checkpoint: str | Path | None
+
+
+def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:
+    """Remove units of the model of a store; the model becomes narrower.
+
+    Raises:
+        LayerSelectionError: no units were found, or names match nothing.
+        PatternError: the cost cannot be reached.
+        ProblemError: the recipe, or the model's weights are not in memory.
+    """
+    if not store.whole:
+        raise ProblemError("Structured removes units of a model in memory; load the model whole.")
+    require_structured(asked.recipe)
+    model = store.model
+    with evaluating(model) as frozen, seeded(model, asked.seed):
+        sites = _readers(model, collected[0], asked)
+        form = widths_of(model, list(sites.values()))
+        loadable = asked.pattern.uniform is not False
+        if loadable:
+            sites = _loadable(sites, form, told)
+        dense = Products.count(model, collected[0], tuple(sites.values()))
+        with _added_biases(model, sites, form, loadable) as added:
+            selection = store.checked(collected, _selection(model, sites))
+            patterns = {layer: _groups(layer, sites[layer]) for layer in selection.layers}
+            tied = _tied(sites.values(), form, asked.pattern.uniform)
+            request = Request(
+                asked.recipe, patterns, asked.pattern, asked.holdout, asked.seed, asked.checkpoint, sites, tied
+            )
+            report = run(Workspace.of(store, request, selection, collected, told, frozen))
+            kept = {sites[layer].name: kept_units(model, layer, patterns[layer], report) for layer in patterns}
+    before = _outputs(model, collected[0])
+    remove(model, sites.values(), {name: units.tolist() for name, units in kept.items()}, _taken(model, added))
+    if loadable:
+        counts = {site.name: len(kept[site.name]) for site in sites.values() if site.name in kept}
+        counts = {site.name: counts[site.name] for site in sites.values() if counts.get(site.name, 0) < site.count}
+        given = [site.name for site in sites.values() if site.reader in added and not site.can_bias]
+        configure(model, form, counts, given)
+    _require_same(before, _outputs(model, collected[0]))
+    return reported(report, {layer: sites[layer] for layer in patterns}, kept, dense)
+
+
+def _readers(model: nn.Module, batch: Batch, asked: Asked) -> dict[Layer, Site]:
+    """The sites of a model by the layer that reads their units, as far as the names of the readers are asked for."""
+    sites = find_sites(model, batch)
+    layers = {layer.path: layer for layer in find_layers(model) if layer.is_called}
+    found = {layers[site.reader]: site for site in sites if site.reader in layers and _is_whole(layers, site)}
+    if not found:
+        raise LayerSelectionError("No channels, neurons or heads were found that can be removed from this model.")
+    chosen = set(found) if asked.include is None else _named(found, asked.include, "include")
+    chosen -= set() if asked.ignore is None else _named(found, asked.ignore, "ignore")
+    if not chosen:
+        raise LayerSelectionError("include= and ignore= leave no layer whose units can be removed.")
+    return {layer: site for layer, site in found.items() if layer in chosen}
+
+
+def _is_whole(layers: Mapping[str, Layer], site: Site) -> bool:
+    """Check that one layer reads the units of a site and nothing else, so that its columns fall into units."""
+    layer = layers[site.reader]
+    columns = sum(map(len, site.columns))
+    return len(site.readers) == 1 and layer.groups == 1 and columns == layer.shape[1]
+
+
+def _named(found: Mapping[Layer, Site], names: str | Sequence[str], argument: str) -> set[Layer]:
+    patterns = [names] if isinstance(names, str) else names
+    wanted = {name for pattern in patterns for name in matching(tuple(found), pattern, argument)}
+    return {layer for layer in found if layer.name in wanted}
+
+
+def _selection(model: nn.Module, sites: Mapping[Layer, Site]) -> Selection:
+    """The readers of units as the selected layers."""
+    written = {writer.path for site in sites.values() for writer in site.writers}
+    skipped = {
+        layer.name: Reason("asked", "its rows go with units" if layer.path in written else "reads no units")
+        for layer in find_layers(model)
+        if layer not in sites
+    }
+    return Selection(tuple(sites), skipped)
+
+
+def _groups(layer: Layer, site: Site) -> Groups:
+    """Columns of the units of a site; all are kept until widths are chosen."""
+    labels = torch.zeros(layer.shape[1], dtype=torch.int64)
+    for unit, columns in enumerate(site.columns):
+        labels[list(columns)] = unit
+    return Groups(tuple(labels.tolist()), keep=site.count)
+
+
+def _loadable(sites: Mapping[Layer, Site], form: Widths, told: Callbacks) -> dict[Layer, Site]:
+    """The sites whose number of units the model's class can say; the others keep all units, with a note.
+
+    Raises:
+        LayerSelectionError: there are none.
+    """
+    found = {layer: site for layer, site in sites.items() if site.name not in form.refused}
+    for name, reason in form.refused.items():
+        told.on_note(f"{name} keeps all units: {reason}.")
+    if not found:
+        reason = next(iter(form.refused.values()))
+        raise LayerSelectionError(
+            f"A narrower model of this class could not be loaded again: {reason}. With uniform=False it is pruned "
+            "nevertheless, to be exported or stored as a whole."
+        )
+    return found
+
+
+def _tied(sites: Iterable[Site], form: Widths, uniform: bool | None) -> tuple[tuple[str, ...], ...]:
+    """Names of the sites that keep equal numbers of units."""
+    if uniform is False:
+        return ()
+    alike: dict[object, list[str]] = {}
+    groups = {name: number for number, group in enumerate(form.groups) for name in group.sites}
+    for site in sites:
+        alike.setdefault((site.kind, site.count) if uniform else groups[site.name], []).append(site.name)
+    return tuple(map(tuple, alike.values()))
+
+
+@contextmanager
+def _added_biases(model: nn.Module, sites: Mapping[Layer, Site], form: Widths, loadable: bool) -> Iterator[list[str]]:
+    """Give readers a bias of zeros for the run, where the narrower network has a place for it.
+
+    Yields:
+        The paths of these readers. Their biases are still there afterwards if the run succeeded.
+    """
+    added = []
+    for layer, site in sites.items():
+        module = model.get_submodule(layer.path)
+        possible = site.can_bias or not loadable or form.bias(site)
+        if possible and "bias" in module._parameters and module._parameters["bias"] is None:
+            weight = layer.stored(model)
+            module.bias = nn.Parameter(torch.zeros(layer.shape[0], dtype=weight.dtype, device=weight.device))
+            added.append(layer.path)
+    try:
+        yield added
+    except BaseException:
+        _taken(model, added)
+        raise
+
+
+def _taken(model: nn.Module, paths: Sequence[str]) -> dict[str, Tensor]:
+    """Take the biases of modules away; returns them by path."""
+    found = {}
+    for path in paths:
+        module = model.get_submodule(path)
+        found[path] = module.get_parameter("bias").detach()
+        module.register_parameter("bias", None)
+    return found
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, batch: Batch) -> Tensor:
+    with evaluating(model):
+        return logits(batches.forward(model, batches.to_device(batch, next(model.parameters()).device)))
+
+
+def _require_same(before: Tensor, after: Tensor) -> None:
+    """Check that the narrower model computes what the model with zero columns did.
+
+    Raises:
+        AuditError: it does not.
+    """
+    gap = float((before.double() - after.double()).abs().max()) / max(float(before.double().abs().max()), 1e-30)
+    if gap > 50 * torch.finfo(before.dtype).eps ** 0.75:
+        raise AuditError(f"The narrower model gives other outputs than the model with zeros (difference {gap:.1e}).")
+
+
+@torch.no_grad()
+def kept_units(model: nn.Module, layer: Layer, groups: Groups, report: Report) -> Tensor:
+    """Numbers of the units that a reader keeps, int64, ascending.
+
+    A kept unit whose weights are all zero, because it is always off, fills the count like any other.
+    """
+    labels = groups.labels(layer.shape[1])
+    energy = torch.zeros(int(labels.max()) + 1, dtype=torch.float64)
+    energy.index_add_(0, labels, layer.read(model).double().square().sum(0).cpu())
+    record = next(one for one in report.layers if one.name == layer.name)
+    width = round((1 - record.asked) * len(energy))
+    return energy.sort(descending=True, stable=True).indices[:width].sort().values
+
+
+def reported(
+    report: Report, sites: Mapping[Layer, Site], kept: Mapping[str, Tensor], dense: Products
+) -> StructuredReport:
+    """The report of a run with widths and costs."""
+    records: dict[str, LayerRecord] = {one.name: one for one in report.layers}
+    widths = [
+        WidthRecord(site.name, site.kind, layer.path, site.count, len(kept[site.name]), records[layer.name].error_dense)
+        for layer, site in sites.items()
+    ]
+    after = {one.name: one.after for one in widths}
+    costs = []
+    for where, products in (("in the layers that hold units", dense.held), ("in all layers", dense)):
+        costs.append(CostRecord("macs", products.of({}), products.of(after), where))
+        costs.append(CostRecord("parameters", products.entries.of({}), products.entries.of(after), where))
+    return StructuredReport(**vars(report), widths=widths, costs=costs)

@@ -1,0 +1,111 @@
+"""Report of a run that removed whole units: widths and costs before and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from iobs.pruning.report import JsonObject, Report
+
+
+@dataclass
+class WidthRecord:
+    """The units of one site before and after.
+
+    Attributes:
+        name: of the site.
+        kind: of its units, such as "channels", "neurons" or "heads".
+        reader: path of the layer that reads the units.
+        before: number of units of the dense network.
+        after: number of units that are left.
+        error: relative output error of the reader in the best projection, on the calibration samples.
+    """
+
+    name: str
+    kind: str
+    reader: str
+    before: int
+    after: int
+    error: float
+
+
+@dataclass
+class CostRecord:
+    """One cost before and after.
+
+    Attributes:
+        name: "macs", "parameters" or "seconds".
+        before: of the dense network.
+        after: of the narrower network.
+        where: what was counted or measured, in a few words.
+    """
+
+    name: str
+    before: float
+    after: float
+    where: str
+
+    @property
+    def share(self) -> float:
+        """Share of the cost that is left."""
+        return self.after / self.before if self.before else 1.0
+
+
+@dataclass(repr=False)
+class StructuredReport(Report):
+    """The result of a run that removed whole units.
+
+    The zeros that `audit` counts are those of the readers just before the units were removed.
+
+    Attributes:
+        widths: units of every site, in the order of the forward pass.
+        costs: of the layers that hold units and of the whole network.
+    """
+
+    widths: list[WidthRecord] = field(default_factory=list)
+    costs: list[CostRecord] = field(default_factory=list)
+
+    @property
+    def removed(self) -> float:
+        """Share of all units that were removed."""
+        before = sum(one.before for one in self.widths)
+        return 1 - sum(one.after for one in self.widths) / max(1, before)
+
+    @classmethod
+    def from_dict(cls, values: JsonObject) -> StructuredReport:
+        """Rebuild a report from the result of `as_dict`."""
+        values = dict(values)
+        widths = [WidthRecord(**one) for one in values.pop("widths")]
+        costs = [CostRecord(**one) for one in values.pop("costs")]
+        found = super().from_dict(values)
+        assert isinstance(found, StructuredReport)
+        found.widths, found.costs = widths, costs
+        return found
+
+    def sentences(self) -> list[str]:
+        """Widths and costs in words, one line each."""
+        kinds = dict.fromkeys(one.kind for one in self.widths)
+        lines = []
+        for kind in kinds:
+            own = [one for one in self.widths if one.kind == kind]
+            before, after = sum(one.before for one in own), sum(one.after for one in own)
+            lines.append(f"{after:,} of {before:,} {kind} are left in {len(own)} layers.")
+        for cost in self.costs:
+            amount = f"{cost.before:.4g} -> {cost.after:.4g}"
+            lines.append(f"{cost.name} {cost.where}: {amount} ({cost.share:.1%} left)")
+        return lines
+
+    def __repr__(self) -> str:
+        """One line, which a notebook shows."""
+        share = next((f", {cost.share:.1%} of the {cost.name} left" for cost in self.costs), "")
+        return f"<iobs.Report: {self.removed:.1%} of the units removed{share}, {self._loss()}>"
+
+    def __str__(self) -> str:
+        """Costs, losses, and the widths of all sites."""
+        lines = [*self.sentences(), f"{self._loss()}; {self.seconds:.1f} s.", *self._measured()]
+        for number, record in enumerate(self.rounds):
+            best = " <- best" if number == self.best_round else ""
+            name = "one shot" if record.kind == "projection" else f"fine-tuning, {len(record.step_losses)} steps"
+            loss = record.loss_calibration if record.loss_heldout is None else record.loss_heldout
+            lines.append(f"  {number + 1}. {name}: loss {'-' if loss is None else f'{loss:.4g}'}{best}")
+        lines += [f"  {one.before:5} -> {one.after:5} {one.kind}  {one.name}" for one in self.widths]
+        return "\n".join(lines)

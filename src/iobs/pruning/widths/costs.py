@@ -1,0 +1,173 @@
+"""Cost of a network as a function of its widths: multiplications by weights, entries of weights, or measured time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from iobs.pruning.network.layers import CONVOLUTIONS, linear_maps
+from iobs.pruning.network.modes import keeping_buffers
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.structure.units import Site
+
+Widths = Mapping[str, int]  # number of kept units by name of the site
+
+
+class CostModel(Protocol):
+    """Cost of a network in some unit, by its widths."""
+
+    def of(self, widths: Widths) -> float:
+        """Cost of the part of the network that sites share; units without a width are all kept."""
+        ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rows or columns of a weight matrix that belong to the units of one site.
+
+    Attributes:
+        site: name of the site.
+        each: rows or columns of one unit.
+        count: number of units.
+    """
+
+    site: str
+    each: int
+    count: int
+
+    def gone(self, widths: Widths) -> int:
+        """Number of rows or columns that are removed."""
+        return self.each * (self.count - widths.get(self.site, self.count))
+
+
+@dataclass(frozen=True)
+class Side:
+    """Rows or columns of a weight matrix.
+
+    Attributes:
+        size: number of rows or columns of the dense network.
+        shares: those that belong to units.
+    """
+
+    size: int
+    shares: tuple[Share, ...] = ()
+
+    def at(self, widths: Widths) -> int:
+        """Number of rows or columns that are left."""
+        return self.size - sum(share.gone(widths) for share in self.shares)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One weight matrix and the number of inputs that it multiplies for one sample.
+
+    Attributes:
+        path: of its module.
+        positions: number of vectors that it multiplies, per sample.
+        rows: outputs.
+        columns: inputs of one group of a convolution times the size of its kernel.
+    """
+
+    path: str
+    positions: float
+    rows: Side
+    columns: Side
+
+    @property
+    def held(self) -> bool:
+        """True if rows or columns belong to units."""
+        return bool(self.rows.shares or self.columns.shares)
+
+    def entries(self, widths: Widths) -> int:
+        """Number of entries that are left."""
+        return self.rows.at(widths) * self.columns.at(widths)
+
+
+@dataclass(frozen=True)
+class Products:
+    """Multiplications by weights or entries of weights of all layers that hold units.
+
+    Attributes:
+        products: the weight matrices.
+        by_position: True: multiplications for one sample; False: entries.
+    """
+
+    products: tuple[Product, ...]
+    by_position: bool = True
+
+    @property
+    def entries(self) -> Products:
+        """The same matrices, counted in entries."""
+        return replace(self, by_position=False)
+
+    @property
+    def held(self) -> Products:
+        """The matrices whose rows or columns belong to units."""
+        return replace(self, products=tuple(one for one in self.products if one.held))
+
+    def of(self, widths: Widths) -> float:
+        """Multiplications or entries that are left."""
+        return sum((one.positions if self.by_position else 1) * one.entries(widths) for one in self.products)
+
+    @classmethod
+    def count(cls, model: nn.Module, batch: Batch, sites: Sequence[Site]) -> Products:
+        """Count the matrices of all modules that multiply by a weight, on one batch."""
+        shares = _shares(sites)
+        positions = positions_of(model, batch)
+        samples = max(1, batches.size(batch))
+        found = []
+        for path, used in positions.items():
+            module = model.get_submodule(path)
+            weight = module.weight
+            assert isinstance(weight, Tensor)
+            axis = 0 if isinstance(module, (nn.Linear, *CONVOLUTIONS)) else 1  # of the rows; Conv1D of GPT-2 has 1
+            kernel = weight[0, 0].numel()
+            rows, inputs = weight.shape[axis], weight.shape[1 - axis]
+            row = Side(rows, tuple(shares.get((path, axis), ())))
+            within = 1 if getattr(module, "groups", 1) > 1 else None  # a channel of a group has its own inputs
+            column = Side(inputs * kernel, () if within else _times(shares.get((path, 1 - axis), ()), kernel))
+            found.append(Product(path, used / samples, row, column))
+        return cls(tuple(found))
+
+
+def _shares(sites: Sequence[Site]) -> dict[tuple[str, int], list[Share]]:
+    """The shares of sites in the weights of modules, by path and axis."""
+    found: dict[tuple[str, int], list[Share]] = {}
+    for site in sites:
+        for one in site.slices:
+            if one.parameter == "weight":
+                share = Share(site.name, len(one.index[0]), site.count)
+                found.setdefault((one.path, one.axis), []).append(share)
+    return found
+
+
+def _times(shares: Sequence[Share], kernel: int) -> tuple[Share, ...]:
+    return tuple(replace(share, each=share.each * kernel) for share in shares)
+
+
+def positions_of(model: nn.Module, batch: Batch) -> dict[str, int]:
+    """Number of vectors that the weight of every linear map or convolution multiplies on a batch, by path."""
+    counts: dict[str, int] = {}
+
+    def count(path: str, module: nn.Module, output: object) -> None:
+        if isinstance(output, Tensor) and output.numel():
+            rows = module.out_channels if isinstance(module, CONVOLUTIONS) else output.shape[-1]
+            counts[path] = counts.get(path, 0) + math.prod(output.shape) // rows
+
+    handles = [
+        module.register_forward_hook(lambda module, _, output, path=path: count(path, module, output))
+        for path, module in model.named_modules()
+        if isinstance(module, linear_maps())
+    ]
+    try:
+        with keeping_buffers(model):
+            batches.forward(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return counts

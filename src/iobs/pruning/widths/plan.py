@@ -1,0 +1,92 @@
+"""The width of every site: equal shares, or least effect on the loss, within the cost that is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from iobs.core.structured import Structured
+from iobs.errors import PatternError
+from iobs.pruning.structure.units import Site
+from iobs.pruning.widths.costs import CostModel
+from iobs.pruning.widths.curves import SiteCurve
+from iobs.pruning.widths.knapsack import Choice, least_effect
+
+_ALIGNED = ("channels", "neurons")  # kinds of units that `multiple_of` aligns
+_MOST_WIDTHS = 160  # widths of one site that an allocation chooses from
+
+
+def widths_of(site: Site, pattern: Structured) -> tuple[int, ...]:
+    """Widths that a site may get, ascending; the last is the dense width.
+
+    Raises:
+        PatternError: the site has fewer units than `multiple_of`.
+    """
+    unit = site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1
+    if site.count < unit:
+        raise PatternError(f"{site.name} has {site.count} {site.kind}, fewer than multiple_of={unit}.")
+    step = unit * max(1, -(-site.count // (unit * _MOST_WIDTHS)))
+    return (*range(step, site.count, step), site.count)
+
+
+def choices_of(
+    sites: Sequence[Site],
+    pattern: Structured,
+    tied: Sequence[Sequence[str]],
+    curves: Mapping[str, SiteCurve] | None,
+    offered: Mapping[str, Sequence[int]] | None = None,
+) -> list[Choice]:
+    """The widths to choose from and their effects; without curves the effect is the square of the removed share.
+
+    Args:
+        sites: the sites.
+        pattern: what is asked.
+        tied: names of sites that get equal widths; the other sites are chosen alone.
+        curves: measured effects by name of the site, or None.
+        offered: widths by name of the site, in place of those of `widths_of`.
+    """
+    number = {name: position for position, names in enumerate(tied) for name in names}
+    families: dict[object, list[Site]] = {}
+    for site in sites:
+        families.setdefault(number.get(site.name, site.name), []).append(site)
+    found = []
+    for family in families.values():
+        first = family[0]
+        widths = widths_of(first, pattern) if offered is None else tuple(offered[first.name])
+
+        def effect(width: int, family: list[Site] = family) -> float:
+            if curves is None:
+                return sum((1 - width / site.count) ** 2 for site in family)
+            return sum(curves[site.name].effect(width) for site in family if site.name in curves)
+
+        found.append(Choice(tuple(site.name for site in family), widths, tuple(map(effect, widths))))
+    return found
+
+
+def equal_shares(choices: Sequence[Choice], cost: CostModel, limit: float) -> dict[str, int]:
+    """Widths of about the same share of units in all sites, the largest within the limit of the cost.
+
+    Raises:
+        PatternError: even the smallest widths cost more.
+    """
+
+    def at(share: float) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for choice in choices:
+            wanted = share * choice.widths[-1]
+            found |= choice.at(min(choice.widths, key=lambda width: (abs(width - wanted), width)))
+        return found
+
+    low, high = 0.0, 1.0
+    if cost.of(at(low)) > limit * (1 + 1e-9):
+        raise PatternError("Even one unit in every layer costs more than what is asked to be left; ask for less.")
+    if cost.of(at(high)) <= limit:
+        return at(high)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cost.of(at(middle)) <= limit * (1 + 1e-9) else (low, middle)
+    return at(low)
+
+
+def chosen_widths(choices: Sequence[Choice], cost: CostModel, limit: float, equal: bool) -> dict[str, int]:
+    """The width of every site with a cost of at most `limit`."""
+    return equal_shares(choices, cost, limit) if equal else least_effect(choices, cost, limit)

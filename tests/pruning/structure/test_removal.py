@@ -1,0 +1,98 @@
+"""Removal: biases, modules that follow their parameters, and errors before any change."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from iobs.errors import ModelError
+from iobs.pruning.structure.removal import remove
+from iobs.pruning.structure.sites import find_sites
+
+PICTURES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+
+
+def network():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=4),
+        nn.GroupNorm(4, 8),
+        nn.SiLU(),
+        nn.Conv2d(8, 6, 1, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(6 * 16, 5, bias=False),
+    ).eval()
+
+
+def test_modules_follow_their_parameters():
+    model = network()
+    sites = find_sites(model, PICTURES)
+    assert {site.name: site.count for site in sites} == {"6": 4, "10": 6}
+    remove(model, sites, {"6": [0, 2, 3], "10": [1, 5]})
+    assert (model[0].out_channels, model[1].num_features) == (6, 6)
+    assert (model[3].in_channels, model[3].out_channels, model[3].groups) == (6, 6, 3)
+    assert (model[4].num_groups, model[4].num_channels) == (3, 6)
+    assert (model[6].in_channels, model[6].out_channels, model[10].in_features) == (6, 2, 32)
+    assert model(PICTURES).shape == (2, 5)
+
+
+def test_a_network_is_narrowed_twice():
+    model = network()
+    remove(model, find_sites(model, PICTURES), {"6": [1, 3]})
+    sites = find_sites(model, PICTURES)
+    assert sites[0].count == 2
+    remove(model, sites, {"6": [1]})
+    assert model[3].groups == 1
+    assert model(PICTURES).shape == (2, 5)
+
+
+def test_biases_go_to_the_batch_norm_that_follows_or_to_the_layer():
+    model = network()
+    sites = find_sites(model, PICTURES)
+    assert [site.can_bias for site in sites] == [True, False]
+    biased = copy.deepcopy(model)
+    biases = {"6": torch.linspace(-1, 1, 6), "10": torch.arange(5.0)}
+    remove(biased, sites, {}, biases)
+    hidden = model[:7](PICTURES) + biases["6"].view(6, 1, 1)
+    expected = model[7:](hidden) + biases["10"]
+    torch.testing.assert_close(biased(PICTURES), expected)
+    assert biased[6].bias is None
+    assert torch.equal(biased[10].bias, biases["10"])
+
+
+def test_gradients_and_state_follow():
+    model = network()
+    model[0].weight.requires_grad_(False)
+    remove(model, find_sites(model, PICTURES), {"6": [0, 1]})
+    assert not model[0].weight.requires_grad
+    assert model[6].weight.requires_grad
+    assert model.state_dict()["1.running_mean"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("kept", "biases", "message"),
+    [
+        ({"5": [0]}, None, "No site is named '5'"),
+        ({"6": []}, None, "at least one"),
+        ({"6": [0, 0]}, None, "different numbers from 0 to 3"),
+        ({"6": [4]}, None, "different numbers from 0 to 3"),
+        ({"6": [0]}, {"0": torch.zeros(8)}, "No site has a reader '0'"),
+        ({"6": [0]}, {"6": torch.zeros(5)}, r"must have shape \(6,\), got \(5,\)"),
+    ],
+)
+def test_wrong_removals_are_refused_before_any_change(kept, biases, message):
+    model = network()
+    sites, before = find_sites(model, PICTURES), model(PICTURES)
+    with pytest.raises(ModelError, match=message):
+        remove(model, sites, kept, biases)
+    assert torch.equal(model(PICTURES), before)
+
+
+def test_step_aligns_channels():
+    site = find_sites(network(), PICTURES)[0]
+    assert [site.step(multiple) for multiple in (1, 2, 3, 8)] == [1, 1, 3, 4]

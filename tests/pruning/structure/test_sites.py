@@ -1,0 +1,145 @@
+"""Sites: units of networks whose units are known, and the outputs after their removal."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from iobs.pruning.structure.removal import remove
+from iobs.pruning.structure.sites import find_sites
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 48}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT = {"input_ids": torch.arange(3, 35).view(2, 16)}
+PICTURES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+
+
+def llama(heads=4, groups=2):
+    config = LlamaConfig(**SMALL, **TOKENS, num_attention_heads=heads, num_key_value_heads=groups)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+class Residual(nn.Module):
+    """A stem, a block with a depthwise convolution and channel attention, and a classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.expand = nn.Sequential(nn.Conv2d(8, 12, 1, bias=False), nn.BatchNorm2d(12), nn.ReLU6())
+        self.depthwise = nn.Sequential(nn.Conv2d(12, 12, 3, padding=1, groups=12), nn.BatchNorm2d(12), nn.Hardswish())
+        self.squeeze, self.excite = nn.Linear(12, 4), nn.Linear(4, 12)
+        self.project = nn.Sequential(nn.Conv2d(12, 8, 1, bias=False), nn.BatchNorm2d(8))
+        nn.init.zeros_(self.project[1].weight)
+        self.classifier = nn.Linear(8 * 64, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        inner = self.depthwise(self.expand(x))
+        gate = self.excite(torch.relu(self.squeeze(inner.mean((2, 3))))).sigmoid()
+        return self.classifier((x + self.project(inner * gate[:, :, None, None])).flatten(1))
+
+
+class Joined(nn.Module):
+    """A concatenation of two branches, read by one convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 6, 3, padding=1)
+        self.norm, self.last = nn.BatchNorm2d(10), nn.Conv2d(10, 2, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(torch.cat([self.left(x).relu(), self.right(x).sigmoid()], 1)))
+
+
+def summary(sites):
+    return {site.name: (site.kind, site.count) for site in sites}
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        found = model(**batch) if isinstance(batch, dict) else model(batch)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+def without_units(model, sites, kept):
+    """A copy whose readers have zero columns for the units that are not kept."""
+    model = copy.deepcopy(model)
+    for site in sites:
+        gone = set(range(site.count)) - set(kept.get(site.name, range(site.count)))
+        for reader in site.readers:
+            reader.weight.stored(model).data.index_fill_(
+                reader.weight.axis, torch.tensor(reader.weight.of(gone)).long(), 0
+            )
+    return model
+
+
+@pytest.mark.parametrize(("build", "batch"), [(llama, TEXT), (Residual, PICTURES), (Joined, PICTURES)])
+@pytest.mark.parametrize("inner", [True, False])
+def test_removed_units_change_nothing_but_their_own_contribution(build, batch, inner):
+    model = build().eval()
+    dense = outputs(model, batch)
+    sites = find_sites(model, batch, inner)
+    assert torch.equal(outputs(model, batch), dense)
+    if isinstance(model, Residual):
+        nn.init.ones_(model.project[1].weight)
+    before = outputs(model, batch)
+    kept = {site.name: range(1, site.count, 2) for site in sites}
+    expected = outputs(without_units(model, sites, kept), batch)
+    remove(model, sites, kept)
+    found = outputs(model, batch)
+    assert not torch.allclose(found, before, atol=1e-4)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_units_of_grouped_query_attention_are_key_value_groups():
+    sites = find_sites(llama(), TEXT)
+    assert [(site.kind, site.count) for site in sites] == [("heads", 2), ("neurons", 24)] * 2
+    rows = {one.path.rpartition(".")[2]: one.index[1] for one in sites[0].writers}
+    assert rows == {"q_proj": (*range(8, 16),), "k_proj": (4, 5, 6, 7), "v_proj": (4, 5, 6, 7)}
+    assert sites[0].columns[1] == (*range(8, 16),)
+    assert not sites[0].can_bias
+
+
+def test_units_of_multi_query_attention_are_query_heads():
+    sites = find_sites(llama(groups=1), TEXT)
+    assert (sites[0].kind, sites[0].count) == ("heads", 4)
+    assert [one.path.rpartition(".")[2] for one in sites[0].writers] == ["q_proj"]
+
+
+def test_fused_queries_keys_and_values_are_cut_per_head():
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=48, n_positions=64, **TOKENS)
+    heads = find_sites(AutoModelForCausalLM.from_config(config).eval(), TEXT)[0]
+    assert heads.writers[0].index[1] == (*range(8, 16), *range(24, 32), *range(40, 48))
+    assert heads.writers[0].axis == 1
+
+
+def test_channels_pass_depthwise_convolutions_and_channel_attention():
+    sites = find_sites(Residual().eval(), PICTURES)
+    assert summary(sites) == {"project.0": ("channels", 12), "excite": ("neurons", 4)}
+    assert [reader.path for reader in sites[0].readers] == ["project.0", "squeeze"]
+    assert {one.path for one in sites[0].writers} == {
+        "expand.0", "expand.1", "depthwise.0", "depthwise.1", "excite"
+    }  # fmt: skip
+    assert sites[0].readers[0].norm == "project.1"
+
+
+def test_residual_stream_is_a_site_on_request():
+    sites = find_sites(Residual().eval(), PICTURES, inner=False)
+    stream = next(site for site in sites if site.count == 8)
+    assert {reader.path for reader in stream.readers} == {"expand.0", "classifier"}
+    assert stream.readers[0].columns[1] == (1,) or stream.readers[0].columns[1] == (*range(64, 128),)
+
+
+def test_branches_of_a_concatenation_are_sites_of_one_reader():
+    sites = find_sites(Joined().eval(), PICTURES)
+    assert summary(sites) == {"last:left": ("channels", 4), "last:right": ("channels", 6)}
+    assert sites[1].columns == tuple((channel,) for channel in range(4, 10))
+
+
+def test_tied_parameters_are_left_alone():
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    assert len(find_sites(model, torch.ones(2, 6))) == 2
+    model[2].weight = model[0].weight
+    assert find_sites(model, torch.ones(2, 6)) == []

@@ -1,0 +1,113 @@
+"""Widths: narrower models of transformers are saved, loaded by `from_pretrained`, and refused where they cannot be."""
+
+import pytest
+import torch
+from families import MODELS, build
+
+import iobs
+from iobs.errors import ModelError
+from iobs.pruning.structure.removal import remove
+from iobs.pruning.structure.sites import find_sites
+from iobs.pruning.structure.widths import configure, require_loadable, widths_of
+
+ALL = {"neurons": 2, "heads": 2}
+LOADABLE = {
+    "opt": {"neurons": 2},
+    "llama": ALL,
+    "mistral": ALL,
+    "qwen2": ALL,
+    "qwen3": ALL,
+    "gemma3": ALL,
+    "phi": ALL,
+    "phi3": ALL,
+    "mixtral": {"heads": 2},
+    "gpt2": {"neurons": 2},
+    "gpt_neox": {"neurons": 2},
+    "bloom": {},
+    "falcon": {"neurons": 2},
+    "vit": ALL,
+}
+
+
+def parts(name):
+    model, data = build(name)
+    sites = find_sites(model, data[0])
+    return model, data[0], sites, widths_of(model, sites)
+
+
+def half(sites, widths, seed=0):
+    """Random halves of the units, equal numbers in one group."""
+    generator = torch.Generator().manual_seed(seed)
+    known = {site.name: site for site in sites}
+    names = [name for group in widths.groups for name in group.sites]
+    return {
+        name: sorted(torch.randperm(known[name].count, generator=generator)[: known[name].count // 2].tolist())
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("name", LOADABLE)
+def test_narrower_models_are_loaded_unpatched(name, tmp_path):
+    model, batch, sites, widths = parts(name)
+    kept = half(sites, widths)
+    found = [site.kind for site in sites if site.name in kept]
+    assert {kind: found.count(kind) for kind in found} == LOADABLE[name]
+    biased = [site for site in sites if site.name in kept and widths.bias(site)]
+    remove(model, sites, kept, {site.reader: torch.linspace(-1, 1, 16) for site in biased})
+    configure(model, widths, {name: len(units) for name, units in kept.items()}, [site.name for site in biased])
+    model.save_pretrained(tmp_path)
+    loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(**batch).logits, model(**batch).logits, rtol=0, atol=0)
+    assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
+
+
+def test_every_refusal_has_a_reason():
+    _, _, sites, widths = parts("gpt2")
+    heads = next(site.name for site in sites if site.kind == "heads")
+    assert "no field of GPT2Config" in widths.refused[heads]
+    with pytest.raises(ModelError, match="must keep all units, or the saved model cannot be loaded"):
+        require_loadable(widths, {heads: 1})
+
+
+def test_layers_of_one_field_keep_equal_numbers():
+    model, _, sites, widths = parts("llama")
+    first, second = (site.name for site in sites if site.kind == "neurons")
+    before = model.config.to_dict()
+    for counts in ({first: 12}, {first: 12, second: 10}):
+        with pytest.raises(ModelError, match="one intermediate_size for 2 layers"):
+            configure(model, widths, counts)
+    require_loadable(widths, {first: 12, second: 12})
+    assert model.config.to_dict() == before
+
+
+def test_a_bias_that_the_class_cannot_have_is_refused():
+    _, _, sites, widths = parts("mistral")
+    assert not any(widths.bias(site) for site in sites)
+    name = next(site.name for site in sites if site.kind == "neurons")
+    with pytest.raises(ModelError, match="has no bias"):
+        require_loadable(widths, {}, [name])
+
+
+def test_models_without_configuration_have_free_widths():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+    sites = find_sites(model, torch.ones(2, 4))
+    widths = widths_of(model, sites)
+    assert [group.sites for group in widths.groups] == [("2",)]
+    assert configure(model, widths, {"2": 3}) == {}
+
+
+def test_every_family_is_listed():
+    others = {"qwen3_moe", "mamba", "mamba2", "deit"}
+    assert {name for name in MODELS if not name.startswith("timm")} == set(LOADABLE) | others
+
+
+def test_narrower_model_is_pruned_further(tmp_path):
+    model, batch, sites, widths = parts("llama")
+    kept = half(sites, widths)
+    remove(model, sites, kept)
+    configure(model, widths, {name: len(units) for name, units in kept.items()})
+    report = iobs.prune(model, [batch], 0.5, iobs.Recipe.preset("fast"))
+    assert report.sparsity == pytest.approx(0.5, abs=0.01)

@@ -1,0 +1,163 @@
+"""Structured: units are removed from whole networks, and the networks compute what the zeros promised."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import iobs
+from iobs.core.patterns import parse
+from iobs.errors import LayerSelectionError, PatternError, ProblemError
+from iobs.pruning.structured_report import StructuredReport
+from iobs.report import read_report
+
+
+class Block(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.conv1 = nn.Conv2d(8, inner, 3, padding=1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(inner), nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(inner, 8, 3, padding=1, bias=False)
+
+    def forward(self, x):
+        return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
+
+
+def network():
+    torch.manual_seed(1)
+    found = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(12), Block(16), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    found.append(nn.Linear(8, 4))
+    with torch.no_grad():
+        for _ in range(20):  # running statistics of a trained network
+            found(torch.randn(32, 3, 8, 8))
+    return found.eval()
+
+
+def pictures(count=60):
+    return list(torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(0)).split(20))
+
+
+def llama():
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        hidden_size=16, num_hidden_layers=2, intermediate_size=24, vocab_size=48, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def text():
+    return [{"input_ids": torch.randint(3, 48, (8, 16), generator=torch.Generator().manual_seed(3))}]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+@pytest.mark.parametrize("recipe", ["one-shot", "fast"])
+def test_network_is_narrower_by_the_share_asked(share, recipe):
+    model = network()
+    dense = sum(value.numel() for value in model.parameters())
+    report = iobs.prune(model, pictures(), iobs.Structured(share), recipe)
+    widths = [model[number].conv2.in_channels for number in (1, 2)]
+    assert [one.after for one in report.widths] == widths
+    assert [model[number].bn1.num_features for number in (1, 2)] == widths
+    macs = report.costs[0]
+    assert 1 - share - 0.09 <= macs.share <= 1 - share  # one channel of the smaller block is 3.6 % of the cost
+    assert sum(value.numel() for value in model.parameters()) < dense
+    assert model(pictures()[0]).shape == (20, 4)
+
+
+def test_refit_is_closer_to_dense_than_magnitude():
+    dense = network()
+    ours, plain = copy.deepcopy(dense), copy.deepcopy(dense)
+    iobs.prune(ours, pictures(), "structured:50%", "one-shot")
+    iobs.prune(plain, pictures(), "structured:50%", "one-shot", solver="magnitude", target="layer", bias="keep")
+    fresh = torch.randn(200, 3, 8, 8, generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():
+        wanted = dense(fresh)
+        assert (ours(fresh) - wanted).square().sum() < 0.5 * (plain(fresh) - wanted).square().sum()
+
+
+def test_nothing_is_lost_if_nothing_is_removed():
+    dense = network()
+    model = copy.deepcopy(dense)
+    report = iobs.prune(model, pictures(), iobs.Structured(0.0), "one-shot")
+    assert [one.after for one in report.widths] == [12, 16]
+    torch.testing.assert_close(model(pictures()[0]), dense(pictures()[0]), atol=1e-4, rtol=1e-4)
+
+
+def test_widths_are_multiples():
+    report = iobs.prune(network(), pictures(), iobs.Structured(0.4, multiple_of=4), "fast")
+    assert all(one.after % 4 == 0 for one in report.widths)
+
+
+def test_language_model_has_equal_widths_and_loads_unpatched(tmp_path):
+    model = llama()
+    report = iobs.prune(model, text(), iobs.Structured(0.4), "fast")
+    by_kind = {kind: {one.after for one in report.widths if one.kind == kind} for kind in ("neurons", "heads")}
+    assert all(len(after) == 1 for after in by_kind.values())
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.config.intermediate_size == by_kind["neurons"].pop() < 24
+    torch.testing.assert_close(again(**text()[0]).logits, model(**text()[0]).logits)
+
+
+def test_fine_tuned_network_is_returned_only_if_held_out_samples_prefer_it():
+    model = network()
+    step = iobs.FineTune(
+        lr=1e-3, optimizer="adam", steps=5, loss="kl", parameters="all", support="fixed", batch_size=20
+    )
+    report = iobs.prune(model, pictures(), "structured:50%", "fast", finetune=step)
+    assert [one.kind for one in report.rounds] == ["projection", "finetune"]
+    before, after = (one.loss_heldout for one in report.rounds)
+    assert report.best_round == int(after * 1.02 < before)
+
+
+def test_report_is_read_back(tmp_path):
+    report = iobs.prune(network(), pictures(), "structured:30%", "one-shot")
+    report.save(tmp_path / "report.json")
+    again = read_report(tmp_path / "report.json")
+    assert isinstance(again, StructuredReport)
+    assert again.widths == report.widths
+    assert again.costs == report.costs
+    assert "channels are left" in str(again)
+
+
+def test_failed_run_leaves_the_model_as_it_was():
+    model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    class Stop(iobs.Callback):
+        def on_layer(self, entry, index):
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        iobs.prune(model, pictures(), "structured:30%", "one-shot", callbacks=[Stop()])
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_pattern_is_read_from_its_text():
+    pattern = iobs.Structured(0.3, of="latency", multiple_of=8, runtime="onnx", uniform=False)
+    assert parse(str(pattern)) == pattern
+    assert parse("structured:30%") == iobs.Structured(0.3)
+
+
+@pytest.mark.parametrize("wrong", ["structured:1.2", "structured:30%,of=time", "structured:30%,width=3", "structured"])
+def test_wrong_text_is_refused(wrong):
+    with pytest.raises(PatternError):
+        parse(wrong)
+
+
+def test_what_does_not_apply_is_refused_before_any_work():
+    with pytest.raises(ProblemError, match="rounds"):
+        iobs.prune(network(), pictures(), "structured:30%", "fast", rounds=3)
+    with pytest.raises(ProblemError, match="no form for whole units"):
+        iobs.prune(network(), pictures(), "structured:30%", "paper")
+    with pytest.raises(LayerSelectionError, match="No channels"):
+        iobs.prune(nn.Sequential(nn.Linear(4, 3)), [torch.randn(8, 4)], "structured:30%")
+    with pytest.raises(PatternError, match=r"iobs\.prune"):
+        iobs.solve(iobs.Quadratic.at(torch.randn(2, 4), torch.eye(4)), iobs.Structured(0.5))
+    with pytest.raises(PatternError, match="ask for less"):
+        iobs.prune(network(), pictures(), "structured:99%", "one-shot")
