@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from iobs import errors, transformers
+    from iobs.core.budget import Budget
     from iobs.core.column_groups import Groups
     from iobs.core.free_bias import FreeBias
     from iobs.core.patterns import NM, Grid, Unstructured
@@ -54,6 +55,7 @@ __all__ = [
     "NM",
     "OBC",
     "Allocation",
+    "Budget",
     "Callback",
     "FineTune",
     "FreeBias",
@@ -95,6 +97,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "iobs.core.budget": ("Budget",),
     "iobs.core.column_groups": ("Groups",),
     "iobs.core.free_bias": ("FreeBias",),
     "iobs.core.patterns": ("NM", "Grid", "Unstructured"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from iobs.core.budget import Budget
 from iobs.core.column_groups import Groups
 from iobs.core.patterns import Grid, Pattern, SparseGrid, require_pattern
+from iobs.errors import PatternError
 from iobs.solvers.admm import ADMM
 from iobs.solvers.exact import Exact
 from iobs.solvers.gridded.baselines import GPTQ, JointSparseGPT, OBROrder, RoundToNearest
@@ -91,6 +93,8 @@ def family_of(pattern: Pattern) -> Family:
         PatternError: the object is no pattern.
     """
     require_pattern(pattern)
+    if isinstance(pattern, Budget):
+        raise PatternError("A budget is divided among the layers of a network by iobs.prune; give a pattern here.")
     if isinstance(pattern, (Grid, SparseGrid)):
         return GRIDS
     return COLUMN_GROUPS if isinstance(pattern, Groups) else ENTRIES
