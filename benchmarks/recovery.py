@@ -71,6 +71,11 @@ def problem(seed, n, d, k, rho=0.0, snr=np.inf, kind="linear", amplitude=1.0):
     margin = X @ theta
     if kind == "logistic":
         return X, (rng.random(n) < 1 / (1 + np.exp(-margin))).astype(float), theta
+    if kind == "Poisson":
+        return X, rng.poisson(np.exp(margin)).astype(float), theta
+    if kind == "Cox":
+        times, censored = rng.exponential(np.exp(-margin)), rng.exponential(2.0, n)
+        return X, np.column_stack([np.minimum(times, censored), times <= censored]).astype(float), theta
     return X, margin + (rng.standard_normal(n) * np.sqrt(margin.var() / snr) if np.isfinite(snr) else 0.0), theta
 
 
@@ -417,7 +422,7 @@ QUICK = ("undersampled", "k80", "noise", "logistic", "far", "general")
 
 def versions() -> str:
     """The peers that are installed here."""
-    names = ("abess", "skscope", "fastsparsegams", "scikit-learn")
+    names = ("abess", "skscope", "fastsparsegams", "scikit-learn", "skglm", "adelie")
     found = [name for name in names if available(name.replace("scikit-learn", "sklearn"))]
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in found)
 

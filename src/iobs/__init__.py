@@ -24,6 +24,7 @@ if _TYPE_CHECKING:
     from iobs.optimize.bounds.rashomon import rashomon_set
     from iobs.optimize.estimators import (
         SparseClassifier,
+        SparseCox,
         SparseMultiTaskRegressor,
         SparseRegressor,
         split_inference,
@@ -70,6 +71,7 @@ __all__ = [
     "Rule",
     "Solution",
     "SparseClassifier",
+    "SparseCox",
     "SparseGPT",
     "SparseMultiTaskRegressor",
     "SparseRegressor",
@@ -107,7 +109,7 @@ _HOMES = {
     "iobs.optimize.bounds.members": ("RashomonSet",),
     "iobs.optimize.bounds.rashomon": ("rashomon_set",),
     "iobs.optimize.estimators": (
-        *("SparseClassifier", "SparseMultiTaskRegressor", "SparseRegressor"),
+        *("SparseClassifier", "SparseCox", "SparseMultiTaskRegressor", "SparseRegressor"),
         *("split_inference", "stability_selection"),
     ),
     "iobs.optimize.minimize": ("MinimizeResult", "minimize"),

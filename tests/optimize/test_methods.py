@@ -11,7 +11,7 @@ from sparse_problems import correlated_design, sparse_signal
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.methods import subproblem
 from iobs.optimize.methods.base import state_at
-from iobs.optimize.methods.gradient import StochasticIOBS, stochastic_length
+from iobs.optimize.methods.gradient import StochasticIOBS, estimated_smoothness, stochastic_length
 from iobs.optimize.methods.regularised import RegularisedNewton
 from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.linear import LeastSquares
@@ -46,11 +46,13 @@ def _truncated(theta, k):
 def test_stochastic_iobs_step_is_the_papers_formula(start, kind, smoothness, batch, rng):
     objective = _objective(kind, rng)
     theta = sparse_signal(rng, D, K) if start == "sparse" else np.zeros(D)
-    gradient = objective.value_and_gradient(theta)[1]
-    if batch is not None:
-        gradient = objective.sampled_gradient(theta, np.random.default_rng(7).integers(0, 40, batch))
     hessian = objective.hessian_block(theta, np.arange(D))
     bound = np.linalg.eigvalsh(hessian)[-1] if smoothness is None else smoothness
+    gradient = objective.value_and_gradient(theta)[1]
+    if batch is not None:
+        same = Problem(objective, K, rng=np.random.default_rng(7))
+        bound = estimated_smoothness(same, theta, batch) if smoothness is None else smoothness
+        gradient = objective.sampled_gradient(theta, same.rng.integers(0, 40, batch))
     method = StochasticIOBS(smoothness, batch)
     problem = Problem(objective, K, rng=np.random.default_rng(7))
     new = method.step(problem, method.begin(problem, theta))

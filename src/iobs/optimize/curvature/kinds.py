@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -59,6 +61,39 @@ class FullHessian:
         """The model that only multiplies with H, at any size."""
         damping = problem.damping_or(self.damping)
         return ProductModel(problem.objective, theta, gradient, _amount(problem.objective, theta, damping))
+
+
+@dataclass(frozen=True)
+class SampledHessian:
+    """H = n / m times the Hessian of m samples, drawn anew for every model: minibatch curvature for many samples.
+
+    The gradient is that of all samples, so fixed points do not change.
+
+    Attributes:
+        samples: m; all samples are used if there are fewer.
+        damping: see `FullHessian`.
+    """
+
+    samples: int = 8192
+    damping: float | None = None
+
+    def model(self, problem: Problem, theta: Array, gradient: Array) -> Model:
+        """The model at theta; H is stored.
+
+        Raises:
+            ProblemError: there are more than `DENSE_LIMIT` coordinates.
+        """
+        objective, exact = problem.objective, FullHessian(self.damping)
+        if not isinstance(objective, LinearModel) or objective.design.shape[0] <= self.samples:
+            return exact.model(problem, theta, gradient)
+        require_storable("A sampled Hessian is stored", problem.dimension)
+        count = objective.design.shape[0]
+        part = objective.minibatch(np.sort(problem.rng.choice(count, self.samples, replace=False)))
+        inner = Problem(part, problem.k, problem.damping, problem.rng)
+        shrunk = exact.model(inner, theta, gradient * (self.samples / count))
+        assert isinstance(shrunk, QuadraticObjective)
+        factor = count / self.samples
+        return QuadraticObjective(shrunk.matrix * factor, shrunk.linear * factor, forced=problem.forced)
 
 
 @dataclass(frozen=True)
@@ -119,19 +154,26 @@ class EmpiricalFisher:
 
 
 def largest_eigenvalue(objective: Objective, theta: Array, *, steps: int = 200, tolerance: float = 1e-10) -> float:
-    """The largest eigenvalue of the Hessian by Lanczos iterations with full re-orthogonalisation, from a fixed start.
+    """The largest eigenvalue of the Hessian; see `largest_of_products`."""
+    product = partial(objective.hessian_product, theta)
+    return largest_of_products(product, objective.dimension, steps=steps, tolerance=tolerance)
 
-    The estimate approaches from below; its error is about the square of the residual, which is at most `tolerance`
-    times the estimate.
+
+def largest_of_products(
+    multiply: Callable[[Array], Array], d: int, *, steps: int = 200, tolerance: float = 1e-10
+) -> float:
+    """The largest eigenvalue of a symmetric (d, d) matrix, positive at least by rounding, from its products.
+
+    Lanczos iterations with full re-orthogonalisation, from a fixed start. The estimate approaches from below; its error
+    is about the square of the residual, which is at most `tolerance` times the estimate.
     """
-    d = objective.dimension
     start = np.random.default_rng(0).standard_normal(d)
     basis = [start / np.linalg.norm(start)]
     diagonal: list[float] = []
     beside: list[float] = []
     estimate = 0.0
     for count in range(min(d, steps)):
-        product = objective.hessian_product(theta, basis[-1])
+        product = multiply(basis[-1])
         diagonal.append(float(basis[-1] @ product))
         stack = np.array(basis)
         for _ in range(2):

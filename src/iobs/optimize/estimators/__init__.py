@@ -5,5 +5,13 @@ from iobs.optimize.estimators.multi_task import SparseMultiTaskRegressor
 from iobs.optimize.estimators.regressor import SparseRegressor
 from iobs.optimize.estimators.splitting import split_inference
 from iobs.optimize.estimators.stability import stability_selection
+from iobs.optimize.estimators.survival import SparseCox
 
-__all__ = ["SparseClassifier", "SparseMultiTaskRegressor", "SparseRegressor", "split_inference", "stability_selection"]
+__all__ = [
+    "SparseClassifier",
+    "SparseCox",
+    "SparseMultiTaskRegressor",
+    "SparseRegressor",
+    "split_inference",
+    "stability_selection",
+]

@@ -117,12 +117,16 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
     def _held_out(self, data: Observations, fit: Fit, objective: Objective) -> float:
         """The loss of a fit on held-out samples."""
 
+    def _sample_count(self, data: Observations) -> float:
+        """The number of samples that information criteria count."""
+        return float(data.weights.sum())
+
     def _fit_path(self, data: Observations, sample_groups: npt.ArrayLike | None = None) -> None:
         """Fit for every k on the path and choose one; samples of one group are in the same fold."""
         if not (np.isfinite(self.ridge) and self.ridge >= 0):
             raise ProblemError(f"ridge must be finite and not negative, got {self.ridge}.")
         data, features = replace(data, weights=_counts(data.weights)), data.X.shape[1]
-        samples = float(data.weights.sum())
+        samples = self._sample_count(data)
         self._forced_features = forced_columns(self.forced, features)
         objective = self._objective(data)
         groups = self._groups(objective, features)

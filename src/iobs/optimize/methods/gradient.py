@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
-from iobs.optimize.curvature.kinds import ScaledIdentity, largest_eigenvalue
+from iobs.optimize.curvature.kinds import ScaledIdentity, largest_eigenvalue, largest_of_products
 from iobs.optimize.methods.base import State, state_at
 from iobs.optimize.objectives.design import Array, Booleans
 from iobs.optimize.objectives.linear import LinearModel
 from iobs.optimize.problem import Problem
+
+_AUTO_BATCH, _MANY = 1024, 16_384  # samples of a minibatch, and samples above which minibatches are used
+_MINIBATCHES = 8  # that estimate lambda
+_LEAST_SHARE = 0.1  # least lambda, relative to the largest eigenvalue of H: the estimate may be negative
+_TOLERANCE = 1e-3  # of eigenvalues of sampled matrices
 
 
 @dataclass(frozen=True)
@@ -44,39 +50,108 @@ class StochasticIOBS:
     """theta_{t+1} = T_k(theta_t - eta g_t), eta = 1 / (lambda + norm(g_Q)^2 / norm(g)), Q = supp(theta_t) (appendix).
 
     Attributes:
-        smoothness: lambda; None is lambda_max(H(theta_t)), which suits full-batch gradients.
-        batch: number of samples for a gradient estimate; None uses all samples.
+        smoothness: lambda. None: lambda_max(H(theta_t)) for gradients of all samples, and `estimated_smoothness` for
+            gradient estimates, which allow a smaller lambda.
+        batch: number of samples for a gradient estimate; None uses all samples; "auto" uses 1,024 if there are more
+            than 16,384 samples, and all otherwise.
+        updates: number of updates in a step; f is evaluated, and lambda estimated, once for each step. None: as many as
+            draw n samples together.
+        mask: "support" is the paper's mask. "top" takes the k largest entries of theta - g / lambda as Q and minimises
+            the model on Q exactly, also where theta is not zero outside Q.
     """
 
     smoothness: float | None = None
-    batch: int | None = None
+    batch: int | Literal["auto"] | None = None
+    updates: int | None = 1
+    mask: Literal["support", "top"] = "support"
 
     def begin(self, problem: Problem, theta: Array | None) -> State:
-        """Start from zero; lambda of a quadratic is computed once."""
+        """Start from zero; lambda of a quadratic is computed once if gradients use all samples."""
         state = state_at(problem, theta)
         fixed = self.smoothness
-        if fixed is None and problem.objective.quadratic:
+        if fixed is None and problem.objective.quadratic and self._batch(problem) is None:
             fixed = largest_eigenvalue(problem.objective, state.theta)
         return State(state.theta, state.value, state.gradient, fixed)
 
     def step(self, problem: Problem, state: State) -> State:
-        """Take one step of the paper's appendix."""
-        smoothness = state.memory
+        """Make the updates of the paper's appendix, then evaluate f."""
+        batch, smoothness, theta = self._batch(problem), state.memory, state.theta
         if smoothness is None:
-            smoothness = largest_eigenvalue(problem.objective, state.theta)
-        gradient = sampled_gradient(problem, state, self.batch)
-        eta = stochastic_length(state.theta, gradient, state.theta != 0, smoothness)
-        theta = problem.truncate(state.theta - eta * gradient)
-        return state_at(problem, theta, memory=state.memory, busy=self.batch is not None)
+            if batch is None:
+                smoothness = largest_eigenvalue(problem.objective, theta)
+            else:
+                smoothness = estimated_smoothness(problem, theta, batch)
+        for count in range(self._updates(problem, batch)):
+            if batch is not None:
+                gradient = sampled_gradient(problem, state, batch, theta)
+            else:
+                gradient = state.gradient if count == 0 else problem.objective.value_and_gradient(theta)[1]
+            theta = self._update(problem, theta, gradient, smoothness)
+        return state_at(problem, theta, memory=state.memory, busy=batch is not None)
+
+    def _batch(self, problem: Problem) -> int | None:
+        if self.batch != "auto":
+            return self.batch
+        objective = problem.objective
+        return _AUTO_BATCH if isinstance(objective, LinearModel) and objective.design.shape[0] > _MANY else None
+
+    def _updates(self, problem: Problem, batch: int | None) -> int:
+        if self.updates is not None:
+            return self.updates
+        objective = problem.objective
+        return -(-objective.design.shape[0] // batch) if batch and isinstance(objective, LinearModel) else 1
+
+    def _update(self, problem: Problem, theta: Array, gradient: Array, smoothness: float) -> Array:
+        if self.mask == "support":
+            eta = stochastic_length(theta, gradient, theta != 0, smoothness)
+            return problem.truncate(theta - eta * gradient)
+        mask = np.isin(np.arange(problem.dimension), problem.top(np.abs(theta - gradient / smoothness)))
+        eta = stochastic_length(theta, gradient, mask, smoothness)
+        return np.where(mask, theta - eta * gradient, 0.0)
 
 
-def sampled_gradient(problem: Problem, state: State, batch: int | None) -> Array:
-    """The gradient, or an unbiased estimate of it from `batch` samples."""
+def sampled_gradient(problem: Problem, state: State, batch: int | None, theta: Array | None = None) -> Array:
+    """The gradient at the state, or an unbiased estimate of it at theta from `batch` samples.
+
+    Args:
+        problem: the objective and the random numbers.
+        state: holds the gradient of all samples.
+        batch: number of samples drawn; None takes the gradient of all samples.
+        theta: (d,), the state's if not given.
+    """
     objective = problem.objective
     if batch is None or not isinstance(objective, LinearModel):
         return state.gradient
     rows = problem.rng.integers(0, objective.design.shape[0], batch)
-    return objective.sampled_gradient(state.theta, rows)
+    return objective.sampled_gradient(state.theta if theta is None else theta, rows)
+
+
+def estimated_smoothness(problem: Problem, theta: Array, batch: int) -> float:
+    """The least lambda with H <= lambda I + E[g g^T / norm(g)], estimated from eight minibatches (appendix).
+
+    H is estimated from all samples of the minibatches, and the expectation by their mean. lambda is the largest
+    eigenvalue of the difference, and at least a tenth of the largest eigenvalue of H.
+
+    Args:
+        problem: the objective, a sum over samples, and the random numbers.
+        theta: (d,).
+        batch: number of samples in a minibatch.
+    """
+    objective = problem.objective
+    if not isinstance(objective, LinearModel):
+        return largest_eigenvalue(objective, theta)
+    rows = problem.rng.integers(0, objective.design.shape[0], (_MINIBATCHES, batch))
+    gradients = np.stack([objective.sampled_gradient(theta, chosen) for chosen in rows])
+    sizes = np.linalg.norm(gradients, axis=1)
+    gradients = gradients[sizes > 0] / np.sqrt(sizes[sizes > 0])[:, None]
+    part, factor = objective.minibatch(rows.ravel()), objective.design.shape[0] / rows.size
+
+    def difference(vector: Array) -> Array:
+        outer = gradients.T @ (gradients @ vector) / _MINIBATCHES
+        return np.asarray(factor * part.hessian_product(theta, vector) - outer)
+
+    floor = _LEAST_SHARE * factor * largest_eigenvalue(part, theta, tolerance=_TOLERANCE)
+    return max(floor, largest_of_products(difference, objective.dimension, tolerance=_TOLERANCE))
 
 
 def stochastic_length(theta: Array, gradient: Array, mask: Booleans, smoothness: float) -> float:

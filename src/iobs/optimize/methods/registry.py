@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from iobs.optimize.curvature.kinds import DiagonalHessian, EmpiricalFisher, FullHessian
+from iobs.optimize.curvature.kinds import DiagonalHessian, EmpiricalFisher, FullHessian, SampledHessian
 from iobs.optimize.methods import baselines, subproblem
 from iobs.optimize.methods.base import Method
 from iobs.optimize.methods.best_known import BestKnown
@@ -21,7 +21,8 @@ METHODS: dict[str, Callable[[], Method]] = {
     "topk_refit": lambda: SparseNewton(FullHessian(), subproblem.TruncateAndRefit()),
     "iobs": lambda: SparseNewton(FullHessian(), subproblem.BestSupport()),
     "iobs_exact": lambda: SparseNewton(FullHessian(), subproblem.Enumerate()),
-    "stochastic_iobs": StochasticIOBS,
+    "sampled_iobs": lambda: SparseNewton(SampledHessian(), subproblem.BestSupport()),
+    "stochastic_iobs": lambda: StochasticIOBS(batch="auto", updates=None),
     # Pruning of a dense minimiser: without the gradient, or one coordinate per step.
     "obd": lambda: SparseNewton(DiagonalHessian(), subproblem.Greedy(), stationary=True),
     "obs": lambda: SparseNewton(FullHessian(), subproblem.Greedy(), stationary=True, nested=1),

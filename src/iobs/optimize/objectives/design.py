@@ -54,6 +54,10 @@ class Design(Protocol):
         """sum_i w_i X_ij^2 of every column j, (d,)."""
         ...
 
+    def samples(self, rows: Indices) -> Design:
+        """The rows of X in `rows`, with repetitions."""
+        ...
+
 
 @dataclass(frozen=True)
 class DenseDesign:
@@ -96,6 +100,10 @@ class DenseDesign:
             total += np.einsum("i,ij,ij->j", weights[start : start + rows], block, block, dtype=np.float64)
         return total
 
+    def samples(self, rows: Indices) -> DenseDesign:
+        """The rows of X in `rows`."""
+        return DenseDesign(self.matrix[rows])
+
 
 class SparseDesign:
     """A scipy.sparse matrix, stored by columns."""
@@ -135,6 +143,10 @@ class SparseDesign:
         """Weighted sums of squares of the columns."""
         values = self.matrix.data.astype(np.float64) ** 2
         return self._column_sums(values * weights[self.matrix.indices])
+
+    def samples(self, rows: Indices) -> SparseDesign:
+        """The rows of X in `rows`."""
+        return SparseDesign(self.matrix[rows])
 
     def moments(self, weights: Array, level: Array, mean: Array) -> tuple[Array, Array]:
         """sum_i w_i u_i (X_ij - u_i m_j) and sum_i w_i (X_ij - u_i m_j)^2 of every column j, both (d,)."""
@@ -189,6 +201,10 @@ class TorchDesign:
             total += _host((block * block).T @ there)
         return total
 
+    def samples(self, rows: Indices) -> TorchDesign:
+        """The rows of X in `rows`."""
+        return TorchDesign(self.matrix[torch.from_numpy(rows).to(self.matrix.device)])
+
     def moments(self, weights: Array, level: Array, mean: Array) -> tuple[Array, Array]:
         """See `SparseDesign.moments`."""
         first, second = np.zeros(self.shape[1]), np.zeros(self.shape[1])
@@ -242,6 +258,10 @@ class CentredDesign:
         rounding = 64 * float(finfo(self.inner.matrix.dtype).eps)
         constant = (self.mean != 0) & (spread <= rounding**2 * self.inner.squares(weights))
         return np.where(constant, 0.0, second)
+
+    def samples(self, rows: Indices) -> CentredDesign:
+        """The rows of X in `rows`, about the means of all rows."""
+        return CentredDesign(self.inner.samples(rows), self.level[rows], self.mean)
 
 
 def as_design(matrix: MatrixLike | Design) -> Design:

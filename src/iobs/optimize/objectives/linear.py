@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from copy import copy
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -112,12 +113,23 @@ class LinearModel(ABC):
             self._column_squares = squares
         return self._column_squares
 
+    def minibatch(self, rows: Indices) -> LinearModel:
+        """The objective of the samples in `rows`, with repetitions and a share of the ridge.
+
+        For uniformly drawn rows, n / len(rows) times this objective is an unbiased estimate of f.
+        """
+        part = copy(self)
+        part.design, part.target, part.weights = self.design.samples(rows), self.target[rows], self.weights[rows]
+        part.offset = None if self.offset is None else self.offset[rows]
+        part.ridge = self.ridge * (rows.size / self.design.shape[0])
+        part._column_squares = None
+        for name in [name for name in vars(part) if isinstance(getattr(type(part), name, None), cached_property)]:
+            delattr(part, name)  # computed from all samples
+        return part
+
     def sampled_gradient(self, theta: Array, rows: Indices) -> Array:
         """An unbiased estimate of the gradient from uniformly drawn samples `rows`."""
-        chosen = np.zeros(self.design.shape[0])
-        np.add.at(chosen, rows, self.design.shape[0] / rows.size)
-        slopes = self.weights * self.slopes(self.margin(theta)) * chosen
-        return self.design.rmatvec(slopes) + self.ridge * theta
+        return self.design.shape[0] / rows.size * self.minibatch(rows).value_and_gradient(theta)[1]
 
     @property
     def rank(self) -> int:
@@ -293,6 +305,14 @@ class LeastSquares(LinearModel):
         block = columns.T @ columns
         block[np.diag_indices_from(block)] += self.ridge[support]
         return block
+
+    def minibatch(self, rows: Indices) -> LeastSquares:
+        """See `LinearModel.minibatch`; weights and centring are in the data already."""
+        part = super().minibatch(rows)
+        assert isinstance(part, LeastSquares)
+        part.by_gram = None
+        part.root = None if self.root is None else self.root[rows]
+        return part
 
     def restricted(self, support: Indices) -> Objective:
         """The same loss on the columns in `support`; weights and centring are in the data already."""

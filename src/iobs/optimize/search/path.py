@@ -11,6 +11,7 @@ import numpy as np
 
 from iobs.errors import ProblemError
 from iobs.optimize.objectives.base import Objective
+from iobs.optimize.objectives.cox import Cox
 from iobs.optimize.objectives.design import Array
 from iobs.optimize.objectives.gram import by_gram
 from iobs.optimize.objectives.linear import LinearModel
@@ -123,7 +124,7 @@ def information(
 
 def unpenalised(objective: Objective, fit: Fit) -> float:
     """The loss of a fit without its ridge term."""
-    ridge = objective.ridge if isinstance(objective, (LinearModel, Tabled)) else np.zeros(1)
+    ridge = objective.ridge if isinstance(objective, (LinearModel, Tabled, Cox)) else np.zeros(1)
     return max(0.0, fit.value - 0.5 * float((ridge * fit.theta**2).sum()))
 
 

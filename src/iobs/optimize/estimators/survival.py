@@ -1,0 +1,164 @@
+"""Cox's proportional hazards model on exactly k features."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from sklearn.model_selection import BaseCrossValidator
+from sklearn.utils import Tags
+
+from iobs.errors import ProblemError
+from iobs.optimize.estimators.base import Choice, Observations, SparseEstimator
+from iobs.optimize.estimators.summary import Summary
+from iobs.optimize.objectives.base import Objective
+from iobs.optimize.objectives.cox import Cox
+from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_vector
+from iobs.optimize.refit.fit import Fit
+
+
+class SparseCox(SparseEstimator):
+    """Cox's proportional hazards model on exactly k features, for times that may be censored.
+
+    Args:
+        k: see `SparseRegressor`; the criteria count events, not samples (Volinsky and Raftery 2000), and
+            cross-validation takes the partial likelihood of the held-out fold.
+        ties: "efron" or "breslow".
+        ridge: weight of 1/2 norm(coef)^2, with coefficients per standard deviation of their features.
+        max_k: see `SparseRegressor`, with events as n.
+        groups: see `SparseRegressor`.
+        forced: see `SparseRegressor`.
+        cv: see `SparseRegressor`.
+        thorough: see `SparseRegressor`.
+        random_state: seed of every random choice.
+
+    Attributes:
+        coef_: (d,) logarithms of hazard ratios, zero outside `support_`.
+        support_: sorted indices of the features used.
+        k_: the number of features, given or chosen.
+        path_: a `PathEntry` for every k that was tried.
+        standard_errors_: (d,), NaN outside the support; after selection, so too small.
+        baseline_times_: distinct times of events in the training data, ascending.
+        baseline_hazard_: cumulative hazard of a sample of zeros at these times (Breslow).
+    """
+
+    def __init__(
+        self,
+        k: int | Choice = "ebic",
+        *,
+        ties: Literal["efron", "breslow"] = "efron",
+        ridge: float = 0.0,
+        max_k: int | None = None,
+        groups: npt.ArrayLike | None = None,
+        forced: npt.ArrayLike | None = None,
+        cv: int | BaseCrossValidator = 5,
+        thorough: bool = True,
+        random_state: int = 0,
+    ) -> None:
+        super().__init__(
+            k,
+            ridge=ridge,
+            max_k=max_k,
+            groups=groups,
+            forced=forced,
+            cv=cv,
+            thorough=thorough,
+            random_state=random_state,
+        )
+        self.ties = ties
+
+    def fit(
+        self,
+        X: MatrixLike,
+        y: npt.ArrayLike,
+        sample_weight: VectorLike | None = None,
+        *,
+        offset: VectorLike | None = None,
+        sample_groups: npt.ArrayLike | None = None,
+    ) -> SparseCox:
+        """Fit to (n, d) features, dense or sparse, and their times.
+
+        Args:
+            X: features.
+            y: (n, 2): the time of each sample, and 1 if the event happened then or 0 if the sample was censored.
+            sample_weight: (n,) non-negative.
+            offset: (n,) known part of the logarithm of the hazard.
+            sample_groups: (n,) labels; cross-validation keeps the samples of one label in one fold.
+
+        Raises:
+            ProblemError: invalid settings, times without events, or y of another shape.
+        """
+        if np.ndim(y) != 2 or np.shape(y)[1] != 2:
+            raise ProblemError(f"SparseCox needs y of shape (n, 2), times and events, got {np.shape(y)}.")
+        features, target, weights = self._validated(X, y, sample_weight, y_numeric=True, multi_output=True)
+        known = None if offset is None else as_vector(offset, "offset", features.shape[0])
+        data = Observations(features, np.asarray(target, dtype=np.float64), weights, known)
+        self._fit_path(data, sample_groups)
+        hazard = weights * np.exp(data.margin(self.coef_, 0.0))
+        times, events = data.y.T
+        self.baseline_times_ = np.unique(times[events == 1])
+        deaths = np.array([weights[(times == time) & (events == 1)].sum() for time in self.baseline_times_])
+        at_risk = np.array([hazard[times >= time].sum() for time in self.baseline_times_])
+        self.baseline_hazard_ = np.cumsum(deaths / at_risk)
+        return self
+
+    def predict(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:
+        """Logarithms (n,) of the hazards relative to a sample of zeros; larger means an earlier event."""
+        margin = self._margin(X)[:, 0]
+        return margin if offset is None else margin + as_vector(offset, "offset", margin.size)
+
+    def predict_survival(self, X: MatrixLike, times: VectorLike) -> Array:
+        """Probabilities (n, len(times)) that the event has not happened by each time."""
+        before = np.searchsorted(self.baseline_times_, as_vector(times, "times"), side="right")
+        hazard = np.append(0.0, self.baseline_hazard_)[before]
+        return np.asarray(np.exp(-np.exp(self.predict(X))[:, None] * hazard))
+
+    def score(self, X: MatrixLike, y: npt.ArrayLike) -> float:
+        """Harrell's concordance: the share of comparable pairs in which the earlier event has the larger hazard."""
+        times, events = np.asarray(y, dtype=np.float64).T
+        hazard, right, pairs = self.predict(X), 0.0, 0
+        for i in np.flatnonzero(events == 1):
+            later = (times > times[i]) | ((times == times[i]) & (events == 0))
+            right += float((hazard[i] > hazard[later]).sum() + 0.5 * (hazard[i] == hazard[later]).sum())
+            pairs += int(later.sum())
+        return right / pairs if pairs else float("nan")
+
+    def summary(self) -> Summary:
+        """The table of coefficients of the chosen features, without a constant: the baseline hazard takes it."""
+        found = super().summary()
+        return replace(found, rows=found.rows[:-1])
+
+    def _objective(self, data: Observations) -> Cox:
+        forced = () if self.groups is not None else self._forced_features
+        times, events = data.y.T
+        ridge = self._penalty(data.X, data.weights)
+        return Cox(
+            data.X,
+            times,
+            events,
+            ties=self.ties,
+            ridge=ridge,
+            sample_weight=data.weights,
+            forced=forced,
+            offset=data.offset,
+        )
+
+    def _held_out(self, data: Observations, fit: Fit, objective: Objective) -> float:
+        times, events = data.y.T
+        if not (events * data.weights).any():
+            return 0.0
+        margin = data.margin(*objective.split(fit.theta))
+        nothing = np.zeros((margin.size, 1))
+        held_out = Cox(nothing, times, events, ties=self.ties, sample_weight=data.weights, offset=margin)
+        return held_out.value(np.zeros(1))
+
+    def _sample_count(self, data: Observations) -> float:
+        return float((data.weights * data.y[:, 1]).sum())
+
+    def __sklearn_tags__(self) -> Tags:
+        """scikit-learn's tags: y has two columns."""
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output, tags.target_tags.single_output = True, False
+        return tags
