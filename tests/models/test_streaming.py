@@ -31,9 +31,11 @@ NAMES = ("opt", "llama", "qwen3", "gemma3", "phi3", "gpt2", "bloom", "falcon", "
 def test_prune_directory_equals_pruning_in_memory(name, tmp_path):
     families.saved(name, tmp_path / "model")
     model, data = load(tmp_path / "model").module, families.language_batches()
-    same = {**OPTIONS, "arithmetic": torch.bfloat16}  # the dtype of the network in memory, on any processor
+    # Mamba adds in float32, but its streamed hidden states are bfloat16: its residual targets differ by rounding.
+    options = {**OPTIONS, "target": "dense"} if name == "mamba" else OPTIONS
+    same = {**options, "arithmetic": torch.bfloat16}  # the dtype of the network in memory, on any processor
     report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **same)
-    whole = iobs.prune(model, data, 0.5, "one-shot", holdout=0.0, **OPTIONS)
+    whole = iobs.prune(model, data, 0.5, "one-shot", holdout=0.0, **options)
     model.save_pretrained(tmp_path / "whole")
     assert [row.zeros for row in report.audit] == [row.zeros for row in whole.audit]
     expected = load_file(tmp_path / "whole" / "model.safetensors")
@@ -103,7 +105,7 @@ def test_prune_directory_computes_in_the_widest_pruned_dtype(tmp_path):
     file = tmp_path / "model" / "model.safetensors"
     before = families.converted(file, {"embed": torch.bfloat16})
     arguments = tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5)
-    report = prune_directory(*arguments, solver="magnitude")
+    report = prune_directory(*arguments, solver="magnitude", target="layer")
     assert report.settings["arithmetic"] == "torch.float32"
     after = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in after.items():

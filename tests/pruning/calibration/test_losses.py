@@ -41,7 +41,7 @@ def test_kl_to_compares_real_outputs_by_squared_error(shape):
     # A uniform allocation leaves an error that fine-tuning can remove.
     for name, choices in {"fast": {}, "finetuned": {"finetune": POLISH}}.items():
         pruned = copy.deepcopy(network)
-        iobs.prune(pruned, data, iobs.Unstructured(0.6), "fast", allocation="uniform", **choices)
+        iobs.prune(pruned, data, iobs.Unstructured(0.6), iobs.Recipe(target="dense"), **choices)
         with torch.no_grad():
             errors[name] = float((pruned(inputs) - targets).square().mean())
     assert errors["finetuned"] < 0.9 * errors["fast"]

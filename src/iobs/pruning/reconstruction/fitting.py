@@ -46,12 +46,14 @@ class Window:
         stages: of the blocks.
         wanted: output of the last block in the dense model, by batch.
         kl: compare the outputs of the network by their KL divergence, otherwise those of the last block.
+        final: the layers have their final patterns; values on a grid stay there.
     """
 
     streams: Streams
     stages: range
     wanted: list[Tensor]
     kl: bool = False
+    final: bool = True
 
     def loss(self, index: int) -> Tensor:
         """The loss on the batch at `index`: relative squared distance without padding, or KL divergence in nats."""
@@ -103,6 +105,12 @@ class Fit:
     def undo(self) -> None:
         """Return to the parameters before the fit."""
         self.masters.restore(self.start)
+
+    def has_gradient(self) -> bool:
+        """Check that the loss depends on the parameters; a model may compute under `torch.no_grad`."""
+        assert self.masters.parameters  # they require gradients from now on
+        with torch.enable_grad():
+            return self.window.loss(self.window.streams.fit[0]).requires_grad
 
     def run(self, steps: int, rate: float, decay: bool = True) -> None:
         """Take steps on the calibration batches.

@@ -106,18 +106,22 @@ class Trace:
         sources: by full name of the parameter.
         reads: by full name of the weight.
         outputs: floating-point tensors that the model returned.
+        samples: number of samples in the batch.
     """
 
     sources: dict[str, Source] = field(default_factory=dict)
     reads: dict[str, Read] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
+    samples: int = 1
 
 
 def trace(model: nn.Module, batch: batches.Batch) -> Trace:
     """Trace the forward pass of one batch; the model is unchanged."""
     recorder = _Recorder(model)
+    given = shortened(batch)
+    recorder.found.samples = batches.size(given)
     with evaluating(model), torch.enable_grad(), _buffers_kept(model), recorder:
-        output = batches.forward(model, shortened(batch))
+        output = batches.forward(model, given)
     values = batches.tensors(output) if isinstance(output, (Tensor, Mapping, tuple, list)) else []
     recorder.found.outputs = [value for value in values if value.is_floating_point() and value.requires_grad]
     return recorder.found

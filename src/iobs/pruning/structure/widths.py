@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -59,11 +59,14 @@ class Width:
         fields: the values that follow; none for a model that is not built from a configuration.
         bias: name of the field, with the name of its configuration before it, that gives all readers a bias; None if
             they have one or cannot have one.
+        counts: numbers of units, ascending, that the class can load; None: any number. Classes that divide the hidden
+            size by the number of heads load its divisors only.
     """
 
     sites: tuple[str, ...]
     fields: tuple[Field, ...] = ()
     bias: str | None = None
+    counts: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,10 @@ class Widths:
         """Check that the narrower model can be loaded with a new bias of the site's first reader."""
         given = any(group.bias is not None for group in self.groups if site.name in group.sites)
         return site.name in self.biased or given
+
+    def offered(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of units that can be loaded, by name of the site, where the class does not load every number."""
+        return {name: group.counts for group in self.groups if group.counts is not None for name in group.sites}
 
 
 def widths_of(model: nn.Module, sites: Sequence[Site]) -> Widths:
@@ -134,6 +141,12 @@ def require_loadable(widths: Widths, counts: Mapping[str, int], biased: Collecti
             )
     for group in widths.groups:
         kept = {name: counts.get(name) for name in group.sites}
+        count = next(iter(kept.values()))
+        if group.counts is not None and count is not None and count not in group.counts:
+            raise ModelError(
+                f"{group.sites[0]} cannot keep {count} units, or the saved model cannot be loaded: its class loads "
+                f"{', '.join(map(str, group.counts))}."
+            )
         if len(set(kept.values())) > 1:
             names = " and ".join(sorted({one.name for one in group.fields}))
             shown = ", ".join(f"{name}: {'all' if count is None else count}" for name, count in kept.items())
@@ -197,6 +210,7 @@ def _shapes(model: nn.Module) -> Shapes:
 def _built(model: nn.Module, config: Configuration) -> Shapes | str:
     """The shapes of the model's class for a configuration, or the reason why it cannot be built."""
     try:
+        type(config).from_dict(config.to_dict())  # as loading does: classes check values that belong together
         with torch.device("meta"), torch.no_grad():
             return _shapes(type(model)(copy.deepcopy(config)))
     except Exception as error:  # every class has its own checks
@@ -233,29 +247,56 @@ def _trial(model: nn.Module, before: Shapes, sites: Sequence[Site]) -> Width | s
     site, reason = sites[0], ""
     if site.count == 1:
         return "it has a single unit"
-    units = site.count - 1
     for fields in _proposals(model.config, site):
-        config = copy.deepcopy(model.config)
-        try:
-            _set(config, fields, units)
-        except Exception as error:  # configurations check their values
-            reason = reason or first_line(error)
+        found = _narrower(model, fields, _tried(site))
+        if isinstance(found, str):
+            reason = reason or found
             continue
-        shapes = _built(model, config)
-        if isinstance(shapes, str):
-            reason = reason or shapes
-            continue
+        units, shapes = found
         group = [one for one in sites if one.count == site.count and _narrowed(before, [one], units) != before]
         expected = {name: shape for name, shape in shapes.items() if shape != before.get(name)}
         same = [one for one in group if _changes(before, [one], units).items() <= expected.items()]
         if site in same and _changes(before, same, units) == expected and shapes.keys() == before.keys():
-            return Width(tuple(one.name for one in same), tuple(fields))
+            counts = None if site.kind != "heads" else _possible(model, fields, site.count)
+            return Width(tuple(one.name for one in same), tuple(fields), counts=counts)
         if any(name in expected for name in _changes(before, [site], units)):
             other = next(iter(expected.keys() - _changes(before, same, units).keys()), None)
             names = ", ".join(one.name for one in fields if not one.fixed)
             reason = f"{names} also changes {other}" if other else f"{names} gives other shapes"
     kind = type(model.config).__name__
     return f"no field of {kind} gives {site.reader} fewer {site.kind}" + (f" ({reason})" if reason else "")
+
+
+def _tried(site: Site) -> Iterable[int]:
+    """Numbers of units that a trial may use; the hidden size may have to be a multiple of the number of heads."""
+    return range(site.count - 1, 0, -1) if site.kind == "heads" else (site.count - 1,)
+
+
+def _shapes_at(model: nn.Module, fields: Sequence[Field], units: int) -> Shapes | str:
+    """The shapes of the model's class with other values of the fields, or the reason why it cannot be built."""
+    config = copy.deepcopy(model.config)
+    try:
+        _set(config, fields, units)
+    except Exception as error:  # configurations check their values
+        return first_line(error)
+    return _built(model, config)
+
+
+def _narrower(model: nn.Module, fields: Sequence[Field], tried: Iterable[int]) -> tuple[int, Shapes] | str:
+    """The first number of units that the class can be built with, and its shapes; or why the first cannot."""
+    reason = ""
+    for units in tried:
+        found = _shapes_at(model, fields, units)
+        if not isinstance(found, str):
+            return units, found
+        reason = reason or found
+    return reason
+
+
+def _possible(model: nn.Module, fields: Sequence[Field], count: int) -> tuple[int, ...] | None:
+    """Numbers of units, ascending, that the class can be built with; None: any number."""
+    fits = [units for units in range(1, count) if not isinstance(_shapes_at(model, fields, units), str)]
+    return None if len(fits) == count - 1 else (*fits, count)
 
 
 def _narrowed(before: Shapes, sites: Iterable[Site], units: int) -> Shapes:
@@ -321,7 +362,7 @@ def _with_bias(model: nn.Module, before: Shapes, width: Width, sites: Sequence[S
             if isinstance(shapes, str) or not before.items() <= shapes.items():
                 continue
             if all(f"{reader.path}.bias" in shapes for reader in readers):
-                return Width(width.sites, width.fields, f"{inner}.{name}" if inner else name)
+                return replace(width, bias=f"{inner}.{name}" if inner else name)
     return width
 
 
