@@ -121,14 +121,24 @@ def wait(processes: Processes) -> None:
         assert process.exitcode == 0
 
 
+def wait_for(file: Path, processes: Processes) -> None:
+    """Wait for a file that the processes write.
+
+    Raises:
+        RuntimeError: a process failed before the file was there.
+    """
+    while not file.exists():
+        if any(process.exitcode for process in processes):
+            raise RuntimeError(f"A run ended before it wrote {file.name}; its own output says why.")
+        time.sleep(0.005)
+
+
 def seconds(recipe: str, output: Path, checkpoint: Path, ranks: int) -> float:
     """An undisturbed run: how long it works after its first file."""
     processes = start(recipe, output, checkpoint, ranks)
-    while not checkpoint.exists():
-        time.sleep(0.005)
+    wait_for(checkpoint, processes)
     began = time.perf_counter()
-    while not output.exists():
-        time.sleep(0.005)
+    wait_for(output, processes)
     ended = time.perf_counter()
     wait(processes)
     return ended - began
@@ -137,8 +147,7 @@ def seconds(recipe: str, output: Path, checkpoint: Path, ranks: int) -> float:
 def killed(recipe: str, output: Path, checkpoint: Path, ranks: int, delay: float) -> bool:
     """Kill one run after so many seconds of work; returns whether it was still at it."""
     processes = start(recipe, output, checkpoint, ranks)
-    while not checkpoint.exists():
-        time.sleep(0.005)
+    wait_for(checkpoint, processes)
     time.sleep(delay)
     working = not output.exists() and all(process.is_alive() for process in processes)
     for process in processes:
@@ -186,6 +195,7 @@ def main() -> None:
             entries.append(len(list(checkpoint.glob("*.safetensors"))))
             wait(start(recipe, output, checkpoint, options.ranks))
             good += same(output, reference)
+            print(f"kill {number + 1}: {entries[-1]} entries, {good} equal so far", flush=True)
         whole = len(list((folder / "0.undisturbed").glob("*.safetensors")))
     found = {"kills": options.kills, "good": good, "seconds": length, "late": late, "entries": entries, "whole": whole}
     used = os.times()

@@ -13,9 +13,10 @@ SMALL = {
     "save_and_load.py": ["--steps", "40", "--folder", "saved"],
     "train_on.py": ["--steps", "40"],
     "huggingface_trainer.py": ["--steps", "4", "--folder", "trained"],
+    "accelerate_loop.py": ["--steps", "4", "--folder", "trained"],
     "lora.py": ["--steps", "4"],
 }
-NEEDS = {"huggingface_trainer.py": "accelerate", "lora.py": "peft"}
+NEEDS = {"huggingface_trainer.py": "accelerate", "accelerate_loop.py": "accelerate", "lora.py": "peft"}
 ELSEWHERE = ("digits.py", "explain_a_table.py")  # imported by the others; run by tests/optimize/test_example.py
 # A torchvision that does not fit its torch stops every import of transformers; declare its operators first.
 RUN = """

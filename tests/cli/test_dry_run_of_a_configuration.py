@@ -1,5 +1,9 @@
 import json
 
+import pytest
+
+from iobs import models
+
 
 def test_dry_run_without_weights_shows_memory_and_time_on_gpus(run, tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -12,3 +16,16 @@ def test_dry_run_without_weights_shows_memory_and_time_on_gpus(run, tmp_path):
     found = json.loads(run(*arguments, "--json").stdout)
     assert len(found) == 6
     assert all(one["fits"] and one["phases"]["solves"] > 0 for one in found)
+
+
+@pytest.mark.parametrize(("place", "shown"), [("auto", "in files"), ("disk", "in files"), ("memory", "in main memory")])
+def test_streams_option_places_the_hidden_states(run, place, shown):
+    options = "--low-memory", "--dry-run", "--streams", place, "--samples", "4", "--seq-len", "16"
+    assert shown in " ".join(run("prune", models.EMBEDDED, *options).output.split())
+
+
+def test_streams_option_is_checked_before_the_model_is_read(run, tmp_path):
+    refused = run("prune", tmp_path, "-o", tmp_path / "out", "--streams", "disk", code=2)
+    assert "only with --low-memory" in refused.output
+    refused = run("prune", tmp_path, "--low-memory", "--dry-run", "--streams", "tape", code=2)
+    assert '"device", "memory" or "disk"' in refused.output

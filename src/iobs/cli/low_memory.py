@@ -17,20 +17,27 @@ if TYPE_CHECKING:
 
 
 def prune_low_memory(
-    directory: str | None, asked: Asked, device: str | None, place: Place, dry_run: bool, as_json: bool
+    directory: str | None,
+    asked: Asked,
+    device: str | None,
+    place: Place,
+    dry_run: bool,
+    as_json: bool,
+    streams: str = "auto",
 ) -> None:
     """Show what a run will need and, unless that is all, prune a directory with one block in memory at a time.
 
     Raises:
         ModelError: MODEL is no directory.
         OutputError: the disk has too little room.
-        ProblemError: the recipe needs the whole model.
+        ProblemError: the recipe needs the whole model, or there is no such place for hidden states.
     """
     from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
     from iobs.cli.results import write_card
     from iobs.cli.running import prune_as_asked
     from iobs.core.files import weight_files
     from iobs.models.output import expanded
+    from iobs.models.spill import place_named
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
     from iobs.models.without_weights import without_weights
@@ -40,6 +47,7 @@ def prune_low_memory(
 
     options, recipe, output, checkpoint = asked.options, asked.recipe, place.output, place.checkpoint
     chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
+    streams_place = place_named(streams)
     StreamedStore.require_streamable(recipe)
     directory = directory and str(expanded(directory))
     if directory is None or not Path(directory).is_dir():
@@ -49,7 +57,7 @@ def prune_low_memory(
             _show_machines(Path(directory), asked, as_json)
         return
     streamed = StreamedModel.open(Path(directory), device=chosen, arithmetic=arithmetic)
-    store = StreamedStore(streamed, output or Path())
+    store = StreamedStore(streamed, output or Path(), streams_place)
     selection = store.select(options.include, options.ignore, recipe.depthwise)
     selection, _ = requested(recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
     name, window, batches = batches_of_run(without_weights(Path(directory)), options)

@@ -79,6 +79,15 @@ def prune(
             show_default=False,
         ),
     ] = None,
+    streams: Annotated[
+        str | None,
+        typer.Option(
+            "--streams",
+            metavar="PLACE",
+            help="With --low-memory: hidden states on device, in memory or on disk; default auto, where there is room.",
+            show_default=False,
+        ),
+    ] = None,
     calibration: Calibration = Calibration(),
     loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
     talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
@@ -93,10 +102,12 @@ def prune(
     place = Place.of(model, output, overwrite, resume)
     if asked.options.low_memory:
         _refuse_whole(calibration, loading)
+    elif streams is not None:
+        raise typer.BadParameter("only with --low-memory", param_hint="--streams")
     failure = None
     with nullcontext() if dry_run else saying_how_to_continue(place.checkpoint):
         if asked.options.low_memory:
-            prune_low_memory(model, asked, loading.device, place, dry_run, talk.as_json)
+            prune_low_memory(model, asked, loading.device, place, dry_run, talk.as_json, streams or "auto")
         else:
             failure = _prune_resident(model, asked, calibration.eval_data, loading, place, dry_run, talk.as_json)
     if isinstance(failure, KeyboardInterrupt):

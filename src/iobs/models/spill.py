@@ -17,6 +17,7 @@ from iobs.errors import OutputError, ProblemError
 from iobs.pruning.samples.batches import Batch, mapped
 
 Place = Literal["auto", "device", "memory", "disk"]
+PLACES: tuple[Place, ...] = get_args(Place)
 
 
 def reserve(file: Path, size: int) -> None:
@@ -59,6 +60,18 @@ class Room:
     disk: int
 
 
+def place_named(name: str) -> Place:
+    """The place with a name.
+
+    Raises:
+        ProblemError: there is no such place.
+    """
+    for place in PLACES:
+        if name == place:
+            return place
+    raise ProblemError(f'streams must be "auto", "device", "memory" or "disk", got {name!r}.')
+
+
 def chosen(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
     """Choose the place of hidden states and fitted parameters.
 
@@ -75,9 +88,7 @@ def chosen(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
         ProblemError: there is no such place.
         OutputError: no place has enough room.
     """
-    if place not in get_args(Place):
-        raise ProblemError(f'streams must be "auto", "device", "memory" or "disk", got {place!r}.')
-    if place != "auto":
+    if place_named(place) != "auto":
         return place
     if on_cpu:
         return "disk"

@@ -68,7 +68,7 @@ def test_resident_run_that_is_killed_repeatedly_ends_in_the_same_bits(puts, tmp_
         iobs.prune(network, data, 0.5, "one-shot", checkpoint=tmp_path / "run", **OPTIONS)
         return network
 
-    assert killed_again_and_again(puts, run, 5) >= 5
+    assert killed_again_and_again(puts, run, 9) >= 3
     puts.update(last=10**9)
     resumed = run()
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), undisturbed.parameters(), strict=True))

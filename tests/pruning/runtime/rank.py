@@ -70,6 +70,11 @@ def shard(model, data, output):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
+        for name, parameter in model.named_parameters():
+            if name in zeros:  # the moments of pruned entries stay zero too
+                moments = [optimizer.state[parameter][key].full_tensor() for key in ("exp_avg", "exp_avg_sq")]
+                assert not any(bool(one[zeros[name]].any()) for one in moments), name
+                assert all(bool(one[~zeros[name]].any()) for one in moments), name
         if not part:
             found = get_state_dict(model, optimizer)
             checkpoint.save(dict(zip(("model", "optimizer"), found, strict=True)), checkpoint_id=f"{output}.checkpoint")

@@ -198,14 +198,15 @@ class Planner:
         judged = statistics.heldout or statistics.calibration
         energy = judged.energy(dense)
         full = int(torch.count_nonzero(dense)) or layer.weights
+        counts = {max(1, round(level * layer.weights)): level for level in reversed(levels)}
+        wanted = sorted((level, keep) for keep, level in counts.items() if keep < full)
         keeps: list[int] = []
         errors: list[float] = []
         trials: list[Trial] = []
-        for level in levels:
-            keep = max(1, round(level * layer.weights))
-            if keep >= full or (keeps and keep <= keeps[-1]):
-                continue
-            weight = self._solved(layer, statistics, dense, keep)
+        weights = current().each(
+            lambda place: self._solved(layer, statistics, dense, wanted[place][1]), len(wanted), dense
+        )
+        for (level, keep), weight in zip(wanted, weights, strict=True):
             error = energy * relative_output_error(judged, weight, dense)
             keeps.append(keep)
             errors.append(min([error, *errors]))  # an error that grows with more entries is noise of the solver

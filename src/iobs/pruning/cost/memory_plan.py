@@ -19,7 +19,10 @@ from iobs.pruning.samples.batches import Batch
 
 _CODE = 100 * 2**20  # bytes that compiled kernels and the linear algebra library allocate at their first use
 _MASTER_BYTES = 9  # per fitted weight: a float32 master, its copy before the steps, and an entry of the mask
-_FIT_BYTES = 21  # per weight of a fit: a float32 master, its copy, two moments, the gradient, and an entry of the mask
+_FIT_BYTES = 17  # per weight of a fit: a float32 master, two moments, the gradient, and an entry of the mask
+_SCORES = (
+    6  # tensors of (tokens, vocabulary) in the dtype of the model, or in float32, in a divergence and its gradient
+)
 _ACTIVATIONS = 6  # tensors of (tokens, widest columns) in memory at once in the forward pass of a block
 
 
@@ -123,9 +126,10 @@ def peaks(sizes: Sizes, recipe: Recipe, holdout: bool) -> dict[str, int]:
     found = {"Grams": weights + gathering + forward_bytes(layers, sizes.tokens, itemsize), "solves": weights + solving}
     step = 2 * forward_bytes(layers, sizes.step_tokens, itemsize)
     scores = sizes.step_tokens * sizes.vocabulary
-    logits = min(6 * 4 * scores, 4 * itemsize * scores + 6 * 4 * PIECE)
+    logits = _SCORES * min(4 * scores, itemsize * scores + 4 * PIECE)
     if fit is not None:
-        fitted = held.fitted * sizes.block * (_FIT_BYTES + (itemsize if itemsize < 4 else 0))
+        before = itemsize if itemsize >= 4 else 2 * itemsize  # the start of the fit, and gradients in 16 bits
+        fitted = held.fitted * sizes.block * (_FIT_BYTES + before)
         found["steps of blocks"] = weights + fitted + step + (logits if fit.last == "kl" else 0)
     if fit is not None and fit.network_steps:
         # The block with its masters and gradients, and the input of every block for one batch.

@@ -131,7 +131,8 @@ def phases(work: Work, recipe: Recipe, rates: Rates) -> dict[str, float]:
 def allocation_seconds(work: Work, recipe: Recipe, rates: Rates) -> float:
     """Seconds of an allocation by block: curves of every layer, and one pass for their Grams."""
     fast = recipe.but(solver=ADMM("fast")) if is_admm(recipe) else recipe
-    solves = CURVE_LEVELS * sum(solve_operations(layer, fast) for layer in work.layers)
+    turns = math.ceil(CURVE_LEVELS / work.ranks)  # ranks share the points of a curve
+    solves = turns * sum(solve_operations(layer, fast) for layer in work.layers)
     tokens = min(work.tokens, 2 * CURVE_TOKENS) / work.ranks
     grams = sum(2.0 * tokens * layer.shape[1] ** 2 for layer in work.layers)
     return (solves + grams) / rates.solve + 6.0 * tokens * work.weights / rates.product

@@ -83,13 +83,13 @@ class Fit:
 
     Args:
         window: the blocks and their outputs.
-        masters: the fitted parameters.
+        masters: the fitted parameters, made from the current parameters of the model.
         ranks: processes that share the batches. A step takes one batch on every rank, and its gradients are those of
             all these batches together.
         seed: of the order of the batches.
 
     Attributes:
-        start: the masters before the fit.
+        start: the parameters before the fit, in the dtype of the model.
     """
 
     window: Window
@@ -99,7 +99,8 @@ class Fit:
     start: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.start = self.masters.snapshot()
+        pairs = zip(self.masters.values, self.masters.parameters, strict=True)
+        self.start = {name: parameter.detach().clone() for name, parameter in pairs}
 
     def undo(self) -> None:
         """Return to the parameters before the fit."""

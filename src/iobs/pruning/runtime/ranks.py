@@ -8,7 +8,7 @@ one on each rank, and their weights are broadcast.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,6 +89,26 @@ class Ranks:
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             found += [part.reshape(one.shape).to(one.dtype) for part, one in zip(parts, bucket, strict=True)]
         return found
+
+    def each(self, compute: Callable[[int], Tensor], count: int, like: Tensor) -> Iterator[Tensor]:
+        """The results of `count` independent tasks, in order; every rank computes one of them at a time.
+
+        Args:
+            compute: number of the task, from 0 -> its result.
+            count: number of tasks.
+            like: a tensor of the shape and on the device of the results. With several ranks they come in float64, since
+                the other ranks do not know their dtype.
+
+        Raises:
+            DistributedError: another rank is gone.
+        """
+        for start in range(0, count, self.size):
+            place = start + self.rank
+            own = compute(place) if place < count else like
+            for owner in range(min(self.size, count - start)):
+                found = own if self.size == 1 else own.to(torch.float64, copy=True)
+                self.broadcast(found, owner)
+                yield found
 
     def require_enough(self, part: Samples) -> None:
         """Check that there is a batch for every rank.
