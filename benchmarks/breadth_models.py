@@ -266,14 +266,16 @@ def build(kind: str, name: str) -> Built:
             errors.append(f"{type(error).__name__}: {str(error)[:90]}")
             continue
         _fill(model)
-        for batches in _batches(kind, config):
-            try:
-                for one in batches:
-                    run(model, one)
-            except Exception as error:
-                errors.append(f"{type(error).__name__}: {str(error)[:90]}")
-            else:
-                return model, batches
+        for cached in (True, False):
+            config.use_cache = model.config.use_cache = cached and getattr(config, "use_cache", True)
+            for batches in _batches(kind, config):
+                try:
+                    for one in batches:
+                        run(model, one)
+                except Exception as error:
+                    errors.append(f"{type(error).__name__}: {str(error)[:90]}")
+                else:
+                    return model, batches
     raise RuntimeError("; ".join(dict.fromkeys(errors))[:400])
 
 

@@ -27,11 +27,11 @@ from iobs.pruning.recipe import Recipe
 from iobs.pruning.samples import batches
 
 RECIPES: dict[str, Recipe] = {
-    "magnitude": Recipe.preset("one-shot").but(solver="magnitude"),
+    "magnitude": Recipe(solver="magnitude"),
+    "one-shot, own target": Recipe(),
     "one-shot": Recipe.preset("one-shot"),
-    "one-shot, own target": Recipe.preset("one-shot").but(target="layer"),
-    "one-shot, residual target": Recipe.preset("one-shot").but(target="residual"),
     "fast": Recipe.preset("fast"),
+    "best": Recipe.preset("best"),
 }
 QUERIES = {"llama": "q_proj", "encoder": "query", "vit": "qkv"}
 # The phase of a call is the first of these files among its callers, from the outermost on.

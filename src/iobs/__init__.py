@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from iobs import errors, transformers
+    from iobs.core.budget import Budget
     from iobs.core.column_groups import Groups
     from iobs.core.free_bias import FreeBias
     from iobs.core.patterns import NM, Grid, Unstructured
@@ -22,7 +23,13 @@ if _TYPE_CHECKING:
     from iobs.optimize import objectives
     from iobs.optimize.bounds.members import RashomonSet
     from iobs.optimize.bounds.rashomon import rashomon_set
-    from iobs.optimize.estimators import SparseClassifier, SparseRegressor, split_inference, stability_selection
+    from iobs.optimize.estimators import (
+        SparseClassifier,
+        SparseMultiTaskRegressor,
+        SparseRegressor,
+        split_inference,
+        stability_selection,
+    )
     from iobs.optimize.minimize import MinimizeResult, minimize
     from iobs.pruning import (
         Allocation,
@@ -48,6 +55,7 @@ __all__ = [
     "NM",
     "OBC",
     "Allocation",
+    "Budget",
     "Callback",
     "FineTune",
     "FreeBias",
@@ -64,6 +72,7 @@ __all__ = [
     "Solution",
     "SparseClassifier",
     "SparseGPT",
+    "SparseMultiTaskRegressor",
     "SparseRegressor",
     "Structured",
     "Unstructured",
@@ -88,6 +97,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "iobs.core.budget": ("Budget",),
     "iobs.core.column_groups": ("Groups",),
     "iobs.core.free_bias": ("FreeBias",),
     "iobs.core.patterns": ("NM", "Grid", "Unstructured"),
@@ -99,7 +109,10 @@ _HOMES = {
     "iobs.models.packed": ("load_packed", "save_packed"),
     "iobs.optimize.bounds.members": ("RashomonSet",),
     "iobs.optimize.bounds.rashomon": ("rashomon_set",),
-    "iobs.optimize.estimators": ("SparseClassifier", "SparseRegressor", "split_inference", "stability_selection"),
+    "iobs.optimize.estimators": (
+        *("SparseClassifier", "SparseMultiTaskRegressor", "SparseRegressor"),
+        *("split_inference", "stability_selection"),
+    ),
     "iobs.optimize.minimize": ("MinimizeResult", "minimize"),
     "iobs.pruning": (
         *("Allocation", "Callback", "FineTune", "Recipe", "Report"),

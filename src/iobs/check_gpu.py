@@ -68,7 +68,7 @@ class Timing:
 
 @dataclass
 class Findings:
-    """All that is written.
+    """Machine, checks and timings of one run, as they are written.
 
     Attributes:
         machine: names and versions.

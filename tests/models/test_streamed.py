@@ -40,7 +40,7 @@ def test_settings_for_the_whole_network_are_refused(tmp_path):
     settings |= {"finetune": iobs.FineTune(), "solver": "chita"}
     for name, value in settings.items():
         with pytest.raises(ProblemError, match=f"^{name}: not with one block in memory"):
-            prune_directory(*arguments, **{name: value})
+            prune_directory(*arguments, **{"target": "layer", name: value})
     with pytest.raises(ProblemError, match=r"^rounds: not with one block in memory"):
         prune_directory(*arguments, rounds=iobs.Rounds(data="fresh"))
     assert not (tmp_path / "out").exists()

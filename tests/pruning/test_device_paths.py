@@ -99,7 +99,7 @@ def test_evaluate_on_a_gpu(gpu):
 
 def test_prune_on_a_gpu_reads_few_values_per_layer(gpu):
     model, data = build("transformer")
-    report = iobs.prune(on_gpu(model), data, 0.5, "one-shot", solver="sparsegpt")
+    report = iobs.prune(on_gpu(model), data, 0.5, iobs.Recipe(solver="sparsegpt"))
     assert not gpu.reads["cpu"]
     assert sum(gpu.reads.values()) <= READS_PER_LAYER * len(report.audit)
 

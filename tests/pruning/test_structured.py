@@ -1,16 +1,21 @@
 """Structured: units are removed from whole networks, and the networks compute what the zeros promised."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import iobs
 from iobs.core.patterns import parse
 from iobs.errors import LayerSelectionError, PatternError, ProblemError
+from iobs.pruning import structured
+from iobs.pruning.decisions import widths
 from iobs.pruning.structured_report import StructuredReport
+from iobs.pruning.widths.latency import measure, shares_of
 from iobs.report import read_report
 
 
@@ -139,7 +144,7 @@ def test_failed_run_leaves_the_model_as_it_was():
 
 
 def test_pattern_is_read_from_its_text():
-    pattern = iobs.Structured(0.3, of="latency", multiple_of=8, runtime="onnx", uniform=False)
+    pattern = iobs.Structured(0.3, of="latency", multiple_of=8, uniform=False, runtime="onnx")
     assert parse(str(pattern)) == pattern
     assert parse("structured:30%") == iobs.Structured(0.3)
 
@@ -161,3 +166,42 @@ def test_what_does_not_apply_is_refused_before_any_work():
         iobs.solve(iobs.Quadratic.at(torch.randn(2, 4), torch.eye(4)), iobs.Structured(0.5))
     with pytest.raises(PatternError, match="ask for less"):
         iobs.prune(network(), pictures(), "structured:99%", "one-shot")
+
+
+def counted_as_operations(monkeypatch):
+    """Let operations of a forward pass stand for seconds, so that no test depends on the machine."""
+
+    def clock(calls):
+        found = []
+        for call in calls:
+            with FlopCounterMode(display=False) as counter:
+                call()
+            found.append(float(counter.get_total_flops()))
+        return found
+
+    for module in (widths, structured):
+        monkeypatch.setattr(module, "shares_of", partial(shares_of, clock=clock))
+    monkeypatch.setattr(widths, "measure", partial(measure, clock=clock))
+
+
+def test_network_takes_the_share_of_time_asked(monkeypatch):
+    counted_as_operations(monkeypatch)
+    model = network()
+    report = iobs.prune(model, pictures(), iobs.Structured(0.3, of="latency"), "fast")
+    seconds = report.costs[-1]
+    assert seconds.name == "seconds"
+    assert 0.6 < seconds.share <= 0.7
+    assert "of one sample in torch" in str(report)
+    assert "NOT faster" not in str(report)
+
+
+def test_network_that_is_not_faster_is_called_so(monkeypatch):
+    monkeypatch.setattr(structured, "shares_of", lambda *_: (1.0, 1.1))
+    report = iobs.prune(network(), pictures(), iobs.Structured(0.3), "one-shot")
+    assert "NOT faster on this machine: 110.0% of the dense time" in str(report)
+
+
+def test_time_that_cannot_be_reached_is_refused(monkeypatch):
+    monkeypatch.setattr(widths, "measure", partial(measure, clock=lambda calls: [1.0] * len(calls)))
+    with pytest.raises(PatternError, match="costs more than what is asked"):
+        iobs.prune(network(), pictures(), iobs.Structured(0.3, of="latency"), "one-shot")

@@ -370,15 +370,6 @@ def test_impossible_grids_are_refused():
         iobs.solve(random_problem(3, 7), iobs.NM(2, 4) & iobs.Grid(4))
 
 
-@pytest.mark.parametrize("pattern", [iobs.Grid(4), iobs.NM(2, 4) & iobs.Grid(4), "50%+int4"], ids=str)
-def test_prune_refuses_grids_before_any_work(pattern):
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4))
-    before = model[0].weight.clone()
-    with pytest.raises(PatternError, match="Whole networks: not yet"):
-        iobs.prune(model, [torch.randn(20, 8)], pattern)
-    assert torch.equal(model[0].weight, before)
-
-
 def test_partition_of_a_sparse_grid_is_that_of_its_pattern():
     assert (iobs.NM(2, 4) & iobs.Grid(4)).groups((2, 8)) == Partition(4, 4, 2)
     assert iobs.Grid(4).groups((2, 8)) == Partition(1, 16, 16)

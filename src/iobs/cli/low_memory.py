@@ -22,7 +22,6 @@ def prune_low_memory(
     """Show what a run will need and, unless that is all, prune a directory with one block in memory at a time.
 
     Raises:
-        DistributedError: torchrun started several processes.
         ModelError: MODEL is no directory.
         OutputError: the disk has too little room.
         ProblemError: the recipe needs the whole model.
@@ -33,12 +32,12 @@ def prune_low_memory(
     from iobs.core.files import weight_files
     from iobs.models.output import expanded
     from iobs.models.streamed import StreamedModel
-    from iobs.models.streamed_store import StreamedStore, without_weights
+    from iobs.models.streamed_store import StreamedStore
+    from iobs.models.without_weights import without_weights
     from iobs.pruning.driver import requested
-    from iobs.pruning.runtime.ranks import require_alone
+    from iobs.pruning.runtime.ranks import current
     from iobs.report import summary_lines, write_report
 
-    require_alone()
     options, recipe, output, checkpoint = asked.options, asked.recipe, place.output, place.checkpoint
     chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
     StreamedStore.require_streamable(recipe)
@@ -46,7 +45,8 @@ def prune_low_memory(
     if directory is None or not Path(directory).is_dir():
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
     if dry_run and not weight_files(Path(directory)):
-        _show_machines(Path(directory), asked, as_json)
+        if current().first:
+            _show_machines(Path(directory), asked, as_json)
         return
     streamed = StreamedModel.open(Path(directory), device=chosen, arithmetic=arithmetic)
     store = StreamedStore(streamed, output or Path())
@@ -54,6 +54,8 @@ def prune_low_memory(
     selection, _ = requested(recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
     name, window, batches = batches_of_run(without_weights(Path(directory)), options)
     plan = store.plan(selection, batches, recipe, options.holdout)
+    if (dry_run or output is None) and not current().first:
+        return
     if dry_run or output is None:
         if as_json:
             console.print_json(asdict(plan))
@@ -70,6 +72,8 @@ def prune_low_memory(
     with store.writing(place.replaceable):
         facts = {"model": directory, "calibration": name, "seq_len": window}
         report = prune_as_asked(store, batches, asked, checkpoint, facts)
+        if not current().first:
+            return
         write_card(report, "transformers", store.folder, Path(directory) / "README.md")
         write_report(report, store.folder)
         asked.write(store.folder)

@@ -6,85 +6,22 @@ import shlex
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from iobs.cli import completion, console
-from iobs.cli.completion import words
+from iobs.cli import console
+from iobs.cli.method import Method, Wanted, option
 
 if TYPE_CHECKING:
     from iobs.cli.run_file import Asked
     from iobs.cli.running import Place
-    from iobs.core.patterns import Pattern
     from iobs.data import Source
     from iobs.models import LoadedModel
     from iobs.pruning.coverage import Reason
     from iobs.pruning.recipe import Changes
     from iobs.pruning.report import Report
     from iobs.pruning.workspace import Request
-
-_METHOD, _LAYERS = "Method", "Layers"
-
-
-def _option(metavar: str, text: str, panel: str | None = None, least: float | None = None, **others: Any) -> Any:
-    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, show_default=False, min=least, **others)
-
-
-@dataclass(frozen=True)
-class Method:
-    """Options for what to prune to, and how."""
-
-    sparsity: Annotated[
-        str | None,
-        _option("SHARE", "Share of zeros: 0.5 or 50% (default 50%).", autocompletion=words(completion.SHARES)),
-    ] = None
-    pattern: Annotated[
-        str | None,
-        _option(
-            "N:M",
-            "Instead: keep N of every M neighbours, as 2:4 or 4:8.",
-            autocompletion=words(completion.PATTERNS),
-        ),
-    ] = None
-    bits: Annotated[
-        int | None,
-        _option("2..8", "Values of the kept weights on a grid; alone, without --sparsity or --pattern, no zeros."),
-    ] = None
-    recipe: Annotated[
-        str | None,
-        _option(
-            "NAME|FILE",
-            "fast (default), best, one-shot, paper, or a recipe.yaml.",
-            _METHOD,
-            autocompletion=words(completion.RECIPES),
-        ),
-    ] = None
-    rounds: Annotated[int | None, _option("N", "Rounds of Algorithm 2, with fine-tuning between them.", _METHOD)] = None
-    solver: Annotated[
-        str | None,
-        _option(
-            "NAME",
-            "admm, sparsegpt, obc, wanda, magnitude, exact; or chita, cbs, woodfisher.",
-            _METHOD,
-            autocompletion=words([*completion.SOLVERS, *completion.NETWORK_SOLVERS]),
-        ),
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any field of the recipe, as damping=0.1 or finetune.steps=200; repeat.",
-            rich_help_panel=_METHOD,
-            show_default=False,
-        ),
-    ] = None
-    seed: Annotated[int | None, _option("N", "Seed of every random choice (default 0).", _METHOD)] = None
-    include: Annotated[
-        list[str] | None, _option("PATTERN", "Prune only these layers: `*.mlp.*` or re:EXPRESSION; repeat.", _LAYERS)
-    ] = None
-    ignore: Annotated[list[str] | None, _option("PATTERN", "Leave these layers dense; repeat.", _LAYERS)] = None
 
 
 @dataclass(frozen=True)
@@ -93,18 +30,18 @@ class Calibration:
 
     data: console.Data = None
     samples: Annotated[
-        int | None, _option("N", "Number of calibration samples (default 128).", console.DATA_PANEL, least=1)
+        int | None, option("N", "Number of calibration samples (default 128).", console.DATA_PANEL, least=1)
     ] = None
     seq_len: Annotated[
         int | None,
-        _option("N", "Tokens per sample (default 2048); at most the model's context.", console.DATA_PANEL, least=2),
+        option("N", "Tokens per sample (default 2048); at most the model's context.", console.DATA_PANEL, least=2),
     ] = None
     batch_size: Annotated[
-        int | None, _option("N", "Samples per forward pass (default 8).", console.DATA_PANEL, least=1)
+        int | None, option("N", "Samples per forward pass (default 8).", console.DATA_PANEL, least=1)
     ] = None
     eval_data: Annotated[
         list[str] | None,
-        _option(
+        option(
             "SOURCE",
             "Score the model before and after on these data; by default only the embedded model is scored.",
             console.DATA_PANEL,
@@ -126,7 +63,8 @@ def prune(
             show_default=False,
         ),
     ] = None,
-    method: Method = Method(),
+    wanted: Wanted = Wanted(),  # noqa: B008 - frozen
+    method: Method = Method(),  # noqa: B008 - frozen
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show which layers would be pruned, and stop.")] = False,
     overwrite: console.Overwrite = False,
     resume: Annotated[
@@ -149,7 +87,7 @@ def prune(
     from iobs.cli.low_memory import prune_low_memory
     from iobs.cli.running import Place, saying_how_to_continue
 
-    asked = _asked(method, calibration, loading.dtype, low_memory)
+    asked = _asked(wanted, method, calibration, loading.dtype, low_memory)
     if output is None and not dry_run:
         raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
     place = Place.of(model, output, overwrite, resume)
@@ -167,7 +105,9 @@ def prune(
         raise typer.Exit(1)
 
 
-def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memory: bool | None) -> Asked:
+def _asked(
+    wanted: Wanted, method: Method, calibration: Calibration, dtype: str | None, low_memory: bool | None
+) -> Asked:
     """The recipe and the options of the run: the command line first, then the file given as --recipe, then defaults.
 
     Raises:
@@ -175,11 +115,12 @@ def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memo
         ProblemError, PatternError: choices that are unknown or exclude each other.
     """
     from iobs.cli.run_file import Asked, RunOptions, read_recipe
+    from iobs.core.structured import Structured
     from iobs.pruning.allocation.counts import under_pattern
     from iobs.pruning.recipe import as_allocation
     from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS
 
-    if method.pattern is not None and method.sparsity is not None:
+    if wanted.pattern is not None and wanted.sparsity is not None:
         raise typer.BadParameter("give --sparsity or --pattern, not both", param_hint="--pattern")
     usual = "one-shot" if low_memory or method.solver in NETWORK_SOLVERS else "fast"
     changes: Changes = {}
@@ -187,9 +128,12 @@ def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memo
         changes["solver"] = method.solver
     if method.rounds is not None:
         changes["rounds"] = method.rounds
-    recipe, run = read_recipe(method.recipe or usual, changes, method.settings or [])
+    pattern = wanted.parsed()
+    recipe, run = read_recipe(
+        method.recipe or usual, changes, method.settings or [], units=isinstance(pattern, Structured)
+    )
     given = {
-        "pattern": _pattern(method),
+        "pattern": pattern,
         "seed": method.seed,
         "include": method.include,
         "ignore": method.ignore,
@@ -203,25 +147,6 @@ def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memo
     options = RunOptions.of(given, run)
     under_pattern(as_allocation(recipe.allocation), options.pattern)
     return Asked(recipe, options)
-
-
-def _pattern(method: Method) -> Pattern | None:
-    """The pattern that the options ask for, or None.
-
-    Raises:
-        typer.BadParameter: --bits beside a pattern that has bits.
-        PatternError: the options name no pattern.
-    """
-    from iobs.core.grids import grid_of
-    from iobs.core.patterns import Grid, parse
-
-    text = method.pattern if method.pattern is not None else method.sparsity
-    entries = None if text is None else parse(text)
-    if method.bits is None:
-        return entries
-    if entries is not None and grid_of(entries) is not None:
-        raise typer.BadParameter(f"{entries} has bits already", param_hint="--bits")
-    return Grid(method.bits) if entries is None else entries & Grid(method.bits)
 
 
 def _refuse_whole(calibration: Calibration, loading: console.Loading) -> None:
@@ -254,6 +179,7 @@ def _prune_resident(
     """
     from iobs.cli.loading import load_model
     from iobs.cli.results import write_results
+    from iobs.core.structured import Structured
     from iobs.data import open_source
     from iobs.models import check_output, output_directory, size_in_bytes
     from iobs.pruning.driver import requested
@@ -263,8 +189,20 @@ def _prune_resident(
     options = asked.options
     output, checkpoint = place.output, place.checkpoint
     loaded = load_model(model, options.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
-    selection = Store(loaded.module).select(options.include, options.ignore, asked.recipe.depthwise)
-    selection, request = requested(asked.recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
+    units = isinstance(options.pattern, Structured)  # found by a forward pass, so their names are checked in the run
+    if units and dry_run:
+        raise typer.BadParameter("shows zeros of layers, and this pattern removes whole units", param_hint="--dry-run")
+    if units and not callable(getattr(loaded.module, "save_pretrained", None)):
+        raise typer.BadParameter(
+            "removes units, and the code of this network builds its full width; use iobs.prune in Python, and save the "
+            "narrower network with torch.save(model, file) or export it",
+            param_hint="--pattern",
+        )
+    if not units:
+        selection = Store(loaded.module).select(options.include, options.ignore, asked.recipe.depthwise)
+        selection, request = requested(
+            asked.recipe, options.pattern, selection, options.holdout, options.seed, checkpoint
+        )
     scoring = _scoring_data(loaded, eval_data)  # a mistake in it is reported before calibration data are drawn
     if dry_run:
         if options.data:
@@ -355,13 +293,16 @@ def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool) ->
 
 
 def _show(report: Report, output: Path, as_json: bool) -> None:
-    from iobs.report import layers_table, rounds_table, scores_table, summary_lines
+    from iobs.pruning.structured_report import StructuredReport
+    from iobs.report import layers_table, rounds_table, scores_table, summary_lines, widths_table
 
     if as_json:
         console.print_json({"output": str(output), **report.as_dict()})
         return
     out = console.output_console()
-    if report.best.layers:
+    if isinstance(report, StructuredReport):
+        out.print(widths_table(report))
+    elif report.best.layers:
         out.print(layers_table(report, limit=12))
     if len(report.rounds) > 1:
         out.print(rounds_table(report))

@@ -17,6 +17,7 @@ from iobs.models.output import destination
 from iobs.pruning.driver import require_numbers
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
 from iobs.pruning.recipe.settings import changed
+from iobs.pruning.recipe.structured import as_structured_recipe
 from iobs.pruning.recipe.text import RUN, dumped, pattern_of, plain_pattern, read_yaml
 
 RUN_FILE = "recipe.yaml"
@@ -113,11 +114,13 @@ class Asked:
         (folder / RUN_FILE).write_text(text, encoding="utf8")
 
 
-def read_recipe(name: str, changes: Changes, settings: Sequence[str]) -> tuple[Recipe, dict[str, Any]]:
+def read_recipe(
+    name: str, changes: Changes, settings: Sequence[str], units: bool = False
+) -> tuple[Recipe, dict[str, Any]]:
     """The recipe of a name or a file, with the changes and the settings KEY=VALUE; and the section `run`.
 
     The settings come last and all at once, so that `solver.block` fits the solver and `rounds.finetune` the rounds that
-    the command line gives.
+    the command line gives. With `units` a name is that of a recipe for whole units.
 
     Raises:
         ProblemError: there is no such recipe or setting.
@@ -132,7 +135,7 @@ def read_recipe(name: str, changes: Changes, settings: Sequence[str]) -> tuple[R
             run["data"] = [_found(one, Path(name).parent) if isinstance(one, str) else one for one in run["data"]]
         recipe = Recipe.from_dict(values)
     else:
-        recipe = as_recipe(name)
+        recipe = as_structured_recipe(name) if units else as_recipe(name)
     found: dict[str, str] = {}
     for setting in settings:
         key, equals, text = (part.strip() for part in setting.partition("="))

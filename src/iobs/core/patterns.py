@@ -222,7 +222,7 @@ def keep_count(size: int, sparsity: float) -> int:
 def parse(text: str) -> Pattern:
     """Read a pattern from text: "2:4", "0.5", "50%", "int4", "int3/64" (64 columns share a scale) or "50%+int4".
 
-    "structured:30%" removes units of a network; its options follow, as in "structured:30%,of=latency,multiple_of=8".
+    "structured:30%" removes units of a network; its options follow, as in "structured:30%,of=latency,runtime=onnx".
 
     Raises:
         PatternError: the text is not a pattern.

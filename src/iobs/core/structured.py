@@ -23,13 +23,15 @@ class Structured:
 
     Args:
         sparsity: share of the cost to remove, in [0, 1), of the layers that hold units; with "latency" of the time of
-            the whole network.
-        of: the cost: "macs" (multiplications by weights), "parameters", or "latency" (time on this machine).
-        multiple_of: the number of units that a layer keeps is a multiple of this, such as 8 or 16. A layer may also
-            stay as it is.
-        uniform: True: layers with the same kind and number of units keep the same number. None: True for models of
-            transformers, whose configuration has one number for all layers; otherwise False.
-        runtime: runtime whose time "latency" means, "torch" or "onnx" (ONNX Runtime).
+            the whole network. The cost is at most the rest; it is less if the next larger width costs too much.
+        of: the cost: "macs" (multiplications by weights), "parameters" (entries of weight matrices), or "latency"
+            (measured time of one sample on this machine, with the threads of torch).
+        multiple_of: the channels or neurons that a layer keeps are a multiple of this, such as 8 or 16. A layer may
+            also stay as it is. Heads are not aligned.
+        uniform: True: layers with the same kind and number of units keep the same number. False: every layer has its
+            own width; a model of transformers can then be exported, but not loaded by its class. None: equal widths
+            where the class of the model has one number for several layers, so that it loads the narrower model.
+        runtime: runtime whose time is meant and reported: "torch", or "onnx" for ONNX Runtime.
 
     Raises:
         PatternError: an argument is impossible.
@@ -55,7 +57,7 @@ class Structured:
 
     @classmethod
     def read(cls, text: str, sparsity: float) -> Structured:
-        """A pattern from its options as text, such as "of=latency,multiple_of=8", and its sparsity.
+        """A pattern from its options as text, such as "of=latency,runtime=onnx", and its sparsity.
 
         Raises:
             PatternError: an unknown option, or a value outside its range.

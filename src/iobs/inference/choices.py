@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ _FORMATS: dict[Precision, tuple[FormatName, ...]] = {
     "int8": ("bitmask-bf16", "index-bf16", "bf16", "bitmask-int8", "int8"),
     "int4": ("bitmask-bf16", "index-bf16", "bf16", "bitmask-int8", "int8", "bitmask-int4"),
 }
+_Candidate = FormatName | Literal["dense"]
+_Timing = tuple[dict[str, float], _Candidate, int, int | None]  # see `_Timings._timed`
+_Key = TypeVar("_Key")
 PRECISIONS: tuple[Precision, ...] = tuple(_FORMATS)
 _NO_INDEX_BELOW = 0.75  # share of zeros; below it an index takes more bytes than a mask
 _NO_MASK_BELOW = 0.05  # share of zeros; below it a mask takes more than it saves
@@ -107,7 +110,7 @@ class Acceleration:
 
 def accelerate(
     model: nn.Module,
-    example: Any = None,
+    example: object = None,
     *,
     precision: Precision = "int8",
     threads: int | None = None,
@@ -166,7 +169,7 @@ def _require(model: nn.Module, precision: str, threads: int | None) -> None:
 
 
 @torch.no_grad()
-def _tokens(model: nn.Module, layers: dict[str, nn.Module], example: Any) -> dict[str, int]:
+def _tokens(model: nn.Module, layers: dict[str, nn.Module], example: object) -> dict[str, int]:
     """The most tokens that each layer sees in a forward pass of the example."""
     found: dict[str, int] = {}
 
@@ -197,7 +200,7 @@ class _Timings:
 
     formats: tuple[FormatName, ...]
     threads: list[int]
-    known: dict[tuple[object, ...], tuple[dict[str, float], str, int, int | None]] = field(default_factory=dict)
+    known: dict[tuple[object, ...], _Timing] = field(default_factory=dict)
 
     def choose(
         self, name: str, layer: nn.Module, tokens: int, shared: dict[int, StoredLinear]
@@ -222,9 +225,9 @@ class _Timings:
         shape = (weight.shape[0], weight.shape[1])
         return Choice(name, shape, sparsity, best, seconds, tokens, threads, before, after, error), form
 
-    def _timed(self, layer: nn.Module, sparsity: float, tokens: int) -> tuple[dict[str, float], str, int, int | None]:
+    def _timed(self, layer: nn.Module, sparsity: float, tokens: int) -> _Timing:
         """Seconds of each candidate, the best one, its threads, and the most tokens of its kernel."""
-        forms: dict[tuple[str, int], nn.Module] = {("dense", 1): layer}
+        forms: dict[tuple[_Candidate, int], nn.Module] = {("dense", 1): layer}
         for name in self.formats if cpu.level() != "none" else ():
             if name == "index-bf16" and (sparsity < _NO_INDEX_BELOW or matrix_of(layer).shape[1] > 1 << 16):
                 continue
@@ -240,11 +243,11 @@ class _Timings:
         if best != "dense":
             most = self._most_tokens(layer, best, threads, tokens)
         least: dict[str, float] = {}
-        for (name, _), value in seconds.items():
-            least[name] = min(value, least.get(name, value))
+        for (form, _), value in seconds.items():
+            least[form] = min(value, least.get(form, value))
         return least, best, threads, most
 
-    def _most_tokens(self, layer: nn.Module, name: str, threads: int, tokens: int) -> int:
+    def _most_tokens(self, layer: nn.Module, name: FormatName, threads: int, tokens: int) -> int:
         """The number of tokens above which unpacked rows are faster: 16 or any number."""
         given = _activations(layer, _MANY)
         ways = {most: stored(layer, name, threads, most) for most in (16, 1 << 30)}
@@ -271,7 +274,7 @@ def _activations(layer: nn.Module, tokens: int) -> Tensor:
 
 
 @torch.no_grad()
-def _best_seconds(calls: Mapping[Any, Callable[[], Any]]) -> dict[Any, float]:
+def _best_seconds(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
     """The least seconds of each call, with all calls in turn."""
     found = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
@@ -284,7 +287,7 @@ def _best_seconds(calls: Mapping[Any, Callable[[], Any]]) -> dict[Any, float]:
     return found
 
 
-def _repetitions(calls: Mapping[Any, Callable[[], Any]]) -> Iterator[int]:
+def _repetitions(calls: Mapping[_Key, Callable[[], object]]) -> Iterator[int]:
     """Count repetitions until there are enough, or time is up."""
     end = time.perf_counter() + _LONGEST * len(calls)
     for count in range(_REPETITIONS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 Level = Literal["avx512", "avx2", "none"]
 _NEEDED: dict[Level, frozenset[str]] = {
@@ -31,8 +31,7 @@ def _features() -> frozenset[str]:
     import llvmlite.binding
     import numba
 
-    settings: Any = numba.config
-    named, given = settings.CPU_NAME, settings.CPU_FEATURES
+    named, given = (getattr(numba.config, name) for name in ("CPU_NAME", "CPU_FEATURES"))
     if named not in (None, "", "host") and not given:
         return frozenset()  # a CPU by name: its features are not known here
     listed = given or llvmlite.binding.get_host_cpu_features().flatten()

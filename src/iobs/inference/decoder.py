@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from iobs.errors import ProblemError
 from iobs.inference import cpu
 from iobs.inference.formats import FormatName
+from iobs.inference.llama_like import Model
 from iobs.inference.modules import StoredLinear, stored
 from iobs.inference.product import addresses_of
 
+if TYPE_CHECKING:
+    from iobs.inference.decode_step import Network, Scratch
+
+Reals = NDArray[np.float32]
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def undecodable(model: nn.Module) -> str | None:
     """The reason why `Decoder` cannot run a model, or None."""
-    config: Any = getattr(model, "config", None)
+    config = getattr(model, "config", None)
     if cpu.level() != "avx512":
         return "its compiled step needs a CPU with AVX-512 (VBMI2 and VNNI)"
-    if getattr(config, "model_type", None) not in _TYPES:
+    if config is None or config.model_type not in _TYPES:
         return f"its compiled step knows {', '.join(_TYPES)}, not {getattr(config, 'model_type', type(model).__name__)}"
     if config.hidden_act != "silu":
         return f"its compiled step knows the activation silu, not {config.hidden_act}"
@@ -54,11 +60,11 @@ class Decoder:
         reason = undecodable(model)
         if reason is not None:
             raise ProblemError(f"This model cannot be decoded: {reason}. Use model.generate.")
-        self.model = cast(Any, model)
+        self.model = cast(Model, model)
         config = self.model.config
         most = config.max_position_embeddings
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-            most = min(most, config.sliding_window)
+            most = min(most, config.sliding_window or most)
         self.longest = min(most, 2048) if longest is None else longest
         if self.longest > most:
             raise ProblemError(f"longest is {self.longest}, but this model attends to at most {most} tokens.")
@@ -94,7 +100,7 @@ class Decoder:
                 return
             logits = self.step(token, position, keys, values)
 
-    def step(self, token: int, position: int, keys: Any, values: Any) -> Any:
+    def step(self, token: int, position: int, keys: Reals, values: Reals) -> Reals:
         """Logits (vocabulary) after one more token; its keys and values are written at `position`."""
         from iobs.inference.decode_step import step
 
@@ -105,7 +111,7 @@ class Decoder:
         return self._logits
 
     @torch.no_grad()
-    def _prefill(self, prompt: Tensor) -> tuple[Any, Any, Any]:
+    def _prefill(self, prompt: Tensor) -> tuple[Reals, Reals, Reals]:
         """Keys and values of the prompt, with room for the answer, and the logits after it."""
         found = self.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
         first = found.past_key_values.layers[0].keys
@@ -116,7 +122,7 @@ class Decoder:
             values[number, :, : prompt.shape[1]] = layer.values[0].float().numpy()
         return keys, values, found.logits[0, -1].float().numpy()
 
-    def _read(self, form: FormatName) -> Any:
+    def _read(self, form: FormatName) -> Network:
         """The weights of the model, as the compiled step reads them."""
         from iobs.inference.decode_step import Network
 
@@ -154,14 +160,14 @@ class Decoder:
         place = 0 if bias is None else bias.data_ptr()
         return [*addresses, matrix.rows, matrix.columns, CODES[matrix.format], place]
 
-    def _memory(self) -> Any:
+    def _memory(self) -> Scratch:
         """Memory for the vectors of a step."""
         from iobs.inference.decode_step import Scratch
 
         matrices = self._network.matrices
         rows, widest = matrices[:, 8], 64 * int(matrices[:, 7].max())
 
-        def vector(size: Any) -> Any:
+        def vector(size: int) -> Reals:
             return np.zeros(int(size), np.float32)
 
         hidden = self._network.norms.shape[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ def generated(
     yield from _by_modules(model, prompt, tokens, stop)
 
 
-def _by_modules(model: Any, prompt: Tensor, tokens: int, stop: tuple[int, ...]) -> Iterator[int]:
+def _by_modules(model: nn.Module, prompt: Tensor, tokens: int, stop: tuple[int, ...]) -> Iterator[int]:
     """Tokens computed by the modules of the model."""
     given, past = prompt, None
     for _ in range(tokens):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from iobs.errors import ProblemError
-from iobs.inference.formats import StoredMatrix, store
+from iobs.inference.formats import FormatName, StoredMatrix, store
 from iobs.inference.product import Product
+
+
+class Settings(TypedDict, total=False):
+    """Keyword arguments of `StoredLinear` after the bias."""
+
+    dtype: torch.dtype
+    threads: int
+    most_tokens: int | None
 
 
 class StoredLinear(nn.Module):
@@ -72,7 +81,7 @@ class StoredLinear(nn.Module):
             self._product = Product(self.matrix, threads=self.threads, most_tokens=self.most_tokens)
         return self._product(given)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> StoredLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLinear:
         """Apply `.to(...)` to the bias alone.
 
         Raises:
@@ -90,7 +99,7 @@ class StoredLinear(nn.Module):
             self.bias = nn.Parameter(fn(self.bias.data), requires_grad=False)
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Addresses of the product belong to this copy of the tensors.
         return {**self.__dict__, "_product": None}
 
@@ -109,7 +118,9 @@ class StoredConv(StoredLinear):
         settings: further arguments of `StoredLinear`.
     """
 
-    def __init__(self, matrix: StoredMatrix, bias: Tensor | None, stride: tuple[int, ...], **settings: Any) -> None:
+    def __init__(
+        self, matrix: StoredMatrix, bias: Tensor | None, stride: tuple[int, ...], **settings: Unpack[Settings]
+    ) -> None:
         super().__init__(matrix, bias, **settings)
         self.stride = stride
 
@@ -134,7 +145,7 @@ def matrix_of(module: nn.Module) -> Tensor:
     return weight.detach().flatten(1)
 
 
-def stored(module: nn.Module, name: Any, threads: int = 1, most_tokens: int | None = None) -> StoredLinear:
+def stored(module: nn.Module, name: FormatName, threads: int = 1, most_tokens: int | None = None) -> StoredLinear:
     """The stored form of a module, see `can_store`.
 
     Args:
@@ -146,7 +157,7 @@ def stored(module: nn.Module, name: Any, threads: int = 1, most_tokens: int | No
     weight = matrix_of(module)
     matrix = store(weight, name)
     bias: Tensor | None = module.bias  # type: ignore[assignment]
-    settings: dict[str, Any] = {"dtype": weight.dtype, "threads": threads, "most_tokens": most_tokens}
+    settings: Settings = {"dtype": weight.dtype, "threads": threads, "most_tokens": most_tokens}
     if isinstance(module, nn.Linear):
         return StoredLinear(matrix, bias, **settings)
     return StoredConv(matrix, bias, module.stride, **settings)  # type: ignore[arg-type]

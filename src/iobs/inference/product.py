@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from iobs.inference import cpu
 from iobs.inference.formats import StoredMatrix, blocks_of
 
+if TYPE_CHECKING:
+    from iobs.inference.kernels_avx512 import Addresses
+
 _MOST_TOKENS: dict[cpu.Level, int] = {"avx512": 16, "avx2": 4, "none": 0}  # more are multiplied with unpacked rows
 _LARGEST_TILE = {True: 8, False: 16}  # sums of integers take registers beside the sums of their scaled values
 _TILE_ROWS = 512  # rows that are unpacked at a time
 _COLUMNS_A_BLOCK = 64
+Kernels = Mapping[str, Callable[..., None]]
 
 
 class Product:
@@ -86,13 +91,13 @@ class Product:
         size = _tile(len(given))
         wide = self.matrix.blocks * _COLUMNS_A_BLOCK
         if self.matrix.quantised:
-            layout: Any = np.empty((size, wide), np.uint8)
-            scales = np.empty(len(given), np.float32)
-            activations.rounded(values, layout, scales)
+            codes, scales = np.empty((size, wide), np.uint8), np.empty(len(given), np.float32)
+            activations.rounded(values, codes, scales)
+            layout: NDArray[np.uint8] | NDArray[np.float32] = codes
         else:
-            layout = np.empty((size, wide), np.float32)
+            layout = reals = np.empty((size, wide), np.float32)
             interleaved = self.level == "avx512" and self.matrix.format != "index-bf16"
-            (activations.even_then_odd if interleaved else activations.filled)(values, layout)
+            (activations.even_then_odd if interleaved else activations.filled)(values, reals)
         if size > len(given):  # a kernel exists for 1, 2, 4, 8 and 16 tokens: the others are zero
             layout[len(given) :] = 0
             sums = np.empty((size, rows), np.float32)
@@ -104,7 +109,7 @@ class Product:
         if self.matrix.quantised:
             activations.scaled(sums, scales, self.matrix.tensors["corrections"].numpy())
 
-    def _shared(self, tokens: tuple[int, ...], sums: Any) -> None:
+    def _shared(self, tokens: tuple[int, ...], sums: NDArray[np.float32]) -> None:
         """Compute the rows, in equal parts for the threads."""
         assert self._kernel is not None
         rows, place, stride = self.matrix.rows, sums.ctypes.data, sums.strides[0]
@@ -144,7 +149,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 @cache
-def _kernels(level: cpu.Level) -> tuple[dict[str, Any], dict[str, Any]]:
+def _kernels(level: cpu.Level) -> tuple[Kernels, Kernels]:
     """Kernels of products and of unpacking by format."""
     if level == "avx512":
         from iobs.inference import kernels_avx512
@@ -157,12 +162,12 @@ def _kernels(level: cpu.Level) -> tuple[dict[str, Any], dict[str, Any]]:
     return {}, {}
 
 
-def addresses_of(matrix: StoredMatrix, level: cpu.Level) -> tuple[Any, list[Any]]:
+def addresses_of(matrix: StoredMatrix, level: cpu.Level) -> tuple[Addresses, list[object]]:
     """The addresses of the tensors of a matrix, and the objects that must live as long."""
     from iobs.inference.kernels_avx512 import Addresses
 
     tensors = matrix.tensors
-    kept: list[Any] = [tensors]
+    kept: list[object] = [tensors]
     places = {name: one.data_ptr() for name, one in tensors.items()}
     levels = 0
     if level == "avx2" and matrix.format.startswith("bitmask"):
@@ -176,7 +181,7 @@ def addresses_of(matrix: StoredMatrix, level: cpu.Level) -> tuple[Any, list[Any]
 
 
 @cache
-def _table(of_bytes: bool) -> Any:
+def _table(of_bytes: bool) -> NDArray[np.uint8]:
     """The table of AVX2 kernels."""
     from iobs.inference import kernels_avx2
 

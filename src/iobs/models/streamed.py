@@ -53,9 +53,20 @@ class Directory:
         return {name: entry for entries in self.shards.values() for name, entry in entries.items()}
 
     def read(
-        self, names: Sequence[str], device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+        self,
+        names: Sequence[str],
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        mapped: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Read tensors to a device, in the order of files; floating tensors are converted to `dtype` if given.
+
+        Args:
+            names: of the tensors.
+            device: of the tensors.
+            dtype: of floating tensors; None: as in the files.
+            mapped: matrices that need no conversion stay mapped files, which take no anonymous memory; a change of
+                them would not reach the file.
 
         Raises:
             ModelError: a file has vanished or changed since it was opened.
@@ -68,7 +79,7 @@ class Directory:
                     for name in sorted(present):
                         stored = opened.get_tensor(name)
                         wanted_dtype = dtype if dtype is not None and stored.is_floating_point() else stored.dtype
-                        yield name, stored.to(device, wanted_dtype, copy=True)
+                        yield name, stored.to(device, wanted_dtype, copy=not (mapped and stored.ndim > 1))
 
 
 @contextmanager
@@ -132,7 +143,7 @@ class StreamedModel:
         prefixes = tuple(f"{block.path}." for block in blocks)
         outside = [name for name in directory.entries if not name.startswith(prefixes) and name not in surplus]
         _move_buffers(module, device)
-        _fill(module, directory.read(outside, device))
+        _fill(module, directory.read(outside, device, mapped=True))
         _tie(module)
         parameters = module.named_parameters(remove_duplicate=False)
         _require_all(directory, [name for name, one in parameters if one.is_meta and not name.startswith(prefixes)])

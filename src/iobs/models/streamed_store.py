@@ -18,27 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
-from iobs.errors import ModelError, ProblemError, first_line
+from iobs.errors import ProblemError
 from iobs.models.block_writer import BlockWriter
-from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
-from iobs.models.loaded import LoadedModel
-from iobs.models.output import check_output, expanded, output_directory
+from iobs.models.output import check_output, output_of_ranks
 from iobs.models.spill import Place, Room, Storage, chosen, reserve, spilled, spilled_batches
 from iobs.models.streamed import StreamedModel
-from iobs.models.vision_shim import ensure_torchvision
 from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.calibration.blocks import Block, inside
-from iobs.pruning.cost.memory_plan import Plan, held_blocks, plan
+from iobs.pruning.cost.memory_plan import Plan, Sizes, plan
+from iobs.pruning.cost.phases import STEP_TOKENS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe, as_allocation
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
-from iobs.pruning.runtime.ranks import require_alone
-from iobs.pruning.samples.batches import Batch, collect
+from iobs.pruning.runtime.ranks import current
+from iobs.pruning.samples.batches import Batch, collect, positions
 from iobs.pruning.store import Names, Store
 
-__all__ = ["BlockWriter", "StreamedStore", "reserve", "spilled", "without_weights"]
+__all__ = ["BlockWriter", "StreamedStore", "reserve", "spilled"]
 
 
 @dataclass
@@ -62,6 +60,8 @@ class _Run:
 
 class StreamedStore(Store):
     """A model directory that is pruned into another directory, with one block in memory at a time.
+
+    Under torchrun every rank reads the blocks and has its own samples, and the first rank writes the output.
 
     Use it as a context manager. The output directory appears when the context ends without an error; after an error
     nothing is left:
@@ -114,10 +114,9 @@ class StreamedStore(Store):
         Raises:
             ModelError: as `StreamedModel.open`.
             OutputError: as `iobs.models.check_output`.
-            DistributedError: several processes were started, which would all write the same files.
+            DistributedError: another rank is gone.
             AuditError: the written files hold fewer zeros than were counted in memory.
         """
-        require_alone()
         check_output(Path(output))
         store = cls(StreamedModel.open(Path(source), device=device, arithmetic=arithmetic), Path(output), streams)
         with store.writing():
@@ -133,12 +132,13 @@ class StreamedStore(Store):
         Raises:
             OutputError, AuditError: as `open`.
         """
-        with giving_memory_back(), output_directory(self.output, replaceable) as folder:
+        with giving_memory_back(), output_of_ranks(self.output, replaceable) as folder:
             self.folder, self._ready = folder, True
             with tempfile.TemporaryDirectory(dir=folder) as spill:
                 self._storage = Storage("device", self.device, Path(spill))
                 yield
-            require_promised(audit(folder), self._run.rows, self.output)
+            if current().first:
+                require_promised(audit(folder), self._run.rows, self.output)
 
     @property
     def device(self) -> torch.device:
@@ -232,7 +232,7 @@ class StreamedStore(Store):
         if self._run.recipe.target != "layer" or self._run.recipe.blocks is not None:
             self._dense = self.streamed.dense_copy()
         with ExitStack() as stack:
-            self._writer = stack.enter_context(BlockWriter(self.streamed, self.folder))
+            self._writer = stack.enter_context(BlockWriter(self.streamed, self.folder, current().first))
             stack.enter_context(memory.watching())
             yield
 
@@ -352,21 +352,19 @@ class StreamedStore(Store):
         model_bytes = sum(entry.bytes for entry in entries.values())
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]
         numbers = [sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks]
-        held = held_blocks(recipe)
+        on_cpu = self.device.type == "cpu"
         outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
+        vocabulary = int(getattr(getattr(self.model, "config", None), "vocab_size", 0))
+        step = max(STEP_TOKENS, max(positions(batch) for batch in batches))
         found = plan(
-            layers=selection.layers,
-            block_bytes=held.bytes(max(numbers), itemsize),
-            outside_bytes=0 if recipe.blocks is not None else outside,
+            Sizes(selection.layers, max(numbers), itemsize, 0, step, vocabulary),
+            outside_bytes=0 if on_cpu or recipe.blocks is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
             batches=batches,
             recipe=recipe,
             holdout=holdout,
-            itemsize=itemsize,
             device=self.device,
-            held=held,
         )
-        on_cpu = self.device.type == "cpu"
         return found.placed(chosen(self.streams, on_cpu, found.streams_bytes, self._room(found)), self.device)
 
     def _room(self, found: Plan) -> Room:
@@ -384,26 +382,4 @@ class StreamedStore(Store):
         Raises:
             OutputError: the disk has too little room.
         """
-        check_output(self.output, needed_bytes=plan.model_bytes + plan.spilled_bytes)
-
-
-def without_weights(path: Path) -> LoadedModel:
-    """The tokenizer and the context length of a model directory, without weights, for reading calibration data.
-
-    Raises:
-        ModelError: the directory is damaged.
-    """
-    path = expanded(path)
-    check_directory(path, allow_pickle=False)
-    ensure_torchvision()
-    import transformers
-
-    def refuse(model: LoadedModel, folder: Path) -> None:
-        raise ModelError("A model whose weights are not in memory cannot be written.")
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except Exception as error:  # transformers raises exceptions of every kind
-        raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
-    tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
-    return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context_of(config, tokenizer), refuse)
+        check_output(self.output, needed_bytes=plan.model_bytes + current().size * plan.spilled_bytes)

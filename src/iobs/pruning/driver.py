@@ -11,10 +11,12 @@ from typing import Unpack
 import torch
 from torch import nn
 
+from iobs.core.budget import Budget
 from iobs.core.patterns import Pattern, as_pattern
 from iobs.core.structured import Structured
 from iobs.errors import LayerSelectionError, ProblemError, is_a
 from iobs.pruning.algorithm import run
+from iobs.pruning.allocation.bits import require_budget
 from iobs.pruning.allocation.counts import require_room, under_pattern
 from iobs.pruning.baselines.projection import require_global
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
@@ -58,8 +60,9 @@ def prune(
             mappings as Hugging Face models take. A tensor or a mapping is one batch.
         pattern: `Unstructured`, `NM`, a sparsity such as 0.5, or text such as "2:4" or "50%". With an allocation
             (recipes "fast" and "best") the sparsity is that of all pruned layers together. Layers left dense do
-            not count. `Grid(4)` or `pattern & Grid(4)` puts the kept weights on a grid, too. `Structured(0.3)` or
-            "structured:30%" removes whole channels, neurons and heads: the model becomes narrower.
+            not count. `Grid(4)` or `pattern & Grid(4)` puts the kept weights on a grid, too. `Budget(3.0)` chooses
+            sparsity and bits of every layer. `Structured(0.3)` or "structured:30%" removes whole channels, neurons and
+            heads: the model becomes narrower.
         recipe: "fast" (the best single projection), "best" (rounds of fine-tuning towards the dense model),
             "one-shot" (every layer once, to the same sparsity), "paper" (Algorithm 2 to the letter), a `Recipe`, or the
             path of a YAML file.
@@ -157,6 +160,8 @@ def requested(
         require_global(pattern)
     require_solvable(recipe, patterns)
     allocation = under_pattern(as_allocation(recipe.allocation), pattern)
+    if isinstance(pattern, Budget):
+        require_budget(pattern, [layer.shape for layer, own in patterns.items() if own is pattern])
     require_room(allocation, pattern, [layer for layer, own in patterns.items() if own is pattern])
     return selection, Request(recipe, patterns, pattern, holdout, seed, checkpoint)
 

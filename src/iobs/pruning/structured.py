@@ -7,17 +7,18 @@ the end the units are removed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from iobs.core.column_groups import Groups
-from iobs.core.structured import Structured
-from iobs.errors import AuditError, LayerSelectionError, ProblemError
+from iobs.core.structured import Runtime, Structured
+from iobs.errors import AuditError, LayerSelectionError, ModelError, ProblemError
 from iobs.pruning.algorithm import run
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
@@ -35,8 +36,10 @@ from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.units import Site
 from iobs.pruning.structure.widths import Widths, configure, widths_of
-from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRecord
+from iobs.pruning.structured_report import SECONDS, CostRecord, StructuredReport, WidthRecord
+from iobs.pruning.widths.clock import NAMES, require_runtime
 from iobs.pruning.widths.costs import Products
+from iobs.pruning.widths.latency import can_copy, shares_of
 from iobs.pruning.workspace import Request, Workspace
 
 Names = str | Sequence[str] | None
@@ -66,6 +69,7 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
     if not store.whole:
         raise ProblemError("Structured removes units of a model in memory; load the model whole.")
     require_structured(asked.recipe)
+    require_runtime(asked.pattern.runtime)
     model = store.model
     with evaluating(model) as frozen, seeded(model, asked.seed):
         sites = _readers(model, collected[0], asked)
@@ -79,11 +83,20 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
             patterns = {layer: _groups(layer, sites[layer]) for layer in selection.layers}
             tied = _tied(sites.values(), form, asked.pattern.uniform)
             request = Request(
-                asked.recipe, patterns, asked.pattern, asked.holdout, asked.seed, asked.checkpoint, sites, tied
+                asked.recipe,
+                patterns,
+                asked.pattern,
+                asked.holdout,
+                asked.seed,
+                asked.checkpoint,
+                sites,
+                tied,
+                form.offered() if loadable else {},
             )
             report = run(Workspace.of(store, request, selection, collected, told, frozen))
             kept = {sites[layer].name: kept_units(model, layer, patterns[layer], report) for layer in patterns}
     before = _outputs(model, collected[0])
+    wide = copy.deepcopy(model) if can_copy(model) else None  # its zeros take the time of the dense network
     remove(model, sites.values(), {name: units.tolist() for name, units in kept.items()}, _taken(model, added))
     if loadable:
         counts = {site.name: len(kept[site.name]) for site in sites.values() if site.name in kept}
@@ -91,7 +104,23 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
         given = [site.name for site in sites.values() if site.reader in added and not site.can_bias]
         configure(model, form, counts, given)
     _require_same(before, _outputs(model, collected[0]))
-    return reported(report, {layer: sites[layer] for layer in patterns}, kept, dense)
+    found = reported(report, {layer: sites[layer] for layer in patterns}, kept, dense)
+    return replace(found, costs=[*found.costs, *_seconds(wide, model, collected[0], asked.pattern.runtime, told)])
+
+
+def _seconds(
+    wide: nn.Module | None, narrow: nn.Module, batch: Batch, runtime: Runtime, told: Callbacks
+) -> list[CostRecord]:
+    """The measured time of one sample before and after; nothing for a network that is too large to have it twice."""
+    if wide is None:
+        told.on_note("The time of the narrower network was not measured, since both do not fit into memory.")
+        return []
+    try:
+        before, after = shares_of(wide, narrow, batch, runtime)
+    except ModelError as error:
+        told.on_note(f"Time not measured: {error}")
+        return []
+    return [CostRecord(SECONDS, before, after, f"of one sample in {NAMES[runtime]}")]
 
 
 def _readers(model: nn.Module, batch: Batch, asked: Asked) -> dict[Layer, Site]:
@@ -246,4 +275,5 @@ def reported(
     for where, products in (("in the layers that hold units", dense.held), ("in all layers", dense)):
         costs.append(CostRecord("macs", products.of({}), products.of(after), where))
         costs.append(CostRecord("parameters", products.entries.of({}), products.entries.of(after), where))
-    return StructuredReport(**vars(report), widths=widths, costs=costs)
+    # The zeros were counted before the units were removed; the narrower matrices have none that were asked for.
+    return StructuredReport(**{**vars(report), "audit": []}, widths=widths, costs=costs)

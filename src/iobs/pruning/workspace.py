@@ -18,6 +18,7 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.finetune.scoring import Scoring
 from iobs.pruning.finetune.trainer import Trainer, differentiable, samples_a_step
+from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.network.layers import Layer, biases_of
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
@@ -49,6 +50,7 @@ class Request:
         checkpoint: directory of the checkpoint, or None.
         sites: the units that each layer reads, if whole units are removed.
         tied: names of sites that keep equal numbers of units.
+        offered: numbers of units, by name of the site, for sites that cannot keep every number.
     """
 
     recipe: Recipe
@@ -59,6 +61,7 @@ class Request:
     checkpoint: str | Path | None
     sites: Mapping[Layer, Site] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
+    offered: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def facts(self) -> JsonObject:
         """The request in plain types, for the report."""
@@ -218,17 +221,21 @@ class Workspace:
         return divide(self.fit, rounds.count - whole, self.request.seed)[index - whole]
 
     # ---- gradient steps
-    def masks(self, support: Literal["dense", "fixed"] = "fixed") -> dict[str, Tensor]:
+    def masks(
+        self, patterns: Mapping[Layer, Pattern], support: Literal["dense", "fixed"] = "fixed"
+    ) -> dict[str, Tensor]:
         """Masks of the entries that gradient steps may change, by parameter. Without a mask all entries may change.
 
         Args:
-            support: "fixed": only current nonzeros change. "dense": all entries change, except zeros that `keep_zeros`
-                keeps.
+            patterns: of every layer.
+            support: "fixed": only current nonzeros change, and all entries of dense grids. "dense": all entries change,
+                except zeros that `keep_zeros` keeps.
         """
         masks = self.store.support() if self.recipe.keep_zeros else {}
         if support == "fixed":
             model = self.store.model
             masks |= {layer.key: model.get_parameter(layer.key) != 0 for layer in self.selection.layers}
+            free_zeros(masks, {layer: patterns[layer] for layer in self.selection.layers})
         return masks
 
     def trainer(self, step: FineTune, total: int, masks: dict[str, Tensor] | None = None) -> Trainer:
@@ -243,6 +250,12 @@ class Workspace:
         _, loss = self.scoring.loss_of(step)
         augmentation = self.scoring.augmentation(step)
         return Trainer(self.store.model, parameters, step, loss, total, self.request.seed, masks, augmentation)
+
+    def trainer_on(self, patterns: Mapping[Layer, Pattern], step: FineTune, total: int) -> Trainer:
+        """A trainer that keeps zeros and grids; the model's current weights have these patterns."""
+        trainer = self.trainer(step, total, self.masks(patterns))
+        trainer.rounding = rounding_of(self.store.model, {layer: patterns[layer] for layer in self.selection.layers})
+        return trainer
 
     def require_gradient(self, step: FineTune) -> None:
         """Check, before any work, that the loss of gradient steps has a gradient on the samples of one step.

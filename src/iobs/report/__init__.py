@@ -14,7 +14,7 @@ from iobs.report.card import render_card
 from iobs.report.numbers import from_json, to_json
 from iobs.report.page import render_page, render_summary
 from iobs.report.paths import cleaned
-from iobs.report.tables import audit_table, layers_table, rounds_table, scores_table, summary_lines
+from iobs.report.tables import audit_table, layers_table, rounds_table, scores_table, summary_lines, widths_table
 
 __all__ = [
     "audit_table",
@@ -25,6 +25,7 @@ __all__ = [
     "rounds_table",
     "scores_table",
     "summary_lines",
+    "widths_table",
     "write_report",
 ]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from iobs.pruning.coverage import KINDS
 from iobs.pruning.report import Report
+from iobs.pruning.structured_report import StructuredReport
 from iobs.report.numbers import percent, score
 from iobs.report.paths import without_folders
 from iobs.report.tables import score_names
@@ -28,19 +29,29 @@ def render_card(report: Report, base_model: str, library: str | None) -> str:
         *front,
         "---",
         "",
-        f"# {name}, {percent(report.sparsity)} sparse",
-        "",
-        f"{name} with {report.zeros:,} of the {report.weights:,} weights in {len(report.audit)} layers set to zero.",
-        "The zeros are stored as ordinary zeros, so the directory loads like any other; `iobs inspect` counts them.",
+        *_result(report, name),
         "",
         *_recipe(report),
         *(["```", without_folders(str(command)), "```", ""] if command else []),
-        *_coverage(report),
+        *([] if isinstance(report, StructuredReport) else _coverage(report)),
         *_scores(report),
         "`report.html` shows all results, `report.json` holds the same for programs.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _result(report: Report, name: str) -> list[str]:
+    """The heading and the sentences that say what was removed."""
+    if isinstance(report, StructuredReport):
+        heading = f"# {name} without {percent(report.removed)} of its units"
+        return [heading, "", *(f"- {line}" for line in report.sentences())]
+    return [
+        f"# {name}, {percent(report.sparsity)} sparse",
+        "",
+        f"{name} with {report.zeros:,} of the {report.weights:,} weights in {len(report.audit)} layers set to zero.",
+        "The zeros are stored as ordinary zeros, so the directory loads like any other; `iobs inspect` counts them.",
+    ]
 
 
 def _on_the_hub(name: str) -> bool:

@@ -9,7 +9,9 @@ from html import escape
 from iobs.pruning.coverage import KINDS
 from iobs.pruning.report import WORTH, Report
 from iobs.pruning.samples.shown import Sample
+from iobs.pruning.structured_report import StructuredReport
 from iobs.report import plots
+from iobs.report.narrower import render_costs, render_widths
 from iobs.report.numbers import duration, percent, score, significant, size
 from iobs.report.paths import without_folders
 from iobs.report.style import STYLE
@@ -29,15 +31,19 @@ _ALIKE = 0.005  # sparsities of layers within this range count as equal
 
 def render_page(report: Report) -> str:
     """Render the HTML page, with style and figures embedded; it fetches nothing."""
-    title = f"{without_folders(str(report.settings.get('model', 'model')))} at {percent(report.sparsity)} zeros"
+    units = report if isinstance(report, StructuredReport) else None
+    amount = (
+        f"at {percent(report.sparsity)} zeros" if units is None else f"without {percent(units.removed)} of its units"
+    )
+    title = f"{without_folders(str(report.settings.get('model', 'model')))} {amount}"
     sections = [
         _command(report),
         _facts(report),
-        _coverage(report),
+        _coverage(report) if units is None else render_widths(units),
         _samples(report),
         _scores(report),
         _rounds(report),
-        _zeros(report),
+        _zeros(report) if units is None else "",
         _errors(report),
         _notes(report),
         _layers(report),
@@ -60,7 +66,8 @@ def render_summary(report: Report) -> str:
     rows = [[escape(layer.name), percent(layer.sparsity), significant(layer.error_calibration)] for layer in worst]
     table = _table(["largest layer errors", "zeros", "relative error"], rows) if rows else ""
     errors = f"<section>{table}</section>" if table else ""
-    return f'<style>{STYLE}</style><div class="iobs"><main>{_facts(report)}{_coverage(report)}{errors}</main></div>'
+    main = render_widths(report) if isinstance(report, StructuredReport) else f"{_coverage(report)}{errors}"
+    return f'<style>{STYLE}</style><div class="iobs"><main>{_facts(report)}{main}</main></div>'
 
 
 def _command(report: Report) -> str:
@@ -89,8 +96,10 @@ def _facts(report: Report) -> str:
         kind = "calibration" if report.best.loss_heldout is None else "held-out"
         facts.append((round_name(report.best).capitalize(), f"best by loss on {kind} samples"))
     facts.append((duration(report.seconds), f"total time; peak memory {size(report.peak_memory_bytes)}"))
+    facts = facts[2:] if isinstance(report, StructuredReport) else facts
     cards = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in facts)
-    return f'<div class="facts">{cards}</div>'
+    costs = render_costs(report) if isinstance(report, StructuredReport) else ""
+    return f'{costs}<div class="facts">{cards}</div>'
 
 
 def _coverage(report: Report) -> str:
@@ -230,11 +239,13 @@ def _notes(report: Report) -> str:
 
 
 def _layers(report: Report) -> str:
+    bits = {row.name: row.bits / row.weights for row in report.audit if row.bits is not None}
     rows = [
         [
             escape(layer.name),
             " × ".join(map(str, layer.shape)),
             percent(layer.sparsity, 2),
+            *((f"{bits[layer.name]:.2f}" if layer.name in bits else "–",) if bits else ()),
             significant(layer.error_calibration),
             significant(layer.error_heldout),
             significant(layer.error_dense),
@@ -244,7 +255,9 @@ def _layers(report: Report) -> str:
         ]
         for layer in report.best.layers
     ]
-    headings = ["layer", "shape", "zeros", "error", "held-out", "against dense", "damping", "dead inputs", "seconds"]
+    stored = ["bits a weight"] if bits else []
+    errors = ["error", "held-out", "against dense"]
+    headings = ["layer", "shape", "zeros", *stored, *errors, "damping", "dead inputs", "seconds"]
     table = _table(headings, rows)
     title = escape(of_round("Layers", report))
     return f"<section><h2>{title}</h2><details><summary>All {len(rows)} layers</summary>{table}</details></section>"

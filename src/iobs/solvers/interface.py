@@ -40,9 +40,9 @@ def solve(
         quadratic: the problem, (rows, d). Never modified.
         pattern: what is kept: entries, for example `Unstructured(0.5)`; entries with values on a grid, for example
             `Unstructured(0.5) & Grid(4)`; or whole groups of columns, `Groups`.
-        solver: for entries "magnitude", "wanda", "sparsegpt", "obc", "admm", "exact"; for groups "search", "greedy",
-            "exact", "osscar", "random", "magnitude", "wanda", "flap", "scores"; on a grid "admm", "gptq", "sparsegpt",
-            "obr", "magnitude"; or any `Solver`. None: "search" for groups, otherwise "admm".
+        solver: for entries "magnitude", "wanda", "sparsegpt", "obc", "lobs", "nettrim", "admm", "exact"; for groups
+            "search", "greedy", "exact", "osscar", "random", "magnitude", "wanda", "flap", "scores"; on a grid "admm",
+            "gptq", "sparsegpt", "obr", "magnitude"; or any `Solver`. None: "search" for groups, otherwise "admm".
         refine: None, "refit" (exact weights on the support), "swap" (exact 1-swaps), or any `Refinement`.
         damping: weight of the proximal term to the anchor, relative to the mean of the Hessian's diagonal. If a
             Cholesky factorisation fails, the damping is raised tenfold with a `DampingWarning`, at most five times.
@@ -195,6 +195,8 @@ def _finished(
     weight = solution.weight if unit == 1 else solution.weight * unit
     if "scales" in stats:  # of values on a grid, in the units of the weights
         stats["scales"] = (stats["scales"] * unit).to(quadratic.dtype)
+    if "bound" in stats:  # of the loss, in the units of the weights and of the Hessian
+        stats["bound"] = stats["bound"] * unit**2 * _power(_mean_curvature(quadratic))
     solution = replace(solution, problem=quadratic, weight=weight.to(quadratic.dtype), stats=stats)
     if dead is None:
         return solution

@@ -241,7 +241,7 @@ def test_allocation_of_a_sparse_network_keeps_the_exact_count(network, criterion
     model, data = network
     for allocation, sparsity in (("uniform", 0.8), (criterion, 0.85)):
         choices = {"allocation": allocation, "keep_zeros": keep_zeros and allocation != "uniform"}
-        report = iobs.prune(model, data, iobs.Unstructured(sparsity), "one-shot", **choices)
+        report = iobs.prune(model, data, iobs.Unstructured(sparsity), iobs.Recipe(), **choices)
         assert report.zeros == report.weights - round(report.weights * (1 - sparsity))
     assert all(0 <= effect < 1e6 for row in report.allocation for effect in row.effects)
 

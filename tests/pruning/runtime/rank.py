@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -11,6 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import iobs
+from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.recipe import BlockFit
 from iobs.pruning.runtime import ranks as distributed
 
 
@@ -77,6 +80,43 @@ def shard(model, data, output):
     return whole
 
 
+def llama(folder):
+    """Save a random Llama of three blocks; returns it, and token batches."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).double().eval()
+    model.save_pretrained(folder)  # the first rank writes
+    return model, [{"input_ids": torch.randint(0, 64, (8, 12))} for _ in range(4)]
+
+
+def reconstruct(output, ranks):
+    """Prune with blocks, allocation and whole-network steps, in memory and from files; returns the weights in memory.
+
+    A step takes four samples on all ranks together, so that the result does not depend on the number of ranks.
+    """
+    size, auto = 4 // ranks.size, iobs.Allocation("block")
+    fit = BlockFit(masks=2, between=2, steps=4, lr=1e-3, batch_size=size, network_steps=3, network_lr=1e-4)
+    options = {"solver": "sparsegpt", "target": "residual", "blocks": fit, "allocation": auto, "holdout": 0.0}
+    if ranks.size > 1:
+        means = ranks.means([torch.tensor(1.0 + 4 * ranks.rank), torch.ones(2)], 3.0 - 2 * ranks.rank)
+        assert [one.tolist() for one in means] == [2.0, [1.0, 1.0]]
+        broken = ranks.means([torch.tensor(float("nan") if ranks.first else 1.0)], 1.0)
+        assert broken[0].isnan()  # on every rank, so that all of them stop
+    source = Path(f"{output}.model")
+    model, data = llama(source)
+    ranks.wait()
+    # One held-out batch for two ranks, and steps limited by epochs.
+    iobs.prune(model, data, 0.5, "one-shot", **{**options, "holdout": 1 / 32, "blocks": BlockFit(1, 1, 0, 4, 1.0)})
+    model, data = llama(Path(f"{output}.again"))
+    iobs.prune(model, data, 0.5, "one-shot", **options)
+    with StreamedStore.open(source, f"{output}.streamed", arithmetic=torch.float64) as store:
+        iobs.prune(store, data, 0.5, "one-shot", **options)
+        store.plan(store.select(None, None, False), data, iobs.Recipe(), 0.0)
+    return dict(model.named_parameters())
+
+
 def main(mode, output):
     model, data = network()
     options = {}
@@ -87,6 +127,9 @@ def main(mode, output):
         if mode == "fsdp":
             whole = shard(model, data, output)
             whole = {name: value.detach().contiguous().clone() for name, value in whole.items()}
+            return save_file(whole, f"{output}.{ranks.rank}.safetensors")
+        if mode == "blocks":
+            whole = {name: value.detach().contiguous() for name, value in reconstruct(output, ranks).items()}
             return save_file(whole, f"{output}.{ranks.rank}.safetensors")
         if mode == "ddp":
             train(model, data)

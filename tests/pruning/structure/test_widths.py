@@ -111,3 +111,25 @@ def test_narrower_model_is_pruned_further(tmp_path):
     configure(model, widths, {name: len(units) for name, units in kept.items()})
     report = iobs.prune(model, [batch], 0.5, iobs.Recipe.preset("fast"))
     assert report.sparsity == pytest.approx(0.5, abs=0.01)
+
+
+def test_counts_of_heads_that_the_configuration_refuses_are_not_offered():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=40,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        vocab_size=32,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    sites = find_sites(model, {"input_ids": torch.arange(16).view(2, 8)})
+    heads = next(site.name for site in sites if site.kind == "heads")
+    widths = widths_of(model, sites)
+    offered = widths.offered()
+    assert set(offered) <= {heads}
+    if offered:  # older versions of transformers load any number of heads
+        assert offered[heads] == (1, 2, 4, 5)  # divisors of the hidden size, and all heads
+        with pytest.raises(ModelError, match="cannot keep 3 units"):
+            require_loadable(widths, {heads: 3})

@@ -22,6 +22,7 @@ from iobs.optimize.objectives.arguments import forced_columns
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
 from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, VectorLike
+from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.refit.fit import Fit
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
 from iobs.optimize.search.path import Criterion, fit_path, information, standard_errors
@@ -163,7 +164,10 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     def _entry(self, objective: Objective, fit: Fit, size: int, score: float, error: float) -> PathEntry:
         support = self._support(objective, fit)
-        coef = objective.split(fit.theta)[0][support]
+        if isinstance(objective, Tabled):
+            coef = objective.table(fit.theta)[0][:, support]
+        else:
+            coef = objective.split(fit.theta)[0][support]
         return {
             "k": size, "loss": fit.value, "score": score, "score_error": error, "support": support, "coef": coef
         }  # fmt: skip
@@ -178,6 +182,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     def _shaped(self, objective: Objective, values: Array) -> Array:
         """Values of the coordinates in the shape of `coef_`."""
+        if isinstance(objective, Tabled):
+            return values[: self.n_features_in_ * objective.outputs].reshape(-1, objective.outputs).T
         return values[: self.n_features_in_].reshape(np.shape(self.coef_))
 
     def _keep_spread(self, X: Samples, weights: Array) -> None:
@@ -201,7 +207,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         names = self._names()
         coef, errors = np.atleast_2d(self.coef_), np.atleast_2d(self.standard_errors_)
         constants = np.atleast_1d(self.intercept_)
-        labels = [str(label) for label in self.classes_] if len(coef) > 1 else [""]
+        outputs = getattr(self, "classes_", range(len(coef)))
+        labels = [str(label) for label in outputs] if len(coef) > 1 else [""]
         rows: list[Row] = []
         for number, label in enumerate(labels):
             rows += [
@@ -245,18 +252,26 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         return largest_coefficients(supports, coefs, self._seen) * self._spread
 
     def _support(self, objective: Objective, fit: Fit) -> Indices:
+        if isinstance(objective, Tabled):
+            return np.flatnonzero(objective.table(fit.theta)[0].any(axis=0)).astype(np.int64)
         return np.flatnonzero(objective.split(fit.theta)[0]).astype(np.int64)
 
     def _keep(self, objective: Objective, fit: Fit) -> None:
         self.coef_: Array
         self.intercept_: float | Array
-        self.coef_, self.intercept_ = objective.split(fit.theta)
+        self.coef_, self.intercept_ = (
+            objective.table(fit.theta) if isinstance(objective, Tabled) else objective.split(fit.theta)
+        )
 
     def _groups(self, objective: Objective, features: int) -> CoordinateGroups | None:
-        if self.groups is None:
+        if self.groups is None and not isinstance(objective, Tabled):
             return None
-        members = labels_to_groups(self.groups, features)
-        return CoordinateGroups(objective, members, self._forced_groups(members))
+        members = labels_to_groups(np.arange(features) if self.groups is None else self.groups, features)
+        forced = self._forced_groups(members)
+        if isinstance(objective, Tabled):
+            rows = objective.groups
+            members = [np.concatenate([rows[j] for j in member]) for member in members]
+        return CoordinateGroups(objective, members, forced)
 
     def _forced_groups(self, members: list[Indices]) -> frozenset[int]:
         wanted = set(self._forced_features.tolist())
@@ -310,10 +325,10 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         return (totals / mass).tolist(), (spread / np.sqrt(len(means) / repeats)).tolist()
 
     def _validated(
-        self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, *, y_numeric: bool = False
+        self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, **checks: bool
     ) -> tuple[Samples, Labels, Array]:
         features, target = validate_data(
-            self, X, y, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32], y_numeric=y_numeric
+            self, X, y, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32], **checks
         )
         return features, target, np.asarray(_check_sample_weight(sample_weight, features, dtype=np.float64))
 

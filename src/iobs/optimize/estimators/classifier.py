@@ -10,14 +10,13 @@ from sklearn.model_selection import BaseCrossValidator
 from sklearn.utils.multiclass import check_classification_targets
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import Choice, Labels, Observations, PathEntry, SparseEstimator
+from iobs.optimize.estimators.base import Choice, Labels, Observations, SparseEstimator
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
-from iobs.optimize.objectives.design import Array, Indices, MatrixLike, VectorLike
+from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike
 from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.multinomial import Multinomial
 from iobs.optimize.refit.fit import Fit
-from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
 
 
 class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
@@ -128,37 +127,10 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         ridge = self._penalty(X, weights)
         return Logistic(X, y, ridge=ridge, intercept=self.fit_intercept, sample_weight=weights, forced=forced)
 
-    def _groups(self, objective: Objective, features: int) -> CoordinateGroups | None:
-        if not isinstance(objective, Multinomial):
-            return super()._groups(objective, features)
-        labels = np.arange(features) if self.groups is None else self.groups
-        rows = objective.groups
-        members = labels_to_groups(labels, features)
-        coordinates = [np.concatenate([rows[j] for j in member]) for member in members]
-        return CoordinateGroups(objective, coordinates, self._forced_groups(members))
-
-    def _support(self, objective: Objective, fit: Fit) -> Indices:
-        if not isinstance(objective, Multinomial):
-            return super()._support(objective, fit)
-        return np.flatnonzero(objective.table(fit.theta)[0].any(axis=0)).astype(np.int64)
-
-    def _entry(self, objective: Objective, fit: Fit, size: int, score: float, error: float) -> PathEntry:
-        entry = super()._entry(objective, fit, size, score, error)
-        if isinstance(objective, Multinomial):
-            entry["coef"] = objective.table(fit.theta)[0][:, entry["support"]]
-        return entry
-
-    def _shaped(self, objective: Objective, values: Array) -> Array:
-        if not isinstance(objective, Multinomial):
-            return super()._shaped(objective, values)
-        return objective.table(values)[0]
-
     def _keep(self, objective: Objective, fit: Fit) -> None:
+        super()._keep(objective, fit)
         if not isinstance(objective, Multinomial):
-            super()._keep(objective, fit)
             self.coef_, self.intercept_ = self.coef_[None], np.array([float(self.intercept_)])
-            return
-        self.coef_, self.intercept_ = objective.table(fit.theta)
 
     def _held_out(self, data: Observations, fit: Fit, objective: Objective) -> float:
         X, y, weights = data.X, data.y, data.weights

@@ -5,6 +5,7 @@ from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.cox import Cox
 from iobs.optimize.objectives.families import Gamma, Logistic, NegativeBinomial, Poisson, Tweedie
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
+from iobs.optimize.objectives.multi_response import MultiResponse
 
 __all__ = [
     "Cox",
@@ -12,6 +13,7 @@ __all__ = [
     "LeastSquares",
     "LinearModel",
     "Logistic",
+    "MultiResponse",
     "NegativeBinomial",
     "Objective",
     "Poisson",

@@ -14,7 +14,9 @@ from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array
 from iobs.optimize.objectives.gram import by_gram
 from iobs.optimize.objectives.linear import LinearModel
+from iobs.optimize.objectives.multi_response import MultiResponse
 from iobs.optimize.objectives.multinomial import Multinomial
+from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit, inverse_block
 from iobs.optimize.refit.newton import on_data, refit
@@ -102,9 +104,14 @@ def information(
         raise ProblemError(f'The criterion must be "aic", "bic" or "ebic", got {criterion!r}.')
     parameters = int(np.count_nonzero(fit.theta))
     if isinstance(objective, Multinomial):  # of the C coefficients of a feature, only C - 1 change the probabilities
-        parameters = parameters // objective.classes * (objective.classes - 1)
+        parameters = parameters // objective.outputs * (objective.outputs - 1)
     loss = unpenalised(objective, fit)
-    deviance = objective.deviance(loss, samples) if isinstance(objective, LinearModel) else 2 * loss
+    deviance = 2 * loss
+    if isinstance(objective, LinearModel):
+        deviance = objective.deviance(loss, samples)
+    elif isinstance(objective, MultiResponse):  # with one variance of the noise for all responses
+        count = samples * objective.outputs
+        deviance = count * math.log(max(2 * loss, 1e-300) / count)
     if criterion == "aic":
         return deviance + 2 * parameters
     price = deviance + parameters * math.log(max(samples, 2.0))
@@ -116,7 +123,7 @@ def information(
 
 def unpenalised(objective: Objective, fit: Fit) -> float:
     """The loss of a fit without its ridge term."""
-    ridge = objective.ridge if isinstance(objective, (LinearModel, Multinomial)) else np.zeros(1)
+    ridge = objective.ridge if isinstance(objective, (LinearModel, Tabled)) else np.zeros(1)
     return max(0.0, fit.value - 0.5 * float((ridge * fit.theta**2).sum()))
 
 
@@ -145,11 +152,14 @@ def standard_errors(objective: Objective, fit: Fit, samples: float, intercept: b
     block = objective.hessian_block(fit.theta, fit.support)
     noise = 1.0
     if isinstance(objective, Multinomial):
-        return Inference(_contrast_errors(block, objective.classes), noise)
+        return Inference(_contrast_errors(block, objective.outputs), noise)
     if isinstance(objective, LinearModel):
         block = _expected(objective, fit)
         freedom = samples - fit.support.size - (intercept and objective.quadratic)
         noise = math.sqrt(objective.dispersion(fit.theta, freedom))
+    if isinstance(objective, MultiResponse):
+        freedom = objective.outputs * (samples - intercept) - fit.support.size
+        noise = math.sqrt(2 * unpenalised(objective, fit) / freedom) if freedom > 0 else math.nan
     inverse = inverse_block(block)
     return Inference(noise * np.sqrt(np.maximum(inverse.diagonal(), 0.0)), noise)
 

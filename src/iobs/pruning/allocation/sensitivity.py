@@ -26,6 +26,7 @@ from iobs.pruning.calibration.sweep import InMemory, Moments, Residency, Sweep
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe.allocation import Allocation
 from iobs.pruning.report import AllocationRecord
+from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples, split
 
@@ -149,6 +150,7 @@ class Planner:
             self.layers,
             self.chain,
             moments=Moments(self.seed, _POSITIONS),
+            ranks=current(),
             residency=self.residency,
             followers=(),
         )
@@ -171,10 +173,10 @@ class Planner:
             # A batch is (inputs, outputs of the dense model, labels if any).
             answers = [batch[1] for batch in part.batches]  # type: ignore[index]
             part = Samples([(batch[0], *batch[2:]) for batch in part.batches], part.numbers)  # type: ignore[index]
-        place = sweep.place(_PROBE_PLACE)
-        stream = Stream(self.model, part.batches, self.chain, keep=place)
+        place, ranks = sweep.place(_PROBE_PLACE), sweep.ranks
+        stream = Stream(self.model, ranks.share(part).batches, self.chain, keep=place)
         sweep.followers = [stream]
-        return Trials(stream, answers)
+        return Trials(stream, answers and answers[ranks.rank :: ranks.size])
 
     @torch.no_grad()
     def _measure_layer(

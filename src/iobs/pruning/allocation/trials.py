@@ -13,6 +13,7 @@ from torch import Tensor
 from iobs.pruning.calibration.losses import divergence
 from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.outputs import attended, logits
 
@@ -22,7 +23,7 @@ class Trials:
     """Samples that follow a sweep through the dense model, and the damage of changed weights on them.
 
     Args:
-        stream: the dense model on the samples; the sweep advances it.
+        stream: the dense model on this rank's samples; the sweep advances it.
         answers: outputs of the dense model by batch; None: the damage is that of the block's output.
     """
 
@@ -43,7 +44,9 @@ class Trials:
 
     @torch.no_grad()
     def damage(self, stage: int) -> float:
-        """The damage of the present weights of a block: a divergence in nats, or a relative squared error.
+        """The damage of the present weights of a block on the samples of all ranks.
+
+        It is a divergence in nats, or a relative squared error.
 
         The squared error of a block is relative to the squared norm of its output at each position, and the mean over
         positions is taken: norms behind the block divide by this norm.
@@ -64,7 +67,9 @@ class Trials:
                     errors = errors[mask.to(errors.device)]
                 total += float(errors.sum())
                 count += errors.numel()
-        return total / max(count, 1.0)
+        totals = torch.tensor([total, count], dtype=torch.float64)
+        current().sum(totals)
+        return float(totals[0] / totals[1].clamp_min(1.0))
 
     def _after(self, stage: int, index: int) -> Tensor:
         return self.stream.through([stage], index, self.stream.state(index))

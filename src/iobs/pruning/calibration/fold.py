@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from iobs.pruning.network.modes import evaluating, keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 
+Options: TypeAlias = dict[str, Any]  # keyword arguments of a function of torch
+
 
 class FoldedConvolution(nn.Module):
     """A convolution whose weight was standardised in every forward pass, with the standardised weight as a parameter.
@@ -30,7 +32,7 @@ class FoldedConvolution(nn.Module):
         options: stride, padding, dilation and groups of the convolution.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, pad: list[int], options: dict[str, Any]) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, pad: list[int], options: Options) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
         self.bias = None if bias is None else nn.Parameter(bias)
@@ -136,7 +138,7 @@ def _plain_convolutions(model: nn.Module, batch: Batch) -> list[str]:
 
 
 def _folded(
-    module: nn.Module, given: Tensor, value: Tensor, weight: Tensor, options: dict[str, Any]
+    module: nn.Module, given: Tensor, value: Tensor, weight: Tensor, options: Options
 ) -> FoldedConvolution | None:
     """The plain convolution of a call; None if it multiplies with its parameter, or changes its input otherwise."""
     if weight.data_ptr() == module.get_parameter("weight").data_ptr():
@@ -157,10 +159,10 @@ class _Convolutions(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+        self.calls: list[tuple[Tensor, Tensor, Options]] = []
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Options | None = None
     ) -> Any:
         """Record a convolution before it is computed."""
         if func in (functional.conv1d, functional.conv2d, functional.conv3d):

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from iobs.pruning.calibration.gram import POSITIONS
 
+Argument: TypeAlias = Any  # an argument of a function of torch, which takes several types
 Labels: TypeAlias = list[object]
 Index: TypeAlias = tuple[int, ...]
 
@@ -38,7 +39,7 @@ class Product:
     inputs: Callable[[Index], Tensor]
 
 
-def products(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
+def products(name: str, args: tuple[Argument, ...], kwargs: dict[str, Argument]) -> list[Product]:
     """The products in a call of a torch function; none for other functions and for arguments of other kinds.
 
     Args:
@@ -119,7 +120,7 @@ def _added_matmul(
     yield from _matmul(left, right)
 
 
-def _einsum(equation: str, *operands: Any) -> Iterator[Product]:
+def _einsum(equation: str, *operands: Argument) -> Iterator[Product]:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     if len(operands) != 2:
@@ -143,7 +144,7 @@ def _letters(term: str, dimensions: int) -> Labels:
     return [*before, *range(free - 1, -1, -1), *after]
 
 
-def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Iterator[Product]:
+def _tensordot(a: Tensor, b: Tensor, dims: Argument = 2, out: None = None) -> Iterator[Product]:
     if isinstance(dims, int):
         dims = [*range(-dims, 0)], [*range(dims)]
     left: Labels = [f"a{place}" for place in range(a.ndim)]
@@ -170,9 +171,9 @@ def _convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
+    stride: Argument = 1,
+    padding: Argument = 0,
+    dilation: Argument = 1,
     groups: int = 1,
 ) -> Iterator[Product]:
     spatial = weight.ndim - 2
@@ -193,11 +194,11 @@ def _transposed_convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
+    stride: Argument = 1,
+    padding: Argument = 0,
+    output_padding: Argument = 0,
     groups: int = 1,
-    dilation: Any = 1,
+    dilation: Argument = 1,
 ) -> Iterator[Product]:
     """The output is a plain convolution of the input with zeros between its entries, with the kernel mirrored."""
     spatial, kernel = weight.ndim - 2, weight.shape[2:]
@@ -226,13 +227,13 @@ def _group(channels: int, groups: int, number: int) -> slice:
     return slice(number * channels // groups, (number + 1) * channels // groups)
 
 
-def _each(value: Any, count: int) -> list[int]:
+def _each(value: Argument, count: int) -> list[int]:
     """The setting of each spatial dimension."""
     values = [int(one) for one in value] if isinstance(value, (tuple, list)) else [int(value)]
     return values * count if len(values) == 1 else values
 
 
-def _sides(padding: Any, kernel: torch.Size, gaps: list[int]) -> list[tuple[int, int]]:
+def _sides(padding: Argument, kernel: torch.Size, gaps: list[int]) -> list[tuple[int, int]]:
     """The padding before and after each spatial dimension."""
     if padding == "valid":
         return [(0, 0)] * len(kernel)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from iobs.pruning.cost.memory_plan import forward_bytes, gathering_bytes, held_blocks, solving_bytes
+from iobs.pruning.cost.memory_plan import Sizes, held_blocks, peaks
 from iobs.pruning.cost.phases import STEP_TOKENS, Matrix, Rates, Work, phases
 from iobs.pruning.recipe import Recipe
 
-_LOGITS = 6  # tensors of (tokens, vocabulary) in float32 at once in a divergence and its gradient
 _ROOM = 0.95  # share of the device's memory that a run can use
 
 
@@ -65,7 +64,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Need:
-    """What a run needs on a machine.
+    """Memory and time of a run on a machine.
 
     Attributes:
         machine: the machine.
@@ -102,23 +101,14 @@ def need(network: Network, recipe: Recipe, samples: int, length: int, batch: int
         batch: samples per forward pass.
         machine: where it runs; the ranks share the samples.
     """
-    held, size = held_blocks(recipe), network.itemsize
+    held, size, fit = held_blocks(recipe), network.itemsize, recipe.blocks
     tokens = samples * length
-    fit = recipe.blocks
-    at_once = max(length, STEP_TOKENS) if fit is not None else batch * length
-    inside = held.bytes(network.block, size)
+    step = max(length, STEP_TOKENS)
+    at_once = step if fit is not None else batch * length
+    sizes = Sizes(network.layers, network.block, size, at_once, step, network.vocabulary)
     outside = network.outside * size if fit is not None else 0
-    solving = max(solving_bytes(layer, recipe, 1) for layer in network.layers)
-    gathering = max(gathering_bytes(layer, 1, at_once, size) for layer in network.layers)
-    activations = forward_bytes(network.layers, at_once, size)
-    logits = _LOGITS * 4 * at_once * network.vocabulary
-    peaks = {"Grams": outside + inside + gathering + activations, "solves": outside + inside + solving}
-    if fit is not None:
-        peaks["steps of blocks"] = outside + inside + 2 * activations + (logits if fit.last == "kl" else 0)
-    if fit is not None and fit.network_steps:
-        # The dense head, the block with its masters and gradients, and the input of every block for one batch.
-        peaks["steps of the network"] = outside + (size + 8) * network.block + 2 * activations + logits
+    found = {name: outside + peak for name, peak in peaks(sizes, recipe, False).items()}
     hidden = size * tokens * min(layer.shape[1] for layer in network.layers) // machine.count
     work = Work(network.layers, tokens, size * network.weights, machine.count)
     streams = held.streams * hidden + held.masters * work.weights
-    return Need(machine, peaks, streams, phases(work, recipe, machine.rates))
+    return Need(machine, found, streams, phases(work, recipe, machine.rates))

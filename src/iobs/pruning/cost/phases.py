@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from iobs.pruning.allocation.sensitivity import CURVE_LEVELS, CURVE_TOKENS
 from iobs.pruning.calibration.gram import WIDE
-from iobs.pruning.recipe import BlockFit, Recipe
+from iobs.pruning.recipe import BlockFit, Recipe, as_allocation
 from iobs.pruning.reconstruction.walk import NETWORK_RATES, RATES, network_trial_steps, trial_steps
 from iobs.solvers.admm import ADMM, SCHEDULES
 
@@ -89,6 +91,12 @@ class Work:
         """Number of weights in the layers."""
         return sum(layer.weights for layer in self.layers)
 
+    @property
+    def blocks(self) -> int:
+        """Number of blocks: each has at least one layer of its rarest width of input."""
+        widths = [layer.shape[1] for layer in self.layers]
+        return max(1, min(map(widths.count, set(widths))))
+
 
 def is_admm(recipe: Recipe) -> bool:
     """Check that the solver is ADMM, whose memory and time differ from those of the others."""
@@ -97,7 +105,7 @@ def is_admm(recipe: Recipe) -> bool:
 
 def phases(work: Work, recipe: Recipe, rates: Rates) -> dict[str, float]:
     """Seconds of every phase of one round, by name; phases that the recipe does not have are left out."""
-    fit = recipe.blocks
+    fit = recipe.blocks and recipe.blocks.within(math.ceil(work.tokens / STEP_TOKENS / work.ranks))
     projections = 1 if fit is None else fit.masks
     streams = 1 if recipe.target == "layer" and fit is None else 2
     solves = sum(solve_operations(layer, recipe) for layer in work.layers) / _speed_up(work)
@@ -109,12 +117,24 @@ def phases(work: Work, recipe: Recipe, rates: Rates) -> dict[str, float]:
     }
     for name in ("Grams", "forward passes"):
         found[name] /= work.ranks
+    if as_allocation(recipe.allocation).criterion != "uniform":
+        found["allocation"] = allocation_seconds(work, recipe, rates)
     if fit is not None:
-        found["steps of blocks"] = _block_steps(fit) * 6.0 * STEP_TOKENS * work.weights / rates.product
+        steps = _block_steps(fit) + block_trial_steps(fit) / work.blocks
+        found["steps of blocks"] = steps * 6.0 * STEP_TOKENS * work.weights / rates.product
         found["outputs of dense blocks"] = 2.0 * work.tokens * work.weights / rates.product / work.ranks
     if fit is not None and fit.network_steps:
         found["steps of the network"] = network_seconds(work, fit, rates)
     return {name: seconds for name, seconds in found.items() if seconds}
+
+
+def allocation_seconds(work: Work, recipe: Recipe, rates: Rates) -> float:
+    """Seconds of an allocation by block: curves of every layer, and one pass for their Grams."""
+    fast = recipe.but(solver=ADMM("fast")) if is_admm(recipe) else recipe
+    solves = CURVE_LEVELS * sum(solve_operations(layer, fast) for layer in work.layers)
+    tokens = min(work.tokens, 2 * CURVE_TOKENS) / work.ranks
+    grams = sum(2.0 * tokens * layer.shape[1] ** 2 for layer in work.layers)
+    return (solves + grams) / rates.solve + 6.0 * tokens * work.weights / rates.product
 
 
 def network_seconds(work: Work, fit: BlockFit, rates: Rates) -> float:
@@ -136,7 +156,7 @@ def _brought(work: Work, rates: Rates) -> float:
 
 
 def _block_steps(fit: BlockFit) -> float:
-    """Gradient steps that each block takes part in; the trials of the rate, on one block only, are not counted."""
+    """Gradient steps that each block takes part in, besides the trials of the rate on the first one."""
     return fit.window * fit.steps + (fit.masks - 1) * fit.between
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from iobs.core.column_groups import Groups
 from iobs.core.patterns import Pattern
 from iobs.core.structured import Structured
+from iobs.errors import PatternError
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
+from iobs.pruning.structure.units import Site
+from iobs.pruning.widths.clock import NAMES
 from iobs.pruning.widths.costs import Products
 from iobs.pruning.widths.curves import Curves, SiteCurve
-from iobs.pruning.widths.plan import choices_of, chosen_widths
+from iobs.pruning.widths.knapsack import Choice
+from iobs.pruning.widths.latency import Latency, can_copy, measure, narrowed, shares_of
+from iobs.pruning.widths.plan import choices_of, chosen_widths, widths_of
 from iobs.pruning.workspace import Workspace
+
+_TIMINGS = 4  # measurements of the whole network in an allocation by time
+_CLOSE = 1.01  # measured times differ by this factor from run to run
 
 
 def allocate_widths(work: Workspace, pattern: Structured) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
@@ -37,13 +45,25 @@ def _planned(
     work: Workspace, pattern: Structured, patterns: dict[Layer, Groups]
 ) -> tuple[dict[str, int], list[AllocationRecord]]:
     sites = {layer: work.request.sites[layer] for layer in patterns}
-    cost = Products.count(work.store.model, work.fit.batches[0], tuple(sites.values())).held
-    cost = cost.entries if pattern.of == "parameters" else cost
-    tied, limit = work.request.tied, (1 - pattern.sparsity) * cost.of({})
-    if as_allocation(work.recipe.allocation).criterion == "uniform":
-        choices = choices_of(tuple(sites.values()), pattern, tied, None)
-        return chosen_widths(choices, cost, limit, equal=True), []
-    curves = Curves(
+    every = tuple(sites.values())
+    latency, offered = None, dict(work.request.offered)
+    if pattern.of == "latency":
+        latency, offered = _timed(work, pattern, every)
+    equal = as_allocation(work.recipe.allocation).criterion == "uniform"
+    curves = {} if equal else _curves(work, patterns).measured()
+    named = {sites[layer].name: curve for layer, curve in curves.items()}
+    choices = choices_of(every, pattern, work.request.tied, None if equal else named, offered)
+    if latency is not None:
+        widths = _within_time(work, pattern, Timed(every, choices, latency, equal))
+    else:
+        cost = Products.count(work.store.model, work.fit.batches[0], every).held
+        cost = cost.entries if pattern.of == "parameters" else cost
+        widths = chosen_widths(choices, cost, (1 - pattern.sparsity) * cost.of({}), equal)
+    return widths, [_record(curve, widths[sites[layer].name]) for layer, curve in curves.items()]
+
+
+def _curves(work: Workspace, patterns: dict[Layer, Groups]) -> Curves:
+    return Curves(
         work.store.model,
         patterns,
         work.biases,
@@ -53,11 +73,61 @@ def _planned(
         work.recipe.damping,
         work.request.seed,
         work.callbacks.on_measure,
-    ).measured()
-    named = {sites[layer].name: curve for layer, curve in curves.items()}
-    choices = choices_of(tuple(sites.values()), pattern, tied, named)
-    widths = chosen_widths(choices, cost, limit, equal=False)
-    return widths, [_record(curve, widths[sites[layer].name]) for layer, curve in curves.items()]
+    )
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Measured times, from which an allocation by time chooses.
+
+    Attributes:
+        sites: of the run.
+        choices: widths of every site, without those that a wider one beats.
+        latency: measured times.
+        equal: True for equal shares of all sites.
+    """
+
+    sites: tuple[Site, ...]
+    choices: list[Choice]
+    latency: Latency
+    equal: bool
+
+
+def _timed(work: Workspace, pattern: Structured, sites: tuple[Site, ...]) -> tuple[Latency, dict[str, tuple[int, ...]]]:
+    """Times of the blocks of all sites, and the widths that are worth choosing."""
+    offered = {site: work.request.offered.get(site.name) or widths_of(site, pattern) for site in sites}
+    latency = measure(work.store.model, work.fit.batches[0], offered, pattern.runtime)
+    return latency, {site.name: latency.useful(site, widths) for site, widths in offered.items()}
+
+
+def _within_time(work: Workspace, pattern: Structured, timed: Timed) -> dict[str, int]:
+    """Widths whose network was measured to take at most the time that is asked.
+
+    The times of blocks add up to the time of the network only roughly, so the limit is corrected by measurements of the
+    whole network with the chosen widths.
+    """
+    model, latency = work.store.model, timed.latency
+    asked = (1 - pattern.sparsity) * latency.dense
+    found = chosen_widths(timed.choices, latency, asked, timed.equal)
+    if not can_copy(model):
+        return found
+    fastest: tuple[float, dict[str, int]] | None = None
+    for _ in range(_TIMINGS):
+        before, after = shares_of(model, narrowed(model, timed.sites, found), work.fit.batches[0], pattern.runtime)
+        share = after / before
+        if fastest is None or share < fastest[0]:
+            fastest = share, found
+        if share <= (1 - pattern.sparsity) * _CLOSE:
+            return found
+        asked -= (share - 1 + pattern.sparsity) * latency.dense
+        try:
+            found = chosen_widths(timed.choices, latency, asked, timed.equal)
+        except PatternError:
+            break
+    assert fastest is not None
+    wanted = f"asked were {1 - pattern.sparsity:.0%}"
+    work.note(f"The network takes {fastest[0]:.0%} of the dense time in {NAMES[pattern.runtime]}; {wanted}.")
+    return fastest[1]
 
 
 def _record(curve: SiteCurve, width: int) -> AllocationRecord:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from iobs.core.budget import Budget
 from iobs.core.grids import codes_and_scales, grid_of, over_columns, snapped
-from iobs.core.patterns import Grid, Pattern
+from iobs.core.patterns import Grid, Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.errors import ProblemError
 from iobs.pruning.network.layers import Layer
@@ -30,6 +31,8 @@ def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
     """
     for layer, pattern in patterns.items():
         solver = recipe.for_layer(layer.name).solver
+        if isinstance(pattern, Budget):
+            pattern = Unstructured(0.5) & Grid(4, pattern.group)
         if grid_of(pattern) is None:
             if isinstance(solver, str) and solver in GRID_SOLVERS.keys() - SOLVERS.keys():
                 raise ProblemError(
@@ -38,7 +41,7 @@ def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
                 )
             continue
         _require_grid_solver(solver, pattern)
-        wrong = {"refine": recipe.refine is not None, "keep_zeros": recipe.keep_zeros, "blocks": recipe.blocks}
+        wrong = {"refine": recipe.refine is not None, "keep_zeros": recipe.keep_zeros}
         names = ", ".join(name for name, given in wrong.items() if given)
         if names:
             raise ProblemError(
@@ -72,10 +75,29 @@ def stored_weight(solution: Solution, pattern: Pattern, dtype: torch.dtype) -> T
     return snapped(solution.weight, solution.stats["scales"], grid, dtype)
 
 
+def free_zeros(masks: dict[str, Tensor], patterns: Mapping[Layer, Pattern]) -> dict[str, Tensor]:
+    """Masks of gradient steps in which all entries of dense grids may change: a zero there is one code of many.
+
+    Args:
+        masks: by parameter; changed in place.
+        patterns: of every layer.
+    """
+    for layer, pattern in patterns.items():
+        if isinstance(pattern, Grid) and layer.key in masks:
+            layer.write_into(masks[layer.key], torch.ones(layer.shape, dtype=torch.bool))
+    return masks
+
+
+def rounding_of(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> GridRounding | None:
+    """The rounding of gradient steps to the grids of some layers, on which their weights lie; None without grids."""
+    on_grids = any(grid_of(pattern) is not None for pattern in patterns.values())
+    return GridRounding(model, patterns) if on_grids else None
+
+
 class GridRounding:
     """Rounding of trained parameters to the grids of the layers in them, with the scales of the current weights.
 
-    A trainer steps on masters and computes gradients at their rounded values: straight-through estimation.
+    Gradient steps change masters, and gradients are those at the rounded values: straight-through estimation.
 
     Args:
         model: its weights lie on their grids.
@@ -83,21 +105,21 @@ class GridRounding:
     """
 
     def __init__(self, model: nn.Module, patterns: Mapping[Layer, Pattern]) -> None:
-        self._spread: dict[str, list[tuple[Layer, Grid, Tensor]]] = {}
+        self._scales: dict[str, list[tuple[Layer, Grid, Tensor]]] = {}
         for layer, pattern in patterns.items():
             grid = grid_of(pattern)
             if grid is not None:
                 dtype = layer.stored(model).dtype
                 _, scales = codes_and_scales(layer.read(model).to(dtype), grid)
-                spread = over_columns(scales, grid, layer.shape[1])
-                self._spread.setdefault(layer.key, []).append((layer, grid, spread))
+                self._scales.setdefault(layer.key, []).append((layer, grid, scales))
 
     def __call__(self, name: str, master: Tensor, dtype: torch.dtype) -> Tensor:
         """The value to store for the master of a parameter, in the dtype of the parameter."""
-        if name not in self._spread:
+        if name not in self._scales:
             return master
         value = master.to(dtype, copy=True)
-        for layer, grid, spread in self._spread[name]:
+        for layer, grid, scales in self._scales[name]:
+            spread = over_columns(scales, grid, layer.shape[1]).to(master.device)
             codes = (layer.matrix(master) / spread).round_().clamp_(-grid.levels, grid.levels)
             layer.write_into(value, (codes * spread).to(dtype))
         return value

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from iobs.core.column_groups import Groups
+from iobs.core.grids import grid_of
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.pruning.calibration.gram import WIDE, Gram, Statistics
@@ -85,6 +86,11 @@ def solve_layer(task: Task, statistics: Statistics) -> list[Solution]:
     return solutions
 
 
+def reads_no_data(recipe: Recipe, pattern: Pattern) -> bool:
+    """Check that the result depends on the weights alone; the scales of a grid depend on the inputs too."""
+    return recipe.reads_weights_only and grid_of(pattern) is None
+
+
 def can_share(layers: Sequence[Layer], recipes: Sequence[Recipe]) -> bool:
     """Check that layers with the same input can be solved with shared factorisations of their Hessian.
 
@@ -149,8 +155,8 @@ def _problem(task: Task, statistics: Statistics, hessian: Tensor, group: int, ow
     """
     gram = statistics.calibration
     current = task.current[own].to(hessian.dtype)
-    if not bool(hessian.diagonal().any()):
-        # All inputs are zero, so every mask has the same error: keep the largest weights.
+    if not bool(hessian.diagonal().any()) or reads_no_data(task.recipe, task.pattern):
+        # All inputs are zero, so every mask has the same error; or magnitude is asked for: keep the largest weights.
         return Quadratic.at(current, torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)), 0.0
     if gram.cross is None and task.target is None:
         return Quadratic.at(current, hessian), 0.0

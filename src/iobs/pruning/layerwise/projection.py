@@ -165,9 +165,11 @@ class Projection:
         if self.ranks.size > 1:
             weight = tensor.contiguous()
             self.ranks.broadcast(weight, owner)
-            tensor.copy_(weight)
+            self.store.put(layer, weight)
             if layer in self.biases:
-                self.ranks.broadcast(self.store.model.get_parameter(self.biases[layer]).detach(), owner)
+                bias = self.store.model.get_parameter(self.biases[layer]).detach()
+                self.ranks.broadcast(bias, owner)
+                self.store.write_tensor(self.biases[layer], bias)
             self.ranks.broadcast(solved.numbers, owner)
         began, statistics = time.perf_counter(), task.statistics(statistics)
         damping, dead_columns, drift_damping, seconds = solved.numbers.tolist()

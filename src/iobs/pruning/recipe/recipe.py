@@ -19,6 +19,7 @@ from iobs.pruning.recipe.rounds import Rounds, require_choice, require_finetune
 from iobs.pruning.recipe.rules import Rule
 from iobs.pruning.report import JsonObject
 from iobs.solvers import Refinement, Solver
+from iobs.solvers.magnitude import Magnitude
 
 TargetName = Literal["layer", "dense", "residual", "model"]  # `layerwise.targets.TARGETS` defines each
 
@@ -52,9 +53,10 @@ class Recipe(LayerSettings):
     """All settings that say how to prune, independent of the model, the data and the machine.
 
     Args:
-        solver: for each layer: "admm", "sparsegpt", "obc", "magnitude", "wanda", "exact", or a solver with options,
-            such as `ADMM(budget="best")` or `SparseGPT(block=64)`. For the whole network at once: "global-magnitude",
-            "woodfisher", "cbs", "chita", or a solver with options, such as `CHITA(stages=15)`.
+        solver: for each layer: "admm", "sparsegpt", "obc", "lobs", "nettrim", "magnitude", "wanda", "exact", or a
+            solver with options, such as `ADMM(budget="best")` or `SparseGPT(block=64)`. For the whole network at
+            once: "global-magnitude", "woodfisher", "cbs", "chita", or a solver with options, such as
+            `CHITA(stages=15)`.
         refine: improves each layer's solution: "refit", "swap", a `Refinement`, or None.
         damping: added to the diagonal of each layer's Hessian, relative to the mean of this diagonal.
         allocation: how sparsity is divided among the layers: "uniform", "error", "fisher", "kl", "evolve", "auto", or
@@ -124,6 +126,13 @@ class Recipe(LayerSettings):
         return self.bias == "refit" or (self.bias == "auto" and self.target == "residual")
 
     @property
+    def reads_weights_only(self) -> bool:
+        """Check that masks and weights depend on no data: magnitude in every layer, and nothing is refitted."""
+        solvers = [self.solver, *(rule.solver for rule in self.rules if rule.solver is not None)]
+        plain = self.refine is None and self.target == "layer" and self.blocks is None and not self.keep_zeros
+        return plain and not self.refits_biases and all(is_magnitude(solver) for solver in solvers)
+
+    @property
     def compares(self) -> bool:
         """Check that losses of the model are needed: a published one-shot pruner of a whole model measures none."""
         return self.network_solver is None or self.rounds.count > 1 or self.finetune is not None
@@ -135,10 +144,10 @@ class Recipe(LayerSettings):
 
     def _require_no_ignored_fields(self) -> None:
         """Check that no field is set that a solver of the whole network ignores."""
-        usual = Recipe()
+        usual = Recipe(), PRESETS["one-shot"]
         read = {"solver", "damping", "rounds", "finetune", "batch_norm", "depthwise"}
         ignored = [one.name for one in fields(self) if one.name not in read]
-        given = [name for name in ignored if getattr(self, name) != getattr(usual, name)]
+        given = [name for name in ignored if getattr(self, name) not in [getattr(one, name) for one in usual]]
         if given:
             raise ProblemError(
                 f"{', '.join(given)}: not with a solver of the whole network, which has one count and one quadratic "
@@ -156,12 +165,12 @@ class Recipe(LayerSettings):
         if self.target == "model" or self.inputs == "dense":
             raise ProblemError(
                 'blocks= fits the dense outputs on pruned inputs: target must be "residual", "dense" or "layer", and '
-                'inputs "pruned".'
+                'inputs "pruned"; or leave them out with blocks=None (--set blocks=null).'
             )
 
     @classmethod
     def preset(cls, name: str) -> Recipe:
-        """One of the recipes "one-shot", "fast", "best", "paper" and "blocks".
+        """One of the recipes "one-shot", "fast", "best" and "paper".
 
         Raises:
             ProblemError: there is no such recipe.
@@ -242,6 +251,11 @@ class Recipe(LayerSettings):
         return text.shown(self)
 
 
+def is_magnitude(solver: object) -> bool:
+    """Check that a solver keeps the largest weights of a layer, and changes none."""
+    return solver == "magnitude" or isinstance(solver, Magnitude)
+
+
 def as_recipe(recipe: Recipe | str | Path) -> Recipe:
     """A recipe from a preset's name, the path of a YAML file, or a recipe.
 
@@ -269,26 +283,25 @@ _DISTILLATION = FineTune(
     lr="auto", optimizer="auto", steps=25, loss="kl", decay=True, batch_size="auto", augment="auto"
 )
 
-# "one-shot" prunes every layer once to the same sparsity. "fast" is the best single projection. "best" grows the
-# sparsity over rounds where the first projection does damage, with steps on the KL divergence to the dense model
-# between them, and fine-tunes on the final support; what is "auto" is found on the calibration data (LOG.md has the
-# measurements). "paper" is Algorithm 2 to the letter. "blocks" reconstructs two blocks at a time, then takes steps of
-# the whole network, in the memory of these blocks.
+# "one-shot" prunes every layer once to the same sparsity. "fast" adds an allocation and a short block reconstruction.
+# "best" reconstructs blocks with moving masks, takes steps of the whole network, grows the sparsity over rounds where
+# the first projection does damage, and fine-tunes on the final support; what is "auto" is found on the calibration data
+# (LOG.md has the measurements). "paper" is Algorithm 2 to the letter.
 PRESETS: dict[str, Recipe] = {
-    "one-shot": Recipe(),
-    "fast": Recipe(allocation=Allocation("auto", generations=0), target="dense"),
+    "one-shot": Recipe(target="residual"),
+    "fast": Recipe(
+        allocation=Allocation("auto", generations=0),
+        target="residual",
+        blocks=BlockFit(masks=1, steps=100, epochs=1.0),
+    ),
     "best": Recipe(
         allocation="auto",
-        target="model",
+        target="residual",
+        blocks=BlockFit(masks=4, network_steps=1200, epochs=10.0),
         rounds=Rounds(5, "auto", finetune=replace(_DISTILLATION, support="fixed")),
         finetune=replace(_DISTILLATION, steps=600, most_steps=4800, parameters="all"),
     ),
     "paper": Recipe(
         solver="sparsegpt", rounds=Rounds(10, finetune=FineTune(lr=0.01, optimizer="sgd", steps=1, loss="task"))
-    ),
-    "blocks": Recipe(
-        allocation=Allocation("auto", generations=0),
-        target="residual",
-        blocks=BlockFit(masks=4, network_steps=1200, epochs=10.0),
     ),
 }

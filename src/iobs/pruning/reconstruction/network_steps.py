@@ -76,8 +76,8 @@ class NetworkSteps:
         masters: fitted parameters of each block, and those behind the blocks at the end.
         residency: brings the blocks into memory.
         fit: positions of the calibration batches.
-        heldout: positions of the held-out batches; if there are none, the calibration batches are judged.
-        ranks: processes that share the batches.
+        judges: positions of the batches that judge the steps; see `Streams`.
+        ranks: processes that share the batches. A step takes one batch on every rank.
         seed: of the order of the batches.
     """
 
@@ -86,7 +86,7 @@ class NetworkSteps:
     masters: list[Masters]
     residency: Residency
     fit: list[int]
-    heldout: list[int]
+    judges: list[int]
     ranks: Ranks
     seed: int
     start: list[dict[str, Tensor]] = field(init=False)
@@ -131,9 +131,12 @@ class NetworkSteps:
         with torch.enable_grad():
             loss = self._loss(index, last)
             names, found = _gradients(loss, last, self.masters[-1])
-        if not math.isfinite(float(loss.detach())):
-            raise NonFiniteError(f"The loss of the whole network's steps is {float(loss.detach())}; lower the rate.")
-        self._update(optimizers[-1], self.masters[-1], names, found[1:], rate)
+        # The mean of all ranks, so that all of them stop at a loss that is not finite.
+        weight = float(outputs.attended_count(self.stream.model, self.stream.data[index]))
+        mean = float(self.ranks.means([loss.detach()], weight)[0])
+        if not math.isfinite(mean):
+            raise NonFiniteError(f"The loss of the whole network's steps is {mean}; lower the rate.")
+        self._update(optimizers[-1], self.masters[-1], names, found[1:], rate, weight)
         pull = found[0]
         for stage in reversed(range(len(inputs))):
             given = inputs.pop().requires_grad_(True)
@@ -142,7 +145,7 @@ class NetworkSteps:
             with torch.enable_grad():
                 output = self.stream.through([stage], index, given)
                 names, found = _gradients(output, given, self.masters[stage], pull)
-            self._update(optimizers[stage], self.masters[stage], names, found[1:], rate)
+            self._update(optimizers[stage], self.masters[stage], names, found[1:], rate, weight)
             self.residency.release(stage)
             pull = found[0]
 
@@ -162,21 +165,28 @@ class NetworkSteps:
         return divergence(self.stream.model, self.stream.data[index], goal, found)
 
     def _update(
-        self, optimizer: Factored, masters: Masters, names: list[str], gradients: list[Tensor], rate: float
+        self,
+        optimizer: Factored,
+        masters: Masters,
+        names: list[str],
+        gradients: list[Tensor],
+        rate: float,
+        weight: float,
     ) -> None:
         """One update of the masters of a block by gradients that are means over the ranks."""
-        masked = {}
-        for name, gradient in zip(names, gradients, strict=True):
-            given = gradient.to(masters.values[name].dtype)
-            self.ranks.sum(given)
-            given = given / self.ranks.size if self.ranks.size > 1 else given
-            masked[name] = given * masters.masks[name].to(given.device) if name in masters.masks else given
+        if not names:
+            return
+        given = [one.to(masters.values[name].dtype) for name, one in zip(names, gradients, strict=True)]
+        masked = {
+            name: one * masters.masks[name].to(one.device) if name in masters.masks else one
+            for name, one in zip(names, self.ranks.means(given, weight), strict=True)
+        }
         optimizer.step(masked, rate)
 
     @torch.no_grad()
     def loss(self) -> float:
-        """The mean loss on the held-out batches of all ranks, or on the calibration batches if none are held out."""
-        chosen = self.heldout or self.fit
+        """The mean loss on the judging batches of all ranks."""
+        chosen = self.judges
         hidden = [self.stream.state(index) for index in chosen]
         for stage in range(len(self.masters) - 1):
             self.residency.enter(stage)

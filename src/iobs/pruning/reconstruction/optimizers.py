@@ -38,6 +38,7 @@ class Adam:
         for master, gradient in zip(group["params"], gradients, strict=True):
             master.grad = gradient
         self.optimizer.step()
+        self.optimizer.zero_grad()  # frees the gradients
 
 
 class Factored:

@@ -160,22 +160,14 @@ def _site(model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Seque
     paths = [one.key for one in writers] + [reader.weight.key for reader in found]
     kind = _kind(model, found[0], writers)
     order = {key: number for number, key in enumerate(traced.reads)}
-    inner = _is_inner(found, [order.get(one.key, -1) for one in writers], order[found[0].weight.key])
+    last = max(order.get(one.key, -1) for one in writers)
+    inner = last < order[found[0].weight.key] and all(_reads_averages(one, traced.samples) for one in found[1:])
     return Site(found[0].path, kind, found, tuple(writers), _common(paths), inner)
 
 
-def _is_inner(readers: Sequence[Reader], written: Sequence[int], read: int) -> bool:
-    """Check that the first reader comes after all writers, and the others take averages over positions.
-
-    The gate of a squeeze-and-excitation block reads averages. A residual stream is written again after it was read.
-
-    Args:
-        readers: of one site.
-        written: places of the writers in the forward pass.
-        read: place of the first reader.
-    """
-    entries = [reader.positions * len(reader.weight.index[0]) for reader in readers]
-    return max(written) < read and all(one < entries[0] for one in entries[1:])
+def _reads_averages(reader: Reader, samples: int) -> bool:
+    """Check that a layer reads one vector of each sample, as the gate of a squeeze-and-excitation block does."""
+    return reader.positions <= samples and len(reader.weight.index[0]) == 1
 
 
 def _rows(model: nn.Module, source: Source, entries: Index) -> list[Slices]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from iobs.errors import ModelError, first_line
 from iobs.pruning.structure.removal import CONFIG
 from iobs.pruning.structure.units import Site
 
+Configuration: TypeAlias = Any  # a configuration of transformers, or a value of one
 Shapes: TypeAlias = dict[str, tuple[int, ...]]  # of stored parameters and buffers, by full name
 
 _HEAD_WIDTHS = ("head_dim", "d_kv", "attention_head_size", "kv_channels")
@@ -58,11 +59,14 @@ class Width:
         fields: the values that follow; none for a model that is not built from a configuration.
         bias: name of the field, with the name of its configuration before it, that gives all readers a bias; None if
             they have one or cannot have one.
+        counts: numbers of units, ascending, that the class can load; None: any number. Classes that divide the hidden
+            size by the number of heads load its divisors only.
     """
 
     sites: tuple[str, ...]
     fields: tuple[Field, ...] = ()
     bias: str | None = None
+    counts: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,10 @@ class Widths:
         """Check that the narrower model can be loaded with a new bias of the site's first reader."""
         given = any(group.bias is not None for group in self.groups if site.name in group.sites)
         return site.name in self.biased or given
+
+    def offered(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of units that can be loaded, by name of the site, where the class does not load every number."""
+        return {name: group.counts for group in self.groups if group.counts is not None for name in group.sites}
 
 
 def widths_of(model: nn.Module, sites: Sequence[Site]) -> Widths:
@@ -133,6 +141,12 @@ def require_loadable(widths: Widths, counts: Mapping[str, int], biased: Collecti
             )
     for group in widths.groups:
         kept = {name: counts.get(name) for name in group.sites}
+        count = next(iter(kept.values()))
+        if group.counts is not None and count is not None and count not in group.counts:
+            raise ModelError(
+                f"{group.sites[0]} cannot keep {count} units, or the saved model cannot be loaded: its class loads "
+                f"{', '.join(map(str, group.counts))}."
+            )
         if len(set(kept.values())) > 1:
             names = " and ".join(sorted({one.name for one in group.fields}))
             shown = ", ".join(f"{name}: {'all' if count is None else count}" for name, count in kept.items())
@@ -144,7 +158,7 @@ def require_loadable(widths: Widths, counts: Mapping[str, int], biased: Collecti
 
 def configure(
     model: nn.Module, widths: Widths, counts: Mapping[str, int], biased: Collection[str] = ()
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Let the configuration of a narrower model follow its widths.
 
     Args:
@@ -164,7 +178,7 @@ def configure(
     if not _is_configured(model):
         return {}
     config = copy.deepcopy(model.config)
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     for group in widths.groups:
         if group.sites[0] in counts:
             changed |= _set(config, group.fields, counts[group.sites[0]])
@@ -193,16 +207,17 @@ def _shapes(model: nn.Module) -> Shapes:
     return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
-def _built(model: nn.Module, config: Any) -> Shapes | str:
+def _built(model: nn.Module, config: Configuration) -> Shapes | str:
     """The shapes of the model's class for a configuration, or the reason why it cannot be built."""
     try:
+        type(config).from_dict(config.to_dict())  # as loading does: classes check values that belong together
         with torch.device("meta"), torch.no_grad():
             return _shapes(type(model)(copy.deepcopy(config)))
     except Exception as error:  # every class has its own checks
         return first_line(error)
 
 
-def _configs(config: Any) -> Iterator[tuple[str, Any]]:
+def _configs(config: Configuration) -> Iterator[tuple[str, Configuration]]:
     """A configuration and those inside it, with their names."""
     yield "", config
     for name, value in vars(config).items():
@@ -210,16 +225,16 @@ def _configs(config: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _inner(config: Any, name: str) -> Any:
+def _inner(config: Configuration, name: str) -> Configuration:
     return getattr(config, name) if name else config
 
 
-def _set(config: Any, fields: Iterable[Field], units: int) -> dict[str, Any]:
+def _set(config: Configuration, fields: Iterable[Field], units: int) -> dict[str, object]:
     """Set the fields for a number of units, and return the values by full name of the field."""
     values = {}
     for one in fields:
         place = _inner(config, one.config)
-        new: Any = one.value(units)
+        new: object = one.value(units)
         if one.place is not None:
             new = [new if index == one.place else old for index, old in enumerate(getattr(place, one.name))]
         setattr(place, one.name, new)
@@ -232,29 +247,56 @@ def _trial(model: nn.Module, before: Shapes, sites: Sequence[Site]) -> Width | s
     site, reason = sites[0], ""
     if site.count == 1:
         return "it has a single unit"
-    units = site.count - 1
     for fields in _proposals(model.config, site):
-        config = copy.deepcopy(model.config)
-        try:
-            _set(config, fields, units)
-        except Exception as error:  # configurations check their values
-            reason = reason or first_line(error)
+        found = _narrower(model, fields, _tried(site))
+        if isinstance(found, str):
+            reason = reason or found
             continue
-        shapes = _built(model, config)
-        if isinstance(shapes, str):
-            reason = reason or shapes
-            continue
+        units, shapes = found
         group = [one for one in sites if one.count == site.count and _narrowed(before, [one], units) != before]
         expected = {name: shape for name, shape in shapes.items() if shape != before.get(name)}
         same = [one for one in group if _changes(before, [one], units).items() <= expected.items()]
         if site in same and _changes(before, same, units) == expected and shapes.keys() == before.keys():
-            return Width(tuple(one.name for one in same), tuple(fields))
+            counts = None if site.kind != "heads" else _possible(model, fields, site.count)
+            return Width(tuple(one.name for one in same), tuple(fields), counts=counts)
         if any(name in expected for name in _changes(before, [site], units)):
             other = next(iter(expected.keys() - _changes(before, same, units).keys()), None)
             names = ", ".join(one.name for one in fields if not one.fixed)
             reason = f"{names} also changes {other}" if other else f"{names} gives other shapes"
     kind = type(model.config).__name__
     return f"no field of {kind} gives {site.reader} fewer {site.kind}" + (f" ({reason})" if reason else "")
+
+
+def _tried(site: Site) -> Iterable[int]:
+    """Numbers of units that a trial may use; the hidden size may have to be a multiple of the number of heads."""
+    return range(site.count - 1, 0, -1) if site.kind == "heads" else (site.count - 1,)
+
+
+def _shapes_at(model: nn.Module, fields: Sequence[Field], units: int) -> Shapes | str:
+    """The shapes of the model's class with other values of the fields, or the reason why it cannot be built."""
+    config = copy.deepcopy(model.config)
+    try:
+        _set(config, fields, units)
+    except Exception as error:  # configurations check their values
+        return first_line(error)
+    return _built(model, config)
+
+
+def _narrower(model: nn.Module, fields: Sequence[Field], tried: Iterable[int]) -> tuple[int, Shapes] | str:
+    """The first number of units that the class can be built with, and its shapes; or why the first cannot."""
+    reason = ""
+    for units in tried:
+        found = _shapes_at(model, fields, units)
+        if not isinstance(found, str):
+            return units, found
+        reason = reason or found
+    return reason
+
+
+def _possible(model: nn.Module, fields: Sequence[Field], count: int) -> tuple[int, ...] | None:
+    """Numbers of units, ascending, that the class can be built with; None: any number."""
+    fits = [units for units in range(1, count) if not isinstance(_shapes_at(model, fields, units), str)]
+    return None if len(fits) == count - 1 else (*fits, count)
 
 
 def _narrowed(before: Shapes, sites: Iterable[Site], units: int) -> Shapes:
@@ -271,7 +313,7 @@ def _changes(before: Shapes, sites: Iterable[Site], units: int) -> Shapes:
     return {name: shape for name, shape in _narrowed(before, sites, units).items() if shape != before[name]}
 
 
-def _proposals(config: Any, site: Site) -> Iterator[list[Field]]:
+def _proposals(config: Configuration, site: Site) -> Iterator[list[Field]]:
     """Fields that may give the number of units of a site; each list is one proposal."""
     for inner, one in _configs(config):
         if site.kind == "heads":
@@ -286,7 +328,7 @@ def _proposals(config: Any, site: Site) -> Iterator[list[Field]]:
                 yield from ([Field(inner, name, 1, place)] for place, entry in enumerate(value) if entry == site.count)
 
 
-def _head_fields(inner: str, config: Any, site: Site) -> Iterator[list[Field]]:
+def _head_fields(inner: str, config: Configuration, site: Site) -> Iterator[list[Field]]:
     """Numbers of heads that are multiples of the units, first all of one configuration, then each alone."""
     counts = [
         Field(inner, name, value // site.count)
@@ -320,7 +362,7 @@ def _with_bias(model: nn.Module, before: Shapes, width: Width, sites: Sequence[S
             if isinstance(shapes, str) or not before.items() <= shapes.items():
                 continue
             if all(f"{reader.path}.bias" in shapes for reader in readers):
-                return Width(width.sites, width.fields, f"{inner}.{name}" if inner else name)
+                return replace(width, bias=f"{inner}.{name}" if inner else name)
     return width
 
 
@@ -336,7 +378,7 @@ def _add_zero_biases(model: nn.Module, shapes: Shapes) -> None:
             module._parameters["bias"] = nn.Parameter(zeros, weight.requires_grad)
 
 
-def _share(model: nn.Module, config: Any) -> None:
+def _share(model: nn.Module, config: Configuration) -> None:
     """Give the model's own configuration objects the new values, and all modules these objects again."""
     objects = dict(_configs(model.config))
     for name, new in _configs(config):

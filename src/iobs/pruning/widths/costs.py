@@ -1,4 +1,4 @@
-"""Cost of a network as a function of its widths: multiplications by weights, entries of weights, or measured time."""
+"""Cost of a network as a function of its widths: multiplications by weights, or entries of weights."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def least_effect(choices: Sequence[Choice], cost: CostModel, limit: float) -> di
     if cost.of(smallest) > limit * (1 + 1e-9):
         share = 1 - cost.of(smallest) / cost.of({})
         raise PatternError(
-            f"At most {share:.1%} of this cost can be removed with the units that were found; ask for less."
+            f"At most {max(0.0, share):.1%} of this cost can be removed with the units that were found; ask for less."
         )
     dense = cost.of({})
     wanted = dense - limit

@@ -42,7 +42,7 @@ def choices_of(
         pattern: what is asked.
         tied: names of sites that get equal widths; the other sites are chosen alone.
         curves: measured effects by name of the site, or None.
-        offered: widths by name of the site, in place of those of `widths_of`.
+        offered: widths by name of the site, in place of those of `widths_of`, for sites that cannot have every width.
     """
     number = {name: position for position, names in enumerate(tied) for name in names}
     families: dict[object, list[Site]] = {}
@@ -51,7 +51,8 @@ def choices_of(
     found = []
     for family in families.values():
         first = family[0]
-        widths = widths_of(first, pattern) if offered is None else tuple(offered[first.name])
+        limited = [set(offered[site.name]) for site in family if site.name in offered] if offered else []
+        widths = tuple(sorted(set.intersection(*limited))) if limited else widths_of(first, pattern)
 
         def effect(width: int, family: list[Site] = family) -> float:
             if curves is None:

@@ -1,6 +1,7 @@
 """Whole networks on grids: stored values are exact, recipes keep the grid or refuse before any work."""
 
 import copy
+from dataclasses import replace
 
 import families
 import pytest
@@ -15,7 +16,7 @@ from iobs.errors import AuditError, PatternError, ProblemError
 from iobs.models import load
 from iobs.pruning.audit import audit
 from iobs.pruning.network.layers import find_layers
-from iobs.pruning.recipe import BlockFit, Recipe
+from iobs.pruning.recipe import Recipe
 
 SPARSE = iobs.Unstructured(0.5) & iobs.Grid(4, 8)
 POLISH = iobs.FineTune(lr=1e-3, optimizer="adam", steps=20, loss="kl", parameters="all")
@@ -62,6 +63,15 @@ def test_fine_tuning_moves_weights_along_the_grid():
     assert report.best.loss_heldout < before.best.loss_heldout
 
 
+def test_fine_tuning_moves_zero_codes_of_a_dense_grid():
+    model, data = three_layers()
+    grid, before = iobs.Grid(3, 16), copy.deepcopy(model)
+    iobs.prune(before, data, grid, Recipe(solver="magnitude"))
+    report = iobs.prune(model, data, grid, Recipe(solver="magnitude", finetune=replace(POLISH, steps=60, lr=5e-3)))
+    assert report.best_round == 1
+    assert ((before[0].weight == 0) & (model[0].weight != 0)).any()
+
+
 def test_allocation_moves_zeros_between_layers_on_the_grid():
     model, data = three_layers()
     report = iobs.prune(model, data, SPARSE, "fast")
@@ -91,7 +101,6 @@ def test_rules_give_single_layers_a_grid():
 REFUSED = [
     ({"refine": "swap"}, "refine: cannot keep weights on a grid"),
     ({"keep_zeros": True}, "keep_zeros: cannot keep"),
-    ({"blocks": BlockFit()}, "blocks: cannot keep"),
     ({"solver": "obc"}, "'obc' cannot put weights on the grid"),
     ({"solver": iobs.SparseGPT()}, "cannot put weights on the grid"),
     ({"solver": "gptq"}, "GPTQ rounds dense weights"),

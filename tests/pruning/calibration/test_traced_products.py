@@ -101,7 +101,7 @@ def test_bilinear_is_pruned_as_a_linear_on_the_products_of_its_inputs():
 
     pairs, flat = Pairs(), Flat()
     for model in (pairs, flat):
-        iobs.prune(model, data(60, 7), 0.5, "one-shot")
+        iobs.prune(model, data(60, 7), 0.5, iobs.Recipe())
     torch.testing.assert_close(pairs.both.weight.flatten(1), flat.both.weight, atol=1e-5, rtol=1e-4)
 
 
@@ -260,5 +260,5 @@ def test_padded_input_of_a_convolution_is_seen_where_it_is_multiplied():
     same, explicit = Same(2, 4, 2), Explicit()
     model = nn.Sequential(same)
     for one in (model, explicit):
-        assert iobs.prune(one, data(4, 2, 6, 6), 0.5, "one-shot").coverage.share == 1
+        assert iobs.prune(one, data(4, 2, 6, 6), 0.5, iobs.Recipe()).coverage.share == 1
     torch.testing.assert_close(same.weight, explicit.conv[1].weight, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,152 @@
+"""Time of a module on one input, in torch or in ONNX Runtime."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from iobs.core.structured import Runtime
+from iobs.errors import ModelError, ProblemError, first_line
+
+Call: TypeAlias = Callable[[], object]
+Clock: TypeAlias = Callable[[Sequence[Call]], list[float]]  # seconds of every call
+
+NAMES: dict[Runtime, str] = {"torch": "torch", "onnx": "ONNX Runtime"}
+_SLICE = 1e-3  # seconds that one measurement of a call takes at least
+_SECONDS = 0.15  # seconds of measurements for one call
+_ROUNDS = (5, 40)  # least and most measurements of one call
+
+
+@dataclass(frozen=True)
+class Example:
+    """A module with the arguments of one call.
+
+    Attributes:
+        module: in eval mode.
+        arguments: positional arguments.
+        named: arguments by name.
+    """
+
+    module: nn.Module
+    arguments: tuple[object, ...]
+    named: dict[str, object]
+
+
+class _Traced(nn.Module):
+    """A module as a function of the tensors among its arguments, as an export needs it."""
+
+    def __init__(self, example: Example) -> None:
+        super().__init__()
+        self.module = example.module
+        leaves, self.structure = tree_flatten((example.arguments, example.named))
+        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.leaves = leaves
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors of the example."""
+        return tuple(self.leaves[place] for place in self.places)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Call the module; returns the tensors of its output."""
+        leaves = list(self.leaves)
+        for place, one in zip(self.places, inputs, strict=True):
+            leaves[place] = one
+        arguments, named = tree_unflatten(leaves, self.structure)
+        output = self.module(*arguments, **named)
+        values = output.to_tuple() if hasattr(output, "to_tuple") else output
+        return tuple(one for one in tree_flatten(values)[0] if isinstance(one, Tensor))
+
+
+def require_runtime(runtime: Runtime) -> None:
+    """Check that a runtime is installed.
+
+    Raises:
+        ProblemError: it is not.
+    """
+    missing = [name for name in ("onnx", "onnxruntime") if runtime == "onnx" and find_spec(name) is None]
+    if missing:
+        raise ProblemError(f'runtime="onnx" needs {" and ".join(missing)}: pip install iobs[onnx]')
+
+
+def called_in(runtime: Runtime, example: Example) -> Call:
+    """The call of an example in a runtime, ready to be timed.
+
+    Raises:
+        ModelError: the module cannot be exported to ONNX.
+    """
+    return _in_torch(example) if runtime == "torch" else _in_onnx(example)
+
+
+def _in_torch(example: Example) -> Call:
+    cuda = any(value.is_cuda for value in example.module.parameters())
+
+    def call() -> None:
+        with torch.no_grad():
+            example.module(*example.arguments, **example.named)
+            if cuda:
+                torch.cuda.synchronize()
+
+    return call
+
+
+def _in_onnx(example: Example) -> Call:
+    import onnxruntime
+
+    traced = _Traced(example).eval()
+    names = [f"input{number}" for number in range(len(traced.inputs))]
+    try:
+        with TemporaryDirectory() as folder, warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # of values that the export takes as constants
+            file = Path(folder) / "module.onnx"
+            torch.onnx.export(traced, traced.inputs, str(file), dynamo=False, input_names=names)
+            content = file.read_bytes()
+    except Exception as error:  # operators that the exporter does not know
+        raise ModelError(
+            f"{type(example.module).__name__} cannot be exported to ONNX ({first_line(error)}); measure it with "
+            'runtime="torch".'
+        ) from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    used = {one.name for one in session.get_inputs()}
+    given = {name: one.detach().cpu().numpy() for name, one in zip(names, traced.inputs, strict=True) if name in used}
+    return lambda: session.run(None, given)
+
+
+def interleaved(calls: Sequence[Call]) -> list[float]:
+    """Median seconds of every call; the calls take turns, so that a change of the machine's speed meets all of them.
+
+    With one thread these are seconds of that thread, which other programs do not change; otherwise wall seconds.
+    """
+    now = time.thread_time if torch.get_num_threads() == 1 and not torch.cuda.is_available() else time.perf_counter
+    repeats, rounds = [], []
+    for call in calls:
+        call()  # the first call prepares kernels
+        began = now()
+        call()
+        once = max(now() - began, 1e-7)
+        repeats.append(max(1, round(_SLICE / once)))
+        rounds.append(min(_ROUNDS[1], max(_ROUNDS[0], round(_SECONDS / (once * repeats[-1])))))
+    found: list[list[float]] = [[] for _ in calls]
+    for number in range(max(rounds)):
+        for index, call in enumerate(calls):
+            if number >= rounds[index]:
+                continue
+            began = now()
+            for _ in range(repeats[index]):
+                call()
+            found[index].append((now() - began) / repeats[index])
+    return [median(one) for one in found]

@@ -1,0 +1,224 @@
+"""Time of a network as a function of its widths, from measured times of its blocks.
+
+The smallest module that holds all readers and writers of a site is timed alone, with some of the site's widths. Its
+inputs and outputs keep their shapes, so the time that a width saves in the module is what it saves in the network. The
+savings of sites add up. Fewer units are not always faster: kernels of convolutions work on 8 or 16 channels at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from iobs.core.structured import Runtime
+from iobs.pruning.network.modes import evaluating, keeping_buffers
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.structure.removal import remove
+from iobs.pruning.structure.units import Site, Slices
+from iobs.pruning.widths.clock import Clock, Example, called_in, interleaved
+from iobs.pruning.widths.costs import Widths
+
+_MOST = 16  # measured widths of one site
+_BLOCK = 8  # channels that kernels of convolutions work on at once, or a half of them
+_COPY_LIMIT = 2**30  # bytes of a model that is copied to time it beside another
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of the block of one site.
+
+    Attributes:
+        widths: measured widths, ascending; the last is the dense width.
+        seconds: of the block at each of them.
+    """
+
+    widths: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def saved(self, width: int) -> float:
+        """Seconds less than at the dense width, interpolated between measured widths."""
+        return self.seconds[-1] - float(np.interp(width, self.widths, self.seconds))
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds that a network takes for one sample.
+
+    Attributes:
+        dense: seconds of the dense network.
+        times: of the blocks, by name of the site.
+    """
+
+    dense: float
+    times: Mapping[str, Times]
+
+    def of(self, widths: Widths) -> float:
+        """Seconds at some widths; units without a width are all kept."""
+        return self.dense - sum(self.times[name].saved(width) for name, width in widths.items() if name in self.times)
+
+    def useful(self, site: Site, widths: Sequence[int]) -> tuple[int, ...]:
+        """The widths of a site that are faster than every wider one.
+
+        Channels get measured widths only, since the time between two of them may be anything.
+        """
+        times = self.times[site.name]
+        found = [site.count]
+        for width in sorted((one for one in widths if one < site.count), reverse=True):
+            known = width in times.widths or site.kind != "channels"
+            if known and times.saved(width) > times.saved(found[-1]) + 1e-3 * times.seconds[-1]:
+                found.append(width)
+        return tuple(reversed(found))
+
+
+def measure(
+    model: nn.Module,
+    batch: Batch,
+    offered: Mapping[Site, Sequence[int]],
+    runtime: Runtime,
+    clock: Clock = interleaved,
+) -> Latency:
+    """Time the blocks of all sites, and the network.
+
+    Args:
+        model: the dense model; unchanged.
+        batch: the first sample is used.
+        offered: widths that each site may get, ascending.
+        runtime: in which the times are measured.
+        clock: measures seconds of calls.
+
+    Raises:
+        ModelError: a block cannot be exported to ONNX.
+    """
+    with evaluating(model):
+        given = whole(model, batch)
+        examples = _examples(model, given, {owner_of(site) for site in offered})
+        known: dict[object, Times] = {}
+        times: dict[str, Times] = {}
+        for site, widths in offered.items():
+            example = examples.get(owner_of(site))
+            if example is None:
+                continue  # it is not called as a module
+            key = _signature(site, example)
+            if key not in known:
+                some = grid(site, widths)
+                calls = [called_in(runtime, _narrower(example, site, width)) for width in some]
+                known[key] = Times(some, tuple(clock(calls)))
+            times[site.name] = known[key]
+        return Latency(clock([called_in(runtime, given)])[0], times)
+
+
+def grid(site: Site, widths: Sequence[int]) -> tuple[int, ...]:
+    """The widths of a site that are measured: multiples of a block of channels, and others in equal steps."""
+    step = max(1, -(-len(widths) // _MOST))
+    some = {*widths[::-step], widths[0], site.count}
+    if site.kind == "channels":
+        block = _BLOCK * max(1, -(-site.count // (_BLOCK * _MOST)))
+        some |= {width for width in widths if width % block == 0}
+    return tuple(sorted(some))
+
+
+def shares_of(
+    wide: nn.Module, narrow: nn.Module, batch: Batch, runtime: Runtime, clock: Clock = interleaved
+) -> tuple[float, float]:
+    """Seconds of two networks for the first sample of a batch, measured in turns."""
+    with evaluating(wide), evaluating(narrow):
+        first, second = clock([called_in(runtime, whole(one, batch)) for one in (wide, narrow)])
+    return first, second
+
+
+def narrowed(model: nn.Module, sites: Sequence[Site], widths: Widths) -> nn.Module:
+    """A copy of a model with some widths, for timing: the first units of every site are kept."""
+    found = copy.deepcopy(model)
+    remove(found, sites, {site.name: range(widths[site.name]) for site in sites if widths[site.name] < site.count})
+    return found
+
+
+def can_copy(model: nn.Module) -> bool:
+    """Check that a model is small enough for a second copy in memory."""
+    return sum(value.nbytes for value in model.parameters()) <= _COPY_LIMIT
+
+
+def whole(model: nn.Module, batch: Batch) -> Example:
+    """A model with the first sample of a batch."""
+    device = next((value.device for value in model.parameters()), torch.device("cpu"))
+    given = batches.to_device(batches.inputs(batches.first_sample(batch)), device)
+    if isinstance(given, Mapping):
+        return Example(model, (), dict(given))
+    return Example(model, (given,), {})
+
+
+def owner_of(site: Site) -> str:
+    """Path of the smallest module that holds a site with its numbers."""
+    paths = [site.owner, *(one.path for one in site.attributes)]
+    parts = [path.split(".") if path else [] for path in paths]
+    common = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
+
+
+def _examples(model: nn.Module, given: Example, paths: set[str]) -> dict[str, Example]:
+    """The modules at some paths with the arguments of their first call."""
+    found: dict[str, Example] = {"": given} if "" in paths else {}
+
+    def keep(path: str, module: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
+        found.setdefault(path, Example(module, arguments, dict(named)))
+
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(
+            lambda module, arguments, named, path=path: keep(path, module, arguments, named), with_kwargs=True
+        )
+        for path in paths
+        if path
+    ]
+    try:
+        with torch.no_grad(), keeping_buffers(model):
+            model(*given.arguments, **given.named)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _signature(site: Site, example: Example) -> object:
+    """Shapes that the time of a block depends on: blocks with equal signatures are timed once."""
+    shapes = tuple((name, tuple(value.shape)) for name, value in example.module.state_dict().items())
+    inputs = tuple(
+        tuple(one.shape) for one in tree_leaves((example.arguments, example.named)) if isinstance(one, Tensor)
+    )
+    return type(example.module), shapes, inputs, _inside(site, owner_of(site)).reader, site.count
+
+
+def _narrower(example: Example, site: Site, width: int) -> Example:
+    """The example with a narrower copy of its module."""
+    module = copy.deepcopy(example.module)
+    inner = _inside(site, owner_of(site))
+    if width < site.count:
+        remove(module, [inner], {inner.name: range(width)})
+    return Example(module, example.arguments, example.named)
+
+
+def _inside(site: Site, owner: str) -> Site:
+    """A site with paths that begin at a module that holds it."""
+
+    def path(full: str) -> str:
+        return full[len(owner) :].lstrip(".")
+
+    def slices(one: Slices) -> Slices:
+        return replace(one, path=path(one.path))
+
+    return replace(
+        site,
+        readers=tuple(replace(one, weight=slices(one.weight), norm=None) for one in site.readers),
+        writers=tuple(map(slices, site.writers)),
+        attributes=tuple(replace(one, path=path(one.path)) for one in site.attributes),
+    )

@@ -1,0 +1,31 @@
+"""`iobs prune --pattern structured:SHARE`: the written model is narrower and loads unpatched."""
+
+from transformers import AutoModelForCausalLM
+
+from iobs.pruning.structured_report import StructuredReport
+from iobs.report import read_report
+
+QUICK = ("--samples", "10", "--seq-len", "32", "--batch-size", "5")
+
+
+def test_language_model_is_written_narrower_and_loads_unpatched(run, tmp_path):
+    out = tmp_path / "out"
+    arguments = ("--pattern", "structured:30%", "--of", "parameters", "--recipe", "one-shot")
+    shown = run("prune", "-o", out, *arguments, *QUICK).output
+    assert "neurons are left" in shown
+    report = read_report(out / "report.json")
+    assert isinstance(report, StructuredReport)
+    after = {one.after for one in report.widths if one.kind == "neurons"}
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert {model.config.intermediate_size} == after == {model.model.layers[0].mlp.up_proj.out_features}
+    page = (out / "report.html").read_text(encoding="utf8")
+    assert "Widths before and after" in page
+    assert "of its units" in page
+    assert "of its units" in (out / "README.md").read_text(encoding="utf8")
+    assert "No zeros" in run("inspect", out).output
+
+
+def test_what_units_cannot_do_is_said_before_any_work(run, classifier, tmp_path):
+    given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", tmp_path / "out")
+    assert "torch.save" in run(*given, "--pattern", "structured:30%", code=2).output
+    assert "whole units" in run("prune", "--dry-run", "--pattern", "structured:30%", code=2).output

@@ -1,0 +1,139 @@
+"""Times of blocks: savings add up, widths that a wider one beats are left out. A clock that counts work stands in."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from iobs.errors import ModelError, ProblemError
+from iobs.pruning.structure.sites import find_sites
+from iobs.pruning.widths import clock
+from iobs.pruning.widths.clock import Example, called_in, interleaved, require_runtime
+from iobs.pruning.widths.latency import Latency, Times, grid, measure, narrowed, shares_of
+from iobs.pruning.widths.plan import choices_of, chosen_widths
+
+
+def work(calls):
+    """Floating-point operations in place of seconds."""
+    found = []
+    for call in calls:
+        with FlopCounterMode(display=False) as counter:
+            call()
+        found.append(float(counter.get_total_flops()))
+    return found
+
+
+class Mlp(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, inner), nn.Linear(inner, 6)
+
+    def forward(self, x, *, scale):
+        return x + scale * self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Mlp(12), Mlp(12), Mlp(20)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, scale=x.new_ones(()))
+        return x
+
+
+@pytest.fixture
+def stack():
+    torch.manual_seed(0)
+    model, batch = Stack().eval(), torch.randn(5, 6)
+    return model, batch, find_sites(model, batch)
+
+
+def test_savings_of_blocks_add_up_to_those_of_the_network(stack):
+    model, batch, sites = stack
+    latency = measure(model, batch, {site: range(1, site.count + 1) for site in sites}, "torch", work)
+    assert latency.dense == 2 * 2 * 6 * (12 + 12 + 20)  # one sample
+    widths = {site.name: width for site, width in zip(sites, (3, 12, 7), strict=True)}
+    narrow = narrowed(model, sites, widths)
+    assert [block.up.out_features for block in narrow.blocks] == [3, 12, 7]
+    wide, left = shares_of(model, narrow, batch, "torch", work)
+    assert (latency.of({}), latency.of(widths)) == (wide, left) == (latency.dense, 24 * (3 + 12 + 7))
+
+
+def test_blocks_of_equal_shape_are_timed_once(stack):
+    model, batch, sites = stack
+    counted = []
+
+    def counting(calls):
+        counted.append(len(calls))
+        return work(calls)
+
+    measure(model, batch, {site: (3, 6, site.count) for site in sites}, "torch", counting)
+    assert counted == [3, 3, 1]  # widths of two kinds of blocks, and the network
+
+
+def test_widths_slower_than_a_wider_one_are_not_chosen(stack):
+    _, _, sites = stack
+    site = dataclasses.replace(sites[2], kind="channels")
+    times = Times((4, 8, 11, 16, 20), (0.5, 0.6, 1.1, 0.7, 1.0))
+    latency = Latency(2.0, {site.name: times})
+    assert latency.useful(site, range(1, 21)) == (4, 8, 16, 20)
+    choices = choices_of([site], None, (), None, {site.name: (4, 8, 16, 20)})
+    assert chosen_widths(choices, latency, 1.72, equal=False) == {site.name: 16}
+    assert chosen_widths(choices, latency, 1.65, equal=True) == {site.name: 8}
+
+
+def test_times_of_neurons_are_interpolated(stack):
+    _, _, sites = stack
+    latency = Latency(2.0, {sites[2].name: Times((10, 20), (0.5, 1.0))})
+    assert latency.of({sites[2].name: 15}) == pytest.approx(1.75)
+    assert latency.useful(sites[2], range(10, 21)) == tuple(range(10, 21))
+
+
+def test_measured_widths_hold_the_blocks_of_convolutions(stack):
+    site = dataclasses.replace(stack[2][2], kind="channels")
+    assert grid(site, range(1, 21)) == (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20)
+    assert len(grid(dataclasses.replace(site, kind="neurons"), range(1, 1001))) <= 18
+
+
+def test_clock_gives_the_median_of_each_call(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+
+    def taking(seconds):
+        def call():
+            now[0] += seconds
+
+        return call
+
+    assert interleaved([taking(0.25), taking(0.002)]) == pytest.approx([0.25, 0.002])
+
+
+def test_module_gives_the_same_in_onnx_runtime(stack):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    model, batch, _ = stack
+    found = called_in("onnx", Example(model.blocks[0], (batch,), {"scale": torch.tensor(0.5)}))()
+    torch.testing.assert_close(torch.from_numpy(found[0]), model.blocks[0](batch, scale=0.5).detach())
+
+
+def test_module_that_cannot_be_exported_is_named():
+    pytest.importorskip("onnxruntime")
+
+    class Odd(nn.Module):
+        def forward(self, x):
+            return torch.linalg.eigvalsh(x @ x.T)
+
+    with pytest.raises(ModelError, match="Odd cannot be exported"):
+        called_in("onnx", Example(Odd(), (torch.randn(3, 3),), {}))
+
+
+def test_runtime_that_is_missing_is_named(monkeypatch):
+    require_runtime("torch")
+    monkeypatch.setattr(clock, "find_spec", lambda name: None)
+    with pytest.raises(ProblemError, match="onnx and onnxruntime"):
+        require_runtime("onnx")
