@@ -9,12 +9,19 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "iobs"
-FLOORS = ["errors", "core", "solvers inference", "optimize pruning", "models", "data evaluate report transformers"]
+FLOORS = [
+    "errors",
+    "core",
+    "solvers inference",
+    "optimize pruning",
+    "models",
+    "data evaluate report transformers exports",
+]
 FLOORS += ["paper", "cli"]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 APART = {("optimize", "pruning"), ("pruning", "optimize")}
 LIBRARIES = {
-    "transformers": {"models", "data", "evaluate", "paper", "transformers"},
+    "transformers": {"models", "data", "evaluate", "paper", "transformers", "exports"},
     "peft": {"transformers"},
     "timm": {"models", "data", "evaluate", "paper"},
     "datasets": {"models", "data", "evaluate", "paper"},

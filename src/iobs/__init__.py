@@ -16,6 +16,7 @@ if _TYPE_CHECKING:
     from iobs.core.patterns import NM, Grid, Unstructured
     from iobs.core.quadratic import Quadratic, Solution
     from iobs.core.structured import Structured
+    from iobs.exports import export
     from iobs.inference import accelerate
     from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
@@ -81,6 +82,7 @@ __all__ = [
     "accelerate",
     "audit",
     "errors",
+    "export",
     "fold",
     "keep_sparse",
     "load",
@@ -103,6 +105,7 @@ _HOMES = {
     "iobs.core.patterns": ("NM", "Grid", "Unstructured"),
     "iobs.core.quadratic": ("Quadratic", "Solution"),
     "iobs.core.structured": ("Structured",),
+    "iobs.exports": ("export",),
     "iobs.inference": ("accelerate",),
     "iobs.models": ("load",),
     "iobs.models.packed": ("load_packed", "save_packed"),

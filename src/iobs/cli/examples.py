@@ -29,6 +29,10 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "iobs pack OUT": "writes OUT.packed",
         "iobs pack --unpack OUT.packed -o DENSE": "ordinary files again",
     },
+    "export": {
+        "iobs export OUT --to gguf": "writes OUT.gguf/model.gguf for llama.cpp",
+        "iobs export OUT --to gguf --bits 8 -o FILES": "with weights rounded to 8 bits",
+    },
     "run": {
         "iobs run OUT 'Once upon a time'": "continue a text, with the zeros used for speed",
         "iobs run OUT 'Once upon a time' --precision bf16 --tokens 20 --json": "exact to bfloat16, for a program",

@@ -1,0 +1,29 @@
+"""Optional packages of the exports, imported when a target needs them."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from iobs.errors import ModelError
+
+
+def needed(package: str, target: str) -> ModuleType:
+    """Import a package that a target is written with.
+
+    Args:
+        package: name to import, such as "onnx".
+        target: name of the target, for the message.
+
+    Raises:
+        ModelError: the package is not installed; the message has the command that installs it.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        if error.name is not None and error.name.partition(".")[0] != package.partition(".")[0]:
+            raise  # the package is there, but is broken
+        extra = "export-coreml" if target == "coreml" else "export"
+        raise ModelError(
+            f"An export to {target} needs {package}, which is not installed; run: pip install 'iobs[{extra}]'"
+        ) from error

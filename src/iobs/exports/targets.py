@@ -1,0 +1,80 @@
+"""The table of targets, and `iobs.export`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from iobs.errors import ModelError
+from iobs.exports.record import Export, Written
+from iobs.exports.source import Example, Source, source_of
+from iobs.exports.to_gguf import write_gguf
+from iobs.models import LoadedModel, output_directory
+from iobs.models.output import expanded
+
+
+@dataclass(frozen=True)
+class Target:
+    """One format.
+
+    Attributes:
+        write: writes the files into an existing directory, and returns the records of the matrices.
+        bits: numbers of bits that the format can hold.
+        weights: patterns of the files that hold the weights and the graph.
+        what: the runtime that reads it.
+    """
+
+    write: Callable[[Source, Path], list[Written]]
+    bits: tuple[int, ...]
+    weights: tuple[str, ...]
+    what: str
+
+
+TARGETS = {
+    "gguf": Target(write_gguf, (4, 8, 16, 32), ("*.gguf",), "llama.cpp"),
+}
+
+
+def export(
+    model: nn.Module | LoadedModel | str | Path,
+    path: str | Path,
+    to: str,
+    bits: int | None = None,
+    example: Example | None = None,
+    replaceable: Collection[str] = (),
+) -> Export:
+    """Write a pruned model in the format of another runtime. Zeros stay exact zeros.
+
+    Weights on a grid (`iobs.Grid`) are written as their whole numbers and scales where the format has such a type.
+
+    Args:
+        model: a module, a `LoadedModel`, or the name of a model (a directory that `iobs prune` wrote).
+        path: the output directory; it must not exist, or must be empty.
+        to: name of the target, one of `iobs.exports.TARGETS`.
+        bits: of the matrices of layers: 32, 16, 8 or 4, as far as the target has them. 8 and 4 round weights that are
+            not on such a grid. Default: as few as hold a matrix exactly; floating point numbers otherwise.
+        example: input of one forward pass, for targets that trace the model: a tensor, a tuple of positional arguments
+            or a mapping of named ones. Default: made from the configuration of a model of transformers.
+        replaceable: names that may already be in the output directory and will be replaced.
+
+    Raises:
+        ModelError: the target is unknown or cannot hold the model, or a package is not installed.
+        NonFiniteError: a weight is NaN or infinite.
+        OutputError: the output directory is not empty, or cannot be written.
+    """
+    if to not in TARGETS:
+        raise ModelError(f"{to!r} is no target of an export; choose one of {', '.join(TARGETS)}.")
+    target = TARGETS[to]
+    if bits is not None and bits not in target.bits:
+        known = ", ".join(map(str, target.bits))
+        raise ModelError(f"An export to {to} holds {known} bits, not {bits!r}.")
+    source = source_of(model, bits, example)
+    source.require_finite()
+    with output_directory(Path(path), replaceable) as temporary:
+        written = target.write(source, temporary)
+        files = {file for pattern in target.weights for file in temporary.rglob(pattern) if file.is_file()}
+        size = sum(file.stat().st_size for file in files)
+    return Export(to, expanded(path), size, tuple(written))

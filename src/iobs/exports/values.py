@@ -1,0 +1,87 @@
+"""Weight matrices as whole numbers times scales, in groups of columns. A zero weight always has the code 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from iobs.core.grids import codes_and_scales, over_columns
+from iobs.core.patterns import Grid
+from iobs.errors import PatternError
+
+_LEAST, _MOST = 2.0**-24, 65504.0  # positive float16 numbers: scales of all formats fit into them
+_FACTORS = 16  # scales that are tried for 4 bits
+_FEW_ROWS = 4  # tried first: a matrix that is not on the grid fails in them
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A matrix of whole numbers times scales.
+
+    Attributes:
+        codes: (rows, columns), int8, from -(2^(bits-1) - 1) to 2^(bits-1) - 1.
+        scales: (rows, groups), float32, representable in float16.
+        group: neighbouring columns that share a scale; the last group may be shorter.
+        bits: of a code.
+        exact: the products are the weights; otherwise the weights were rounded.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    group: int
+    bits: int
+    exact: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """The products, (rows, columns), float32."""
+        return self.codes.float() * over_columns(self.scales, Grid(self.bits, self.group), self.codes.shape[1])
+
+
+def codes_of(weight: Tensor, bits: int, group: int) -> Codes:
+    """The codes of a matrix: its own if it lies on such a grid, otherwise the nearest codes.
+
+    Args:
+        weight: (rows, columns), floating, finite.
+        bits: 2 to 8.
+        group: columns that share a scale.
+    """
+    return exact_codes(weight, bits, group) or nearest_codes(weight, bits, group)
+
+
+def exact_codes(weight: Tensor, bits: int, group: int) -> Codes | None:
+    """The codes of a matrix on a grid, with scales in float16; None if the matrix is on no such grid."""
+    grid = Grid(bits, group)
+    try:
+        codes_and_scales(weight[:_FEW_ROWS], grid)
+        codes, scales = codes_and_scales(weight, grid)
+    except PatternError:
+        return None
+    return Codes(codes, scales, group, bits, True) if torch.equal(scales.half().float(), scales) else None
+
+
+def nearest_codes(weight: Tensor, bits: int, group: int) -> Codes:
+    """The nearest codes for scales of least squared error among some, one for each row and group of columns."""
+    grid = Grid(bits, group)
+    rows, columns = weight.shape
+    groups = grid.scales(columns)
+    table = torch.nn.functional.pad(weight.float(), (0, groups * group - columns)).reshape(rows * groups, group)
+    largest = table.abs().amax(1, keepdim=True) / grid.levels
+    best, error = _half(largest), torch.full_like(largest, torch.inf)
+    for step in range(_FACTORS if bits <= 4 else 1):
+        scale = _half(largest * (1 - 0.5 * step / _FACTORS))
+        found = (_codes(table, scale, grid) * scale - table).square().sum(1, keepdim=True)
+        best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
+    codes = _codes(table, best, grid).to(torch.int8).reshape(rows, -1)[:, :columns].contiguous()
+    return Codes(codes, best.reshape(rows, groups), group, bits, False)
+
+
+def _half(scale: Tensor) -> Tensor:
+    """Scales as float16 numbers, none of them zero or infinite."""
+    return scale.clamp(_LEAST, _MOST).half().float()
+
+
+def _codes(table: Tensor, scale: Tensor, grid: Grid) -> Tensor:
+    return (table / scale).round_().clamp_(-grid.levels, grid.levels)

@@ -1,0 +1,89 @@
+"""`iobs.export` and its command: names, errors before any work, and records."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import iobs
+from iobs.cli import app
+from iobs.cli.export import NAMES
+from iobs.errors import ModelError, NonFiniteError, OutputError
+from iobs.exports import TARGETS
+from iobs.exports.values import exact_codes, nearest_codes
+
+
+def test_command_names_the_targets_of_the_library():
+    assert tuple(TARGETS) == NAMES
+
+
+def test_unknown_target_and_bits_are_refused(tmp_path):
+    with pytest.raises(ModelError, match="no target"):
+        iobs.export(torch.nn.Linear(2, 2), tmp_path / "out", "zip")
+    with pytest.raises(ModelError, match="bits, not 5"):
+        iobs.export(torch.nn.Linear(2, 2), tmp_path / "out", "gguf", 5)
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_package_is_named_with_the_command_that_installs_it(embedded, tmp_path, monkeypatch):
+    def without(name, *rest):
+        if name == "gguf":
+            raise ImportError("no gguf", name="gguf")
+        return found(name, *rest)
+
+    found = importlib.import_module
+    monkeypatch.setattr("importlib.import_module", without)
+    with pytest.raises(ModelError, match=r"pip install 'iobs\[export\]'"):
+        iobs.export(embedded, tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, float("nan"))
+    with pytest.raises(NonFiniteError, match="weight"):
+        iobs.export(model, tmp_path / "out", "gguf")
+
+
+def test_output_that_is_not_empty_is_refused(embedded, tmp_path):
+    pytest.importorskip("gguf")
+    (tmp_path / "mine").touch()
+    with pytest.raises(OutputError, match="not empty"):
+        iobs.export(embedded, tmp_path, "gguf")
+
+
+def test_codes_of_a_grid_are_found_and_others_are_the_nearest():
+    codes = torch.randint(-7, 8, (5, 70), generator=torch.Generator().manual_seed(1)).float()
+    scales = torch.rand(5, 3, generator=torch.Generator().manual_seed(2)).half().float() + 0.5
+    weight = codes * scales.half().float().repeat_interleave(32, 1)[:, :70]
+    found = exact_codes(weight, 4, 32)
+    assert found is not None
+    assert torch.equal(found.weight, weight)
+    free = torch.randn(5, 70, generator=torch.Generator().manual_seed(3))
+    free[:, ::2] = 0
+    free[2] = 0
+    assert exact_codes(free, 4, 32) is None
+    for bits, levels in ((4, 7), (8, 127)):
+        near = nearest_codes(free, bits, 32)
+        assert int(near.codes.abs().max()) == levels
+        assert bool((near.weight[free == 0] == 0).all())
+        plain = free.abs()[:, :32].amax(1, keepdim=True).clamp(min=1e-9) / levels
+        own = ((free[:, :32] / plain).round() * plain - free[:, :32]).square().sum()
+        assert float((near.weight - free)[:, :32].square().sum()) <= 1.05 * float(own)  # scales are rounded to 16 bits
+
+
+def test_command_writes_beside_the_model_and_says_so(embedded, tmp_path):
+    pytest.importorskip("gguf")
+    embedded.save(tmp_path / "model")
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "model"), "--to", "gguf", "--bits", "16", "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert (tmp_path / "model.gguf" / "model.gguf").stat().st_size == said["bytes"]
+    assert {one["form"] for one in said["matrices"]} <= {"F16", "BF16"}
+    assert said["zeros"] == said["kept_zeros"]
+    again = CliRunner().invoke(app, ["export", str(tmp_path / "model"), "--to", "gguf"])
+    assert again.exit_code == 2
+    wrong = CliRunner().invoke(app, ["export", str(tmp_path / "model"), "--to", "tar"])
+    assert wrong.exit_code == 2
