@@ -85,18 +85,20 @@ its commit, seed, processor seconds and machine. This page is written from the r
   recorded"): their machines were small and shared, so trust ratios, not seconds.
 - **Old tables.** Where a table was made before rows were kept, its old figures stand under "Older figures", transcribed
   with their commit, until the command has measured them again.
-- **`fast` and `best`** are this library's recipes. `fast` takes no gradient step. `best` takes up to 4,800 gradient
-  steps on the calibration samples, which no one-shot peer does; the first section says what these steps are worth."""
+- **`fast` and `best`** are this library's recipes. `fast` takes some hundred gradient steps on single blocks, `best` up
+  to 4,800 on the whole network, with the calibration samples. No one-shot peer does; the first section says what these
+  steps are worth."""
 
 
 def page() -> str:
     """The whole page."""
-    bodies = [section.tables(read(section.rows)).strip() for section in SECTIONS]
-    bodies = [joined(body, older(section.rows)) for section, body in zip(SECTIONS, bodies, strict=True)]
+    sections = [section for section in SECTIONS if read(section.rows) or older(section.rows)]
+    bodies = [section.tables(read(section.rows)).strip() for section in sections]
+    bodies = [joined(body, older(section.rows)) for section, body in zip(sections, bodies, strict=True)]
     titles = [body.split("\n")[0].lstrip("# ") for body in bodies]
     contents = [
         f"{number}. [{title}](#{anchor(title)}): {section.answers}"
-        for number, (title, section) in enumerate(zip(titles, SECTIONS, strict=True), 1)
+        for number, (title, section) in enumerate(zip(titles, sections, strict=True), 1)
     ]
     lowered = ["\n".join(f"#{line}" if line.startswith("#") else line for line in body.split("\n")) for body in bodies]
     return "\n\n".join([INTRODUCTION, "## Contents", "\n".join(contents), *lowered]) + "\n"

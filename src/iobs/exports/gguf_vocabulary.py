@@ -75,11 +75,11 @@ def _tokens(whole: Mapping[str, Json], size: int, kind: ModuleType) -> tuple[lis
     assert isinstance(added, Sequence)
     vocabulary = model["vocab"]
     assert isinstance(vocabulary, Mapping)
-    for token, number in vocabulary.items():
-        assert isinstance(number, int)
-        _require(number, size)
-        byte = bool(_BYTE.match(token)) and bool(model.get("byte_fallback"))
-        tokens[number], kinds[number] = token, int(kind.BYTE if byte else kind.NORMAL)
+    for piece, place in vocabulary.items():
+        assert isinstance(place, int)
+        _require(place, size)
+        byte = bool(_BYTE.match(piece)) and bool(model.get("byte_fallback"))
+        tokens[place], kinds[place] = piece, int(kind.BYTE if byte else kind.NORMAL)
     for entry in added:
         assert isinstance(entry, Mapping)
         number, token = entry["id"], entry["content"]
