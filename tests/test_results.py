@@ -91,7 +91,9 @@ def test_every_cell_of_the_grid_is_a_recipe(scripts):
             for name in grid.recipes_of(solver):
                 recipe = grid.recipe_of(square, solver, name, None if grid.whole_network(solver) else {"fc.0": 3})
                 assert (recipe.finetune is not None) == (name in (grid.STEPPED, grid.WHOLE))
-                shared = name in (grid.ALLOCATED, grid.TARGETED, grid.FITTED, grid.STEPPED) and not grid.whole_network(solver)
+                shared = name in (grid.ALLOCATED, grid.TARGETED, grid.FITTED, grid.STEPPED) and not grid.whole_network(
+                    solver
+                )
                 assert bool(recipe.rules) == shared
 
 
