@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, TypedDict
 from iobs.errors import DataError
 
 if TYPE_CHECKING:
-    from iobs.cli.solution import Solution
+    from collections.abc import Sequence
+
+    from iobs.optimize.objectives.base import Objective
 
 _SHOWN = 10  # models that are printed; the JSON report has all
 SECONDS = 60.0
@@ -51,14 +53,13 @@ def require_squared(loss: str) -> None:
         raise DataError(f"--near needs --loss squared, which has bounds that prove the list complete; got {loss}.")
 
 
-def near_optimal(found: Solution, gap: float, seconds: float) -> NearOptimal:
-    """Find every model of at most a relative `gap` above the best loss, within `seconds`."""
+def near_optimal(objective: Objective, names: Sequence[str], size: int, gap: float, seconds: float) -> NearOptimal:
+    """Find every model of `size` columns at most a relative `gap` above the best loss, within `seconds`."""
     import math
 
     from iobs.optimize.bounds.rashomon import rashomon_set
 
-    names = found.table.names
-    models = rashomon_set(found.objective, found.size, gap=gap, seconds=seconds)
+    models = rashomon_set(objective, size, gap=gap, seconds=seconds)
     scale = max(abs(models.best), 1e-300)
     return {
         "gap": gap,

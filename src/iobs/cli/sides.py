@@ -10,7 +10,7 @@ import numpy as np
 from iobs.errors import DataError
 
 if TYPE_CHECKING:
-    from iobs.cli.solve import Columns
+    from iobs.cli.columns import Columns
     from iobs.data.tables import Table
     from iobs.optimize.objectives.design import Array
 

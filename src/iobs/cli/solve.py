@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 
 from iobs.cli import console
+from iobs.cli.columns import Columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,50 +24,6 @@ if TYPE_CHECKING:
     from iobs.optimize.objectives.base import Objective
     from iobs.optimize.refit.fit import Fit
     from iobs.optimize.search.groups import CoordinateGroups
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Options that say what the columns of the table are."""
-
-    target: Annotated[str, typer.Option(help="The column to be explained.")] = "y"
-    drop: Annotated[list[str] | None, typer.Option(help="A column to leave out; repeatable.", show_default=False)] = (
-        None
-    )
-    force: Annotated[
-        list[str] | None,
-        typer.Option(help="A column that is always used and not counted; repeatable.", show_default=False),
-    ] = None
-    category: Annotated[
-        list[str] | None,
-        typer.Option(help="A column of numbers that are names of categories; repeatable.", show_default=False),
-    ] = None
-    missing: Annotated[
-        str,
-        typer.Option(
-            help="Missing values: error, drop (their rows) or mean (of the column, with a column that marks them)."
-        ),
-    ] = "error"
-    weight: Annotated[
-        str | None, typer.Option(help="A column of sample weights; whole numbers count rows.", show_default=False)
-    ] = None
-    offset: Annotated[
-        str | None,
-        typer.Option(help="A column that is added to the linear predictor with coefficient 1.", show_default=False),
-    ] = None
-    exposure: Annotated[
-        str | None,
-        typer.Option(help="A column of exposures, such as years; its logarithm is the offset.", show_default=False),
-    ] = None
-    whole_categories: Annotated[
-        bool,
-        typer.Option("--whole-categories", help="k counts columns of the file: a category enters with all levels."),
-    ] = False
-
-    @property
-    def aside(self) -> list[str]:
-        """The columns that are not in the design."""
-        return [name for name in (self.weight, self.offset, self.exposure) if name is not None]
 
 
 @dataclass(frozen=True)
@@ -105,7 +62,7 @@ def solve(
             help="A .csv or .tsv with a header, a .parquet (pyarrow), or an .npz (X and y, or an array per column)."
         ),
     ],
-    columns: Columns = Columns(),
+    columns: Columns = Columns(),  # noqa: B008 - frozen
     k: Annotated[
         str,
         typer.Option("-k", help="Number of columns that explain it; cv, cv-1se, bic, ebic or aic choose it."),
@@ -172,7 +129,9 @@ def solve(
         model["certificate"] = _certificate(found.objective, found.size, found.best, proofs.certify)
     if proofs.near is not None:
         seconds = near_optimal.SECONDS if proofs.certify is None else proofs.certify
-        model["near_optimal"] = near_optimal.near_optimal(found, proofs.near, seconds)
+        model["near_optimal"] = near_optimal.near_optimal(
+            found.objective, found.table.names, found.size, proofs.near, seconds
+        )
     if talk.as_json:
         console.print_json(model)
     else:

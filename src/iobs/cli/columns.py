@@ -1,0 +1,52 @@
+"""Options of `iobs solve` that say what the columns of a table are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Options that say what the columns of the table are."""
+
+    target: Annotated[str, typer.Option(help="The column to be explained.")] = "y"
+    drop: Annotated[list[str] | None, typer.Option(help="A column to leave out; repeatable.", show_default=False)] = (
+        None
+    )
+    force: Annotated[
+        list[str] | None,
+        typer.Option(help="A column that is always used and not counted; repeatable.", show_default=False),
+    ] = None
+    category: Annotated[
+        list[str] | None,
+        typer.Option(help="A column of numbers that are names of categories; repeatable.", show_default=False),
+    ] = None
+    missing: Annotated[
+        str,
+        typer.Option(
+            help="Missing values: error, drop (their rows) or mean (of the column, with a column that marks them)."
+        ),
+    ] = "error"
+    weight: Annotated[
+        str | None, typer.Option(help="A column of sample weights; whole numbers count rows.", show_default=False)
+    ] = None
+    offset: Annotated[
+        str | None,
+        typer.Option(help="A column that is added to the linear predictor with coefficient 1.", show_default=False),
+    ] = None
+    exposure: Annotated[
+        str | None,
+        typer.Option(help="A column of exposures, such as years; its logarithm is the offset.", show_default=False),
+    ] = None
+    whole_categories: Annotated[
+        bool,
+        typer.Option("--whole-categories", help="k counts columns of the file: a category enters with all levels."),
+    ] = False
+
+    @property
+    def aside(self) -> list[str]:
+        """The columns that are not in the design."""
+        return [name for name in (self.weight, self.offset, self.exposure) if name is not None]
