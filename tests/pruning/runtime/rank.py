@@ -140,6 +140,8 @@ def main(mode, output):
             train(model, data)
         else:
             callbacks = [Dies()] if mode == "death" and ranks.first else []
+            if mode in ("death", "resumed"):
+                options["checkpoint"] = Path(output).parent / "checkpoint"
             pattern = iobs.Unstructured(0.5)
             iobs.prune(
                 model, data, pattern, "one-shot", solver="sparsegpt", target="layer", callbacks=callbacks, **options

@@ -74,10 +74,16 @@ def test_keep_sparse_holds_on_two_ranks_under_ddp(tmp_path):
 
 
 @pytest.mark.slow
-def test_rank_ends_if_another_rank_dies(tmp_path):
+def test_rank_ends_if_another_rank_dies_and_the_run_can_go_on(tmp_path):
     run = launch("death", tmp_path / "out", 2)  # ends, or runs into its time limit
     assert run.returncode != 0
     assert not (tmp_path / "out.1.safetensors").exists()
+    assert list((tmp_path / "checkpoint").glob("*.safetensors"))
+    for mode in ("resumed", "one-shot"):
+        run = launch(mode, tmp_path / mode, 2)
+        assert run.returncode == 0, run.stderr[-2000:]
+    resumed, undisturbed = (load_file(tmp_path / f"{mode}.1.safetensors") for mode in ("resumed", "one-shot"))
+    assert all(torch.equal(value, resumed[name]) for name, value in undisturbed.items())
 
 
 def command(*arguments, **variables):
