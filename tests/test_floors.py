@@ -21,7 +21,7 @@ FLOORS += ["paper", "cli"]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 APART = {("optimize", "pruning"), ("pruning", "optimize")}
 LIBRARIES = {
-    "transformers": {"models", "data", "evaluate", "paper", "transformers", "exports"},
+    "transformers": {"models", "data", "evaluate", "paper", "transformers"},
     "peft": {"transformers"},
     "timm": {"models", "data", "evaluate", "paper"},
     "datasets": {"models", "data", "evaluate", "paper"},

@@ -82,13 +82,13 @@ def _tokens(whole: Mapping[str, Json], size: int, kind: ModuleType) -> tuple[lis
         tokens[place], kinds[place] = piece, int(kind.BYTE if byte else kind.NORMAL)
     for entry in added:
         assert isinstance(entry, Mapping)
-        number, token = entry["id"], entry["content"]
+        number, content = entry["id"], entry["content"]
         assert isinstance(number, int)
-        assert isinstance(token, str)
+        assert isinstance(content, str)
         _require(number, size)
-        unknown = token == model.get("unk_token")
+        unknown = content == model.get("unk_token")
         special = kind.UNKNOWN if unknown else kind.CONTROL if entry.get("special") else kind.USER_DEFINED
-        tokens[number], kinds[number] = token, int(special)
+        tokens[number], kinds[number] = content, int(special)
     return tokens, kinds
 
 
