@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import families
@@ -98,6 +99,19 @@ def test_prune_directory_computes_in_a_given_dtype(tmp_path):
             assert row.zeros == row.asked == int((tensors[f"{row.name}.weight"] == 0).sum())
     for ours, theirs in zip(*(report.best.layers for report in reports.values()), strict=True):
         assert ours.error_calibration == pytest.approx(theirs.error_calibration, rel=0.15)
+
+
+def test_best_runs_from_files_as_its_parts_that_need_no_whole_network(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    data, best = families.language_batches(count=6), iobs.Recipe.preset("best")
+    best = best.but(blocks=replace(best.blocks, network_steps=6, steps=4, between=2))
+    parts = iobs.Recipe(target="residual", allocation=iobs.Allocation("block"), blocks=best.blocks)
+    for name, recipe in (("best", best), ("parts", parts)):
+        with StreamedStore.open(tmp_path / "model", tmp_path / name) as store:
+            report = iobs.prune(store, data, 0.5, recipe, holdout=0.25)
+        assert [record.kind for record in report.rounds] == ["projection"]
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("best", "parts"))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 def test_prune_directory_computes_in_the_widest_pruned_dtype(tmp_path):

@@ -75,7 +75,7 @@ def prune(
         bool | None,
         typer.Option(
             "--low-memory/--no-low-memory",
-            help="One block in memory at a time, recipe one-shot; with --dry-run, only show what it takes.",
+            help="One or two blocks in memory at a time (default recipe: one-shot); --dry-run shows what it takes.",
             show_default=False,
         ),
     ] = None,

@@ -165,7 +165,9 @@ class StreamedStore(Store):
             ProblemError: names the settings.
         """
         usual = Recipe()
-        whole = ("inputs", "rounds", "finetune", "batch_norm")
+        whole = ["inputs", "batch_norm"]
+        if recipe.blocks is None or not recipe.blocks.network_steps:  # on text, which take the place of both
+            whole += ["rounds", "finetune"]
         names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
         if not as_allocation(recipe.allocation).by_block:
             names.append("allocation")
@@ -176,8 +178,8 @@ class StreamedStore(Store):
         if names:
             raise ProblemError(
                 f"{', '.join(names)}: not with one block in memory at a time yet, because the whole model would be "
-                'needed. Take the recipe "one-shot" and its solver, refine, damping, target, bias, blocks, rules and '
-                "keep_zeros, or prune in memory."
+                'needed. Take the recipes "one-shot", "fast" or "best" and their solver, refine, damping, target, '
+                "bias, blocks, rules and keep_zeros, or prune in memory."
             )
 
     def folded(self) -> AbstractContextManager[None]:

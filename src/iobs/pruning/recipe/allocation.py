@@ -61,7 +61,7 @@ class Allocation:
     @property
     def by_block(self) -> bool:
         """Check that one block in memory at a time is enough."""
-        return self.criterion in ("uniform", "error", "block") or (self.criterion == "auto" and not self.generations)
+        return self.criterion in ("uniform", "error", "block", "auto")
 
 
 def _is_pair(ends: object) -> bool:
