@@ -43,7 +43,7 @@ def evaluate(
 
     Without --data, the embedded model is scored on its held-out text, other language models on WikiText-2.
     """
-    from iobs.cli.loading import load_model
+    from iobs.cli.loading import load_to_run
     from iobs.cli.progress import Steps
     from iobs.data import open_source, read_questions
     from iobs.evaluate import answer, check_tasks, evaluate_tasks
@@ -60,7 +60,7 @@ def evaluate(
     named = [task.strip() for task in tasks.split(",")] if tasks is not None else []
     if named:
         check_tasks(named)
-    loaded = load_model(model, loading.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
+    loaded = load_to_run(model, loading.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
     if named or asked:
         tokenizer = loaded.require_tokenizer()
         if asked:

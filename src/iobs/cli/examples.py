@@ -27,6 +27,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "pack": {
         "iobs pack OUT": "writes OUT.packed",
+        "iobs pack OUT --precision int8": "rounded, for iobs run and iobs evaluate as it is",
         "iobs pack --unpack OUT.packed -o DENSE": "ordinary files again",
     },
     "export": {
@@ -34,8 +35,13 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "iobs export OUT --to gguf --bits 8 -o FILES": "with weights rounded to 8 bits",
     },
     "run": {
+        "iobs run OUT.packed 'Once upon a time'": "a packed model, without unpacking",
         "iobs run OUT 'Once upon a time'": "continue a text, with the zeros used for speed",
         "iobs run OUT 'Once upon a time' --precision bf16 --tokens 20 --json": "exact to bfloat16, for a program",
+    },
+    "bench": {
+        "iobs bench OUT": "tokens or pictures a second, bytes and memory: dense, and with the zeros used",
+        "iobs bench OUT.packed --tokens 64 --plot speed.svg --json": "a packed model, with a picture",
     },
     "solve": {
         "iobs solve data.csv --target price -k 5": "the best five columns",

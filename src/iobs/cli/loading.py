@@ -10,6 +10,7 @@ from iobs.cli import console
 from iobs.cli.run_file import RunOptions
 from iobs.data import Batch, BatchSource, Source, TextSource, calibration_batches, open_source
 from iobs.models import LoadedModel
+from iobs.models.packed import is_packed, open_packed
 from iobs.pruning.samples.subsets import Samples
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,6 +30,25 @@ def load_model(
         dtype=checked_dtype(dtype),
         device=checked_device(device),
         allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def load_to_run(
+    spec: str | None, dtype: str | None, device: str | None, allow_pickle: bool, trust_remote_code: bool
+) -> LoadedModel:
+    """Load MODEL as `load_model` does, or a packed directory; it is not pruned or written.
+
+    Raises:
+        typer.BadParameter: an unknown dtype or device.
+        ModelError: the model cannot be loaded.
+    """
+    if spec is None or not is_packed(spec):
+        return load_model(spec, dtype, device, allow_pickle, trust_remote_code)
+    return open_packed(
+        spec,
+        dtype=checked_dtype(dtype),
+        device="cpu" if device is None else checked_device(device),
         trust_remote_code=trust_remote_code,
     )
 

@@ -28,14 +28,26 @@ def pack(
             show_default=False,
         ),
     ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="bf16|int8|int4",
+            help="Round linear layers to at least this and store them ready to run. By default nothing is rounded.",
+            show_default=False,
+        ),
+    ] = None,
     back: Annotated[bool, typer.Option("--unpack", help="Convert a packed directory back to dense files.")] = False,
     overwrite: console.Overwrite = False,
     talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
-    """Store a pruned model losslessly as bit masks and nonzero values; --unpack reverses this."""
+    """Store a pruned model as bit masks and nonzero values: losslessly, or with --precision ready to run."""
     from iobs.models import beside, names_to_replace, output_directory
     from iobs.models.packed import packed_share, save_packed, unpack
+    from iobs.models.ready import PRECISIONS
 
+    if precision is not None and (back or precision not in PRECISIONS):
+        names = "--unpack takes no precision" if back else f"{precision!r} is not one of {', '.join(PRECISIONS)}"
+        raise typer.BadParameter(names, param_hint="--precision")
     target = output or beside(directory, "dense" if back else "packed")
     out = console.output_console()
     replaceable = names_to_replace(target, _MARKS[back], overwrite)
@@ -49,10 +61,15 @@ def pack(
         else:
             out.print(f"Written: {target}")
         return
-    save_packed(directory, target, replaceable)
+    save_packed(directory, target, replaceable, precision)
     share = packed_share(directory, target)
     if talk.as_json:
         console.print_json({"output": str(target), "share_of_dense_bytes": share})
+        return
+    if precision is not None:
+        out.print(
+            f"Written: {target}, {share:.1%} of the dense bytes (to run: iobs run {shlex.quote(str(target))} TEXT)"
+        )
         return
     again = f"iobs pack --unpack {shlex.quote(str(target))}"
     out.print(f"Written: {target}, {share:.1%} of the dense bytes (to reverse: {again})")

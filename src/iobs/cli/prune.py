@@ -324,3 +324,4 @@ def _show(report: Report, output: Path, as_json: bool) -> None:
     out.print(
         f"Written: {output} (read {output / 'report.html'}; check it with: iobs inspect {shlex.quote(str(output))})"
     )
+    out.print(f"Speed and memory on this machine: iobs bench {shlex.quote(str(output))}")

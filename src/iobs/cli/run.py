@@ -27,9 +27,9 @@ def run(
     """Continue a text with a language model, with zeros used for speed. Always takes the most likely token."""
     import torch
 
-    from iobs.cli.loading import load_model
+    from iobs.cli.loading import load_to_run
     from iobs.errors import ModelError
-    from iobs.inference import accelerate
+    from iobs.inference import StoredLinear, accelerate
     from iobs.inference.choices import PRECISIONS
     from iobs.inference.generation import generated
 
@@ -40,7 +40,7 @@ def run(
         raise typer.BadParameter("stored matrices compute on the CPU only", param_hint="--device")
     if threads is not None:
         torch.set_num_threads(threads)
-    loaded = load_model(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)
+    loaded = load_to_run(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)
     if loaded.task != "causal-lm":
         raise ModelError(f"{model} is no causal language model; iobs.accelerate speeds up other networks in Python.")
     tokenizer: Any = loaded.require_tokenizer()
@@ -51,13 +51,20 @@ def run(
         raise typer.BadParameter(
             f"the text has {ids.shape[1]} tokens, and the model reads {loaded.context} in all", param_hint="--tokens"
         )
-    found = None if precision == "dense" else accelerate(loaded.module, precision=precision, threads=threads)  # type: ignore[arg-type]
+    ready = any(isinstance(one, StoredLinear) for one in loaded.module.modules())
+    found = None if precision == "dense" or ready else accelerate(loaded.module, precision=precision, threads=threads)  # type: ignore[arg-type]
     if found is not None:
         console.say(str(found))
     config: Any = loaded.module.config
     stop = config.eos_token_id
     ends = tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,)
-    form: Any = None if precision == "dense" or (threads or 1) > 1 else "bf16" if precision == "bf16" else "int8"
+    form: Any = (
+        None
+        if (precision == "dense" and not ready) or (threads or 1) > 1
+        else "bf16"
+        if precision == "bf16"
+        else "int8"
+    )
     made: list[int] = []
     text, started, first = "", time.perf_counter(), 0.0
     out = console.output_console()

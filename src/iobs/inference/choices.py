@@ -16,7 +16,7 @@ from iobs.inference.formats import FormatName
 from iobs.inference.modules import StoredLinear, can_store, matrix_of, stored
 
 Precision = Literal["bf16", "int8", "int4"]
-_FORMATS: dict[Precision, tuple[FormatName, ...]] = {
+FORMATS_OF: dict[Precision, tuple[FormatName, ...]] = {
     "bf16": ("bitmask-bf16", "index-bf16", "bf16"),
     "int8": ("bitmask-bf16", "index-bf16", "bf16", "bitmask-int8", "int8"),
     "int4": ("bitmask-bf16", "index-bf16", "bf16", "bitmask-int8", "int8", "bitmask-int4"),
@@ -24,7 +24,7 @@ _FORMATS: dict[Precision, tuple[FormatName, ...]] = {
 _Candidate = FormatName | Literal["dense"]
 _Timing = tuple[dict[str, float], _Candidate, int, int | None]  # see `_Timings._timed`
 _Key = TypeVar("_Key")
-PRECISIONS: tuple[Precision, ...] = tuple(_FORMATS)
+PRECISIONS: tuple[Precision, ...] = tuple(FORMATS_OF)
 _NO_INDEX_BELOW = 0.75  # share of zeros; below it an index takes more bytes than a mask
 _NO_MASK_BELOW = 0.05  # share of zeros; below it a mask takes more than it saves
 _TIE = 1.1  # the form with the fewest bytes wins among those within this factor of the least time
@@ -139,7 +139,7 @@ def accelerate(
     tokens = {name: 1 for name, one in layers if isinstance(one, nn.Linear)} if example is None else {}
     if example is not None:
         tokens = _tokens(model, dict(layers), example)
-    timings = _Timings(_FORMATS[precision], [threads] if threads else sorted({1, torch.get_num_threads()}))
+    timings = _Timings(FORMATS_OF[precision], [threads] if threads else sorted({1, torch.get_num_threads()}))
     choices: list[Choice] = []
     shared: dict[int, StoredLinear] = {}
     for name, layer in layers:
@@ -159,8 +159,8 @@ def _require(model: nn.Module, precision: str, threads: int | None) -> None:
         raise ProblemError(
             f"accelerate needs a torch module, got {type(model).__name__}; give the module of iobs.load."
         )
-    if precision not in _FORMATS:
-        raise ProblemError(f"precision must be one of {', '.join(_FORMATS)}, got {precision!r}.")
+    if precision not in FORMATS_OF:
+        raise ProblemError(f"precision must be one of {', '.join(FORMATS_OF)}, got {precision!r}.")
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise ProblemError(f"threads must be a whole number of at least 1, got {threads!r}.")
     strange = sorted({one.device.type for one in model.parameters()} - {"cpu"})

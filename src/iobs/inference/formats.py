@@ -30,6 +30,8 @@ _BLOCK = 64  # columns of a word of the mask
 PADDING = 64  # bytes behind the values: kernels read whole registers
 _MOST_COLUMNS = 1 << 16  # of a 16-bit index
 _INDEX_STEP = 16  # entries of a row are a multiple of this
+_BITS = {"bf16": 16, "int8": 8, "int4": 4}  # of a stored value
+_ONES = np.array([number.bit_count() for number in range(256)], np.uint8)  # set bits of a byte
 _LEVELS, _FITTED, _ROUNDS = 16, 200_000, 30  # levels of a 4-bit code, weights that the levels are fitted to, rounds
 
 
@@ -124,6 +126,24 @@ class StoredMatrix:
 def blocks_of(columns: int) -> int:
     """Words of the mask for a row with this number of columns: an even number."""
     return -(-columns // GROUP) * (GROUP // _BLOCK)
+
+
+def bytes_of(name: FormatName, rows: int, columns: int, nonzeros: int) -> int:
+    """Bytes of a matrix in a format, without storing it; the fillers of rows and blocks are left out.
+
+    Args:
+        name: the format.
+        rows: number of rows.
+        columns: number of columns.
+        nonzeros: number of entries that are not zero.
+    """
+    filled = rows * blocks_of(columns) * _BLOCK
+    if name == "index-bf16":
+        return 4 * nonzeros + 8 * rows
+    bits = _BITS[name.removeprefix("bitmask-")]
+    values = filled // 8 + nonzeros * bits // 8 + 8 * rows if name.startswith("bitmask") else filled * bits // 8
+    scales = 0 if bits == _BITS["bf16"] else 2 * filled // GROUP + 4 * rows
+    return values + scales
 
 
 def store(weight: Tensor, name: FormatName) -> StoredMatrix:
@@ -298,9 +318,11 @@ def require_valid(matrix: StoredMatrix) -> None:
         require(length == rows * blocks * _BLOCK * (2 if matrix.format == "bf16" else 1), "values")
         return
     starts = given["starts"]
-    require(starts[0] == 0 and starts[-1] == length and bool((starts.diff() >= 0).all()), "starts")
+    inside = bool(((starts >= 0) & (starts <= length)).all())  # else differences could overflow
+    require(inside and starts[0] == 0 and starts[-1] == length and bool((starts.diff() >= 0).all()), "starts")
     if masked:
-        counts = matrix._mask(0, rows).view(rows, blocks, _BLOCK).sum(2)
+        words = given["mask"].numpy().view(np.uint8).reshape(rows, blocks, 8)
+        counts = torch.from_numpy(_ONES[words].sum(2, dtype=np.int64))
         sizes = (counts + 1) // 2 if matrix.format == "bitmask-int4" else counts
         sizes = 2 * sizes if matrix.format == "bitmask-bf16" else sizes
         require(torch.equal(sizes.sum(1), starts.diff()), "the mask and the starts")

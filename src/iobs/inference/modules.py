@@ -154,8 +154,14 @@ def stored(module: nn.Module, name: FormatName, threads: int = 1, most_tokens: i
         threads: number of threads of a product.
         most_tokens: see `Product`.
     """
-    weight = matrix_of(module)
-    matrix = store(weight, name)
+    return with_matrix(module, store(matrix_of(module), name), threads, most_tokens)
+
+
+def with_matrix(
+    module: nn.Module, matrix: StoredMatrix, threads: int = 1, most_tokens: int | None = None
+) -> StoredLinear:
+    """A module like `module`, see `can_store`, with a stored matrix in place of its weight."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
     bias: Tensor | None = module.bias  # type: ignore[assignment]
     settings: Settings = {"dtype": weight.dtype, "threads": threads, "most_tokens": most_tokens}
     if isinstance(module, nn.Linear):

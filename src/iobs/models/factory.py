@@ -15,6 +15,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 from torch import nn
 
+from iobs.core.files import packed_hint
 from iobs.errors import ModelError
 from iobs.models.halves import stored_as_half
 from iobs.models.loaded import LoadedModel, Task
@@ -146,8 +147,30 @@ def load_directory(directory: Path, trust_remote_code: bool = False) -> LoadedMo
         trust_remote_code: also run a factory file that lies inside the directory.
 
     Raises:
-        ModelError: the factory file is missing or lies inside the directory, or the weights are missing, damaged or do
-            not fit the module.
+        ModelError: as `build_directory`, or the weights are missing, damaged or do not fit the module.
+    """
+    loaded = build_directory(directory, trust_remote_code)
+    weights = directory / WEIGHTS_NAME
+    if not weights.is_file():
+        raise ModelError(f"{directory} has no weights: {WEIGHTS_NAME} is missing{packed_hint(directory)}.")
+    try:
+        read_weights(loaded.module, weights)
+    except SafetensorError as error:
+        raise ModelError(f"{weights} is damaged ({error}); copy or write it again.") from error
+    except RuntimeError as error:
+        raise ModelError(f"{weights} does not fit the module of its factory: {error}") from error
+    return loaded
+
+
+def build_directory(directory: Path, trust_remote_code: bool = False) -> LoadedModel:
+    """Build the network of a saved directory, with random weights.
+
+    Args:
+        directory: the saved directory, with iobs.json.
+        trust_remote_code: also run a factory file that lies inside the directory.
+
+    Raises:
+        ModelError: the factory file is missing or lies inside the directory.
     """
     try:
         config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf8"))
@@ -163,15 +186,6 @@ def load_directory(directory: Path, trust_remote_code: bool = False) -> LoadedMo
                 "--trust-remote-code (trust_remote_code=True) if you trust its origin."
             )
         loaded = load_from_function(factory)
-    weights = directory / WEIGHTS_NAME
-    if not weights.is_file():
-        raise ModelError(f"{directory} has no weights: {WEIGHTS_NAME} is missing.")
-    try:
-        read_weights(loaded.module, weights)
-    except SafetensorError as error:
-        raise ModelError(f"{weights} is damaged ({error}); copy or write it again.") from error
-    except RuntimeError as error:
-        raise ModelError(f"{weights} does not fit the module that {factory} builds: {error}") from error
     return _loaded(loaded.module, str(directory), config, loaded.task)
 
 

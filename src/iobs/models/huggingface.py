@@ -43,7 +43,13 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_pretrained(
-    source: str | Path, *, dtype: torch.dtype | None, device: str, allow_pickle: bool, trust_remote_code: bool
+    source: str | Path,
+    *,
+    dtype: torch.dtype | None,
+    device: str,
+    allow_pickle: bool,
+    trust_remote_code: bool,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face model, as the class that its configuration names.
 
@@ -54,13 +60,14 @@ def load_pretrained(
         device: device of the weights.
         allow_pickle: also read pickled weights. Loading them can run arbitrary code.
         trust_remote_code: also run model code that comes with the weights.
+        weights: a state dict in place of the weight files of the directory.
 
     Raises:
         ModelError: the model does not exist, its weights are missing, damaged or pickled, transformers does not know
             its class, or the hub cannot be reached.
     """
     is_directory = Path(source).is_dir()
-    files = check_directory(Path(source), allow_pickle) if is_directory else []
+    files = check_directory(Path(source), allow_pickle) if is_directory and weights is None else []
     stored = _stored_dtype(files)
     ensure_torchvision()
     import transformers
@@ -73,7 +80,8 @@ def load_pretrained(
             if dtype is None and not is_directory and getattr(config, "quantization_config", None) is None:
                 config.dtype = None  # makes "auto" the dtype of the files, not the dtype in the configuration
             module, info = chosen.from_pretrained(
-                source,
+                source if weights is None else None,
+                state_dict=weights,
                 config=config,
                 dtype=dtype or stored or "auto",
                 output_loading_info=True,
@@ -103,6 +111,8 @@ def load_pretrained(
         if model.tokenizer is not None and not has_tokenizer(directory):
             model.tokenizer.save_pretrained(directory)
 
+    if weights is not None and (Path(source) / "generation_config.json").is_file():
+        module.generation_config = transformers.GenerationConfig.from_pretrained(source)
     task = _task(transformers, type(module).__name__, chosen.__name__)
     return LoadedModel(module.to(device).eval(), tokenizer, str(source), task, context_of(config, tokenizer), write)
 

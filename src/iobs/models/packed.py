@@ -1,5 +1,7 @@
 """Packed storage of sparse weights in safetensors files: one mask bit per entry, and the nonzero values.
 
+Files that are ready to run (`models.ready`) round the weights instead, and need no unpacking.
+
 At 50 % sparsity a bfloat16 matrix takes 1/16 + 1/2 = 56 % of its dense bytes. Tensors that packing would not shrink are
 stored unchanged. Packing and unpacking hold one tensor at a time in memory.
 """
@@ -9,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +22,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from iobs.core.files import weight_files, weight_index
-from iobs.errors import ModelError
+from iobs.errors import ModelError, ProblemError
+from iobs.inference.choices import Precision
+from iobs.inference.storing import replace_layers
 from iobs.models.companions import copy_companions
-from iobs.models.factory import WEIGHTS_NAME
+from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
+from iobs.models.halves import stored_as_half, widen
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import expanded, output_directory
+from iobs.models.ready import PRECISIONS, ReadyFile, is_ready, read_ready, weight_of, write_ready
 from iobs.models.shards import Entry, ShardWriter, read_entries
 from iobs.models.weights import same_tensors, write_weights
 from iobs.pruning.network.layers import library_class
@@ -33,7 +41,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def save_packed(
-    model: nn.Module | LoadedModel | str | Path, path: str | Path, replaceable: Collection[str] = ()
+    model: nn.Module | LoadedModel | str | Path,
+    path: str | Path,
+    replaceable: Collection[str] = (),
+    precision: Precision | None = None,
 ) -> Path:
     """Write the packed weights of a model, with its other files, into a new directory.
 
@@ -41,25 +52,35 @@ def save_packed(
         model: a module, a `LoadedModel`, or a directory of safetensors files.
         path: the output directory; it must not exist, or must be empty.
         replaceable: names that may already be in the output directory and will be replaced.
+        precision: the fewest bits of a weight, "bf16", "int8" or "int4": linear layers and convolutions of size 1 are
+            rounded and stored ready to run. None: every weight is kept bit for bit.
 
     Raises:
-        ModelError: the model directory holds no safetensors file, or a damaged one.
+        ModelError: the model directory holds no safetensors file, or a damaged one; or no layer can be stored.
+        ProblemError: a weight that is rounded holds NaN or infinite entries, or the precision is unknown.
         OutputError: the output directory is not empty, or cannot be written.
     """
+    if precision is not None and precision not in PRECISIONS:
+        raise ProblemError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}.")
     with tempfile.TemporaryDirectory() as scratch:
         source = expanded(model) if isinstance(model, str | Path) else _written(model, Path(scratch))
         shards = weight_files(source)
         if not shards:
             raise ModelError(f"{source} holds no .safetensors file; give a directory that iobs prune wrote.")
         with output_directory(Path(path), replaceable) as temporary:
-            copy_companions(source, temporary, keep_index=True)
+            copy_companions(source, temporary, keep_index=precision is None)
+            if precision is not None:
+                module = _module_of(model)
+                with stored_as_half(module):
+                    write_ready(module, temporary / f"model{SUFFIX}", precision)
+                return expanded(path)
             for shard in shards:
                 _pack(shard, temporary / f"{shard.stem}{SUFFIX}")
     return expanded(path)
 
 
 def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
-    """Load a model that `save_packed` wrote, bit for bit.
+    """Load a model that `save_packed` wrote: bit for bit, or ready to run on the CPU.
 
     Args:
         path: a packed directory.
@@ -72,15 +93,108 @@ def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
     Raises:
         ModelError: the directory holds no packed file, a packed file is damaged or missing, or the weights do not fit.
     """
+    ready = _ready_file(expanded(path))
+    if ready is not None and into is not None:
+        return read_ready(ready).fill(into)
+    if ready is not None and _described(expanded(path)):
+        return open_packed(path).module
     with tempfile.TemporaryDirectory() as scratch:
         unpack(path, Path(scratch))
         if into is not None:
             return _filled(into, Path(scratch))
-        if not any((Path(scratch) / name).is_file() for name in ("config.json", "iobs.json")):
+        if not _described(Path(scratch)):
             raise ModelError(f"{path} does not say what module it holds; give one: load_packed(path, into=module).")
         from iobs.models import load
 
         return load(scratch).module
+
+
+def is_packed(path: str | Path) -> bool:
+    """Check that a path is a directory with packed files and no dense ones."""
+    directory = expanded(path)
+    return directory.is_dir() and bool([*directory.glob(f"*{SUFFIX}")]) and not [*directory.glob("*.safetensors")]
+
+
+def open_packed(
+    path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu", trust_remote_code: bool = False
+) -> LoadedModel:
+    """Load a packed directory, with its tokenizer, to run it; it cannot be pruned or written.
+
+    Args:
+        path: a directory of `save_packed` with config.json or iobs.json.
+        dtype: dtype of the weights that are not stored matrices; None keeps theirs.
+        device: device of the weights. Stored matrices need "cpu".
+        trust_remote_code: also run code that comes with the weights.
+
+    Raises:
+        ModelError: a packed file is damaged or missing, or the model cannot be built.
+        ProblemError: the file is ready to run, and the device is not the CPU.
+    """
+    from iobs.models import load
+
+    directory = expanded(path)
+    ready = _ready_file(directory)
+    if ready is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            unpack(directory, Path(scratch))
+            loaded = load(scratch, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    else:
+        if torch.device(device).type != "cpu":
+            raise ProblemError(f"{path} is stored for the CPU, not for {device}; unpack it first: iobs pack --unpack.")
+        contents = read_ready(ready)
+        if (directory / CONFIG_NAME).is_file():
+            loaded = build_directory(directory, trust_remote_code)
+            contents.fill(loaded.module).to(dtype=dtype)
+            if dtype is None:
+                widen(loaded.module)
+        else:
+            loaded = _with_matrices(directory, contents, dtype, trust_remote_code)
+    return replace(loaded, source=str(path), writer=_refused)
+
+
+def _with_matrices(
+    directory: Path, contents: ReadyFile, dtype: torch.dtype | None, trust_remote_code: bool
+) -> LoadedModel:
+    """A Hugging Face model with stored layers."""
+    from iobs.models.huggingface import load_pretrained
+
+    stored = Counter(contents.dtypes.values()).most_common(1)[0][0]
+    loaded = load_pretrained(
+        directory,
+        dtype=dtype or (torch.float32 if stored == torch.float16 else stored),  # float16 is slow on a CPU
+        device="cpu",
+        allow_pickle=False,
+        trust_remote_code=trust_remote_code,
+        weights=contents.state,
+    )
+    replace_layers(loaded.module, contents.matrices)
+    return loaded
+
+
+def _refused(model: LoadedModel, _: Path) -> None:
+    raise ModelError(f"{model.source} is packed and cannot be written again; unpack it first: iobs pack --unpack.")
+
+
+def _ready_file(directory: Path) -> Path | None:
+    """The packed file of a directory that is ready to run; None if its files are exact."""
+    files = sorted(directory.glob(f"*{SUFFIX}")) if directory.is_dir() else []
+    return files[0] if len(files) == 1 and is_ready(files[0]) else None
+
+
+def _described(directory: Path) -> bool:
+    """Check that a directory says what module it holds."""
+    return any((directory / name).is_file() for name in ("config.json", CONFIG_NAME))
+
+
+def _module_of(model: nn.Module | LoadedModel | str | Path) -> nn.Module:
+    """The module of a model, which is loaded if it is a directory."""
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, LoadedModel):
+        return model.module
+    from iobs.models import load
+
+    return load(expanded(model)).module
 
 
 def unpack(path: str | Path, directory: Path) -> None:
@@ -98,6 +212,9 @@ def unpack(path: str | Path, directory: Path) -> None:
         raise ModelError(f"{source} lacks {len(missing)} packed files, {missing[0]} the first; copy them again.")
     copy_companions(source, directory, keep_index=True)
     for file in files:
+        if is_ready(file):
+            _unround(file, directory / f"{file.stem}.safetensors")
+            continue
         _unpack(file, directory / f"{file.stem}.safetensors")
 
 
@@ -170,6 +287,16 @@ def _unpack(file: Path, target: Path) -> None:
                 writer.put(name, _expanded(tensors, name, entry) if name in shapes else tensors[name])
     except SafetensorError as error:
         raise ModelError(f"{file} is damaged ({error}); copy or pack it again.") from error
+
+
+def _unround(file: Path, target: Path) -> None:
+    """Write the dense weights of a file that is ready to run."""
+    contents = read_ready(file)
+    entries = {name: Entry(one.dtype, tuple(one.shape)) for name, one in contents.state.items()}
+    layers = {weight_of(layer): layer for layer in contents.matrices}
+    with ShardWriter(target, entries, {"format": "pt"}) as writer:
+        for name in entries:
+            writer.put(name, contents.tensors[name] if name in contents.tensors else contents.dense(layers[name]))
 
 
 def _expanded(tensors: dict[str, Tensor], name: str, entry: Entry) -> Tensor:

@@ -61,11 +61,11 @@ def read_entries(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             if length > 2**27:
                 raise ValueError("its header is too long")
             header = json.loads(opened.read(length))
-        metadata = header.pop("__metadata__", {})
+        metadata = dict(header.pop("__metadata__", {}))
         found = {name: (value["dtype"], tuple(value["shape"])) for name, value in header.items()}
         strange = {dtype for dtype, _ in found.values()} - DTYPES.keys()
-        end = max((value["data_offsets"][1] for value in header.values()), default=0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        end = max((int(value["data_offsets"][1]) for value in header.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is damaged or no safetensors file ({error}); copy it again.") from error
     if strange:
         raise ModelError(f"{file} holds {min(strange)} numbers, which iobs cannot handle; convert them first.")

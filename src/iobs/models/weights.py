@@ -36,7 +36,20 @@ def read_weights(module: nn.Module, file: Path) -> None:
         RuntimeError: names or shapes differ.
         safetensors.SafetensorError: the file is damaged.
     """
-    stored = load_file(file)
+    fill_weights(module, load_file(file))
+
+
+def fill_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy a state dict into a module of the same architecture, in the floating dtypes of the state dict.
+
+    Args:
+        module: the module.
+        tensors: tensors by name; of tied tensors one is enough.
+
+    Raises:
+        RuntimeError: names or shapes differ.
+    """
+    stored = dict(tensors)
     for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
         if name in stored and tensor.is_floating_point() and stored[name].is_floating_point():
             tensor.data = tensor.data.to(stored[name].dtype)

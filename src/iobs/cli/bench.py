@@ -1,0 +1,60 @@
+"""`iobs bench`: speed and memory of a model, dense and with its zeros used."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from iobs.cli import console
+
+
+@console.with_groups
+def bench(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory that iobs prune or iobs pack wrote.")],
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens, or pictures, of one repetition.")] = 32,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 64,
+    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each form, which take turns.")] = 3,
+    precision: Annotated[
+        str, typer.Option(metavar="bf16|int8|int4", help="Fewest bits of a weight of the sparse form.")
+    ] = "int8",
+    shape: Annotated[
+        str | None, typer.Option(metavar="C,H,W", help="Shape of a picture, if the model does not say it.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads; by default as in iobs run.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=console.at_home, help="Write a picture of the table (.svg).")
+    ] = None,
+    trust_remote_code: console.TrustRemoteCode = False,
+    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
+) -> None:
+    """Measure tokens or pictures a second, bytes and memory on the CPU: dense, and with the zeros used."""
+    from iobs.cli.benching import Workload, measured
+    from iobs.inference.choices import PRECISIONS
+    from iobs.report.running import running_figure, running_line, running_table
+
+    known = next((name for name in PRECISIONS if name == precision), None)
+    if known is None:
+        raise typer.BadParameter(f"{precision!r} is not one of {', '.join(PRECISIONS)}", param_hint="--precision")
+    try:
+        sizes = None if shape is None else tuple(int(size) for size in shape.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"{shape!r} does not read C,H,W", param_hint="--shape") from error
+    if plot is not None and plot.suffix != ".svg":
+        raise typer.BadParameter(f"{plot} must end in .svg", param_hint="--plot")
+    work = Workload(model, tokens, prompt, sizes, known, threads, trust_remote_code)
+    rows = [*measured(work, repetitions)]
+    if plot is not None:
+        plot.write_text(running_figure(rows), encoding="utf8")
+    if talk.as_json:
+        console.print_json({"forms": [asdict(row) for row in rows]})
+        return
+    out = console.output_console()
+    out.print(running_table(rows))
+    out.print(running_line(rows))
+    if plot is not None:
+        out.print(f"Written: {plot}")

@@ -1,0 +1,206 @@
+"""Measurement of a model in several forms, each in a process of its own, so that its memory is its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from iobs.errors import ModelError
+from iobs.report.running import RunningRow
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from iobs.inference.choices import Precision
+    from iobs.models import LoadedModel
+
+DenseForm = Literal["float32", "bfloat16"]
+DENSE: tuple[DenseForm, ...] = ("float32", "bfloat16")
+_HIGH_WATER = Path("/proc/self/clear_refs")  # writing 5 sets the greatest memory of a process to its present memory
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every form is asked to do.
+
+    Args:
+        model: directory or name of the model.
+        tokens: new tokens of a text, or pictures, of one repetition.
+        prompt: tokens of the prompt.
+        shape: shape of one picture; None: as the model says.
+        precision: the fewest bits of a weight of the stored form.
+        threads: threads; None: one for the compiled step, all for the others.
+        trust_remote_code: also run code that comes with the weights.
+    """
+
+    model: str
+    tokens: int
+    prompt: int
+    shape: tuple[int, ...] | None
+    precision: Precision
+    threads: int | None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One repetition: units a second, and prompt tokens a second (None for pictures)."""
+
+    speed: float
+    prompt_speed: float | None
+
+
+def measured(work: Workload, repetitions: int) -> Iterator[RunningRow]:
+    """Yield the dense forms and last the stored one, after all repetitions, which take turns.
+
+    Raises:
+        ModelError: the model cannot be loaded, or has no known input.
+    """
+    from iobs.models.packed import is_packed, unpack
+
+    with ExitStack() as stack:
+        dense = work.model
+        if is_packed(work.model):
+            dense = stack.enter_context(tempfile.TemporaryDirectory())
+            unpack(work.model, Path(dense))
+        pools = {form: stack.enter_context(_process()) for form in (*DENSE, "stored")}
+        sizes = {
+            form: pool.submit(_prepare, work, dense if form in DENSE else work.model, form).result()
+            for form, pool in pools.items()
+        }
+        timings: dict[str, list[Timing]] = {form: [] for form in pools}
+        for _ in range(repetitions):
+            for form, pool in pools.items():
+                timings[form].append(pool.submit(_repeat).result())
+        for form, pool in pools.items():
+            peak: Future[int | None] = pool.submit(_peak)
+            prompts = [one.prompt_speed for one in timings[form] if one.prompt_speed is not None]
+            yield RunningRow(
+                f"dense {form}" if form in DENSE else f"iobs {work.precision}",
+                statistics.median(one.speed for one in timings[form]),
+                "tokens/s" if prompts else "pictures/s",
+                statistics.median(prompts) if prompts else None,
+                sizes[form],
+                peak.result(),
+            )
+
+
+@contextmanager
+def _process() -> Iterator[ProcessPoolExecutor]:
+    """A process that keeps its model between calls."""
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_prepared: list[Callable[[], Timing]] = []  # of a process that measures: its repetition
+
+
+def _prepare(work: Workload, model: str, form: str) -> int:
+    """Load the model in a form, run it once, and return the bytes of its weights."""
+    import torch
+
+    from iobs.inference import StoredLinear, accelerate
+    from iobs.models import load, size_in_bytes
+    from iobs.models.packed import is_packed, open_packed
+
+    if work.threads is not None:
+        torch.set_num_threads(work.threads)
+    if is_packed(model):
+        loaded = open_packed(model, trust_remote_code=work.trust_remote_code)
+    else:
+        dtype = getattr(torch, form) if form in DENSE else None
+        loaded = load(model, dtype=dtype, trust_remote_code=work.trust_remote_code)
+    example = None if loaded.task == "causal-lm" else _picture(loaded, work)
+    if form not in DENSE and not any(isinstance(one, StoredLinear) for one in loaded.module.modules()):
+        accelerate(loaded.module, example, precision=work.precision, threads=work.threads)
+    repeat = repetition(loaded, work, form not in DENSE)
+    repeat()
+    if _HIGH_WATER.exists():
+        _HIGH_WATER.write_text("5")
+    _prepared.append(repeat)
+    return size_in_bytes(loaded.module)
+
+
+def _repeat() -> Timing:
+    return _prepared[0]()
+
+
+def _peak() -> int | None:
+    """The greatest memory of this process since it was prepared; None where the system does not tell."""
+    if _HIGH_WATER.exists():
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    if sys.platform != "darwin":
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Callable[[], Timing]:
+    """The function that generates a text, or computes pictures one by one, and returns the speed."""
+    import torch
+
+    from iobs.inference.decoder import Decoder, undecodable
+    from iobs.inference.generation import generated
+
+    if loaded.task != "causal-lm":
+        picture = _picture(loaded, work)
+
+        def classify() -> Timing:
+            started = time.perf_counter()
+            with torch.no_grad():
+                for _ in range(work.tokens):
+                    loaded.module(picture)
+            return Timing(work.tokens / (time.perf_counter() - started), None)
+
+        return classify
+    length = min(work.prompt, (loaded.context or 1 << 30) - work.tokens)
+    if length < 1:
+        raise ModelError(f"{work.model} reads {loaded.context} tokens, fewer than the {work.tokens} new ones.")
+    embedding: Tensor = loaded.module.get_input_embeddings().weight  # type: ignore[operator]
+    ids = torch.randint(len(embedding), (1, length), generator=torch.Generator().manual_seed(0))
+    decoder = None
+    if stored and (work.threads or 1) == 1 and undecodable(loaded.module) is None:
+        decoder = Decoder(loaded.module, length + work.tokens, "bf16" if work.precision == "bf16" else "int8")
+
+    def generate() -> Timing:
+        started = time.perf_counter()
+        made = generated(loaded.module, ids, work.tokens) if decoder is None else decoder.generate(ids, work.tokens)
+        next(made)
+        first = time.perf_counter()
+        count = sum(1 for _ in made)
+        return Timing(count / (time.perf_counter() - first), length / (first - started))
+
+    return generate
+
+
+def _picture(loaded: LoadedModel, work: Workload) -> Tensor:
+    """A random picture of the shape that the model or the user says.
+
+    Raises:
+        ModelError: neither says a shape.
+    """
+    import torch
+
+    described = getattr(loaded.module, "default_cfg", None) or {}
+    shape = work.shape or described.get("input_size")
+    config = getattr(loaded.module, "config", None)
+    if shape is None and isinstance(getattr(config, "image_size", None), int):
+        shape = (getattr(config, "num_channels", 3), config.image_size, config.image_size)
+    if shape is None:
+        raise ModelError(f"{work.model} does not say the shape of its input; give it: --shape 3,224,224.")
+    dtype = next(loaded.module.parameters()).dtype
+    return torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -1,0 +1,66 @@
+"""The layers of a model as stored matrices in the formats with the fewest bytes, without timing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from iobs.errors import ModelError
+from iobs.inference.choices import FORMATS_OF, Precision
+from iobs.inference.formats import FormatName, StoredMatrix, bytes_of, store
+from iobs.inference.modules import can_store, matrix_of, with_matrix
+
+_MOST_COLUMNS = 1 << 16  # of the 16-bit indices
+
+
+def smallest_format(weight: torch.Tensor, precision: Precision) -> FormatName | None:
+    """The format with the fewest bytes for a matrix; None if the dense tensor has fewer.
+
+    Args:
+        weight: (rows, columns).
+        precision: the fewest bits of a weight.
+    """
+    rows, columns = weight.shape
+    nonzeros = int(weight.count_nonzero())
+    sizes: dict[FormatName | None, int] = {None: weight.numel() * weight.element_size()}
+    for name in FORMATS_OF[precision]:
+        if name != "index-bf16" or columns <= _MOST_COLUMNS:
+            sizes[name] = bytes_of(name, rows, columns, nonzeros)
+    return min(sizes, key=sizes.__getitem__)
+
+
+def stored_matrices(model: nn.Module, precision: Precision) -> Iterator[tuple[str, StoredMatrix]]:
+    """Yield the name of each layer that a format makes smaller, and its matrix.
+
+    Args:
+        model: a module; linear layers and convolutions of size 1 are looked at, see `can_store`.
+        precision: the fewest bits of a weight.
+    """
+    for name, layer in model.named_modules():
+        if can_store(layer):
+            form = smallest_format(matrix_of(layer), precision)
+            if form is not None:
+                yield name, store(matrix_of(layer), form)
+
+
+def replace_layers(model: nn.Module, matrices: Mapping[str, StoredMatrix]) -> None:
+    """Replace layers of a model by stored ones, in place.
+
+    Args:
+        model: the module.
+        matrices: matrices by the name of the layer. They must have passed `formats.require_valid`.
+
+    Raises:
+        ModelError: a layer is missing, has no stored form, or has another shape.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if name}
+    for name, matrix in matrices.items():
+        layer = layers.get(name)
+        if layer is None or not can_store(layer) or matrix_of(layer).shape != (matrix.rows, matrix.columns):
+            raise ModelError(
+                f"The stored matrix {name!r}, ({matrix.rows}, {matrix.columns}), fits no layer of the model."
+            )
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, with_matrix(layer, matrix).train(layer.training))

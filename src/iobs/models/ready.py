@@ -1,0 +1,185 @@
+"""Packed files that are ready to run: layers as stored matrices, read by memory map and multiplied as they are.
+
+The file is a safetensors file. A layer `NAME` is stored as tensors `NAME:values`, `NAME:mask` and so on (see
+`inference.formats`), and described by a JSON table in the metadata. Every other tensor is stored unchanged. A file of
+unknown origin is checked in full before a kernel reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from iobs.errors import ModelError
+from iobs.inference.choices import Precision
+from iobs.inference.formats import FORMATS, FormatName, StoredMatrix, require_valid
+from iobs.inference.storing import replace_layers, stored_matrices
+from iobs.models.shards import DTYPES, Entry, ShardWriter, read_entries
+from iobs.models.weights import fill_weights, same_tensors
+
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+_TABLE = "iobs_matrices"
+_WEIGHT = "weight"
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class ReadyFile:
+    """Contents of a packed file that is ready to run; tensors lie in the memory map.
+
+    Args:
+        matrices: stored matrices by the name of the layer.
+        shapes: shape of the dense weight of each layer.
+        dtypes: dtype of the dense weight of each layer.
+        tied: layers whose weight another part of the model uses too; it is among `tensors`.
+        tensors: all other tensors of the state dict; tied tensors once.
+    """
+
+    matrices: Mapping[str, StoredMatrix]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    tied: frozenset[str]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """A state dict of the dense model, with zeros (of one element in memory) for the stored layers."""
+        blank = {
+            weight_of(name): torch.zeros((), dtype=self.dtypes[name]).expand(self.shapes[name])
+            for name in self.matrices
+            if name not in self.tied
+        }
+        return {**self.tensors, **blank}
+
+    def dense(self, name: str) -> Tensor:
+        """The dense weight of a layer, rounded to its format."""
+        return self.matrices[name].to_dense().reshape(self.shapes[name]).to(self.dtypes[name])
+
+    def fill(self, module: nn.Module) -> nn.Module:
+        """Fill a module of the same architecture: replace its layers, and load the other tensors.
+
+        Raises:
+            ModelError: names or shapes differ.
+        """
+        try:
+            fill_weights(module, self.state)
+        except RuntimeError as error:
+            raise ModelError(f"The packed file does not fit the module: {error}") from error
+        replace_layers(module, self.matrices)
+        return module
+
+
+def write_ready(module: nn.Module, file: Path, precision: Precision) -> None:
+    """Write a module; each linear layer and convolution of size 1 takes the format with the fewest bytes.
+
+    Args:
+        module: the model, dense.
+        file: the file to write.
+        precision: the fewest bits of a weight.
+
+    Raises:
+        ModelError: no layer becomes smaller, or the model is a single layer.
+        ProblemError: a weight holds NaN or infinite entries.
+    """
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    matrices = dict(stored_matrices(module, precision))
+    if "" in matrices:
+        raise ModelError("The model is a single layer, which nothing holds; give nn.Sequential(layer).")
+    if not matrices:
+        raise ModelError("The model has no layer that a stored format makes smaller; pack it without --precision.")
+    tensors: dict[str, Tensor] = {}
+    table: dict[str, dict[str, object]] = {}
+    weights = {weight_of(name): name for name in matrices}
+    for names in same_tensors(state):
+        layers = [weights[name] for name in names if name in weights]
+        dense = state[names[0]]
+        for layer in layers:
+            matrix = matrices[layer]
+            tensors |= {f"{layer}:{part}": value for part, value in matrix.tensors.items()}
+            table[layer] = {
+                "format": matrix.format,
+                "shape": list(dense.shape),
+                "dtype": _DTYPE_NAMES[dense.dtype],
+                "tied": len(layers) < len(names),
+            }
+        if len(layers) < len(names):
+            tensors[names[0]] = dense
+    # Tensors of wide elements first: each then begins at a multiple of the size of its element.
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    entries = {name: Entry(tensors[name].dtype, tuple(tensors[name].shape)) for name in order}
+    with ShardWriter(file, entries, {_TABLE: json.dumps(table)}) as writer:
+        for name in order:
+            writer.put(name, tensors[name])
+
+
+def is_ready(file: Path) -> bool:
+    """Check that a packed file holds stored matrices.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
+    return _TABLE in read_entries(file)[1]
+
+
+def read_ready(file: Path) -> ReadyFile:
+    """Read a packed file by memory map.
+
+    Raises:
+        ModelError: the file is damaged, or its parts do not agree.
+    """
+    metadata = read_entries(file)[1]
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+        table = json.loads(metadata[_TABLE])
+        described = {str(name): _described(one) for name, one in table.items()}
+        parts: dict[str, dict[str, Tensor]] = {name: {} for name in described}
+        for name in [*tensors]:
+            layer, mark, part = name.rpartition(":")
+            if mark and layer in parts:
+                parts[layer][part] = tensors.pop(name)
+        matrices: dict[str, StoredMatrix] = {}
+        for name, (form, shape, _, _) in described.items():
+            columns = 1
+            for extent in shape[1:]:
+                columns *= extent
+            matrices[name] = StoredMatrix(form, shape[0], columns, parts[name])
+            require_valid(matrices[name])
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{file} is damaged ({error}); copy or pack it again.") from error
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from error
+    return ReadyFile(
+        matrices,
+        {name: one[1] for name, one in described.items()},
+        {name: one[2] for name, one in described.items()},
+        frozenset(name for name, one in described.items() if one[3]),
+        tensors,
+    )
+
+
+def _described(one: Mapping[str, object]) -> tuple[FormatName, tuple[int, ...], torch.dtype, bool]:
+    """Format, dense shape, dense dtype and tie of a layer in the table.
+
+    Raises:
+        ValueError: an entry has another type or value.
+    """
+    form = next((name for name in FORMATS if name == one["format"]), None)
+    shape, dtype = one["shape"], DTYPES[str(one["dtype"])]
+    if form is None or not isinstance(shape, list) or len(shape) < 2 or not dtype.is_floating_point:
+        raise ValueError("a layer has an unknown format, shape or dtype")
+    if not all(type(extent) is int and 0 < extent < 1 << 32 for extent in shape):
+        raise ValueError("a layer has a shape that is no shape")
+    return form, tuple(shape), dtype, one["tied"] is True
+
+
+def weight_of(layer: str) -> str:
+    """Name of the weight of a layer in the state dict."""
+    return f"{layer}.{_WEIGHT}" if layer else _WEIGHT

@@ -1,0 +1,82 @@
+"""Table and figure of the speed and the memory of a model in several forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from iobs.report.plots import BLUE, GREY, drawn, figure_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class RunningRow:
+    """One form of a model, measured.
+
+    Args:
+        form: name of the form, such as "dense float32".
+        speed: tokens or pictures a second, median of the repetitions.
+        unit: "tokens/s" or "pictures/s".
+        prompt_speed: tokens of a prompt a second; None for a vision model.
+        bytes: bytes of all weights in this form.
+        peak_bytes: greatest memory of the process while it ran; None where the system does not tell.
+    """
+
+    form: str
+    speed: float
+    unit: str
+    prompt_speed: float | None
+    bytes: int
+    peak_bytes: int | None
+
+
+def running_table(rows: list[RunningRow]) -> Table:
+    """Table of forms (rows) by speed, bytes and memory."""
+    unit = rows[0].unit
+    table = Table(title="Speed and memory on this machine", title_justify="left", header_style="bold")
+    table.add_column("form")
+    prompts = any(row.prompt_speed is not None for row in rows)
+    for name in (unit, *(["prompt tokens/s"] if prompts else []), "MB of weights", "MB of memory"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        prompt = [] if row.prompt_speed is None else [_short(row.prompt_speed)]
+        memory = "unknown" if row.peak_bytes is None else _short(row.peak_bytes / 1e6)
+        table.add_row(row.form, _short(row.speed), *prompt, _short(row.bytes / 1e6), memory)
+    return table
+
+
+def running_line(rows: list[RunningRow]) -> str:
+    """Last row against the fastest of the others, in one line."""
+    before, after = max(rows[:-1], key=lambda row: row.speed), rows[-1]
+    return (
+        f"{after.form} against {before.form}, the fastest dense form: {after.speed / before.speed:.2f} times the "
+        f"{after.unit}, {after.bytes / before.bytes:.0%} of the bytes."
+    )
+
+
+@drawn
+def running_figure(rows: list[RunningRow]) -> Figure:
+    """Bars of speed, bytes and memory of every form."""
+    kept = [row.peak_bytes or 0 for row in rows]
+    panels = [(rows[0].unit, [row.speed for row in rows]), ("MB of weights", [row.bytes / 1e6 for row in rows])]
+    if all(kept):
+        panels.append(("MB of memory", [size / 1e6 for size in kept]))
+    colours = [GREY] * (len(rows) - 1) + [BLUE]
+    figure, places = figure_of((0.6 + 0.35 * len(rows)) * len(panels), rows=len(panels))
+    for axes, (name, values) in zip(places, panels, strict=True):
+        bars = axes.barh(range(len(rows)), values, color=colours)
+        axes.bar_label(bars, [_short(value) for value in values], padding=3)
+        axes.set_yticks(range(len(rows)), [row.form for row in rows])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.25 * max(values))
+        axes.set_xlabel(name)
+    return figure
+
+
+def _short(value: float) -> str:
+    """A number with three digits, or all digits before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

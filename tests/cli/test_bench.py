@@ -1,0 +1,97 @@
+"""`iobs bench`: speed and memory of the forms of a model, and their table, line and picture."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from iobs import models
+from iobs.cli import app
+from iobs.cli.benching import Workload, repetition
+from iobs.errors import ModelError
+from iobs.inference import accelerate
+from iobs.models import EMBEDDED, LoadedModel
+from iobs.report.running import RunningRow, running_figure, running_line, running_table
+
+ROWS = [
+    RunningRow("dense float32", 10.0, "tokens/s", 90.0, 4_000_000, 9_000_000),
+    RunningRow("dense bfloat16", 8.0, "tokens/s", 20.0, 2_000_000, 7_000_000),
+    RunningRow("iobs int8", 25.0, "tokens/s", 80.0, 1_000_000, None),
+]
+
+
+def invoked(*arguments):
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def workload(model, **changes):
+    return Workload(
+        **{"model": str(model), "tokens": 5, "prompt": 7, "shape": None, "precision": "int8", "threads": None} | changes
+    )
+
+
+def test_line_compares_with_the_fastest_dense_form():
+    assert running_line(ROWS) == (
+        "iobs int8 against dense float32, the fastest dense form: 2.50 times the tokens/s, 25% of the bytes."
+    )
+    assert [len(column._cells) for column in running_table(ROWS).columns] == [3] * 5
+    assert running_figure(ROWS).count("<svg") == 1
+    assert "dense bfloat16" in running_figure(ROWS)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_repetition_times_a_language_model(stored):
+    loaded = models.load(EMBEDDED)
+    if stored:
+        accelerate(loaded.module, precision="int8", threads=1)
+    timing = repetition(loaded, workload(EMBEDDED), stored)()
+    assert timing.speed > 0
+    assert timing.prompt_speed > 0
+
+
+def test_repetition_times_pictures_of_a_known_shape():
+    calls = []
+
+    class Network(nn.Conv2d):
+        def forward(self, given):
+            calls.append(tuple(given.shape))
+            return super().forward(given)
+
+    loaded = LoadedModel(Network(3, 4, 1), None, "net", "other", None, lambda *_: None)
+    assert repetition(loaded, workload("net", shape=(3, 8, 9)), False)().prompt_speed is None
+    assert calls == [(1, 3, 8, 9)] * 5
+    loaded.module.default_cfg = {"input_size": (3, 2, 2)}
+    repetition(loaded, workload("net"), False)()
+    assert calls[-1] == (1, 3, 2, 2)
+    del loaded.module.default_cfg
+    with pytest.raises(ModelError, match="--shape"):
+        repetition(loaded, workload("net"), False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--precision", "fp4"], "'fp4' is not one of bf16, int8, int4"),
+        (["--shape", "3xx"], "does not read C,H,W"),
+        (["--plot", "x.gif"], "must end in .svg"),
+    ],
+)
+def test_wrong_options_are_refused_before_any_work(arguments, message):
+    run = invoked("no-such-model", *arguments)
+    assert run.exit_code == 2
+    assert message in " ".join(run.output.replace("\u2502", " ").split())
+
+
+@pytest.mark.slow
+def test_bench_measures_dense_and_stored_forms(tmp_path):
+    """Three processes load the model; the memory of each is its own."""
+    run = invoked(str(EMBEDDED), "--tokens", "4", "--repetitions", "1", "--plot", str(tmp_path / "x.svg"), "--json")
+    assert run.exit_code == 0, run.output
+    rows = json.loads(run.stdout)["forms"]
+    assert [row["form"] for row in rows] == ["dense float32", "dense bfloat16", "iobs int8"]
+    assert rows[0]["bytes"] == 2 * rows[1]["bytes"]
+    assert all(row["speed"] > 0 for row in rows)
+    assert (tmp_path / "x.svg").read_text().startswith("<?xml")
+    assert torch.get_num_threads() >= 1
