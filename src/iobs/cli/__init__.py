@@ -19,8 +19,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 # In the order of the help page. Each module defines a function of its own name.
-COMMANDS = ("demo", "prune", "compare", "evaluate", "inspect", "pack", "export", "run", "bench", "solve", "predict")
-COMMANDS += ("reproduce",)
+COMMANDS = (
+    *("demo", "prune", "compare", "evaluate", "inspect", "pack", "export", "run", "bench"),
+    *("solve", "predict", "reproduce"),
+)
 for _name in COMMANDS:
     app.command(_name, epilog=epilogue(_name))(getattr(importlib.import_module(f"iobs.cli.{_name}"), _name))
 

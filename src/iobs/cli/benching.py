@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 DenseForm = Literal["float32", "bfloat16"]
 DENSE: tuple[DenseForm, ...] = ("float32", "bfloat16")
+_MAC = sys.platform == "darwin"
 _HIGH_WATER = Path("/proc/self/clear_refs")  # writing 5 sets the greatest memory of a process to its present memory
 
 
@@ -142,7 +143,7 @@ def _peak() -> int | None:
     if _HIGH_WATER.exists():
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
-    if sys.platform != "darwin":
+    if not _MAC:
         return None
     import resource
 
@@ -197,9 +198,10 @@ def _picture(loaded: LoadedModel, work: Workload) -> Tensor:
 
     described = getattr(loaded.module, "default_cfg", None) or {}
     shape = work.shape or described.get("input_size")
-    config = getattr(loaded.module, "config", None)
-    if shape is None and isinstance(getattr(config, "image_size", None), int):
-        shape = (getattr(config, "num_channels", 3), config.image_size, config.image_size)
+    config: object = getattr(loaded.module, "config", None)
+    side = getattr(config, "image_size", None)
+    if shape is None and isinstance(side, int):
+        shape = (getattr(config, "num_channels", 3), side, side)
     if shape is None:
         raise ModelError(f"{work.model} does not say the shape of its input; give it: --shape 3,224,224.")
     dtype = next(loaded.module.parameters()).dtype
