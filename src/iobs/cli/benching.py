@@ -31,7 +31,7 @@ _HIGH_WATER = Path("/proc/self/clear_refs")  # writing 5 sets the greatest memor
 
 @dataclass(frozen=True)
 class Workload:
-    """What every form is asked to do.
+    """Work that every form of a model does, so that their times compare.
 
     Args:
         model: directory or name of the model.
