@@ -83,4 +83,4 @@ def run(
         console.print_json({**answer, "tokens_per_second": rate, "seconds_to_first_token": first - started, **sizes})
         return
     out.print()
-    console.say(f"{len(made)} tokens, {rate:.1f} a second after {first - started:.2f} s for the text.")
+    console.say(f"{len(made)} tokens, {rate:.1f} a second, after {first - started:.2f} s for compiling and the text.")

@@ -75,6 +75,13 @@ class Decoder:
             places = torch.arange(self.longest)[None]
             cosines, sines = self.model.model.rotary_emb(torch.zeros(1, 1, 1), places)
             self._cosines, self._sines = cosines[0].float().numpy(), sines[0].float().numpy()
+            self._compile()
+
+    def _compile(self) -> None:
+        """Compile the step by a first call, so that no token waits for it."""
+        config, layers = self.model.config, self.model.model.layers
+        none = np.zeros((len(layers), config.num_key_value_heads, 1, layers[0].self_attn.head_dim), np.float32)
+        self.step(0, 0, none, none.copy())
 
     def generate(self, prompt: Tensor, tokens: int, stop: tuple[int, ...] = ()) -> Iterator[int]:
         """Yield the most likely next tokens, one at a time.

@@ -15,6 +15,7 @@ class Config(Protocol):
     vocab_size: int
     rms_norm_eps: float
     num_attention_heads: int
+    num_key_value_heads: int
     sliding_window: int | None
     use_sliding_window: bool
 
