@@ -129,7 +129,7 @@ def _prepare(work: Workload, model: str, form: str) -> int:
     repeat = repetition(loaded, work, form not in DENSE)
     repeat()
     if _HIGH_WATER.exists():
-        _HIGH_WATER.write_text("5")
+        _HIGH_WATER.write_text("5", encoding="ascii")
     _prepared.append(repeat)
     return size_in_bytes(loaded.module)
 
@@ -141,7 +141,7 @@ def _repeat() -> Timing:
 def _peak() -> int | None:
     """The greatest memory of this process since it was prepared; None where the system does not tell."""
     if _HIGH_WATER.exists():
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="ascii")
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
     if not _MAC:
         return None
