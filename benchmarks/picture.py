@@ -24,7 +24,7 @@ PANELS = {
     "mlpnet": "MLPNet, MNIST",
     "mobilenet": "MobileNetV1 0.75, ImageNet",
 }
-OURS = {"best": ("iobs best", "#2f7ed8", "o"), "fast": ("iobs fast", "#e8833a", "s")}
+OURS = {"best without blocks": ("iobs best, without blocks", "#2f7ed8", "o"), "fast": ("iobs fast", "#e8833a", "s")}
 PEERS = {
     "CHITA, 15 stages": ("CHITA, 15 stages", "#3d9b6f", "^"),
     "CHITA": ("CHITA", "#3d9b6f", "v"),
@@ -80,7 +80,7 @@ def draw(theme: str) -> Path:
             panel.spines[["top", "right"]].set_visible(False)
         panels[0].set_ylabel("accuracy, %")
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=8, frameon=False)
+        figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=4, frameon=False)
         file = IMAGES / f"accuracy-{theme}.png"
         figure.savefig(file, dpi=130, metadata={"Software": None})
     return file
