@@ -22,8 +22,10 @@ import resnet20_oneshot
 import scale_report
 import small_networks
 import small_regression
+import structured_families
 import structured_layers
 import structured_networks
+import structured_speed
 from rows import RESULTS, Row, read
 
 PAGE = Path(__file__).resolve().parent / "RESULTS.md"
@@ -51,6 +53,8 @@ SECTIONS = (
     Section("layer_shapes", layer_shapes.tables, "time and memory of large layers"),
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
     Section("structured_networks", structured_networks.tables, "whole networks with fewer channels, neurons and heads"),
+    Section("structured_speed", structured_speed.tables, "time of narrower networks in torch and ONNX Runtime"),
+    Section("structured_families", structured_families.tables, "units of networks of every family"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),

@@ -311,7 +311,12 @@ def cases(everything: bool) -> list[tuple[str, str, str]]:
 
 def tables(rows: list[Row]) -> str:
     """Summary and one line for each network."""
-    lines = ["## Units of networks of every family", ""]
+    lines = [
+        "# Units of networks of every family",
+        "",
+        "Made by `python benchmarks/structured_families.py`: small random networks, a quarter of the units removed.",
+        "",
+    ]
     for library in ("transformers", "timm"):
         own = [row for row in rows if row["library"] == library]
         right = [row for row in own if row.get("loadable") and max(row["difference"], row["reloaded"]) < 1e-4]

@@ -43,6 +43,13 @@ def update_batch_norm(model: nn.Module, part: Samples) -> None:
 
 
 @contextmanager
+def inferring(model: nn.Module) -> Iterator[None]:
+    """Eval mode without KV cache, as a model is used afterwards: fused kernels stay. Everything is restored on exit."""
+    with _configured(model, "use_cache", False), _eval_mode(model):
+        yield
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
     """Eval mode without KV cache, fused kernels or autocast; all floating parameters require gradients.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from iobs.core.structured import Runtime
-from iobs.pruning.network.modes import evaluating, keeping_buffers
+from iobs.pruning.network.modes import inferring, keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.removal import remove
@@ -96,7 +96,7 @@ def measure(
     Raises:
         ModelError: a block cannot be exported to ONNX.
     """
-    with evaluating(model):
+    with inferring(model):
         given = whole(model, batch)
         examples = _examples(model, given, {owner_of(site) for site in offered})
         known: dict[object, Times] = {}
@@ -128,7 +128,7 @@ def shares_of(
     wide: nn.Module, narrow: nn.Module, batch: Batch, runtime: Runtime, clock: Clock = interleaved
 ) -> tuple[float, float]:
     """Seconds of two networks for the first sample of a batch, measured in turns."""
-    with evaluating(wide), evaluating(narrow):
+    with inferring(wide), inferring(narrow):
         first, second = clock([called_in(runtime, whole(one, batch)) for one in (wide, narrow)])
     return first, second
 
