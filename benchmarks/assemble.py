@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import blocks
+import breadth
 import chita_report
+import equal_bytes
 import grid_layers
 import grid_report
 import layer_report
 import layer_shapes
 import networks_report
 import paper_rounds
+import passes
 import recovery_report
 import resnet20_oneshot
+import running
 import scale_report
 import small_networks
 import small_regression
@@ -49,6 +53,7 @@ SECTIONS = (
     Section("paper_rounds", paper_rounds.tables, "the paper's algorithm, round by round"),
     Section("small_networks", small_networks.tables, "seven small networks, a development set"),
     Section("blocks", blocks.tables, "targets that carry the residual, and block reconstruction"),
+    Section("passes", passes.tables, "forward passes of the calibration data that a recipe costs"),
     Section("layer_race", layer_report.tables, "error and time of a single layer, beside SparseGPT, ALPS and OBC"),
     Section("layer_shapes", layer_shapes.tables, "time and memory of large layers"),
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
@@ -56,6 +61,9 @@ SECTIONS = (
     Section("structured_speed", structured_speed.tables, "time of narrower networks in torch and ONNX Runtime"),
     Section("structured_families", structured_families.tables, "units of networks of every family"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
+    Section("equal_bytes", equal_bytes.tables, "sparse and dense grids of whole networks at equal bytes"),
+    Section("running", running.tables, "speed of pruned networks on a CPU, beside torch"),
+    Section("breadth", breadth.tables, "tiny networks of every family: coverage and exactness"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),

@@ -29,11 +29,12 @@ from torch import Tensor, nn
 import iobs
 from iobs import models
 from iobs.models.vision_shim import ensure_torchvision
-from iobs.pruning.recipe import BlockFit, Recipe
+from iobs.pruning.recipe import Allocation, BlockFit, Recipe
 from iobs.pruning.samples import batches
 
-SHOT = Recipe.preset("one-shot")
+SHOT = Recipe()
 RESIDUAL = SHOT.but(target="residual")
+ALLOCATED = RESIDUAL.but(allocation=Allocation("auto", generations=0))
 ROWS: dict[str, Recipe] = {
     "own": SHOT,
     "own, bias": SHOT.but(bias="refit"),
@@ -47,9 +48,20 @@ ROWS: dict[str, Recipe] = {
     "window 2, one mask, KL": RESIDUAL.but(blocks=BlockFit(masks=1, steps=100)),
     "window 2, moving masks, KL": RESIDUAL.but(blocks=BlockFit(steps=100, between=25)),
     "the same, 300 steps": RESIDUAL.but(blocks=BlockFit()),
-    "blocks": Recipe.preset("blocks"),
+    "blocks": ALLOCATED.but(blocks=BlockFit()),
+    "two blocks": ALLOCATED.but(blocks=BlockFit(masks=4)),
+    "two blocks, network steps": ALLOCATED.but(blocks=BlockFit(masks=4, network_steps=600)),
+    "one block, network steps": ALLOCATED.but(blocks=BlockFit(window=1, last="mse", masks=4, network_steps=600)),
+    "one-shot": Recipe.preset("one-shot"),
+    "fast": Recipe.preset("fast"),
+    "best": Recipe.preset("best"),
 }
-LEVELS = {"llama": ("50%", "2:4", "70%"), "encoder": ("50%", "70%"), "vit": ("70%", "90%")}
+LEVELS = {
+    "llama": ("50%", "2:4", "70%"),
+    "llama-512": ("50%", "2:4", "70%"),
+    "encoder": ("50%", "70%"),
+    "vit": ("70%", "90%"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,16 +76,26 @@ class Case:
 
 def llama(data: Path, zoo: Any, _: Path) -> Case:
     """512 windows of 256 tokens of calibration stories; perplexity / dense on windows of 512 tokens."""
+    return stories(data, zoo, 256)
+
+
+def llama_long(data: Path, zoo: Any, _: Path) -> Case:
+    """256 windows of 512 tokens of calibration stories, the network's full context; otherwise as "llama"."""
+    return stories(data, zoo, 512)
+
+
+def stories(data: Path, zoo: Any, length: int) -> Case:
+    """The Llama with windows of `length` tokens, 131,072 tokens in all."""
     loaded = models.load(str(data / "llama_stories260K"), dtype=torch.float32)
 
-    def windows(texts: list[str], length: int) -> Tensor:
+    def windows(texts: list[str], size: int) -> Tensor:
         ids = [one for text in texts for one in loaded.tokenizer(text)["input_ids"]]
-        return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+        return torch.tensor(ids[: len(ids) // size * size]).view(-1, size)
 
-    stories = zoo.stories("calibration")
-    order = torch.randperm(len(stories), generator=torch.Generator().manual_seed(0)).tolist()
-    cut = windows([stories[place] for place in order[:1100]], 256)
-    picked = cut[torch.randperm(len(cut), generator=torch.Generator().manual_seed(0))[:512]]
+    texts = zoo.stories("calibration")
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
+    cut = windows([texts[place] for place in order[:1100]], length)
+    picked = cut[torch.randperm(len(cut), generator=torch.Generator().manual_seed(0))[: 2**17 // length]]
     validation = windows(zoo.stories("validation"), 512)
 
     @torch.no_grad()
@@ -128,7 +150,7 @@ def vit(data: Path, zoo: Any, _: Path) -> Case:
     return Case(zoo.vit_cifar(), [*images[order].split(50)], lambda network: zoo.accuracy(network, *test), "qkv")
 
 
-CASES = {"llama": llama, "encoder": encoder, "vit": vit}
+CASES = {"llama": llama, "llama-512": llama_long, "encoder": encoder, "vit": vit}
 
 
 def counted(module: nn.Module, suffix: str) -> tuple[list[float], int]:
@@ -194,6 +216,16 @@ def tables(rows: list[Row]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def zoo_of(data: Path) -> Any:
+    """The module `zoo.py` of the folder with networks and data."""
+    spec = importlib.util.spec_from_file_location("zoo", data / "zoo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    zoo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(zoo)
+    return zoo
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
@@ -205,11 +237,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure rows of other commits anew")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location("zoo", given.data / "zoo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    zoo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(zoo)
+    zoo = zoo_of(given.data)
     rows = Rows("blocks", ("network", "row", "level", "seed"), given.again)
     for name in given.networks:
         case = CASES[name](given.data, zoo, given.minilm)

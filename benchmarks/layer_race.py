@@ -33,6 +33,8 @@ OURS = {
     "ours admm": {"solver": "admm"},
     "ours admm best": {"solver": "admm", "budget": "best"},
     "ours obc": {"solver": "obc"},
+    "our L-OBS": {"solver": "lobs"},
+    "our Net-Trim": {"solver": "nettrim"},
 }
 THEIRS = {"SparseGPT": "sparsegpt", "ALPS": "alps", "OBC": "obc"}
 SLOW = 4.0  # seconds: what takes longer runs once
@@ -58,6 +60,8 @@ def contestants(problem: Problem, cell: str, peers: Peers | None) -> dict[str, C
     calls: dict[str, Callable[[], Tensor]] = {}
     small = problem.weight.shape == (384, 384)
     for name, options in OURS.items():
+        if name in ("our L-OBS", "our Net-Trim") and problem.weight.numel() > 1 << 20:
+            continue
         if name != "ours obc" or small or (problem.name, cell) == ("S1024", "0.5"):
             calls[name] = lambda options=options: ours(options)  # type: ignore[misc]
     for name, method in THEIRS.items() if peers is not None else ():

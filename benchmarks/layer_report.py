@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rows import UNRECORDED, Row
 
-ORDER = ["SparseGPT", "ours sparsegpt", "ours admm fast", "ours admm", "ours admm best", "ALPS", "ours obc", "OBC"]
+ORDER = ["SparseGPT", "ours sparsegpt", "ours admm fast", "ours admm", "ours admm best", "ALPS", "ours obc", "OBC",
+         "our L-OBS", "our Net-Trim"]  # fmt: skip
 CHOSEN_ON = ["L2.q", "L5.o", "L0.o", "L2.o", "S1024", "S4096x1024"]
 """Problems that the schedules were chosen on (schedules only), and one of other weights under the same Gram matrix; the
 others were first seen in this race."""
@@ -150,7 +151,7 @@ def plot(rows: list[Row], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     cells = cells_of(rows)
-    everyone = [solver for solver in ORDER if solver not in ("ours obc", "OBC")]
+    everyone = [solver for solver in ORDER if solver not in ("ours obc", "OBC", "our L-OBS", "our Net-Trim")]
     common = {key: rows for key, rows in cells.items() if all(solver in rows for solver in everyone)}
     if not common:
         return

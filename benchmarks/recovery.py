@@ -38,7 +38,8 @@ from rows import Rows, parser, stamp
 import iobs
 from iobs.optimize.bounds.branch_and_bound import certify
 from iobs.optimize.objectives.autodiff import from_torch
-from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
+from iobs.optimize.objectives.families import Logistic, Poisson
+from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.refit.newton import refit
 
 Solver = Callable[[np.ndarray, np.ndarray, int], np.ndarray]

@@ -1,6 +1,9 @@
 """Kill a pruning run at random moments, resume it every time, and compare the bits with an undisturbed run.
 
-    python benchmarks/resume_kills.py [--kills 25] [--seed 0] [--ranks 1]
+    python benchmarks/resume_kills.py [--kills 25] [--seed 0] [--ranks 1] [--recipe rounds|blocks|low-memory]
+
+Recipe "rounds": three rounds with gradient steps and fine-tuning of a perceptron. "blocks": growing masks, windows and
+whole-network steps of a small Llama; "low-memory": the same from files.
 
 The moment is drawn uniformly over the work of an undisturbed run, which is timed first: from the first file of the
 checkpoint to the last weights. A run that ends before its moment, because the machine was quicker, is drawn again and
@@ -19,23 +22,69 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
 from scale_report import record
 
 import iobs
+from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.recipe import BlockFit
+from iobs.pruning.reconstruction import walk
+from iobs.pruning.reconstruction.network_steps import StepCheckpoint
 from iobs.pruning.runtime.ranks import joined
 
 FORKED = multiprocessing.get_context("fork")
 Processes = list[multiprocessing.context.ForkProcess]
 
 
-def prune(output: Path, checkpoint: Path) -> None:
-    """The run that is killed: three rounds with gradient steps and fine-tuning on a small perceptron."""
+def prune(recipe: str, output: Path, checkpoint: Path) -> None:
+    """The run that is killed; it writes its weights into `output` when it ends."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    {"rounds": prune_rounds, "blocks": prune_blocks, "low-memory": prune_files}[recipe](output, checkpoint)
+
+
+FIT = BlockFit(masks=2, between=4, steps=10, lr=1e-3, network_steps=30, network_lr=1e-4)
+OPTIONS: Any = {"solver": "sparsegpt", "target": "residual", "blocks": FIT, "holdout": 0.25}
+
+
+def llama() -> Any:
+    """A random Llama of four blocks, and its calibration data."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**config, vocab_size=128)).eval()
+    return model, [{"input_ids": torch.randint(0, 128, (8, 32))} for _ in range(8)]
+
+
+def prune_blocks(output: Path, checkpoint: Path) -> None:
+    model, data = llama()
+    with often_saved():
+        iobs.prune(model, data, 0.6, "one-shot", checkpoint=checkpoint, **OPTIONS)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, output)
+
+
+def prune_files(output: Path, checkpoint: Path) -> None:
+    model, data = llama()
+    folder = Path(tempfile.mkdtemp(dir=output.parent))
+    model.save_pretrained(folder / "model")
+    with often_saved(), StreamedStore.open(folder / "model", folder / "out") as store:
+        iobs.prune(store, data, 0.6, "one-shot", checkpoint=checkpoint, **OPTIONS)
+    (folder / "out" / "model.safetensors").rename(output)
+
+
+def often_saved() -> Any:
+    """States of whole-network steps every five steps: the runs are short."""
+    return mock.patch.object(walk, "StepCheckpoint", partial(StepCheckpoint, every=5))
+
+
+def prune_rounds(output: Path, checkpoint: Path) -> None:
     layers = [module for _ in range(4) for module in (torch.nn.Linear(96, 96), torch.nn.ReLU())]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(96, 8))
     data = [(torch.randn(128, 96), torch.randint(0, 8, (128,))) for _ in range(4)]
@@ -48,19 +97,19 @@ def prune(output: Path, checkpoint: Path) -> None:
             save_file({name: value.contiguous() for name, value in model.state_dict().items()}, output)
 
 
-def rank(number: int, ranks: int, port: int, output: Path, checkpoint: Path) -> None:
+def rank(recipe: str, number: int, ranks: int, port: int, output: Path, checkpoint: Path) -> None:
     """One process of a run."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "RANK": str(number)}
     os.environ.update(shared)
-    prune(output, checkpoint)
+    prune(recipe, output, checkpoint)
 
 
-def start(output: Path, checkpoint: Path, ranks: int) -> Processes:
+def start(recipe: str, output: Path, checkpoint: Path, ranks: int) -> Processes:
     """The processes of one run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [FORKED.Process(target=rank, args=(i, ranks, port, output, checkpoint)) for i in range(ranks)]
+    processes = [FORKED.Process(target=rank, args=(recipe, i, ranks, port, output, checkpoint)) for i in range(ranks)]
     for process in processes:
         process.start()
     return processes
@@ -72,9 +121,9 @@ def wait(processes: Processes) -> None:
         assert process.exitcode == 0
 
 
-def seconds(output: Path, checkpoint: Path, ranks: int) -> float:
+def seconds(recipe: str, output: Path, checkpoint: Path, ranks: int) -> float:
     """An undisturbed run: how long it works after its first file."""
-    processes = start(output, checkpoint, ranks)
+    processes = start(recipe, output, checkpoint, ranks)
     while not checkpoint.exists():
         time.sleep(0.005)
     began = time.perf_counter()
@@ -85,9 +134,9 @@ def seconds(output: Path, checkpoint: Path, ranks: int) -> float:
     return ended - began
 
 
-def killed(output: Path, checkpoint: Path, ranks: int, delay: float) -> bool:
+def killed(recipe: str, output: Path, checkpoint: Path, ranks: int, delay: float) -> bool:
     """Kill one run after so many seconds of work; returns whether it was still at it."""
-    processes = start(output, checkpoint, ranks)
+    processes = start(recipe, output, checkpoint, ranks)
     while not checkpoint.exists():
         time.sleep(0.005)
     time.sleep(delay)
@@ -109,14 +158,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--recipe", choices=("rounds", "blocks", "low-memory"), default="rounds")
     options = parser.parse_args()
+    recipe = options.recipe
+    if recipe != "rounds" and options.ranks > 1:
+        parser.error("several ranks only with the recipe rounds")
     generator = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prune(folder / "import.safetensors", folder / "import.checkpoint")  # whatever is imported late is now there
+        prune(
+            recipe, folder / "import.safetensors", folder / "import.checkpoint"
+        )  # whatever is imported late is now there
         reference = folder / "0.safetensors"
         length = statistics.median(
-            seconds(folder / f"{i}.safetensors", folder / f"{i}.undisturbed", options.ranks) for i in range(3)
+            seconds(recipe, folder / f"{i}.safetensors", folder / f"{i}.undisturbed", options.ranks) for i in range(3)
         )
         good = late = 0
         entries = []
@@ -124,18 +179,19 @@ def main() -> None:
             output = folder / f"killed {number}.safetensors"
             while True:
                 checkpoint = Path(tempfile.mkdtemp(dir=folder)) / "checkpoint"
-                if killed(output, checkpoint, options.ranks, generator.uniform(0, length)):
+                if killed(recipe, output, checkpoint, options.ranks, generator.uniform(0, length)):
                     break
                 output.unlink(missing_ok=True)
                 late += 1
             entries.append(len(list(checkpoint.glob("*.safetensors"))))
-            wait(start(output, checkpoint, options.ranks))
+            wait(start(recipe, output, checkpoint, options.ranks))
             good += same(output, reference)
         whole = len(list((folder / "0.undisturbed").glob("*.safetensors")))
     found = {"kills": options.kills, "good": good, "seconds": length, "late": late, "entries": entries, "whole": whole}
     used = os.times()
     spent = used.user + used.system + used.children_user + used.children_system
-    record("kills", f"{options.ranks} ranks, {options.kills} kills", spent, options.seed, ranks=options.ranks, **found)
+    name = f"{options.ranks} ranks, {options.kills} kills" + (f", {recipe}" if recipe != "rounds" else "")
+    record("kills", name, spent, options.seed, ranks=options.ranks, **found)
     print(f"{options.ranks} rank(s), seed {options.seed}: {good} of {options.kills} resumed runs equal the undisturbed")
     print(
         f"one bit for bit; all were killed at work, at a moment drawn over its {length:.1f} s ({late} draws came late"

@@ -11,7 +11,8 @@ mpl.use("Agg")
 from matplotlib import pyplot
 
 import iobs
-from iobs.optimize.objectives.linear import LeastSquares, Logistic
+from iobs.optimize.objectives.families import Logistic
+from iobs.optimize.objectives.linear import LeastSquares
 from iobs.paper.theory import compare
 
 IMAGES = Path(__file__).parent / "images"

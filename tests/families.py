@@ -75,10 +75,10 @@ LANGUAGE_MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "gemma3": (_language("Gemma3TextConfig", **DECODER, head_dim=8), 2 * 7),
     "phi": (_language("PhiConfig", **DECODER), 2 * 6),
     "phi3": (_language("Phi3Config", **DECODER), 2 * 4),
-    "mixtral": (_language("MixtralConfig", **EXPERTS, num_local_experts=4), 2 * (4 + 2 * 4)),
+    "mixtral": (_language("MixtralConfig", **EXPERTS, num_local_experts=4), 2 * (5 + 2 * 4)),
     "qwen3_moe": (
         _language("Qwen3MoeConfig", **EXPERTS, head_dim=8, num_experts=4, moe_intermediate_size=12),
-        2 * (4 + 2 * 4),
+        2 * (5 + 2 * 4),
     ),
     "gpt2": (_language("GPT2Config", n_embd=16, n_layer=2, n_head=2, vocab_size=48, n_positions=64, **TOKENS), 2 * 4),
     "gpt_neox": (

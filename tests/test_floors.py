@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "iobs"
-FLOORS = ["errors", "core", "solvers", "optimize pruning", "models", "data evaluate report transformers"]
+FLOORS = ["errors", "core", "solvers inference", "optimize pruning", "models", "data evaluate report transformers"]
 FLOORS += ["paper", "cli"]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 APART = {("optimize", "pruning"), ("pruning", "optimize")}

@@ -10,17 +10,39 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from iobs import errors, transformers
+    from iobs.core.budget import Budget
     from iobs.core.column_groups import Groups
     from iobs.core.free_bias import FreeBias
     from iobs.core.patterns import NM, Grid, Unstructured
     from iobs.core.quadratic import Quadratic, Solution
     from iobs.core.structured import Structured
+    from iobs.inference import accelerate
     from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
     from iobs.optimize import objectives
-    from iobs.optimize.estimators import SparseClassifier, SparseRegressor
+    from iobs.optimize.bounds.members import RashomonSet
+    from iobs.optimize.bounds.rashomon import rashomon_set
+    from iobs.optimize.estimators import (
+        SparseClassifier,
+        SparseMultiTaskRegressor,
+        SparseRegressor,
+        split_inference,
+        stability_selection,
+    )
     from iobs.optimize.minimize import MinimizeResult, minimize
-    from iobs.pruning import Allocation, Callback, FineTune, Recipe, Report, Rounds, Rule, audit, keep_sparse, prune
+    from iobs.pruning import (
+        Allocation,
+        Callback,
+        FineTune,
+        Recipe,
+        Report,
+        Rounds,
+        Rule,
+        audit,
+        fold,
+        keep_sparse,
+        prune,
+    )
     from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, WoodFisher
     from iobs.solvers import ADMM, OBC, SparseGPT, solve
 
@@ -32,6 +54,7 @@ __all__ = [
     "NM",
     "OBC",
     "Allocation",
+    "Budget",
     "Callback",
     "FineTune",
     "FreeBias",
@@ -40,6 +63,7 @@ __all__ = [
     "Groups",
     "MinimizeResult",
     "Quadratic",
+    "RashomonSet",
     "Recipe",
     "Report",
     "Rounds",
@@ -47,36 +71,49 @@ __all__ = [
     "Solution",
     "SparseClassifier",
     "SparseGPT",
+    "SparseMultiTaskRegressor",
     "SparseRegressor",
     "Structured",
     "Unstructured",
     "WoodFisher",
+    "accelerate",
     "audit",
     "errors",
+    "fold",
     "keep_sparse",
     "load",
     "load_packed",
     "minimize",
     "objectives",
     "prune",
+    "rashomon_set",
     "save_packed",
     "solve",
+    "split_inference",
+    "stability_selection",
     "transformers",
 ]
 
 _HOMES = {
+    "iobs.core.budget": ("Budget",),
     "iobs.core.column_groups": ("Groups",),
     "iobs.core.free_bias": ("FreeBias",),
     "iobs.core.patterns": ("NM", "Grid", "Unstructured"),
     "iobs.core.quadratic": ("Quadratic", "Solution"),
     "iobs.core.structured": ("Structured",),
+    "iobs.inference": ("accelerate",),
     "iobs.models": ("load",),
     "iobs.models.packed": ("load_packed", "save_packed"),
-    "iobs.optimize.estimators": ("SparseClassifier", "SparseRegressor"),
+    "iobs.optimize.bounds.members": ("RashomonSet",),
+    "iobs.optimize.bounds.rashomon": ("rashomon_set",),
+    "iobs.optimize.estimators": (
+        *("SparseClassifier", "SparseMultiTaskRegressor", "SparseRegressor"),
+        *("split_inference", "stability_selection"),
+    ),
     "iobs.optimize.minimize": ("MinimizeResult", "minimize"),
     "iobs.pruning": (
         *("Allocation", "Callback", "FineTune", "Recipe", "Report"),
-        *("Rounds", "Rule", "audit", "keep_sparse", "prune"),
+        *("Rounds", "Rule", "audit", "fold", "keep_sparse", "prune"),
     ),
     "iobs.pruning.recipe": ("CBS", "CHITA", "GlobalMagnitude", "WoodFisher"),
     "iobs.solvers": ("ADMM", "OBC", "SparseGPT", "solve"),

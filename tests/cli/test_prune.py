@@ -72,7 +72,7 @@ def test_prune_options_set_every_setting_of_the_rounds(run, classifier, tmp_path
         "prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--set", "rounds.count=3",
         "--set", "rounds.schedule=cubic", "--set", "rounds.data=fresh", "--set", "rounds.finetune.steps=2",
         "--set", "rounds.finetune.lr=2e-2", "--set", "rounds.finetune.optimizer=adam",
-        "--set", "rounds.finetune.loss=kl", "--set", "inputs=dense", "--set", "target=dense",
+        "--set", "rounds.finetune.loss=kl", "--set", "inputs=dense", "--set", "target=dense", "--set", "blocks=null",
     )  # fmt: skip
     recipe = read_report(out / "report.json").settings["recipe"]
     assert (recipe["inputs"], recipe["target"]) == ("dense", "dense")
@@ -127,6 +127,41 @@ def test_prune_to_a_pattern_passes_inspect(run, tmp_path, pattern):
     run("prune", "-o", out, "--pattern", pattern, "--solver", "magnitude", *QUICK)
     assert pattern in run("inspect", out, "--pattern", pattern).output
     assert "1:4 allows 1" in one_error(run("inspect", out, "--pattern", "1:4", code=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [(("--bits", "4"), "int4"), (("--bits", "3", "--pattern", "2:4"), "2:4+int3"), (("--sparsity", "50%+int4"), None)],
+)
+def test_prune_to_a_grid_passes_inspect(run, tmp_path, options, pattern):
+    out = tmp_path / "out"
+    shown = run("prune", "-o", out, *options, "--solver", "sparsegpt", *ONE_SHOT, *QUICK).output if pattern else ""
+    if pattern is None:
+        shown = run("prune", "-o", out, *options, *QUICK).output  # the recipe "fast" moves zeros between layers
+    assert "bits a weight" in shown
+    if pattern:
+        assert pattern.rpartition("+")[2] in run("inspect", out, "--pattern", pattern).output
+        assert "not on the grid" in one_error(run("inspect", out, "--pattern", pattern[:-1] + "2", code=1))
+    again = tmp_path / "again"
+    run("prune", "-o", again, "--recipe", out / "recipe.yaml")
+    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_prune_to_a_budget_of_bits(run, tmp_path):
+    out = tmp_path / "out"
+    shown = run("prune", "-o", out, "--bits-per-weight", "3.4", "--solver", "sparsegpt", *QUICK).output
+    assert "bits a weight" in shown
+    report = read_report(out / "report.json")
+    assert 3.3 < report.bits_per_weight <= 3.4
+    assert "bits_per_weight: 3.4" in (out / "recipe.yaml").read_text(encoding="utf8")
+    refused = run("prune", "-o", out, "--bits-per-weight", "3", "--bits", "4", *QUICK, code=2).output
+    assert "--bits-per-weight" in refused
+
+
+def test_bits_are_given_once(run, tmp_path):
+    assert "has bits already" in run(
+        "prune", "-o", tmp_path / "out", "--pattern", "int4", "--bits", "3", *QUICK, code=2
+    ).output.replace("\n", " ")
 
 
 def test_dry_run_writes_nothing(run, tmp_path, monkeypatch):

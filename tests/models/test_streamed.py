@@ -40,7 +40,7 @@ def test_settings_for_the_whole_network_are_refused(tmp_path):
     settings |= {"finetune": iobs.FineTune(), "solver": "chita"}
     for name, value in settings.items():
         with pytest.raises(ProblemError, match=f"^{name}: not with one block in memory"):
-            prune_directory(*arguments, **{name: value})
+            prune_directory(*arguments, **{"target": "layer", name: value})
     with pytest.raises(ProblemError, match=r"^rounds: not with one block in memory"):
         prune_directory(*arguments, rounds=iobs.Rounds(data="fresh"))
     assert not (tmp_path / "out").exists()
@@ -148,3 +148,18 @@ def test_blocks_with_several_outputs_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"block by block .*ValueError: too many values.*in memory"):
         prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5))
     assert not (tmp_path / "out").exists()
+
+
+def test_allocation_by_block_is_the_same_with_one_block_in_memory(tmp_path):
+    model = families.saved("llama", tmp_path / "model", torch.float32)
+    data = families.language_batches()
+    options = {"allocation": "block", "holdout": 0.0}
+    report = prune_directory(
+        tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.6), arithmetic=torch.float32, **options
+    )
+    inside = [row.name for row in report.audit]
+    expected = iobs.prune(model, data, iobs.Unstructured(0.6), "one-shot", include=inside, **options)
+    assert [row.chosen for row in report.allocation] == [row.chosen for row in expected.allocation]
+    assert [row.effects for row in report.allocation] == [row.effects for row in expected.allocation]
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(after[f"{name}.weight"], model.get_parameter(f"{name}.weight")) for name in inside)

@@ -14,12 +14,11 @@ from typer.testing import CliRunner
 import iobs
 from iobs import models
 from iobs.cli import app
-from iobs.errors import DistributedError, ModelError, OutputError
+from iobs.errors import ModelError, OutputError
 from iobs.models import load
 from iobs.models.streamed_store import StreamedStore, reserve, spilled
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.runtime import memory
-from iobs.pruning.runtime import ranks as distributed
 from iobs.report import read_report
 
 OPTIONS = {"solver": "sparsegpt"}
@@ -32,9 +31,11 @@ NAMES = ("opt", "llama", "qwen3", "gemma3", "phi3", "gpt2", "bloom", "falcon", "
 def test_prune_directory_equals_pruning_in_memory(name, tmp_path):
     families.saved(name, tmp_path / "model")
     model, data = load(tmp_path / "model").module, families.language_batches()
-    same = {**OPTIONS, "arithmetic": torch.bfloat16}  # the dtype of the network in memory, on any processor
+    # Mamba adds in float32, but its streamed hidden states are bfloat16: its residual targets differ by rounding.
+    options = {**OPTIONS, "target": "dense"} if name == "mamba" else OPTIONS
+    same = {**options, "arithmetic": torch.bfloat16}  # the dtype of the network in memory, on any processor
     report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **same)
-    whole = iobs.prune(model, data, 0.5, "one-shot", holdout=0.0, **OPTIONS)
+    whole = iobs.prune(model, data, 0.5, "one-shot", holdout=0.0, **options)
     model.save_pretrained(tmp_path / "whole")
     assert [row.zeros for row in report.audit] == [row.zeros for row in whole.audit]
     expected = load_file(tmp_path / "whole" / "model.safetensors")
@@ -104,7 +105,7 @@ def test_prune_directory_computes_in_the_widest_pruned_dtype(tmp_path):
     file = tmp_path / "model" / "model.safetensors"
     before = families.converted(file, {"embed": torch.bfloat16})
     arguments = tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5)
-    report = prune_directory(*arguments, solver="magnitude")
+    report = prune_directory(*arguments, solver="magnitude", target="layer")
     assert report.settings["arithmetic"] == "torch.float32"
     after = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in after.items():
@@ -174,12 +175,6 @@ def test_prune_directory_restores_the_c_library(tmp_path):
     before = memory._thresholds
     prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
     assert memory._thresholds == before
-
-
-def test_prune_directory_refuses_several_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(distributed, "current", lambda: distributed.Ranks(1, 2))
-    with pytest.raises(DistributedError, match="one process"):
-        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
 
 
 def test_prune_directory_checks_disk_space_first(tmp_path, monkeypatch):

@@ -17,7 +17,8 @@ from iobs.optimize.bounds.branch_and_bound import certify
 from iobs.optimize.bounds.tangents import Boxes, lasso
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.minimize import minimize
-from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
+from iobs.optimize.objectives.families import Logistic, Poisson
+from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.refit.newton import refit
 from iobs.paper.theory import compare, constants_on_segment, quadratic_factors
 

@@ -13,10 +13,11 @@ from sparse_problems import correlated_design, sparse_signal
 
 import iobs
 from iobs.errors import ProblemError
-from iobs.optimize.estimators import SparseClassifier, SparseRegressor
+from iobs.optimize.estimators import SparseClassifier, SparseMultiTaskRegressor, SparseRegressor
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives.autodiff import from_torch
-from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
+from iobs.optimize.objectives.families import Logistic, Poisson
+from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.objectives.multinomial import Multinomial
 from iobs.optimize.refit.newton import minimise_on_all, refit
 from iobs.optimize.search.path import information, standard_errors
@@ -30,6 +31,7 @@ from iobs.optimize.search.path import information, standard_errors
         SparseRegressor(k=1),
         SparseRegressor(k="cv", cv=2),
         SparseRegressor(loss="poisson", ridge=0.1, k=1),
+        SparseMultiTaskRegressor(k=1),
         pytest.param(SparseClassifier(), marks=pytest.mark.slow),
         pytest.param(SparseClassifier(max_k=2), marks=pytest.mark.slow),
         pytest.param(SparseClassifier(k="cv", cv=3), marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),

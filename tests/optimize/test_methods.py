@@ -13,7 +13,8 @@ from iobs.optimize.methods import subproblem
 from iobs.optimize.methods.base import state_at
 from iobs.optimize.methods.gradient import StochasticIOBS, stochastic_length
 from iobs.optimize.methods.regularised import RegularisedNewton
-from iobs.optimize.objectives.linear import LeastSquares, Logistic
+from iobs.optimize.objectives.families import Logistic
+from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import DENSE_LIMIT, Problem
 from iobs.optimize.refit.newton import refit
 from iobs.optimize.search.swaps import Swapper

@@ -17,7 +17,8 @@ from iobs.optimize.curvature.models import ProductModel, QuadraticObjective
 from iobs.optimize.methods.registry import METHODS
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives.autodiff import from_torch
-from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
+from iobs.optimize.objectives.families import Logistic, Poisson
+from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit, newton_direction
 from iobs.optimize.refit.newton import refit

@@ -10,7 +10,8 @@ import torch
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.optimize import objectives
 from iobs.optimize.objectives.autodiff import from_torch
-from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
+from iobs.optimize.objectives.families import Logistic, Poisson
+from iobs.optimize.objectives.linear import LeastSquares
 
 N, D = 17, 6
 

@@ -21,7 +21,8 @@ from iobs.optimize.methods.gradient import HardThresholding, stochastic_length
 from iobs.optimize.methods.sparse_newton import SparseNewton
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives.autodiff import from_torch
-from iobs.optimize.objectives.linear import LeastSquares, Logistic
+from iobs.optimize.objectives.families import Logistic
+from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
 
 D = 12

@@ -260,3 +260,104 @@ def test_solve_refuses_invalid_certificate_seconds(seconds, numbers, tmp_path):
     file = _csv(tmp_path / "t.csv", *numbers)
     result = CliRunner().invoke(app, [str(file), "--target", "price", "--certify", seconds])
     assert result.exit_code == 2
+
+
+def test_near_lists_every_model_within_the_gap(tmp_path, rng):
+    X = rng.standard_normal((60, 7))
+    X[:, 3] = X[:, 1]
+    y = X[:, 0] + X[:, 1] + 0.5 * rng.standard_normal(60)
+    file = _csv(tmp_path / "t.csv", X, y)
+    model = json.loads(_run(file, "--target", "price", "-k", 2, "--near", 0.01, "--json"))["near_optimal"]
+    assert model["complete"]
+    assert [each["features"] for each in model["models"]] == [["c0", "c1"], ["c0", "c3"]]
+    shares = {row["name"]: row["share"] for row in model["columns"]}
+    assert (shares["c0"], shares["c1"], shares["c2"]) == (1.0, 0.5, 0.0)
+    shown = _run(file, "--target", "price", "-k", 2, "--near", 0.01)
+    assert "proved complete" in shown
+    assert "c0 c3" in shown
+
+
+def test_near_needs_the_squared_loss(numbers, tmp_path):
+    X, y = numbers
+    file = _csv(tmp_path / "t.csv", X, (y > 5).astype(int))
+    with pytest.raises(DataError, match="--loss squared"):
+        _run(file, "--target", "price", "--near", 0.1)
+
+
+def _claims(tmp_path, rng, n=300):
+    """A table of counts with years of exposure, a category of four levels, and a column of weights."""
+    years, age = rng.integers(1, 9, n).astype(float), rng.standard_normal(n)
+    town = rng.choice(["a", "b", "c", "d"], n)
+    effect = np.vectorize({"a": 0.0, "b": 1.0, "c": -1.0, "d": 0.5}.get)(town)
+    y = rng.poisson(years * np.exp(0.5 * age + effect - 1)).astype(float)
+    noise = rng.standard_normal((n, 3))
+    rows = [
+        ",".join([f"{a:.6f}", t, *(f"{v:.6f}" for v in z), f"{e:.0f}", str(w), f"{c:.0f}"])
+        for a, t, z, e, w, c in zip(age, town, noise, years, rng.integers(1, 4, n), y, strict=True)
+    ]
+    file = tmp_path / "claims.csv"
+    file.write_text("age,town,n1,n2,n3,years,w,claims\n" + "\n".join(rows) + "\n")
+    return file, y, years
+
+
+@pytest.mark.parametrize("k", ["2", "bic", "cv-1se"])
+@pytest.mark.parametrize("loss", ["poisson", "negative_binomial"])
+def test_whole_categories_enter_with_all_levels(k, loss, tmp_path, rng):
+    file, *_ = _claims(tmp_path, rng)
+    extra = ["--exposure", "years", "--weight", "w", "--whole-categories", "--json"]
+    model = json.loads(_run(file, "--target", "claims", "--loss", loss, "-k", k, *extra))
+    assert {row["name"] for row in model["features"]} == {"age", "town=b", "town=c", "town=d"}
+    assert model["k"] == 2
+    forced = json.loads(_run(file, "--target", "claims", "--loss", loss, "-k", 1, "--force", "town", *extra))
+    assert {row["name"] for row in forced["features"]} == {"age", "town=b", "town=c", "town=d"}
+
+
+def test_exposure_is_the_offset_of_solve_and_of_predict(tmp_path, rng):
+    from iobs.cli.predict import predict
+    from iobs.optimize.objectives import Poisson
+    from iobs.optimize.refit.newton import refit
+
+    file, y, years = _claims(tmp_path, rng)
+    arguments = ["--target", "claims", "--loss", "poisson", "-k", 1, "--exposure", "years", "--drop", "town"]
+    model = json.loads(_run(file, *arguments, "--drop", "w", "--json", "-o", tmp_path / "m.json"))
+    assert [row["name"] for row in model["features"]] == ["age"]
+    age = read_table(file, "claims").X[:, :1]
+    objective = Poisson(age, y, intercept=True, offset=np.log(years))
+    fit = refit(objective, np.array([0, 1]))
+    coefficients, intercept = objective.split(fit.theta)
+    assert model["features"][0]["coefficient"] == pytest.approx(coefficients[0], rel=1e-8)
+    predict_app = typer.Typer()
+    predict_app.command()(predict)
+    shown = CliRunner().invoke(predict_app, [str(tmp_path / "m.json"), str(file)]).stdout
+    predicted = np.array([float(line) for line in shown.splitlines()[1:]])
+    assert np.allclose(predicted, years * np.exp(age[:, 0] * coefficients[0] + intercept), rtol=1e-8)
+
+
+def test_weights_of_solve_equal_repeated_rows(numbers, tmp_path, rng):
+    X, y = numbers
+    weights = rng.integers(0, 4, len(y))
+    names = [*(f"c{j}" for j in range(6)), "w"]
+    once = _csv(tmp_path / "once.csv", np.column_stack([X, weights]), y, names)
+    repeated = _csv(tmp_path / "repeated.csv", X.repeat(weights, 0), y.repeat(weights))
+    a = json.loads(_run(once, "--target", "price", "-k", 2, "--weight", "w", "--json"))
+    b = json.loads(_run(repeated, "--target", "price", "-k", 2, "--json"))
+    for one, other in zip(a["features"], b["features"], strict=True):
+        assert one["name"] == other["name"]
+        assert one["coefficient"] == pytest.approx(other["coefficient"], rel=1e-8)
+        assert one["standard_error"] == pytest.approx(other["standard_error"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--exposure", "years"], "counts or amounts"),
+        (["--weight", "town"], "must hold numbers"),
+        (["--weight", "absent"], "no column 'absent'"),
+        (["--loss", "poisson", "--exposure", "n1"], "must be positive"),
+        (["--loss", "poisson", "--exposure", "years", "--offset", "n1"], "no --offset"),
+    ],
+)
+def test_weights_and_offsets_that_do_not_fit_are_refused(arguments, words, tmp_path, rng):
+    file, *_ = _claims(tmp_path, rng)
+    with pytest.raises(DataError, match=words):
+        _run(file, "--target", "claims", "-k", 1, *arguments)

@@ -9,7 +9,8 @@ import pytest
 from sparse_problems import correlated_design, sparse_signal
 
 from iobs.optimize.curvature.models import QuadraticObjective
-from iobs.optimize.objectives.linear import LeastSquares, Logistic
+from iobs.optimize.objectives.families import Logistic
+from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import inverse_block
 from iobs.optimize.refit.newton import refit

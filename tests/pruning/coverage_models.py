@@ -157,6 +157,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list]]] = {
     "bilinear": (Bilinear, vectors),
     "embedding bag": (Bag, lambda: [torch.randint(0, 20, (8, 5)) for _ in range(3)]),
     "einsum": (lambda: Multiplied(lambda x, w: torch.einsum("bi,oi->bo", x, w)), vectors),
+    "scaled": (lambda: Multiplied(lambda x, w: x @ (2 * w).t()), vectors),
     "addmm": (lambda: Multiplied(lambda x, w: torch.addmm(x, x, w.t())), vectors),
     "matmul": (lambda: Multiplied(lambda x, w: x @ w.t()), vectors),
     "weight norm": (normed(nn.utils.parametrizations.weight_norm), vectors),
@@ -191,7 +192,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list]]] = {
         mlp_ratios=(2.0, 2.0),
     ),
 }
-QUICK = ["lstm", "transposed convolution", "depthwise separable", "einsum", "weight norm", "unfed", "tied", "mixtral"]
+QUICK = [
+    "lstm",
+    "transposed convolution",
+    "depthwise separable",
+    "einsum",
+    "scaled",
+    "weight norm",
+    "unfed",
+    "tied",
+    "mixtral",
+]
 
 
 def build(name: str) -> tuple[nn.Module, list]:

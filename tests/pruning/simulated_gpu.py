@@ -1,22 +1,29 @@
 """A simulated GPU: tensors in CPU memory that report device "cuda:0" and refuse operations with CPU tensors.
 
 `SimulatedGpu` intercepts every torch call: an operation on tensors of both devices raises CUDA's error, a CPU generator
-is refused for a GPU tensor, and a GPU tensor does not convert to numpy. CUDA's own kernels are not simulated.
+is refused for a GPU tensor, and a GPU tensor does not convert to numpy. A copy to the other device has memory of its
+own. `Operations` repeats the check below the Python calls, for every kernel, also of a backward pass. CUDA's own
+kernels are not simulated.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 # Functions that accept tensors of both devices: copies, and indexing by a CPU tensor.
-CROSSING = {"copy_", "to", "__getitem__", "__setitem__", "index_put_"}
+CROSSING = {"copy_", "to", "__getitem__", "__setitem__", "index_put_", "_has_compatible_shallow_copy_type"}
+KERNELS_CROSSING = {"copy_", "_to_copy", "index", "index_put_", "_index_put_impl_", "set_"}
+READS = {"item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__index__"}
 
 
 class OnGpu(Tensor):
@@ -31,42 +38,113 @@ class OnGpu(Tensor):
 
 
 def on_gpu(model: nn.Module) -> nn.Module:
-    """Move the parameters and buffers of a network to the simulated GPU in place; shared ones stay shared."""
+    """Move a network to the simulated GPU in place, inside its context; shared tensors stay shared."""
     moved: dict[int, Any] = {}
     for module in model.modules():
         for name, value in module._parameters.items():
             if value is not None:
-                parameter = moved.setdefault(id(value), nn.Parameter(value.detach().as_subclass(OnGpu)))
+                parameter = moved.setdefault(id(value), nn.Parameter(value.detach().to(GPU)))
                 module._parameters[name] = parameter.requires_grad_(value.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = moved.setdefault(id(buffer), buffer.as_subclass(OnGpu))
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(GPU))
     return model
 
 
+class Places:
+    """The device of every storage: an identity is not used again while a weak reference to it exists."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+
+    def put(self, tensor: Tensor, device: torch.device) -> None:
+        """Record the device of a tensor's storage."""
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._known[reference.cdata] = reference, device
+        if len(self._known) > 10_000:
+            self._known = {key: value for key, value in self._known.items() if not value[0].expired()}
+
+    def of(self, tensor: Tensor) -> torch.device | None:
+        """The device of a tensor's storage; None if it is not known."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = self._known.get(tensor.untyped_storage()._cdata)
+        return None if found is None or found[0].expired() else found[1]
+
+
+class Operations(TorchDispatchMode):
+    """Refuse kernels that get storages of both devices; their results are on the device of their arguments."""
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()
+        self.places = places
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Check and run one kernel."""
+        kwargs = kwargs or {}
+        given = list(_tensors((args, kwargs)))
+        found = {self.places.of(tensor) for tensor in given if tensor.ndim}
+        if {GPU, CPU} <= found and func.overloadpacket.__name__ not in KERNELS_CROSSING:
+            raise RuntimeError(f"Expected all tensors to be on the same device in the kernel {func}")
+        result = func(*args, **kwargs)
+        there = any(self.places.of(tensor) == GPU for tensor in given)
+        for tensor in _tensors(result):
+            if there and self.places.of(tensor) is None:
+                self.places.put(tensor, GPU)
+        return result
+
+
 class SimulatedGpu(TorchFunctionMode):
-    """Inside this context, torch checks devices as on a machine with a GPU."""
+    """Inside this context, torch checks devices as on a machine with a GPU.
+
+    Attributes:
+        reads: number of calls that wait for the GPU to give a value or a tensor to the CPU, by name of the call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[str] = Counter()
+        self._places = Places()
+        self._operations = Operations(self._places)
+
+    def __enter__(self) -> SimulatedGpu:
+        self._operations.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._operations.__exit__(*error)
+
+    def _there(self, tensor: Tensor) -> bool:
+        """Check for a tensor on the GPU; gradients and saved tensors lose their class, but not their storage."""
+        return isinstance(tensor, OnGpu) or self._places.of(tensor) == GPU
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Check the devices of one call, run the call on the CPU, and set the device of its result."""
         kwargs = dict(kwargs or {})
+        if func is torch.device:
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         given = list(_tensors((args, kwargs)))
-        there = any(isinstance(tensor, OnGpu) for tensor in given)
+        there = any(self._there(tensor) for tensor in given)
         if name == "__get__":
             return self._attribute(func, args[0], there)
-        if name == "numpy" and there:
+        if name in READS and there:
+            self.reads[name] += 1
+        if name in ("numpy", "__array__") and there:
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
-        here = any(tensor.ndim and not isinstance(tensor, OnGpu) for tensor in given)
+        here = any(tensor.ndim and not self._there(tensor) for tensor in given)
         if there and here and name not in CROSSING:
             shapes = [(type(tensor).__name__, tuple(tensor.shape)) for tensor in given]
             raise RuntimeError(f"Expected all tensors to be on the same device, {resolve_name(func)}: {shapes}")
         asked, args, kwargs = _asked(args, kwargs)
         lies = GPU if there else CPU
         if name in ("to", "copy_", "__setitem__", "index_put_"):
-            lies = GPU if isinstance(args[0], OnGpu) else CPU
+            lies = GPU if self._there(args[0]) else CPU
         lies = asked or lies
         if name == "cpu":
             lies = CPU
@@ -75,7 +153,7 @@ class SimulatedGpu(TorchFunctionMode):
             raise RuntimeError(f"Expected a 'cuda' device type for generator but found 'cpu', {resolve_name(func)}")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return _placed(result, lies)
+        return self._placed(result, lies)
 
     def _attribute(self, func: Any, tensor: Tensor, there: bool) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -84,7 +162,26 @@ class SimulatedGpu(TorchFunctionMode):
             return GPU
         if there and func is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return True
-        return _placed(value, GPU if there else CPU)
+        return self._placed(value, GPU if there else CPU)
+
+    def _placed(self, result: Any, device: torch.device) -> Any:
+        """The result of a call as a tensor of a device; a tensor of the other device is copied."""
+        if isinstance(result, Tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                if result.is_meta:
+                    return result.as_subclass(Tensor) if isinstance(result, OnGpu) else result
+                before = self._places.of(result) or (GPU if isinstance(result, OnGpu) else None)
+                if before not in (None, device):
+                    result = result.clone()
+                self._places.put(result, device)
+                if isinstance(result, OnGpu) == (device == GPU):
+                    return result
+                return result.as_subclass(OnGpu if device == GPU else Tensor)
+        if isinstance(result, (tuple, list)) and type(result) in (tuple, list):
+            return type(result)(self._placed(entry, device) for entry in result)
+        if isinstance(result, tuple):  # a named tuple of torch
+            return type(result)([self._placed(entry, device) for entry in result])
+        return result
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -114,16 +211,3 @@ def _asked(
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": own(kwargs["device"])}
     return (asked[0] if asked else None), args, kwargs
-
-
-def _placed(result: Any, device: torch.device) -> Any:
-    if isinstance(result, Tensor):
-        kind = OnGpu if device == GPU else Tensor
-        if isinstance(result, OnGpu) == (device == GPU):
-            return result
-        return result.as_subclass(kind)
-    if isinstance(result, (tuple, list)) and type(result) in (tuple, list):
-        return type(result)(_placed(entry, device) for entry in result)
-    if isinstance(result, tuple):  # a named tuple of torch
-        return type(result)([_placed(entry, device) for entry in result])
-    return result

@@ -6,18 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from menagerie import build
-from simulated_gpu import OnGpu, SimulatedGpu, on_gpu
+from simulated_gpu import GPU, OnGpu, on_gpu
 
 import iobs
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda device=None: 0)
-    with SimulatedGpu():
-        yield
 
 
 def test_simulated_gpu_refuses_what_a_gpu_refuses(gpu):
@@ -31,6 +22,27 @@ def test_simulated_gpu_refuses_what_a_gpu_refuses(gpu):
         there.numpy()
     with pytest.raises(RuntimeError, match="generator"):
         torch.rand(3, device="cuda", generator=torch.Generator())
+    there.cpu().zero_()
+    assert there.tolist() == [1.0, 1.0, 1.0]
+    assert gpu.reads == {"cpu": 2, "tolist": 1}
+
+
+def test_simulated_gpu_checks_the_kernels_of_a_backward_pass(gpu):
+    here = torch.ones(3)
+
+    class Mixing(torch.autograd.Function):
+        @staticmethod
+        def forward(context, value):
+            return value * 2
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient + here
+
+    value = torch.ones(3, device="cuda", requires_grad=True)
+    assert torch.autograd.grad((value * value).sum(), value)[0].device == GPU
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.autograd.grad(Mixing.apply(value).sum(), value)
 
 
 SHORT = replace(iobs.Recipe.preset("best").finetune, steps=12, most_steps=None)
@@ -53,6 +65,9 @@ CHOICES = {
     "SparseGPT": ("transformer", {"solver": "sparsegpt", "target": "dense"}),
     "Wanda": ("transformer", {"solver": "wanda"}),
     "magnitude": ("convolutional", {"solver": "magnitude", "depthwise": True}),
+    "residual": ("transformer", {"target": "residual", "bias": "refit"}),
+    "blocks": ("transformer", {"target": "residual", "blocks": iobs.pruning.recipe.BlockFit(steps=4, network_steps=3)}),
+    "last window": ("transformer", {"blocks": iobs.pruning.recipe.BlockFit(steps=4, masks=3, between=2, last="kl")}),
 }
 
 

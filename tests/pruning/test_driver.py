@@ -29,6 +29,25 @@ def test_prune_gives_every_layer_the_exact_count(name, solver):
         assert layer.error_heldout is not None
 
 
+def test_magnitude_costs_no_pass_beyond_the_losses():
+    passed = {}
+    for solver in ("magnitude", "wanda"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))
+        dense, data = copy.deepcopy(model), torch.randn(400, 12)
+        data[:, 0] = 0  # a column of inputs without any values
+        counts = []
+        model[0].register_forward_hook(lambda module, args, output, counts=counts: counts.append(len(output)))
+        iobs.prune(model, data.split(40), 0.5, iobs.Recipe(solver=solver))
+        passed[solver] = sum(counts)
+        kept = model[0].weight != 0
+        if solver == "magnitude":
+            assert torch.equal(model[0].weight[kept], dense[0].weight[kept])
+            assert dense[0].weight[kept].abs().min() >= dense[0].weight[~kept].abs().max()
+            assert kept[:, 0].any()
+    assert passed["magnitude"] <= passed["wanda"] - 400 + 32
+
+
 @pytest.mark.parametrize("target", ["layer", "dense"])
 @pytest.mark.parametrize("inputs", ["pruned", "dense"])
 def test_prune_accepts_every_target_and_input(target, inputs):

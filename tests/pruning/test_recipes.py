@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import LANGUAGE_MODELS, language_batches
 from menagerie import three_layers
 from torch import nn
 
@@ -11,7 +12,7 @@ import iobs
 from iobs.errors import ProblemError
 from iobs.pruning.decisions import learning_rate
 from iobs.pruning.decisions import sparsity as sparsities
-from iobs.pruning.recipe import PRESETS
+from iobs.pruning.recipe import PRESETS, BlockFit
 
 BEST = PRESETS["best"]
 SHORT = BEST.but(finetune=replace(BEST.finetune, steps=60, most_steps=None))
@@ -59,6 +60,29 @@ def test_best_recipe_searches_rates_if_samples_suffice():
     assert asked["lr"] == asked["optimizer"] == "auto"
 
 
+def test_presets_have_residual_targets_and_fast_fits_blocks_for_one_epoch():
+    assert {PRESETS[name].target for name in ("one-shot", "fast", "best")} == {"residual"}
+    assert PRESETS["one-shot"] == iobs.Recipe(target="residual")
+    fast, best = PRESETS["fast"], PRESETS["best"]
+    assert (fast.blocks.masks, fast.blocks.network_steps, fast.rounds.count, fast.finetune) == (1, 0, 1, None)
+    assert fast.blocks.within(20).steps == 20
+    assert best.blocks.masks > 1
+    assert best.blocks.network_steps > best.finetune.steps
+
+
+def test_best_recipe_takes_network_steps_on_text_and_fine_tuning_on_other_data():
+    fit = BlockFit(masks=1, steps=2, lr=1e-3, network_steps=2, network_lr=1e-4)
+    recipe = SHORT.but(blocks=fit, allocation="uniform")
+    text = LANGUAGE_MODELS["llama"][0](), language_batches(count=4)
+    found = {}
+    for name, (model, data) in {"text": text, "other": three_layers()}.items():
+        report = iobs.prune(model, data, 0.5, recipe)
+        decided = report.settings["decided"]
+        found[name] = decided["blocks"]["network_steps"], decided["finetune"] is not None, len(report.rounds) > 1
+        assert any("take the place of rounds and fine-tuning" in note for note in report.notes) == (name == "text")
+    assert found == {"text": (2, False, False), "other": (0, True, True)}
+
+
 def test_best_recipe_does_not_allocate_n_of_m():
     model, data = three_layers()
     report = iobs.prune(model, data, iobs.NM(2, 4), SHORT)
@@ -73,12 +97,12 @@ def test_resolve_lets_arguments_override_a_recipe():
     assert PRESETS["one-shot"].but(rounds=4).rounds == replace(BEST.rounds, count=4)
     assert BEST.but(rounds=1).rounds == iobs.Rounds()
     assert BEST.but(rounds=1).finetune == BEST.finetune
-    assert PRESETS["one-shot"].but(rounds=1) == iobs.Recipe()
+    assert PRESETS["one-shot"].but(rounds=1) == iobs.Recipe(target="residual")
     assert BEST.but(finetune=None) == replace(BEST, finetune=None)
 
 
 def test_resolve_refuses_targets_that_contradict_the_inputs():
-    with pytest.raises(ProblemError, match='target="model" matches outputs'):
+    with pytest.raises(ProblemError, match='target="residual" corrects the drift'):
         BEST.but(inputs="dense")
 
 

@@ -33,7 +33,7 @@ def test_the_last_matching_rule_wins():
 def test_a_rules_solver_is_used_for_its_layers():
     rules = (iobs.Rule("*.up", solver="magnitude"),)
     dense = menagerie.build("transformer")[0].layers[0].up.weight
-    _, _, model = pruned(rules)
+    _, _, model = pruned(rules, recipe=iobs.Recipe())
     kept = model.layers[0].up.weight != 0
     assert (model.layers[0].up.weight[kept] == dense[kept]).all(), "magnitude leaves weights as they are"
     other = model.layers[0].down.weight

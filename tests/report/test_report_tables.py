@@ -100,3 +100,16 @@ def test_trials_table_prints_the_best_of_a_pattern_bold():
     console.print(curves.trials_table(trials, None))
     assert {"a [/b]", "9.500, 2.0 s", "8.500, 2.0 s"} <= {*re.split(r" *[│\n] *", console.export_text(clear=False))}
     assert "\x1b[1;32m8.500\x1b[0m, 2.0 s" in console.export_text(styles=True)
+
+
+def test_layers_on_grids_show_their_bits():
+    made = make_report()
+    assert "bits a weight" not in shown(report.layers_table(made), report.audit_table(made.audit)) + made._rendered(
+        ".html"
+    )
+    made.audit[0].bits = 3 * made.audit[0].weights
+    name = made.audit[0].name
+    for text in (shown(report.layers_table(made)), shown(report.audit_table(made.audit))):
+        assert "bits a weight" in text
+        assert re.search(r"3\.00", next(line for line in text.splitlines() if name.split(".")[-1] in line))
+    assert "<th>bits a weight" in made._rendered(".html")

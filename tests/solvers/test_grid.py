@@ -8,11 +8,12 @@ from solver_problems import random_problem, row_masks
 
 import iobs
 from iobs.core import linalg
+from iobs.core.grids import over_columns
 from iobs.core.patterns import Partition, parse
 from iobs.errors import DampingWarning, PatternError, ProblemError
 from iobs.solvers.families import GRID_SOLVERS
 from iobs.solvers.gridded.feedback import feed_back_on_support
-from iobs.solvers.gridded.lattice import over_columns, refit_scales, rounded, search_scales
+from iobs.solvers.gridded.lattice import refit_scales, rounded, search_scales
 from iobs.solvers.kernels import descend
 from iobs.solvers.kernels.descend import GridRows
 
@@ -367,15 +368,6 @@ def test_impossible_grids_are_refused():
         iobs.solve(random_problem(3, 8), iobs.Grid(4), refine="swap")
     with pytest.raises(PatternError, match="divisible"):
         iobs.solve(random_problem(3, 7), iobs.NM(2, 4) & iobs.Grid(4))
-
-
-@pytest.mark.parametrize("pattern", [iobs.Grid(4), iobs.NM(2, 4) & iobs.Grid(4), "50%+int4"], ids=str)
-def test_prune_refuses_grids_before_any_work(pattern):
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4))
-    before = model[0].weight.clone()
-    with pytest.raises(PatternError, match="Whole networks: not yet"):
-        iobs.prune(model, [torch.randn(20, 8)], pattern)
-    assert torch.equal(model[0].weight, before)
 
 
 def test_partition_of_a_sparse_grid_is_that_of_its_pattern():

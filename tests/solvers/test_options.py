@@ -10,12 +10,14 @@ from solver_problems import random_problem
 
 import iobs
 from iobs.errors import ProblemError
-from iobs.solvers import ADMM, OBC, Exact, Magnitude, Refit, ScreenedSwap, SparseGPT, Swap, Wanda
+from iobs.solvers import ADMM, LOBS, OBC, Exact, Magnitude, NetTrim, Refit, ScreenedSwap, SparseGPT, Swap, Wanda
 
 VALUES = [
     ADMM(budget="best"),
     SparseGPT(block=16),
     OBC(),
+    LOBS(),
+    NetTrim(refit=False, steps=5),
     Magnitude(),
     Wanda(),
     Exact(limit=5000),
@@ -65,6 +67,8 @@ def test_solver_option_may_be_a_numpy_integer():
         ("admm", {"budget": "best"}, ADMM(budget="best")),
         ("sparsegpt", {"block": 16}, SparseGPT(block=16)),
         ("obc", {}, OBC()),
+        ("lobs", {}, LOBS()),
+        ("nettrim", {"iterations": 5}, NetTrim(iterations=5)),
         ("magnitude", {}, Magnitude()),
         ("wanda", {}, Wanda()),
     ],

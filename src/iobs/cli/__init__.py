@@ -19,7 +19,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 # In the order of the help page. Each module defines a function of its own name.
-COMMANDS = ("demo", "prune", "compare", "evaluate", "inspect", "pack", "solve", "predict", "reproduce")
+COMMANDS = ("demo", "prune", "compare", "evaluate", "inspect", "pack", "run", "solve", "predict", "reproduce")
 for _name in COMMANDS:
     app.command(_name, epilog=epilogue(_name))(getattr(importlib.import_module(f"iobs.cli.{_name}"), _name))
 

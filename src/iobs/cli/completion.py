@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-RECIPES = ("fast", "best", "blocks", "one-shot", "paper")
-SOLVERS = ("admm", "sparsegpt", "obc", "wanda", "magnitude", "exact")
+RECIPES = ("fast", "best", "one-shot", "paper")
+SOLVERS = ("admm", "sparsegpt", "obc", "lobs", "nettrim", "wanda", "magnitude", "exact")
 NETWORK_SOLVERS = ("chita", "cbs", "woodfisher", "global-magnitude")
 SHARES = ("50%", "60%", "70%", "80%", "90%")
 PATTERNS = ("2:4", "4:8", "1:4")

@@ -29,6 +29,10 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "iobs pack OUT": "writes OUT.packed",
         "iobs pack --unpack OUT.packed -o DENSE": "ordinary files again",
     },
+    "run": {
+        "iobs run OUT 'Once upon a time'": "continue a text, with the zeros used for speed",
+        "iobs run OUT 'Once upon a time' --precision bf16 --tokens 20 --json": "exact to bfloat16, for a program",
+    },
     "solve": {
         "iobs solve data.csv --target price -k 5": "the best five columns",
         "iobs solve data.csv --target price -k cv --plot path.png": "the number chosen by cross-validation",

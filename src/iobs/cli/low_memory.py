@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ def prune_low_memory(
     """Show what a run will need and, unless that is all, prune a directory with one block in memory at a time.
 
     Raises:
-        DistributedError: torchrun started several processes.
         ModelError: MODEL is no directory.
         OutputError: the disk has too little room.
         ProblemError: the recipe needs the whole model.
@@ -30,26 +29,33 @@ def prune_low_memory(
     from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
     from iobs.cli.results import write_card
     from iobs.cli.running import prune_as_asked
+    from iobs.core.files import weight_files
     from iobs.models.output import expanded
     from iobs.models.streamed import StreamedModel
-    from iobs.models.streamed_store import StreamedStore, without_weights
+    from iobs.models.streamed_store import StreamedStore
+    from iobs.models.without_weights import without_weights
     from iobs.pruning.driver import requested
-    from iobs.pruning.runtime.ranks import require_alone
+    from iobs.pruning.runtime.ranks import current
     from iobs.report import summary_lines, write_report
 
-    require_alone()
     options, recipe, output, checkpoint = asked.options, asked.recipe, place.output, place.checkpoint
     chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
     StreamedStore.require_streamable(recipe)
     directory = directory and str(expanded(directory))
     if directory is None or not Path(directory).is_dir():
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
+    if dry_run and not weight_files(Path(directory)):
+        if current().first:
+            _show_machines(Path(directory), asked, as_json)
+        return
     streamed = StreamedModel.open(Path(directory), device=chosen, arithmetic=arithmetic)
     store = StreamedStore(streamed, output or Path())
     selection = store.select(options.include, options.ignore, recipe.depthwise)
     selection, _ = requested(recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
     name, window, batches = batches_of_run(without_weights(Path(directory)), options)
     plan = store.plan(selection, batches, recipe, options.holdout)
+    if (dry_run or output is None) and not current().first:
+        return
     if dry_run or output is None:
         if as_json:
             console.print_json(asdict(plan))
@@ -66,6 +72,8 @@ def prune_low_memory(
     with store.writing(place.replaceable):
         facts = {"model": directory, "calibration": name, "seq_len": window}
         report = prune_as_asked(store, batches, asked, checkpoint, facts)
+        if not current().first:
+            return
         write_card(report, "transformers", store.folder, Path(directory) / "README.md")
         write_report(report, store.folder)
         asked.write(store.folder)
@@ -79,8 +87,37 @@ def prune_low_memory(
     out.print(f"Written: {output} ({report.sparsity:.2%} zeros)")
 
 
+def _show_machines(directory: Path, asked: Asked, as_json: bool) -> None:
+    """Show what a run takes on several GPUs; the directory holds a configuration and no weights."""
+    from iobs.models.shapes import shapes_of
+    from iobs.pruning.cost.machines import GPUS, need
+
+    options, recipe = asked.options, asked.recipe
+    network = shapes_of(directory, options.include, options.ignore, recipe.depthwise)
+    machines = [replace(gpu, count=count) for count in (1, 8) for gpu in GPUS]
+    needs = [need(network, recipe, options.samples, options.seq_len, options.batch_size, one) for one in machines]
+    if as_json:
+        console.print_json([{**asdict(one), "fits": one.fits, "streams": one.streams} for one in needs])
+        return
+    out = console.output_console().print
+    out(f"{directory} holds no weights: predicted from config.json for {network.weights / 1e9:.1f} billion weights,")
+    out(f"{options.samples} samples of {options.seq_len} tokens, at half of each vendor's figures.")
+    for one in needs:
+        machine = one.machine
+        peak, hours = max(one.peak_bytes.values()), sum(one.phases.values()) / 3600
+        fits = "fits" if one.fits else "does not fit"
+        out(f"{machine.count} x {machine.name}: peak {peak / 1e9:.1f} GB ({fits}), {hours:.2f} h")
+        out("  peak by phase: " + ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in one.peak_bytes.items()))
+        out("  time by phase: " + ", ".join(f"{name} {value / 60:.1f} min" for name, value in one.phases.items()))
+        place = "the device" if one.streams == "device" else "main memory"
+        out(f"  hidden states and fitted parameters: {one.streams_bytes / 1e9:.1f} GB in {place} of every rank")
+
+
 def _show(plan: Plan, show: Callable[[str], None]) -> None:
     show(f"{plan.layers} matrices; the whole model takes {plan.model_bytes / 1e9:.2f} GB")
     show(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB")
     show(f"Predicted time: {plan.seconds / 60:.0f} min")
-    show(f"Activations kept in files: {plan.spilled_bytes / 1e9:.2f} GB")
+    for name, seconds in plan.phases.items():
+        show(f"  {name}: {seconds / 60:.1f} min")
+    place = {"device": "memory of the device", "memory": "main memory", "disk": "files"}[plan.streams]
+    show(f"Hidden states between blocks: {plan.streams_bytes / 1e9:.2f} GB, in {place}")

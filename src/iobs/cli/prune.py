@@ -6,12 +6,12 @@ import shlex
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from iobs.cli import completion, console
-from iobs.cli.completion import words
+from iobs.cli import console
+from iobs.cli.method import Method, Wanted, option
 
 if TYPE_CHECKING:
     from iobs.cli.run_file import Asked
@@ -23,70 +23,6 @@ if TYPE_CHECKING:
     from iobs.pruning.report import Report
     from iobs.pruning.workspace import Request
 
-_METHOD, _LAYERS = "Method", "Layers"
-
-
-def _option(metavar: str, text: str, panel: str | None = None, least: float | None = None, **others: Any) -> Any:
-    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, show_default=False, min=least, **others)
-
-
-@dataclass(frozen=True)
-class Method:
-    """Options for what to prune to, and how."""
-
-    sparsity: Annotated[
-        str | None,
-        _option("SHARE", "Share of zeros: 0.5 or 50% (default 50%).", autocompletion=words(completion.SHARES)),
-    ] = None
-    pattern: Annotated[
-        str | None,
-        _option(
-            "N:M|structured:SHARE",
-            "Instead: keep N of every M neighbours, as 2:4; or remove whole units, as structured:30%.",
-            autocompletion=words(completion.PATTERNS),
-        ),
-    ] = None
-    recipe: Annotated[
-        str | None,
-        _option(
-            "NAME|FILE",
-            "fast (default), best, one-shot, paper, or a recipe.yaml.",
-            _METHOD,
-            autocompletion=words(completion.RECIPES),
-        ),
-    ] = None
-    of: Annotated[
-        str | None, _option("COST", "Of structured:SHARE: macs (default), parameters or latency.", _METHOD)
-    ] = None
-    runtime: Annotated[
-        str | None, _option("NAME", "Of structured:SHARE: times are those of torch (default) or onnx.", _METHOD)
-    ] = None
-    rounds: Annotated[int | None, _option("N", "Rounds of Algorithm 2, with fine-tuning between them.", _METHOD)] = None
-    solver: Annotated[
-        str | None,
-        _option(
-            "NAME",
-            "admm, sparsegpt, obc, wanda, magnitude, exact; or chita, cbs, woodfisher.",
-            _METHOD,
-            autocompletion=words([*completion.SOLVERS, *completion.NETWORK_SOLVERS]),
-        ),
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any field of the recipe, as damping=0.1 or finetune.steps=200; repeat.",
-            rich_help_panel=_METHOD,
-            show_default=False,
-        ),
-    ] = None
-    seed: Annotated[int | None, _option("N", "Seed of every random choice (default 0).", _METHOD)] = None
-    include: Annotated[
-        list[str] | None, _option("PATTERN", "Prune only these layers: `*.mlp.*` or re:EXPRESSION; repeat.", _LAYERS)
-    ] = None
-    ignore: Annotated[list[str] | None, _option("PATTERN", "Leave these layers dense; repeat.", _LAYERS)] = None
-
 
 @dataclass(frozen=True)
 class Calibration:
@@ -94,18 +30,18 @@ class Calibration:
 
     data: console.Data = None
     samples: Annotated[
-        int | None, _option("N", "Number of calibration samples (default 128).", console.DATA_PANEL, least=1)
+        int | None, option("N", "Number of calibration samples (default 128).", console.DATA_PANEL, least=1)
     ] = None
     seq_len: Annotated[
         int | None,
-        _option("N", "Tokens per sample (default 2048); at most the model's context.", console.DATA_PANEL, least=2),
+        option("N", "Tokens per sample (default 2048); at most the model's context.", console.DATA_PANEL, least=2),
     ] = None
     batch_size: Annotated[
-        int | None, _option("N", "Samples per forward pass (default 8).", console.DATA_PANEL, least=1)
+        int | None, option("N", "Samples per forward pass (default 8).", console.DATA_PANEL, least=1)
     ] = None
     eval_data: Annotated[
         list[str] | None,
-        _option(
+        option(
             "SOURCE",
             "Score the model before and after on these data; by default only the embedded model is scored.",
             console.DATA_PANEL,
@@ -127,7 +63,8 @@ def prune(
             show_default=False,
         ),
     ] = None,
-    method: Method = Method(),
+    wanted: Wanted = Wanted(),  # noqa: B008 - frozen
+    method: Method = Method(),  # noqa: B008 - frozen
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show which layers would be pruned, and stop.")] = False,
     overwrite: console.Overwrite = False,
     resume: Annotated[
@@ -150,7 +87,7 @@ def prune(
     from iobs.cli.low_memory import prune_low_memory
     from iobs.cli.running import Place, saying_how_to_continue
 
-    asked = _asked(method, calibration, loading.dtype, low_memory)
+    asked = _asked(wanted, method, calibration, loading.dtype, low_memory)
     if output is None and not dry_run:
         raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
     place = Place.of(model, output, overwrite, resume)
@@ -168,7 +105,9 @@ def prune(
         raise typer.Exit(1)
 
 
-def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memory: bool | None) -> Asked:
+def _asked(
+    wanted: Wanted, method: Method, calibration: Calibration, dtype: str | None, low_memory: bool | None
+) -> Asked:
     """The recipe and the options of the run: the command line first, then the file given as --recipe, then defaults.
 
     Raises:
@@ -176,13 +115,12 @@ def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memo
         ProblemError, PatternError: choices that are unknown or exclude each other.
     """
     from iobs.cli.run_file import Asked, RunOptions, read_recipe
-    from iobs.core.patterns import parse
     from iobs.core.structured import Structured
     from iobs.pruning.allocation.counts import under_pattern
     from iobs.pruning.recipe import as_allocation
     from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS
 
-    if method.pattern is not None and method.sparsity is not None:
+    if wanted.pattern is not None and wanted.sparsity is not None:
         raise typer.BadParameter("give --sparsity or --pattern, not both", param_hint="--pattern")
     usual = "one-shot" if low_memory or method.solver in NETWORK_SOLVERS else "fast"
     changes: Changes = {}
@@ -190,10 +128,7 @@ def _asked(method: Method, calibration: Calibration, dtype: str | None, low_memo
         changes["solver"] = method.solver
     if method.rounds is not None:
         changes["rounds"] = method.rounds
-    text = method.pattern if method.pattern is not None else method.sparsity
-    for name, value in (("of", method.of), ("runtime", method.runtime)):
-        text = text if value is None else f"{text},{name}={value}"
-    pattern = None if text is None else parse(text)
+    pattern = wanted.parsed()
     recipe, run = read_recipe(
         method.recipe or usual, changes, method.settings or [], units=isinstance(pattern, Structured)
     )

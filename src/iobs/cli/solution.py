@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import numpy as np
 
-from iobs.cli import console
+from iobs.cli import console, near_optimal
 
 if TYPE_CHECKING:
+    from iobs.cli.near_optimal import NearOptimal
+    from iobs.cli.sides import Sides
     from iobs.data.tables import Table
     from iobs.optimize.estimators.base import SparseEstimator
     from iobs.optimize.objectives.base import Objective
@@ -67,6 +69,7 @@ class ModelReport(FitReport):
     model: dict[str, Any]
     rows_dropped: int
     certificate: NotRequired[str]
+    near_optimal: NotRequired[NearOptimal]
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,12 @@ class Solution:
     Attributes:
         table: the data.
         target: name of the column that is explained.
-        loss: "squared", "logistic" or "poisson".
+        loss: one of `iobs.data.fitted.LOSSES`.
         objective: the loss on the table.
         fits: the best fits for k = 0, 1, ... up to the k that is used.
         chooser: the estimator that chose k; None if k was given.
         how: k as asked for.
+        sides: sample weights and offset.
     """
 
     table: Table
@@ -90,6 +94,7 @@ class Solution:
     fits: list[Fit]
     chooser: SparseEstimator | None
     how: str
+    sides: Sides
 
     @property
     def size(self) -> int:
@@ -121,7 +126,7 @@ class Solution:
         from iobs.optimize.objectives.multinomial import Multinomial
         from iobs.optimize.search.path import standard_errors
 
-        found = standard_errors(self.objective, self.best, len(self.table.y), intercept=True)
+        found = standard_errors(self.objective, self.best, float(self.sides.weights.sum()), intercept=True)
         values = np.full(self.objective.dimension, np.nan)
         values[self.best.support] = found.errors
         if isinstance(self.objective, Multinomial):
@@ -219,7 +224,10 @@ def _fitted(found: Solution) -> dict[str, Any]:
         if theta[:, list(columns)].any():
             codings.append(coding)
             kept += list(columns)
-    model = Fitted(found.target, found.loss, tuple(found.table.classes), tuple(codings), theta[:, kept], constants)
+    sides, classes = found.sides, tuple(found.table.classes)
+    model = Fitted(
+        found.target, found.loss, classes, tuple(codings), theta[:, kept], constants, sides.name, sides.exposure
+    )
     return model.to_plain()
 
 
@@ -257,7 +265,7 @@ def draw(file: Path, found: Solution) -> None:
     if found.chooser is not None:
         path = found.chooser.path_
         scores, errors = [entry["score"] for entry in path], np.array([entry["score_error"] for entry in path])
-        what = "held-out loss per row" if found.how == "cv" else f"{found.how.upper()} (lower is better)"
+        what = "held-out loss per row" if found.how.startswith("cv") else f"{found.how.upper()} (lower is better)"
         for entry in path[len(tables) :]:
             wide = np.zeros_like(tables[0])
             wide[:, entry["support"]] = entry["coef"]
@@ -309,6 +317,9 @@ def show(found: Solution, model: ModelReport) -> None:
     out.print(_path_table(found, model))
     for line in _remarks(found, model):
         out.print(line)
+    if "near_optimal" in model:
+        for part in near_optimal.tables(model["near_optimal"]):
+            out.print(part)
 
 
 def _path_table(found: Solution, model: ModelReport) -> object:

@@ -15,9 +15,11 @@ from iobs.cli import console
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from iobs.cli.sides import Sides
     from iobs.cli.solution import Solution
     from iobs.data.tables import Table
-    from iobs.optimize.estimators.base import SparseEstimator
+    from iobs.optimize.estimators.base import Choice, SparseEstimator
+    from iobs.optimize.estimators.regressor import Loss
     from iobs.optimize.objectives.base import Objective
     from iobs.optimize.refit.fit import Fit
     from iobs.optimize.search.groups import CoordinateGroups
@@ -45,6 +47,54 @@ class Columns:
             help="Missing values: error, drop (their rows) or mean (of the column, with a column that marks them)."
         ),
     ] = "error"
+    weight: Annotated[
+        str | None, typer.Option(help="A column of sample weights; whole numbers count rows.", show_default=False)
+    ] = None
+    offset: Annotated[
+        str | None,
+        typer.Option(help="A column that is added to the linear predictor with coefficient 1.", show_default=False),
+    ] = None
+    exposure: Annotated[
+        str | None,
+        typer.Option(help="A column of exposures, such as years; its logarithm is the offset.", show_default=False),
+    ] = None
+    whole_categories: Annotated[
+        bool,
+        typer.Option("--whole-categories", help="k counts columns of the file: a category enters with all levels."),
+    ] = False
+
+    @property
+    def aside(self) -> list[str]:
+        """The columns that are not in the design."""
+        return [name for name in (self.weight, self.offset, self.exposure) if name is not None]
+
+
+@dataclass(frozen=True)
+class Proofs:
+    """Options that ask for proofs about the best columns."""
+
+    certify: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, help="Bound the distance from the best support; squared loss only."),
+    ] = None
+    near: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GAP",
+            min=0,
+            help="List every choice of k columns whose loss is at most this share above the best, 0.02 for 2 %, with "
+            "a proof that none is missing; squared loss only. The time limit is that of --certify, else 60 s.",
+            show_default=False,
+        ),
+    ] = None
+
+    def check(self, columns: Columns) -> None:
+        """Refuse numbers that are not finite, and proofs about whole categories."""
+        if columns.whole_categories and (self.certify is not None or self.near is not None):
+            raise typer.BadParameter("it proves nothing about --whole-categories", param_hint="--certify or --near")
+        for value, name in ((self.certify, "--certify"), (self.near, "--near")):
+            if value is not None and not value < math.inf:
+                raise typer.BadParameter("give a finite number", param_hint=name)
 
 
 @console.with_groups
@@ -57,11 +107,15 @@ def solve(
     ],
     columns: Columns = Columns(),
     k: Annotated[
-        str, typer.Option("-k", help="Number of columns that explain it; cv, bic, ebic or aic choose the number.")
+        str,
+        typer.Option("-k", help="Number of columns that explain it; cv, cv-1se, bic, ebic or aic choose it."),
     ] = "ebic",
     loss: Annotated[
         str,
-        typer.Option(help="squared, logistic (classes) or poisson; auto: logistic for text or 0 and 1, else squared."),
+        typer.Option(
+            help="squared, logistic (classes), poisson, gamma, tweedie (power 1.5) or negative_binomial (alpha 1). "
+            "auto: logistic for text or 0 and 1, else squared."
+        ),
     ] = "auto",
     ridge: Annotated[
         float,
@@ -70,10 +124,7 @@ def solve(
             help="Weight of half the squared coefficients, per standard deviation; the loss is summed over rows.",
         ),
     ] = 0.0,
-    certify: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", min=0, help="Bound the distance from the best support; squared loss only."),
-    ] = None,
+    proofs: Proofs = Proofs(),
     output: Annotated[
         Path | None,
         typer.Option(
@@ -94,23 +145,34 @@ def solve(
 
     The coefficients are for the columns as they are; scaling a column never changes the choice.
     """
-    from iobs.cli import solution
+    from iobs.cli import near_optimal, solution
     from iobs.data.tables import read_table
 
-    if certify is not None and not certify < math.inf:
-        raise typer.BadParameter("give a number of seconds", param_hint="--certify")
+    proofs.check(columns)
     if columns.missing not in ("error", "drop", "mean"):
         raise typer.BadParameter("give error, drop or mean", param_hint="--missing")
     if plot is not None and not plot.suffix:
         plot = plot.with_suffix(".png")
     _check_outputs(output, plot)
     missing = cast('Literal["error", "drop", "mean"]', columns.missing)
-    table = read_table(data, columns.target, columns.drop or [], missing=missing, categories=columns.category or [])
+    table = read_table(
+        data,
+        columns.target,
+        columns.drop or [],
+        missing=missing,
+        categories=columns.category or [],
+        aside=columns.aside,
+    )
     table, loss = _with_loss(table, loss)
+    if proofs.near is not None:
+        near_optimal.require_squared(loss)
     found = _solution(table, columns, loss, ridge, k, seed)
     model = solution.report(found)
-    if certify is not None:
-        model["certificate"] = _certificate(found.objective, found.size, found.best, certify)
+    if proofs.certify is not None:
+        model["certificate"] = _certificate(found.objective, found.size, found.best, proofs.certify)
+    if proofs.near is not None:
+        seconds = near_optimal.SECONDS if proofs.certify is None else proofs.certify
+        model["near_optimal"] = near_optimal.near_optimal(found, proofs.near, seconds)
     if talk.as_json:
         console.print_json(model)
     else:
@@ -123,17 +185,19 @@ def solve(
 
 def _solution(table: Table, columns: Columns, loss: str, ridge: float, k: str, seed: int) -> Solution:
     """Choose k if asked, then fit every k up to it; the last fit by the best known method."""
+    from iobs.cli.sides import sides_of
     from iobs.cli.solution import Solution
     from iobs.optimize.search.path import fit_path
 
     forced = _forced(table, columns.force or [])
-    objective, groups = _objective(table, loss, ridge, forced)
-    size, chooser = _size(table, loss, ridge, k, seed, forced)
+    sides = sides_of(table, columns, loss)
+    objective, groups = _objective(table, loss, ridge, forced, sides)
+    size, chooser = _size(table, loss, ridge, k, seed, forced, sides)
     fits = fit_path(objective, groups, range(size + 1), False, seed)
     if groups is None:
         thorough = fit_path(objective, None, [size], True, seed)[0]
         fits[-1] = min(fits[-1], thorough, key=lambda fit: fit.value)
-    return Solution(table, columns.target, loss, objective, fits, chooser, k)
+    return Solution(table, columns.target, loss, objective, fits, chooser, k, sides)
 
 
 def _check_outputs(output: Path | None, plot: Path | None) -> None:
@@ -164,13 +228,14 @@ def _with_loss(table: Table, loss: str) -> tuple[Table, str]:
     """The table with its target as classes where it has some, and the loss."""
     import numpy as np
 
+    from iobs.data.fitted import LOSSES
     from iobs.errors import DataError
 
     values = np.unique(table.y)
     if loss == "auto":
         loss = "logistic" if table.classes or np.isin(values, (0, 1)).all() else "squared"
-    if loss not in ("squared", "logistic", "poisson"):
-        raise DataError(f"--loss must be squared, logistic, poisson or auto, got {loss!r}.")
+    if loss not in LOSSES:
+        raise DataError(f"--loss must be auto, {', '.join(LOSSES)}, got {loss!r}.")
     if table.classes and loss != "logistic":
         raise DataError(f"The target holds text ({', '.join(table.classes[:3])}); use --loss logistic.")
     if len(table.y) < 2:
@@ -197,22 +262,42 @@ def _forced(table: Table, names: list[str]) -> list[int]:
     ]
 
 
-def _objective(table: Table, loss: str, ridge: float, forced: list[int]) -> tuple[Objective, CoordinateGroups | None]:
-    """The loss on the table, and for more than two classes the coefficients of each column as a group."""
+def _objective(
+    table: Table, loss: str, ridge: float, forced: list[int], sides: Sides
+) -> tuple[Objective, CoordinateGroups | None]:
+    """The loss on the table, and the groups of coordinates that enter together, if there are any."""
     import numpy as np
 
+    from iobs.optimize.estimators.regressor import FAMILIES
     from iobs.optimize.objectives.centring import variances
-    from iobs.optimize.objectives.linear import LeastSquares, Logistic, Poisson
+    from iobs.optimize.objectives.families import Logistic
+    from iobs.optimize.objectives.linear import LeastSquares
     from iobs.optimize.objectives.multinomial import Multinomial
-    from iobs.optimize.search.groups import CoordinateGroups
+    from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
 
-    spread = variances(table.X, np.ones(len(table.y)), True)  # so that units do not matter
+    spread = variances(table.X, sides.weights, True)  # so that units do not matter
     penalty = _ridge(loss, ridge) * spread
+    members = None if sides.labels is None else labels_to_groups(sides.labels, len(table.names))
+    owned = [np.array([j]) for j in range(len(table.names))] if members is None else members
+    always = frozenset(number for number, columns in enumerate(owned) if np.isin(columns, forced).any())
+    weights = sides.weights if (sides.weights != 1).any() else None
     if len(table.classes) > 2:
-        many = Multinomial(table.X, table.y, len(table.classes), ridge=np.where(spread > 0, penalty, 1.0))
-        return many, CoordinateGroups(many, many.groups, frozenset(forced))
-    choices: dict[str, Callable[..., Objective]] = {"squared": LeastSquares, "logistic": Logistic, "poisson": Poisson}
-    return choices[loss](table.X, table.y, ridge=penalty, intercept=True, forced=forced), None
+        penalty = np.where(spread > 0, penalty, 1.0)
+        many = Multinomial(table.X, table.y, len(table.classes), ridge=penalty, sample_weight=weights)
+        rows = many.groups
+        grouped = rows if members is None else [np.concatenate([rows[j] for j in member]) for member in members]
+        return many, CoordinateGroups(many, grouped, always)
+    choices: dict[str, Callable[..., Objective]] = {"squared": LeastSquares, "logistic": Logistic, **FAMILIES}
+    objective = choices[loss](
+        table.X,
+        table.y,
+        ridge=penalty,
+        intercept=True,
+        sample_weight=weights,
+        offset=sides.offset,
+        forced=forced if members is None else (),
+    )
+    return objective, None if members is None else CoordinateGroups(objective, members, always)
 
 
 def _ridge(loss: str, ridge: float) -> float:
@@ -221,25 +306,32 @@ def _ridge(loss: str, ridge: float) -> float:
 
 
 def _size(
-    table: Table, loss: str, ridge: float, k: str, seed: int, forced: list[int]
+    table: Table, loss: str, ridge: float, k: str, seed: int, forced: list[int], sides: Sides
 ) -> tuple[int, SparseEstimator | None]:
     """k, and the estimator that chose it."""
     from iobs.errors import DataError
     from iobs.optimize.estimators import SparseClassifier, SparseRegressor
 
-    free = len(table.names) - len(forced)
-    if k in ("cv", "aic", "bic", "ebic"):
-        choice = cast('Literal["cv", "aic", "bic", "ebic"]', k)
+    labels = list(range(len(table.names))) if sides.labels is None else sides.labels
+    free = len(set(labels) - {labels[j] for j in forced})
+    if k in ("cv", "cv-1se", "aic", "bic", "ebic"):
+        choice = cast("Choice", k)
         _refuse_choice(table, loss, k)
         ridge = _ridge(loss, ridge)
         if loss == "logistic":
-            chooser = SparseClassifier(choice, thorough=False, random_state=seed, forced=forced, ridge=ridge)
-            return int(chooser.fit(table.X, table.y).k_), chooser
-        kind: Literal["poisson", "squared"] = "poisson" if loss == "poisson" else "squared"
-        regressor = SparseRegressor(choice, loss=kind, thorough=False, random_state=seed, forced=forced, ridge=ridge)
-        return int(regressor.fit(table.X, table.y).k_), regressor
+            chooser = SparseClassifier(
+                choice, thorough=False, random_state=seed, forced=forced, ridge=ridge, groups=sides.labels
+            )
+            if sides.offset is not None:
+                raise DataError(f"-k {k} cannot use an offset with the logistic loss; give a number.")
+            return int(chooser.fit(table.X, table.y, sides.weights).k_), chooser
+        kind = cast("Loss", loss)
+        regressor = SparseRegressor(
+            choice, loss=kind, thorough=False, random_state=seed, forced=forced, ridge=ridge, groups=sides.labels
+        )
+        return int(regressor.fit(table.X, table.y, sides.weights, offset=sides.offset).k_), regressor
     if not (k.isascii() and k.isdecimal()) or int(k) > free:
-        raise DataError(f"-k must be a number from 0 to {free}, or cv, aic, bic, ebic; got {k!r}.")
+        raise DataError(f"-k must be a number from 0 to {free}, or cv, cv-1se, aic, bic, ebic; got {k!r}.")
     return int(k), None
 
 
@@ -257,9 +349,9 @@ def _refuse_choice(table: Table, loss: str, k: str) -> None:
     if loss == "logistic" and len(counts) > 2 and not table.classes:
         raise DataError(f"-k {k} with --loss logistic needs a target of two values, got {len(counts)}; give a number.")
     most = max(counts.values()) if loss == "logistic" else len(table.y)
-    if k == "cv" and most < 5:
+    if k in ("cv", "cv-1se") and most < 5:
         needed = "5 rows of one class" if loss == "logistic" else "5 rows"
-        raise DataError(f"-k cv cuts the table into 5 parts and needs {needed}, there are {most}; give a number.")
+        raise DataError(f"-k {k} cuts the table into 5 parts and needs {needed}, there are {most}; give a number.")
 
 
 def _certificate(objective: Objective, size: int, best: Fit, seconds: float) -> str:

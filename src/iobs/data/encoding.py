@@ -269,3 +269,14 @@ def _count(number: int, noun: str) -> str:
 
 def _some(texts: list[str]) -> str:
     return ", ".join(repr(text) for text in texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")
+
+
+def numbers_of(file: object, name: str, values: Column) -> Array:
+    """A column of numbers, missing values NaN.
+
+    Raises:
+        DataError: the column holds text.
+    """
+    if values.dtype.kind not in "fiub":
+        raise DataError(f"The column {name!r} of {file} must hold numbers, it holds text.")
+    return values.astype(np.float64)

@@ -17,6 +17,7 @@ from iobs.errors import DataError, ModelError
 from iobs.optimize.objectives.design import Array
 
 FORMAT = "iobs regression 1"
+LOSSES = ("squared", "logistic", "poisson", "gamma", "tweedie", "negative_binomial")  # a log link from the third on
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Fitted:
 
     Attributes:
         target: name of the column that it predicts.
-        loss: "squared", "logistic" or "poisson".
+        loss: one of `LOSSES`.
         classes: of a text target, else empty.
         codings: how the columns of a table become columns of the design; only of columns that are used.
         coefficients: (1, d), or (C, d) for C > 2 classes, over the design of `codings`.
         constants: (1,) or (C,).
+        offset: name of the column that is added to the linear predictor; "" without one.
+        exposure: whether the logarithm of that column is added.
     """
 
     target: str
@@ -38,6 +41,8 @@ class Fitted:
     codings: tuple[Coding, ...]
     coefficients: Array
     constants: Array
+    offset: str = ""
+    exposure: bool = False
 
     def to_plain(self) -> dict[str, Any]:
         """The model as plain values for JSON."""
@@ -51,6 +56,7 @@ class Fitted:
             "design": [name for coding in self.codings for name in coding.names],
             "coefficients": self.coefficients.tolist(),
             "constants": self.constants.tolist(),
+            **({"offset": self.offset, "exposure": self.exposure} if self.offset else {}),
         }
 
     @classmethod
@@ -74,14 +80,15 @@ class Fitted:
             classes = tuple(str(name) for name in plain["classes"])
             coefficients = np.array(plain["coefficients"], dtype=np.float64)
             constants = np.array(plain["constants"], dtype=np.float64)
-            model = cls(str(plain["target"]), str(plain["loss"]), classes, codings, coefficients, constants)
+            known = str(plain.get("offset", "")), bool(plain.get("exposure", False))
+            model = cls(str(plain["target"]), str(plain["loss"]), classes, codings, coefficients, constants, *known)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(
                 f"The model is damaged ({error!r}); write it again with iobs solve ... -o MODEL."
             ) from None
         width = sum(len(coding.names) for coding in codings)
         finite = np.isfinite(coefficients).all() and np.isfinite(constants).all()
-        if coefficients.shape != (constants.size, width) or not finite or model.loss not in _LOSSES:
+        if coefficients.shape != (constants.size, width) or not finite or model.loss not in LOSSES:
             raise ModelError("The model is damaged: its coefficients do not fit its columns; write it again.")
         return model
 
@@ -123,6 +130,21 @@ class Fitted:
         problems.raise_if_any()
         return matrix
 
+    def _known(self, file: Path) -> Array:
+        """The known part of the linear predictor (n,) or (1,).
+
+        Raises:
+            DataError: the column of the offset is absent, is no column of numbers, or an exposure is not positive.
+        """
+        if not self.offset:
+            return np.zeros(1)
+        values = read_columns(file).get(self.offset)
+        if values is None or values.dtype.kind not in "fiub" or not np.isfinite(values.astype(np.float64)).all():
+            raise DataError(f"{file} needs a column {self.offset!r} of finite numbers: the model's offset.")
+        if self.exposure and not (values > 0).all():
+            raise DataError(f"The exposure {self.offset!r} of {file} must be positive.")
+        return np.asarray(np.log(values) if self.exposure else values, dtype=np.float64)
+
     def predict(self, file: Path) -> dict[str, list[str] | list[float]]:
         """Predictions for the rows of a table: the target, and for classes the probability of each.
 
@@ -130,10 +152,10 @@ class Fitted:
             DataError: as `design`.
             NonFiniteError: as `design`.
         """
-        margins = self.design(file) @ self.coefficients.T + self.constants
+        margins = self.design(file) @ self.coefficients.T + self.constants + self._known(file)[:, None]
         if self.loss == "squared":
             return {self.target: margins[:, 0].tolist()}
-        if self.loss == "poisson":
+        if self.loss != "logistic":
             return {self.target: np.exp(np.minimum(margins[:, 0], 700.0)).tolist()}
         single = margins.shape[1] == 1
         shares = np.column_stack([expit(-margins), expit(margins)]) if single else softmax(margins, axis=1)
@@ -142,6 +164,3 @@ class Fitted:
             self.target: [classes[number] for number in shares.argmax(axis=1).tolist()]
         }
         return found | {f"probability of {name}": shares[:, j].tolist() for j, name in enumerate(classes)}
-
-
-_LOSSES = ("squared", "logistic", "poisson")

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,6 +28,7 @@ from iobs.data.encoding import (
     coding_of,
     encoded,
     is_missing,
+    numbers_of,
     target_of,
 )
 from iobs.errors import DataError
@@ -72,6 +73,7 @@ class Table:
         classes: the text of each class number; empty for a numeric target.
         codings: how each column of the file became columns of X.
         dropped: number of rows left out because of missing values.
+        aside: columns of numbers (n,) that are not in X, such as sample weights, by name.
     """
 
     X: Array
@@ -80,6 +82,7 @@ class Table:
     classes: list[str]
     codings: tuple[Coding, ...] = ()
     dropped: int = 0
+    aside: dict[str, Array] = field(default_factory=dict)
 
 
 def read_table(
@@ -89,6 +92,7 @@ def read_table(
     *,
     missing: Missing = "error",
     categories: Sequence[str] = (),
+    aside: Sequence[str] = (),
 ) -> Table:
     """Read a table with a header.
 
@@ -100,6 +104,7 @@ def read_table(
             column, with a column of 0 and 1 that marks them, or a level of their own for categories. Rows without a
             target are left out by both.
         categories: names of columns of numbers that are categories.
+        aside: names of columns of numbers that are not in X but in `Table.aside`; rows that lack one are left out.
 
     Raises:
         DataError: no such file, column or format; two columns of one name; a row longer than the header; columns that
@@ -107,7 +112,7 @@ def read_table(
         NonFiniteError: all problems are missing or infinite values.
     """
     columns = read_columns(file, (*([target] if target else []), *categories))
-    absent = [name for name in dict.fromkeys((target, *drop, *categories)) if name not in columns]
+    absent = [name for name in dict.fromkeys((target, *drop, *categories, *aside)) if name not in columns]
     if absent:
         raise DataError(_without(file, absent, list(columns)))
     if len(columns[target]) == 0:
@@ -122,8 +127,12 @@ def read_table(
     answers = columns.pop(target)
     if answers.dtype.kind == "O":
         answers = _parsed(answers.tolist())
-    kept = _complete(columns, answers, missing)
+    sides = {name: numbers_of(file, name, columns.pop(name)) for name in aside}
+    kept = _complete({**columns, **sides}, answers, missing)
+    for values in sides.values():
+        kept &= ~is_missing(values)
     columns, answers = {name: values[kept] for name, values in columns.items()}, answers[kept]
+    sides = {name: values[kept] for name, values in sides.items()}
     problems = Problems(str(file))
     if not kept.any():
         problems.add("every row has missing values; nothing is left to fit.", gap=True)
@@ -134,7 +143,7 @@ def read_table(
     codings = tuple(coding for coding in found if coding is not None)
     X, names = encoded(codings, columns, problems)
     problems.raise_if_any()
-    return Table(X, y, names, classes, codings, int(np.count_nonzero(~kept)))
+    return Table(X, y, names, classes, codings, int(np.count_nonzero(~kept)), sides)
 
 
 def _complete(columns: dict[str, Column], answers: Column, missing: Missing) -> Booleans:

@@ -21,6 +21,7 @@ class BlockWriter:
     Args:
         streamed: the model and the source's files.
         directory: of the written files.
+        writes: False counts the zeros and writes nothing, on all ranks but the first.
 
     Attributes:
         zeros: number of zeros of every written parameter, by name; a shared parameter has one name.
@@ -28,6 +29,7 @@ class BlockWriter:
 
     streamed: StreamedModel
     directory: Path
+    writes: bool = True
     zeros: dict[str, int] = field(default_factory=dict)
 
     def __enter__(self) -> BlockWriter:
@@ -35,11 +37,13 @@ class BlockWriter:
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         parameters = module.named_parameters(remove_duplicate=False)
         self.names = {name: first[id(parameter)] for name, parameter in parameters}
-        copy_companions(source.path, self.directory, keep_index=True, leave=REPORTS)
-        self.writers = {
-            file: ShardWriter(self.directory / file.name, entries, source.metadata[file])
-            for file, entries in source.shards.items()
-        }
+        self.writers: dict[Path, ShardWriter] = {}
+        if self.writes:
+            copy_companions(source.path, self.directory, keep_index=True, leave=REPORTS)
+            self.writers = {
+                file: ShardWriter(self.directory / file.name, entries, source.metadata[file])
+                for file, entries in source.shards.items()
+            }
         inner = {name for block in self.streamed.blocks for name in self.streamed.names(block)}
         for name, tensor in source.read([name for name in source.entries if name not in inner]):
             self.put(name, tensor)
@@ -58,7 +62,7 @@ class BlockWriter:
         if name in self.names:
             self.zeros[self.names[name]] = int((tensor == 0).sum())
         for file, entries in self.streamed.directory.shards.items():
-            if name in entries:
+            if self.writes and name in entries:
                 self.writers[file].put(name, tensor)
 
     def __exit__(self, kind: Any, *_: Any) -> None:

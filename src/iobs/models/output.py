@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from math import ceil, floor
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from iobs.errors import OutputError, UnusableOutputError
 from iobs.pruning.runtime.checkpoint import locked
+from iobs.pruning.runtime.ranks import current
 
 _PARTIAL = ".partial"
 
@@ -61,14 +62,10 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
     check_output(directory, replaceable=replaceable)
     target = _target(directory)
     place = target if target.is_dir() else target.parent
-    try:
+    with _explaining(directory):
         place.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(place, target.name)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_PARTIAL, dir=place))
-        lock = locked(temporary)
-    except OSError as error:
-        raise _explained(directory, error) from error
-    try:
+    with temporary_directory(directory) as temporary, _explaining(directory):
         yield temporary
         _make_readable(temporary)
         if place == target:
@@ -76,14 +73,52 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
             _move_up(temporary, target)
         else:
             temporary.rename(target)
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, OutputError):
-            raise
-        raise _explained(directory, error) from error
+
+
+@contextmanager
+def temporary_directory(directory: Path) -> Iterator[Path]:
+    """Yield a locked temporary directory on the disk of an output directory; it is removed at the end.
+
+    Raises:
+        OutputError: it cannot be created.
+    """
+    target = _target(directory)
+    place = target if target.is_dir() else target.parent
+    with _explaining(directory):
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_PARTIAL, dir=place))
+        lock = locked(temporary)
+    try:
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def output_of_ranks(directory: Path, replaceable: Collection[str] = ()) -> Iterator[Path]:
+    """Yield the directory of `output_directory` on the first rank, and a temporary directory on every other rank.
+
+    Raises:
+        OutputError: as `output_directory`.
+        DistributedError: another rank is gone.
+    """
+    ranks = current()
+    with ExitStack() as stack:
+        folder = stack.enter_context(output_directory(directory, replaceable)) if ranks.first else None
+        ranks.wait()  # the first rank has removed the directories of killed runs
+        yield folder or stack.enter_context(temporary_directory(directory))
+
+
+@contextmanager
+def _explaining(directory: Path) -> Iterator[None]:
+    """Convert failures of writing an output directory into one error."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OutputError):
+            raise
+        raise _explained(directory, error) from error
 
 
 def names_to_replace(directory: Path, marks: Collection[str], overwrite: bool) -> tuple[str, ...]:

@@ -1,14 +1,22 @@
-"""Tensors in files that are mapped into memory, so that they take no anonymous memory."""
+"""Places of tensors between their uses: on the device, in main memory, or in files that are mapped into memory."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from iobs.errors import OutputError, ProblemError
+from iobs.pruning.samples.batches import Batch, mapped
+
+Place = Literal["auto", "device", "memory", "disk"]
 
 
 def reserve(file: Path, size: int) -> None:
@@ -34,3 +42,116 @@ def spilled(file: Path, hidden: Tensor) -> Tensor:
     reserve(file, hidden.numel() * hidden.element_size())
     kept = torch.from_file(str(file), shared=True, size=hidden.numel(), dtype=hidden.dtype)
     return kept.reshape(hidden.shape).copy_(hidden)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Free bytes in each place.
+
+    Args:
+        device: memory of the device, besides what the run itself takes.
+        memory: main memory.
+        disk: of the output.
+    """
+
+    device: int
+    memory: int
+    disk: int
+
+
+def chosen(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
+    """Choose the place of hidden states and fitted parameters.
+
+    "auto" is the first of device, main memory and disk with enough room. A CPU takes the disk: a mapped file stays in
+    main memory as long as the system has room for it, and takes no anonymous memory.
+
+    Args:
+        place: what was asked.
+        on_cpu: True if the device of the computations is a CPU.
+        needed: bytes.
+        room: free bytes.
+
+    Raises:
+        ProblemError: there is no such place.
+        OutputError: no place has enough room.
+    """
+    if place not in get_args(Place):
+        raise ProblemError(f'streams must be "auto", "device", "memory" or "disk", got {place!r}.')
+    if place != "auto":
+        return place
+    if on_cpu:
+        return "disk"
+    if needed <= room.device:
+        return "device"
+    if needed <= room.memory:
+        return "memory"
+    if needed <= room.disk:
+        return "disk"
+    raise OutputError(
+        f"The hidden states take {needed / 1e9:.1f} GB. The device has {room.device / 1e9:.1f} GB left, main memory "
+        f"{room.memory / 1e9:.1f} GB and the disk {room.disk / 1e9:.1f} GB; free some, or give fewer samples."
+    )
+
+
+@dataclass
+class Storage:
+    """Tensors by name, kept in one place until they are replaced.
+
+    Args:
+        place: "device", "memory" (page-locked for a GPU, which then copies without a detour) or "disk".
+        device: of the computations.
+        folder: of the files.
+
+    Attributes:
+        kept: the stored tensors.
+    """
+
+    place: Place
+    device: torch.device
+    folder: Path
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def keep(self, name: str, tensor: Tensor) -> Tensor:
+        """Store a tensor; the tensor that had this name before is overwritten.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if self.place == "device":
+            return tensor
+        before = self.kept.get(name)
+        if before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype:
+            return before.copy_(tensor)
+        if self.place == "disk":
+            self.kept[name] = spilled(self.folder / name, tensor)
+        else:
+            locked = self.device.type == "cuda" and torch.cuda.is_available()
+            self.kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=locked).copy_(tensor)
+        return self.kept[name]
+
+    def fetch(self, stored: Tensor) -> Tensor:
+        """A copy of a stored tensor on the device."""
+        return stored.to(self.device, copy=True)
+
+
+def spilled_batches(folder: Path, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Read batches one at a time, and give each with its tensors in mapped files.
+
+    Args:
+        folder: of the files.
+        batches: read as they are needed; none is referred to once the next one is read.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    count = 0
+
+    def store(tensor: Tensor) -> Tensor:
+        nonlocal count
+        if not tensor.numel():
+            return tensor
+        count += 1
+        return spilled(folder / f"{count}.batch", tensor.cpu())
+
+    for batch in batches:
+        yield mapped(batch, store) if isinstance(batch, (Tensor, Mapping, tuple, list)) else batch

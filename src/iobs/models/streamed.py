@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from iobs.errors import LayerSelectionError, ModelError, first_line
@@ -25,6 +25,8 @@ from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import Selection, select
 from iobs.pruning.store import Names
+
+_BY_USE = ("parameter", "convolution")  # reasons of weights that a forward pass of the whole model may show
 
 
 @dataclass
@@ -51,18 +53,45 @@ class Directory:
         return {name: entry for entries in self.shards.values() for name, entry in entries.items()}
 
     def read(
-        self, names: Sequence[str], device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+        self,
+        names: Sequence[str],
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        mapped: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors to a device, in the order of files; floating tensors are converted to `dtype` if given."""
+        """Read tensors to a device, in the order of files; floating tensors are converted to `dtype` if given.
+
+        Args:
+            names: of the tensors.
+            device: of the tensors.
+            dtype: of floating tensors; None: as in the files.
+            mapped: matrices that need no conversion stay mapped files, which take no anonymous memory; a change of
+                them would not reach the file.
+
+        Raises:
+            ModelError: a file has vanished or changed since it was opened.
+        """
         wanted = set(names)
         for file, entries in self.shards.items():
             present = wanted & entries.keys()
             if present:
-                with safe_open(file, framework="pt") as opened:
+                with _reading(file), safe_open(file, framework="pt") as opened:
                     for name in sorted(present):
                         stored = opened.get_tensor(name)
                         wanted_dtype = dtype if dtype is not None and stored.is_floating_point() else stored.dtype
-                        yield name, stored.to(device, wanted_dtype, copy=True)
+                        yield name, stored.to(device, wanted_dtype, copy=not (mapped and stored.ndim > 1))
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Convert failures of reading a file of weights into one error."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{file} cannot be read any more ({first_line(error)}); put the file back and start again. With a "
+            "checkpoint the run goes on from there."
+        ) from error
 
 
 @dataclass
@@ -108,13 +137,13 @@ class StreamedModel:
         """
         path = expanded(path)
         directory = Directory(path)
-        module = _skeleton(path)
+        module = skeleton(path)
         surplus = _surplus(module, directory)
-        blocks = _blocks(module)
+        blocks = blocks_of(module)
         prefixes = tuple(f"{block.path}." for block in blocks)
         outside = [name for name in directory.entries if not name.startswith(prefixes) and name not in surplus]
         _move_buffers(module, device)
-        _fill(module, directory.read(outside, device))
+        _fill(module, directory.read(outside, device, mapped=True))
         _tie(module)
         parameters = module.named_parameters(remove_duplicate=False)
         _require_all(directory, [name for name, one in parameters if one.is_meta and not name.startswith(prefixes)])
@@ -148,7 +177,13 @@ class StreamedModel:
                 f"Block by block only layers inside the blocks are pruned, and {', '.join(dropped)} is outside; choose "
                 "others, or prune the model in memory."
             )
-        return Selection(layers, {**chosen.skipped, **dropped})
+        skipped = {
+            name: Reason(one.kind, f"{one}; layers are found by their use only in memory")
+            if one.kind in _BY_USE
+            else one
+            for name, one in chosen.skipped.items()
+        }
+        return Selection(layers, {**skipped, **dropped})
 
     def names(self, block: Block) -> list[str]:
         """The names of a block's tensors."""
@@ -160,8 +195,9 @@ class StreamedModel:
         _fill(self.module, self.directory.read(self.names(block), self.device, self.arithmetic))
 
     def drop(self, block: Block) -> None:
-        """Drop the weights of a block."""
-        self.module.get_submodule(block.path).to("meta")
+        """Drop the weights of a block; buffers that are not in the files stay, since `load` cannot bring them back."""
+        tensors = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
+        _fill(self.module, ((name, tensors[name].detach().to("meta")) for name in self.names(block)))
 
     def drop_outside(self) -> None:
         """Drop all loaded weights: the embedding has been run, and the head is never run."""
@@ -195,7 +231,7 @@ def _native(stored: torch.dtype, device: torch.device) -> torch.dtype:
     return stored if any(able.get(name) for name in names) else torch.float32
 
 
-def _skeleton(path: Path) -> nn.Module:
+def skeleton(path: Path) -> nn.Module:
     """The module with parameters on the meta device and real buffers."""
     ensure_torchvision()
     import transformers
@@ -265,7 +301,7 @@ def _require_all(directory: Directory, missing: Sequence[str]) -> None:
         raise ModelError(f"{directory.path} lacks {len(missing)} weights, {missing[0]} the first; complete the files.")
 
 
-def _blocks(module: nn.Module) -> list[Block]:
+def blocks_of(module: nn.Module) -> list[Block]:
     """The elements of the ModuleList with the most weights: the decoder blocks."""
     lists = {path: found for path, found in module.named_modules() if isinstance(found, nn.ModuleList)}
     if not lists:

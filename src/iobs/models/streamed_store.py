@@ -5,37 +5,38 @@ The source's files are read tensor by tensor, and the output's files are written
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
-from iobs.errors import ModelError, ProblemError, first_line
+from iobs.errors import ProblemError
 from iobs.models.block_writer import BlockWriter
-from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
-from iobs.models.loaded import LoadedModel
-from iobs.models.output import check_output, expanded, output_directory
-from iobs.models.spill import reserve, spilled
+from iobs.models.output import check_output, output_of_ranks
+from iobs.models.spill import Place, Room, Storage, chosen, reserve, spilled, spilled_batches
 from iobs.models.streamed import StreamedModel
-from iobs.models.vision_shim import ensure_torchvision
 from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.calibration.blocks import Block, inside
-from iobs.pruning.cost.memory_plan import Plan, held_blocks, plan
+from iobs.pruning.cost.memory_plan import Plan, Sizes, plan
+from iobs.pruning.cost.phases import STEP_TOKENS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
-from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe import Recipe, as_allocation
 from iobs.pruning.report import AuditRow
-from iobs.pruning.runtime.memory import MemoryWatch, giving_memory_back
-from iobs.pruning.runtime.ranks import require_alone
-from iobs.pruning.samples.batches import Batch
+from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
+from iobs.pruning.runtime.ranks import current
+from iobs.pruning.samples.batches import Batch, collect, positions
 from iobs.pruning.store import Names, Store
 
-__all__ = ["BlockWriter", "StreamedStore", "reserve", "spilled", "without_weights"]
+__all__ = ["BlockWriter", "StreamedStore", "reserve", "spilled"]
 
 
 @dataclass
@@ -60,6 +61,8 @@ class _Run:
 class StreamedStore(Store):
     """A model directory that is pruned into another directory, with one block in memory at a time.
 
+    Under torchrun every rank reads the blocks and has its own samples, and the first rank writes the output.
+
     Use it as a context manager. The output directory appears when the context ends without an error; after an error
     nothing is left:
 
@@ -76,13 +79,14 @@ class StreamedStore(Store):
 
     whole = False
 
-    def __init__(self, streamed: StreamedModel, output: Path) -> None:
+    def __init__(self, streamed: StreamedModel, output: Path, streams: Place = "auto") -> None:
         super().__init__(streamed.module)
-        self.streamed, self.output = streamed, output
+        self.streamed, self.output, self.streams = streamed, output, streams
         self.arithmetic = streamed.arithmetic
         self.folder = output
         self._run = _Run()
         self._dense: StreamedModel | None = None  # the same blocks of the dense model, if the recipe compares with them
+        self._storage = Storage("device", streamed.device, output)
         self._ready = False  # for its only run, which lets the weights outside the blocks go
 
     @classmethod
@@ -94,24 +98,27 @@ class StreamedStore(Store):
         *,
         device: str = "cpu",
         arithmetic: torch.dtype | None = None,
+        streams: Place = "auto",
     ) -> Iterator[StreamedStore]:
         """Open a directory for pruning into another directory.
 
         Args:
             source: a directory with safetensors, whose tensors have the names that the module uses.
             output: the directory to write; it must not exist, or be empty.
-            device: of the computations. Activations lie in mapped files for a CPU, otherwise in the device's memory.
+            device: of the computations.
             arithmetic: dtype of the computations in blocks; see `StreamedModel.open`.
+            streams: place of the hidden states between blocks, and of the parameters that steps of the whole network
+                change: "device", "memory" (page-locked for a GPU), "disk" (mapped files beside the output), or "auto":
+                the first of them with enough room; the disk for a CPU.
 
         Raises:
             ModelError: as `StreamedModel.open`.
             OutputError: as `iobs.models.check_output`.
-            DistributedError: several processes were started, which would all write the same files.
+            DistributedError: another rank is gone.
             AuditError: the written files hold fewer zeros than were counted in memory.
         """
-        require_alone()
         check_output(Path(output))
-        store = cls(StreamedModel.open(Path(source), device=device, arithmetic=arithmetic), Path(output))
+        store = cls(StreamedModel.open(Path(source), device=device, arithmetic=arithmetic), Path(output), streams)
         with store.writing():
             yield store
 
@@ -125,10 +132,13 @@ class StreamedStore(Store):
         Raises:
             OutputError, AuditError: as `open`.
         """
-        with giving_memory_back(), output_directory(self.output, replaceable) as folder:
+        with giving_memory_back(), output_of_ranks(self.output, replaceable) as folder:
             self.folder, self._ready = folder, True
-            yield
-            require_promised(audit(folder), self._run.rows, self.output)
+            with tempfile.TemporaryDirectory(dir=folder) as spill:
+                self._storage = Storage("device", self.device, Path(spill))
+                yield
+            if current().first:
+                require_promised(audit(folder), self._run.rows, self.output)
 
     @property
     def device(self) -> torch.device:
@@ -155,8 +165,10 @@ class StreamedStore(Store):
             ProblemError: names the settings.
         """
         usual = Recipe()
-        whole = ("allocation", "inputs", "rounds", "finetune", "batch_norm")
+        whole = ("inputs", "rounds", "finetune", "batch_norm")
         names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
+        if not as_allocation(recipe.allocation).by_block:
+            names.append("allocation")
         if recipe.target == "model":
             names.append("target")
         if recipe.network_solver is not None:
@@ -168,6 +180,14 @@ class StreamedStore(Store):
                 "keep_zeros, or prune in memory."
             )
 
+    def folded(self) -> AbstractContextManager[None]:
+        """Do nothing: the weights are in files."""
+        return nullcontext()
+
+    def observe(self, batches: Sequence[Batch], seed: int) -> bool:
+        """Find nothing: the model cannot be called, so that only layers that classes show are pruned."""
+        return False
+
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
         """Choose the layers to prune, all of them inside blocks.
 
@@ -176,8 +196,22 @@ class StreamedStore(Store):
         """
         return self.streamed.select(include, ignore, depthwise)
 
+    def collected(self, data: Iterable[Batch] | Batch) -> list[Batch]:
+        """Collect and check the batches; those of an iterator or a DataLoader are read one by one into mapped files."""
+        if isinstance(data, (Tensor, Mapping, list, tuple)):
+            return collect(data)
+        return collect(data, partial(spilled_batches, self._storage.folder))
+
     def checked(self, batches: Sequence[Batch], selection: Selection) -> Selection:
-        """The selection itself: the model cannot be called before its blocks are loaded."""
+        """The selection itself: the model cannot be called before its blocks are loaded.
+
+        Raises:
+            ProblemError, OutputError: the hidden states have no room; see `iobs.models.spill.chosen`.
+        """
+        if self.streams == "auto" and self.device.type == "cpu":
+            self._storage.place = "disk"
+        else:
+            self._storage.place = cast(Place, self.plan(selection, batches, self._run.recipe, 0.0).streams)
         return selection
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
@@ -198,10 +232,13 @@ class StreamedStore(Store):
         if self._run.recipe.target != "layer" or self._run.recipe.blocks is not None:
             self._dense = self.streamed.dense_copy()
         with ExitStack() as stack:
-            self._spill = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.folder)))
-            self._writer = stack.enter_context(BlockWriter(self.streamed, self.folder))
+            self._writer = stack.enter_context(BlockWriter(self.streamed, self.folder, current().first))
             stack.enter_context(memory.watching())
             yield
+
+    def allocated(self, patterns: Mapping[Layer, Pattern]) -> None:
+        """Receive the patterns by which the written zeros are checked."""
+        self._run.patterns = dict(patterns)
 
     # ---- residency
     def enter(self, stage: int) -> None:
@@ -229,7 +266,7 @@ class StreamedStore(Store):
             block = self.streamed.blocks[stage]
             written = {layer: pattern for layer, pattern in self._run.patterns.items() if layer in self._run.pruned}
             written = {layer: pattern for layer, pattern in written.items() if inside(layer, block.path)}
-            self._run.rows += audit_layers(self.model, written)
+            self._run.rows += audit_layers(self.model, written, self.stored_dtype)
             changed = {name for name in self._run.changed if name.startswith(f"{block.path}.")}
             self._run.changed -= changed
             self._writer.block(block, {layer.key for layer in written} | changed)
@@ -245,14 +282,16 @@ class StreamedStore(Store):
                 self._dense.drop(self.streamed.blocks[stage])
 
     def keep(self, index: int, hidden: Tensor) -> Tensor:
-        """Put the hidden state of a batch into a mapped file, or leave it on a GPU."""
-        return spilled(self._spill / f"{index}.hidden", hidden) if self.device.type == "cpu" else hidden
+        """Store the hidden state of a batch; see `streams` of `open`."""
+        return self._storage.keep(f"{index}.hidden", hidden)
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """Put a tensor into a mapped file of its own until the end of the run, or leave it on a GPU."""
-        if self.device.type != "cpu":
-            return tensor
-        return spilled(self._spill / f"{len([*self._spill.iterdir()])}.held", tensor)
+        """Store a tensor until the end of the run; see `streams` of `open`."""
+        return self._storage.keep(f"{len(self._storage.kept)}.held", tensor)
+
+    def fetch(self, stored: Tensor) -> Tensor:
+        """A copy of a stored hidden state on the device of the computations."""
+        return self._storage.fetch(stored)
 
     # ---- weights
     @property
@@ -267,6 +306,10 @@ class StreamedStore(Store):
     def dense_tensor(self, name: str) -> Tensor | None:
         """A dense parameter in memory; None without a dense model."""
         return None if self._dense is None else self._dense.module.get_parameter(name).detach()
+
+    def stored_dtype(self, layer: Layer) -> torch.dtype:
+        """The dtype of a layer's weights in the files."""
+        return self.streamed.directory.entries[layer.key].dtype
 
     def write_tensor(self, name: str, value: Tensor) -> None:
         """Write a parameter into the model, rounded to its dtype in the files; outside the blocks also to its file."""
@@ -309,20 +352,29 @@ class StreamedStore(Store):
         model_bytes = sum(entry.bytes for entry in entries.values())
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]
         numbers = [sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks]
-        held = held_blocks(recipe)
+        on_cpu = self.device.type == "cpu"
         outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
-        return plan(
-            layers=selection.layers,
-            block_bytes=held.bytes(max(numbers), itemsize),
-            outside_bytes=0 if recipe.blocks is not None else outside,
+        vocabulary = int(getattr(getattr(self.model, "config", None), "vocab_size", 0))
+        step = max(STEP_TOKENS, max(positions(batch) for batch in batches))
+        found = plan(
+            Sizes(selection.layers, max(numbers), itemsize, 0, step, vocabulary),
+            outside_bytes=0 if on_cpu or recipe.blocks is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
             batches=batches,
             recipe=recipe,
             holdout=holdout,
-            itemsize=itemsize,
             device=self.device,
-            held=held,
         )
+        return found.placed(chosen(self.streams, on_cpu, found.streams_bytes, self._room(found)), self.device)
+
+    def _room(self, found: Plan) -> Room:
+        """Free bytes in each place, besides what the run itself takes."""
+        parent = next(folder for folder in (self.output, *self.output.resolve().parents) if folder.is_dir())
+        disk = shutil.disk_usage(parent).free - found.model_bytes
+        if self.device.type == "cpu":
+            return Room(0, available(), disk)
+        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_allocated(self.device)
+        return Room(free - found.peak_bytes, available(), disk)
 
     def require_room(self, plan: Plan) -> None:
         """Check that the disk has room for the output and for the activations.
@@ -330,26 +382,4 @@ class StreamedStore(Store):
         Raises:
             OutputError: the disk has too little room.
         """
-        check_output(self.output, needed_bytes=plan.model_bytes + plan.spilled_bytes)
-
-
-def without_weights(path: Path) -> LoadedModel:
-    """The tokenizer and the context length of a model directory, without weights, for reading calibration data.
-
-    Raises:
-        ModelError: the directory is damaged.
-    """
-    path = expanded(path)
-    check_directory(path, allow_pickle=False)
-    ensure_torchvision()
-    import transformers
-
-    def refuse(model: LoadedModel, folder: Path) -> None:
-        raise ModelError("A model whose weights are not in memory cannot be written.")
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except Exception as error:  # transformers raises exceptions of every kind
-        raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
-    tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
-    return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context_of(config, tokenizer), refuse)
+        check_output(self.output, needed_bytes=plan.model_bytes + current().size * plan.spilled_bytes)

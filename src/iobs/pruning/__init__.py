@@ -6,6 +6,7 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     samples      calibration samples: what a batch is, its outputs, subsets
     coverage     the share of a model that was pruned, and why the rest stayed dense
     report       results of a run, as plain records
+    structured_report    results of a run that removed units: widths and costs
     recipe       settings of a run, as frozen values: Recipe, Rounds, FineTune, Allocation, Rule
     network      the model: its weight matrices, the selection of layers, its modes
     structure    units of a network (channels, neurons, heads), and their physical removal
@@ -19,20 +20,35 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     allocation   the sparsity of every layer
     finetune     gradient steps that keep the zeros; the loss that compares rounds
     layerwise    one layer: its quadratic, its solver, its new mask and weights
+    widths       costs of a network by its widths, and the widths of least effect
     workspace    the state of one run
     decisions    choices of the run itself: sparsities, rounds, learning rates
     baselines    published one-shot pruners of a whole model
     reconstruction  gradient steps on one or two blocks towards the dense outputs
     cost         time and memory that a run will take
     algorithm    Algorithm 2: the loop over rounds and layers
+    structured   iobs.prune for units: the loop on the layers that read them, then their removal
     driver       iobs.prune
 """
 
 from iobs.pruning.audit import audit
+from iobs.pruning.calibration.fold import fold
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.driver import prune
 from iobs.pruning.keep_sparse import keep_sparse
 from iobs.pruning.recipe import Allocation, FineTune, Recipe, Rounds, Rule
 from iobs.pruning.report import Report
 
-__all__ = ["Allocation", "Callback", "FineTune", "Recipe", "Report", "Rounds", "Rule", "audit", "keep_sparse", "prune"]
+__all__ = [
+    "Allocation",
+    "Callback",
+    "FineTune",
+    "Recipe",
+    "Report",
+    "Rounds",
+    "Rule",
+    "audit",
+    "fold",
+    "keep_sparse",
+    "prune",
+]

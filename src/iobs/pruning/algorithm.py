@@ -29,10 +29,11 @@ from iobs.pruning.calibration.sweep import Group, Moments, Sweep
 from iobs.pruning.cost.seconds import affordable, forecast, measured_costs
 from iobs.pruning.coverage import Coverage, Reason
 from iobs.pruning.decisions.learning_rate import candidates, decide_rates
-from iobs.pruning.decisions.sparsity import allocate, decide_growth, scheduled
+from iobs.pruning.decisions.sparsity import allocate, decide_growth, decide_steps, scheduled
 from iobs.pruning.finetune.trainer import Trainer
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.layerwise.patterns import asked
+from iobs.pruning.layerwise.problem import reads_no_data
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.census import Census
@@ -40,7 +41,8 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import update_batch_norm
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import FineTune
-from iobs.pruning.reconstruction.walk import Walk, in_steps
+from iobs.pruning.reconstruction.step_sizes import in_steps
+from iobs.pruning.reconstruction.walk import Walk
 from iobs.pruning.report import (
     AllocationRecord,
     AuditRow,
@@ -55,6 +57,7 @@ from iobs.pruning.workspace import Workspace
 
 Plan = dict[Layer, Pattern]
 
+_SHOWN_SAMPLES = 16  # samples that give the errors of layers pruned by magnitude, which depends on no data
 _UNREACHED = Reason("unreached", "the network fed it nothing on the calibration data")
 _UNOBSERVED = Reason("not multiplied", "used by the model, but in no product that can be observed")
 
@@ -65,6 +68,7 @@ def run(work: Workspace) -> Report:
     with work.store.running(work.request.patterns, work.memory):  # restores the dense weights on any failure
         dense, foretell = prepare(work, census), forecaster(work)
         plan, allocation = allocate(work)
+        work.store.allocated(plan)
         best = Best(work, plan)
         trainer: Trainer | None = None
         for index in count():
@@ -73,46 +77,70 @@ def run(work: Workspace) -> Report:
             if index == 0:
                 work.decided = replace(work.decided, rounds=decide_growth(work))
                 foretell()
-                work.decided = decide_rates(work, work.decided)
+                work.decided = decide_rates(work, plan, work.decided)
                 foretell()
             if index + 1 == work.decided.rounds.count:
                 break
-            trainer = finetune(work, record, trainer)  # line 9
+            trainer = finetune(work, plan, record, trainer)  # line 9
         trainer = None  # frees its float32 weights and its optimizer state
         projection, weights = best.record, best.weights
         for step in candidates(work.decided):
             work.store.restore(weights)
-            best.consider(finetune_last(work, projection, step, len(best.records)))
+            best.consider(finetune_last(work, projection, plan, step, len(best.records)))
         work.store.restore(best.weights)
         return report_of(work, best, dense, census, allocation, time.perf_counter() - started)
 
 
 def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None) -> RoundRecord:
     """Prune every layer in the order of the forward pass, then measure the model (lines 3 to 8)."""
-    began, recipe, samples = time.perf_counter(), work.recipe, work.portion(index)
+    began, recipe, samples = time.perf_counter(), work.recipe_of_round(index), work.portion(index)
     if recipe.network_solver is not None:
         record = project_network(work, patterns, recipe.network_solver, index)
     else:
         masters = {} if trainer is None else trainer.masters
+        biases = work.biases if recipe.refits_biases else {}
         projection = Projection(
-            work.store, patterns, recipe, index, work.checkpoint, work.ranks, masters, work.callbacks, work.biases
+            work.store, patterns, recipe, index, work.checkpoint, work.ranks, masters, work.callbacks, biases
         )
         sweep = sweep_of(work, samples, index)
         if recipe.blocks is not None and sweep.chain:
             Walk(work, sweep, projection, recipe.blocks).run()
+        elif work.store.whole and work.ranks.size == 1 and all(reads_no_data(recipe, one) for one in patterns.values()):
+            sweep = project_by_weights(work, projection, sweep)
         else:
-            for group in sweep.groups():
-                projection.project(group)
-                work.memory.look()
+            project_groups(work, projection, sweep)
         handle_layers_without_input(work, projection, sweep.without_input)
         record = projection.record
-        note_pruning_by_magnitude(work, record)
+        if not recipe.reads_weights_only:
+            note_pruning_by_magnitude(work, record)
     if recipe.batch_norm == "update":
         update_batch_norm(work.store.model, samples)
     return measured(work, record, samples, began)
 
 
-def finetune(work: Workspace, record: RoundRecord, trainer: Trainer | None) -> Trainer | None:
+def project_groups(work: Workspace, projection: Projection, sweep: Sweep) -> None:
+    """Prune the groups of a sweep."""
+    for group in sweep.groups():
+        projection.project(group)
+        work.memory.look()
+
+
+def project_by_weights(work: Workspace, projection: Projection, sweep: Sweep) -> Sweep:
+    """Prune layers whose result depends on no data: a few samples give the errors for the report.
+
+    Layers that these samples do not reach are pruned in a sweep of all samples. Returns the last sweep.
+    """
+    few = sweep.calibration.first(_SHOWN_SAMPLES), sweep.heldout.first(_SHOWN_SAMPLES)
+    short = replace(sweep, calibration=few[0], heldout=few[1])
+    project_groups(work, projection, short)
+    if not short.without_input:
+        return short
+    rest = replace(sweep, layers=tuple(short.without_input))
+    project_groups(work, projection, rest)
+    return rest
+
+
+def finetune(work: Workspace, plan: Plan, record: RoundRecord, trainer: Trainer | None) -> Trainer | None:
     """Take gradient steps between two projections (line 9); the next projection reads the trainer's weights."""
     rounds = work.decided.rounds
     step = rounds.finetune
@@ -123,21 +151,23 @@ def finetune(work: Workspace, record: RoundRecord, trainer: Trainer | None) -> T
         return None
     trainer = trainer or work.trainer(step, (rounds.count - 1) * step.steps)
     trainer.adopt()
-    trainer.masks = work.masks(step.support)
+    trainer.masks = work.masks(plan, step.support)
     began = time.perf_counter()
     record.step_losses = work.descend(trainer, work.portion(record.index), record.index, f"steps {record.index}")
     record.seconds += time.perf_counter() - began
     return trainer
 
 
-def finetune_last(work: Workspace, projection: RoundRecord, step: FineTune, index: int) -> RoundRecord | None:
-    """Take gradient steps on the support of the best projection.
+def finetune_last(
+    work: Workspace, projection: RoundRecord, plan: Plan, step: FineTune, index: int
+) -> RoundRecord | None:
+    """Take gradient steps on the support of the best projection, on the grids of the plan.
 
     The model holds the weights of that projection. Returns None if the steps diverge.
     """
     began = time.perf_counter()
     try:
-        trainer = work.trainer(step, step.steps, work.masks())
+        trainer = work.trainer_on(plan, step, step.steps)
         losses = work.descend(trainer, work.fit, index, f"fine-tuning of {step.steps} steps")
         layers, parent = projection.layers, projection.index
         record = RoundRecord(index, projection.asked, None, None, layers, losses, 0.0, "finetune", parent)
@@ -189,6 +219,7 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     Returns:
         The loss that compares rounds, with its value of the dense model, and the score of the dense model.
     """
+    work.decided = decide_steps(work)
     layers, decided = work.selection.layers, work.decided
     work.callbacks.on_start(work.store.model, [layer.name for layer in layers], decided.rounds.count)
     warn_of_coverage(work, census.coverage(work.selection, 0))
@@ -200,7 +231,7 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     )
     work.decided = replace(decided, rounds=replace(decided.rounds, finetune=between), finetune=after)
     # NaN is no error here: the sweep names the layer that causes it.
-    loss = work.scoring.loss_on(work.scoring.heldout_augmented)
+    loss = work.scoring.dense_loss()
     if loss is None:
         work.scoring.loss_on(work.fit.first(1))  # report missing labels now, not after a projection
     for step in (between, after):
@@ -231,16 +262,15 @@ def forecaster(work: Workspace) -> Callable[[], object]:
 
 def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:
     """The sweep of one round through the model."""
-    rounds, recipe = work.decided.rounds, work.recipe
+    rounds, recipe = work.decided.rounds, work.recipe_of_round(index)
     dense = index == 0 or (index == 1 and rounds.schedule == "cubic")  # no gradient step yet
     teacher = None if work.scoring is None else TARGETS[recipe.target].teacher(work.scoring, dense)
-    if recipe.blocks is not None:
-        samples, heldout = in_steps(samples, recipe.blocks), in_steps(work.heldout, recipe.blocks)
-    else:
-        heldout = work.heldout
+    heldout, blocks = work.heldout, recipe.blocks if work.chain else None
+    if blocks is not None:
+        samples, heldout = in_steps(samples, blocks), in_steps(heldout, blocks)
     if work.scoring is None:
         teacher = work.store.dense_model
-    elif teacher is None and (recipe.inputs == "dense" or (recipe.blocks is not None and work.chain)):
+    elif teacher is None and (recipe.inputs == "dense" or blocks is not None):
         assert work.scoring is not None
         teacher = work.scoring.reference
     return Sweep(

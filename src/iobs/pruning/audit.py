@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,12 +11,13 @@ from torch import Tensor, nn
 
 from iobs.core.column_groups import Groups
 from iobs.core.files import packed_hint, weight_files
+from iobs.core.grids import codes_and_scales, entries_of, grid_of, stored_bits
 from iobs.core.patterns import NM, Pattern, Unstructured, as_pattern
 from iobs.errors import AuditError, ModelError, PatternError
+from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer, find_layers, projections
 from iobs.pruning.report import AuditRow
 
-_RECURRENT = re.compile(r"weight_[ih]h(_l\d+(_reverse)?)?$")  # parameters of recurrent modules
 _PRUNED_SHARE = 0.1  # a layer with a smaller share of the zeros that a pattern asks for counts as not pruned
 
 
@@ -52,6 +52,7 @@ def audit(
         if asked is not None and (_has_many(row, asked) if layers is None else name in layers):
             check(name, matrix, asked)
             row.asked, checked = asked_zeros(asked, row.shape), True
+            row.bits = stored_bits(asked, row.shape)
         rows.append(row)
     if asked is not None and not checked:
         most = max(rows, key=lambda row: row.sparsity, default=None)
@@ -81,8 +82,14 @@ def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
     """Check that a matrix (rows, columns) has the zeros that a pattern asks for.
 
     Raises:
-        AuditError: it has fewer; names the layer and both counts.
+        AuditError: it has fewer, and the message names the layer and both counts; or a weight is not on the grid.
     """
+    grid = grid_of(pattern)
+    if grid is not None:
+        try:
+            codes_and_scales(matrix, grid)
+        except PatternError as error:
+            raise AuditError(f"Layer {name!r}: {error} It was pruned to another pattern, or changed since.") from None
     shape = (matrix.shape[0], matrix.shape[1])
     if isinstance(pattern, Groups):
         _check_columns(name, matrix, pattern)
@@ -91,7 +98,7 @@ def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
     kept = (matrix.reshape(groups.count, groups.size) != 0).sum(1)
     worst = int(kept.max())
     if worst > groups.keep:
-        where = f"a group of {groups.size}" if isinstance(pattern, NM) else f"{groups.size} entries"
+        where = f"a group of {groups.size}" if isinstance(entries_of(pattern), NM) else f"{groups.size} entries"
         raise AuditError(
             f"Layer {name!r} keeps {worst} of {where} where the pattern {pattern} allows {groups.keep}. "
             "It was pruned to another pattern, or zeros were spread over layers, or something wrote into the weights."
@@ -129,8 +136,9 @@ def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for layer in find_layers(model):
-        yield layer.name, layer.read(model)
+    with folded(model):
+        for layer in find_layers(model):
+            yield layer.name, layer.read(model).to(layer.stored(model).dtype)
 
 
 def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -148,9 +156,8 @@ def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The weight matrices in a stored tensor, by name; none in biases and statistics."""
-    stacked = tensor.ndim == 3 and len(tensor) > 1  # experts in one tensor
-    named = name.endswith("weight") or _RECURRENT.search(name)
-    if not tensor.is_floating_point() or tensor.ndim < 2 or not (named or stacked):
+    wide = tensor.ndim >= 2 and min(len(tensor), tensor[0].numel() if len(tensor) else 0) > 1  # also of any other name
+    if not tensor.is_floating_point() or tensor.ndim < 2 or not (wide or name.endswith("weight")):
         return
     if name.endswith("in_proj_weight"):  # of nn.MultiheadAttention
         yield from ((f"{name}.{part}", rows) for part, rows in projections(tensor).items())
@@ -158,17 +165,27 @@ def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name.removesuffix(".weight"), tensor.flatten(1)
 
 
-def audit_layers(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
+def audit_layers(
+    model: nn.Module, patterns: Mapping[Layer, Pattern], dtype_of: Callable[[Layer], torch.dtype] | None = None
+) -> list[AuditRow]:
     """Check every pruned layer of a model against its pattern.
 
+    Args:
+        model: the model.
+        patterns: of every pruned layer.
+        dtype_of: dtype in which the weights of a layer are stored; None: the dtype in the model.
+
     Raises:
-        AuditError: a layer has fewer zeros than its pattern asks for.
+        AuditError: a layer has fewer zeros than its pattern asks for, or a weight that is not on its grid.
     """
     rows = []
     with torch.no_grad():
         for layer, pattern in patterns.items():
-            matrix = layer.read(model)
-            rows.append(counted(layer.name, matrix, asked_zeros(pattern, layer.shape)))
+            dtype = layer.stored(model).dtype if dtype_of is None else dtype_of(layer)
+            matrix = layer.read(model).to(dtype)
+            row = counted(layer.name, matrix, asked_zeros(pattern, layer.shape))
+            row.bits = stored_bits(pattern, layer.shape)
+            rows.append(row)
             check(layer.name, matrix, pattern)  # every group, not only the total
     return rows
 

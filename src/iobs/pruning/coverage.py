@@ -34,7 +34,7 @@ KINDS: dict[Kind, str] = {
     "transformed": "weights that the model transforms before it multiplies",
     "not multiplied": "layers that the model uses, but not in a product that can be observed",
     "unreached": "layers that no calibration sample reaches",
-    "parameter": "parameters of modules that are not supported layers",
+    "parameter": "parameters in no matrix product that was observed",
     "quantised": "weights that are not floating point",
     "outside": "layers outside the blocks, which --low-memory leaves dense",
     "asked": "layers that you left dense (include, ignore, rules)",

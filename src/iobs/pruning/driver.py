@@ -11,22 +11,25 @@ from typing import Unpack
 import torch
 from torch import nn
 
+from iobs.core.budget import Budget
 from iobs.core.patterns import Pattern, as_pattern
 from iobs.core.structured import Structured
-from iobs.errors import ProblemError, is_a
+from iobs.errors import LayerSelectionError, ProblemError, is_a
 from iobs.pruning.algorithm import run
+from iobs.pruning.allocation.bits import require_budget
 from iobs.pruning.allocation.counts import require_room, under_pattern
 from iobs.pruning.baselines.projection import require_global
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
+from iobs.pruning.layerwise.grids import require_solvable
 from iobs.pruning.layerwise.patterns import patterns_of
+from iobs.pruning.network.layers import found_by_use
 from iobs.pruning.network.modes import evaluating, seeded
-from iobs.pruning.network.selection import Selection
+from iobs.pruning.network.selection import Selection, may_be_found
 from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Changes, Recipe, as_allocation, as_recipe
 from iobs.pruning.recipe.structured import as_structured_recipe
 from iobs.pruning.report import Report
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 from iobs.pruning.structured import Asked, prune_units
@@ -57,8 +60,9 @@ def prune(
             mappings as Hugging Face models take. A tensor or a mapping is one batch.
         pattern: `Unstructured`, `NM`, a sparsity such as 0.5, or text such as "2:4" or "50%". With an allocation
             (recipes "fast" and "best") the sparsity is that of all pruned layers together. Layers left dense do
-            not count. `Structured(0.3)` or "structured:30%" removes whole channels, neurons and heads: the model
-            becomes narrower.
+            not count. `Grid(4)` or `pattern & Grid(4)` puts the kept weights on a grid, too. `Budget(3.0)` chooses
+            sparsity and bits of every layer. `Structured(0.3)` or "structured:30%" removes whole channels, neurons and
+            heads: the model becomes narrower.
         recipe: "fast" (the best single projection), "best" (rounds of fine-tuning towards the dense model),
             "one-shot" (every layer once, to the same sparsity), "paper" (Algorithm 2 to the letter), a `Recipe`, or the
             path of a YAML file.
@@ -95,23 +99,51 @@ def prune(
     heard = [LoggingCallback(), *callbacks]
     if isinstance(wanted, Structured):
         units = as_structured_recipe(recipe).but(**changes)
-        asked = Asked(wanted, units, include, ignore, holdout, seed, checkpoint)
+        request_of_units = Asked(wanted, units, include, ignore, holdout, seed, checkpoint)
         require_numbers(holdout, seed)
         with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
-            return prune_units(store, batches.collect(data), asked, Callbacks([*heard, *bar]))
+            return prune_units(store, store.collected(data), request_of_units, Callbacks([*heard, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     store.require_possible(chosen)
-    selection = store.select(include, ignore, chosen.depthwise)
-    selection, request = requested(chosen, wanted, selection, holdout, seed, checkpoint)
-    collected = batches.collect(data)
-    with torch.inference_mode(False), ProgressBar.shown(progress and current().first) as bar:
-        told = Callbacks([*heard, *bar] if current().first else [])
-        # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
-        with evaluating(store.model) as frozen, seeded(store.model, seed):
-            selection = store.checked(collected, selection)
-            request = replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})
-            frozen = frozen if store.whole else frozenset()  # weights in files have no mark of their own
-            return run(Workspace.of(store, request, selection, collected, told, frozen))
+    asked = holdout, seed, checkpoint
+    with torch.inference_mode(False), store.folded():
+        # Selected before any data are read, so that wrong arguments are reported first.
+        chosen_now = _selected(store, chosen, wanted, include, ignore, asked)
+        collected = store.collected(data)
+        if store.observe(collected, seed) or chosen_now is None:
+            chosen_now = requested(chosen, wanted, store.select(include, ignore, chosen.depthwise), *asked)
+        selection, request = chosen_now
+        with ProgressBar.shown(progress and current().first) as bar:
+            told = Callbacks([*heard, *bar] if current().first else [])
+            # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
+            with evaluating(store.model) as frozen, seeded(store.model, seed):
+                selection = store.checked(collected, selection)
+                request = replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})
+                frozen = frozen if store.whole else frozenset()  # weights in files have no mark of their own
+                return run(Workspace.of(store, request, selection, collected, told, frozen))
+
+
+def _selected(
+    store: Store,
+    recipe: Recipe,
+    pattern: Pattern,
+    include: str | Sequence[str] | None,
+    ignore: str | Sequence[str] | None,
+    asked: tuple[float, int, str | Path | None],
+) -> tuple[Selection, Request] | None:
+    """The selection among layers that classes show; None if names or rules may be of layers that an observation shows.
+
+    Raises:
+        PatternError, LayerSelectionError, ProblemError: as `prune`.
+    """
+    if isinstance(store.model, nn.Module):
+        found_by_use(store.model, ())  # of an earlier run
+    try:
+        return requested(recipe, pattern, store.select(include, ignore, recipe.depthwise), *asked)
+    except LayerSelectionError:
+        if not (store.whole and may_be_found(store.model)):
+            raise
+        return None
 
 
 def requested(
@@ -126,7 +158,10 @@ def requested(
     selection, patterns = patterns_of(selection, pattern, recipe.rules)
     if recipe.network_solver is not None:
         require_global(pattern)
+    require_solvable(recipe, patterns)
     allocation = under_pattern(as_allocation(recipe.allocation), pattern)
+    if isinstance(pattern, Budget):
+        require_budget(pattern, [layer.shape for layer, own in patterns.items() if own is pattern])
     require_room(allocation, pattern, [layer for layer, own in patterns.items() if own is pattern])
     return selection, Request(recipe, patterns, pattern, holdout, seed, checkpoint)
 

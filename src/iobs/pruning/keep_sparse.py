@@ -17,7 +17,7 @@ class SparseTraining:
     """The hooks of `keep_sparse`; after `remove()` the weights may become dense again.
 
     Attributes:
-        masks: by parameter, False at entries that stay zero.
+        masks: by parameter, False at entries that stay zero; of a sharded parameter the part of this rank.
         handles: of the hooks.
     """
 
@@ -37,8 +37,8 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
     Gradients of zeros are removed as soon as they exist, so that they enter no momentum, gradient norm or line search.
     After each step the zeros are written again, to undo weight decay. A matrix that is entirely zero, such as an
     adapter before its first step, is not kept, since it could never be trained. Works under DistributedDataParallel:
-    every rank has the same zeros. Wrap the model before or after this call. Does not work under FSDP or DeepSpeed,
-    which flatten or split the parameters.
+    every rank has the same zeros. Wrap the model before or after this call. Works with parameters that `fully_shard`
+    (FSDP2) has split; call it afterwards, on every rank. Does not work under DeepSpeed or FSDP1, which flatten them.
 
     Args:
         model: a pruned model; all its parameters of two or more dimensions are masked.
@@ -54,14 +54,15 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
         optimizer = inner  # a wrapper such as accelerate's has no hooks of its own
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = {
-        name: (parameter, parameter != 0)
+        name: (parameter, _nonzeros(parameter))
         for name, parameter in model.named_parameters()
-        if id(parameter) in stepped and parameter.ndim >= 2 and bool((parameter == 0).any())
+        if id(parameter) in stepped and parameter.ndim >= 2
     }
-    empty = [name for name, (_, mask) in found.items() if not bool(mask.any())]
+    found = {name: (one, count) for name, (one, count) in found.items() if count < one.numel()}
+    empty = [name for name, (_, count) in found.items() if not count]
     if empty:
         warnings.warn(f"{', '.join(empty)}: all zeros, so taken for not yet trained, and not kept.", stacklevel=2)
-    masks = {parameter: mask for name, (parameter, mask) in found.items() if name not in empty}
+    masks = {parameter: _own(parameter) != 0 for name, (parameter, _) in found.items() if name not in empty}
     if not masks:
         raise LayerSelectionError(
             "There are no zeros to keep: prune the model first, and give the optimizer that steps on its weights."
@@ -71,10 +72,11 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
     def drop(parameter: nn.Parameter) -> None:
         if parameter.grad is None:
             return
-        if parameter.grad.layout is torch.strided:
-            parameter.grad.masked_fill_(~masks[parameter], 0)  # unlike a product, this removes NaN too
+        gradient = _own(parameter.grad)
+        if gradient.layout is torch.strided:
+            gradient.masked_fill_(~masks[parameter], 0)  # unlike a product, this removes NaN too
         else:
-            parameter.grad.mul_(masks[parameter])
+            gradient.mul_(masks[parameter])
 
     @torch.no_grad()
     def before(*_: object) -> None:  # covers gradients that were averaged over ranks or assigned by the user
@@ -84,9 +86,22 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
     @torch.no_grad()
     def after(*_: object) -> None:
         for parameter, mask in masks.items():
-            parameter.masked_fill_(~mask, 0)
+            _own(parameter).masked_fill_(~mask, 0)
 
     steps = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     trained = [parameter for parameter in masks if parameter.requires_grad]
     gradients = [parameter.register_post_accumulate_grad_hook(drop) for parameter in trained]  # type: ignore[no-untyped-call]
     return SparseTraining(masks, steps + gradients)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that lies on this rank, sharing its memory; a plain tensor itself."""
+    local = getattr(tensor, "to_local", None)  # of DTensor, which is not imported for plain tensors
+    return tensor if local is None else local()
+
+
+def _nonzeros(parameter: Tensor) -> int:
+    """Number of nonzero entries, over all ranks if the parameter is sharded."""
+    count = (parameter != 0).sum()
+    whole = getattr(count, "full_tensor", None)
+    return int(count if whole is None else whole())

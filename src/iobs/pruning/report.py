@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from iobs.errors import OutputError
 from iobs.pruning.coverage import Coverage
+from iobs.pruning.samples.shown import Sample
 
 if TYPE_CHECKING:
     import pandas
@@ -121,12 +122,14 @@ class AuditRow(ZeroCount):
         shape: (rows, columns).
         zeros: number of zeros.
         asked: number of zeros that the pattern asks for; 0 without a pattern.
+        bits: of the stored matrix, with mask and scales, if its values lie on a grid; otherwise None.
     """
 
     name: str
     shape: tuple[int, int]
     zeros: int
     asked: int
+    bits: int | None = None
 
 
 @dataclass
@@ -173,28 +176,6 @@ class ComparisonLoss:
 
     name: str
     dense: float | None = None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One input, and the outputs of the dense and of the pruned model for it.
-
-    Args:
-        shown: the input: text, or the address of a picture as "data:image/png;base64,...".
-        dense: continuation or predicted label of the dense model.
-        pruned: the same of the pruned model.
-        label: true label, or None.
-    """
-
-    shown: str
-    dense: str
-    pruned: str
-    label: str | None = None
-
-    @property
-    def is_picture(self) -> bool:
-        """Check that the input is a picture."""
-        return self.shown.startswith("data:image/")
 
 
 @dataclass(repr=False)
@@ -264,6 +245,12 @@ class Report:
     def weights(self) -> int:
         """Number of entries of the audited matrices."""
         return sum(row.weights for row in self.audit)
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Bits of the audited matrices per entry, with masks and scales; None unless all of them lie on grids."""
+        bits = [row.bits for row in self.audit if row.bits is not None]
+        return sum(bits) / self.weights if bits and len(bits) == len(self.audit) else None
 
     @property
     def layers(self) -> list[LayerRecord]:
@@ -337,7 +324,15 @@ class Report:
         return "\n".join(lines)
 
     def _measured(self) -> list[str]:
-        """The metrics of the dense and of the last model, one line each."""
+        """Bits of each weight on a grid, and the metrics of the dense and of the last model, one line each."""
+        bits = (
+            []
+            if self.bits_per_weight is None
+            else [f"{self.bits_per_weight:.3f} bits a weight, masks and scales counted."]
+        )
+        return bits + self._compared()
+
+    def _compared(self) -> list[str]:
         if len(self.scores) < 2:
             return []
         before, after = next(iter(self.scores.values())), next(reversed(self.scores.values()))

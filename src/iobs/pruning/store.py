@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,17 @@ from iobs.core.patterns import Pattern
 from iobs.pruning.audit import audit_layers
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.linearity import multiplied_as_they_are
+from iobs.pruning.calibration.observe import observe
 from iobs.pruning.calibration.replay import exact_chain
 from iobs.pruning.calibration.sweep import InMemory
+from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import keeping_buffers, put, state
 from iobs.pruning.network.selection import Selection, select
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch
-from iobs.pruning.samples.batches import Batch, require_all_accepted
+from iobs.pruning.samples.batches import Batch, collect, require_all_accepted
 
 Names = str | Sequence[str] | None
 
@@ -62,9 +64,28 @@ class Store(InMemory):
             ProblemError: it does not; the message names the settings.
         """
 
+    def folded(self) -> AbstractContextManager[None]:
+        """Context in which weights that the model computes from other parameters are parameters themselves."""
+        return folded(self.model) if isinstance(self.model, nn.Module) else nullcontext()
+
+    def observe(self, batches: Sequence[Batch], seed: int) -> bool:
+        """Find the layers that a forward pass shows but no class of a module; `select` then includes them.
+
+        Returns:
+            True if there are any.
+
+        Raises:
+            CalibrationError: the model does not take a batch, and no class shows a layer.
+        """
+        return observe(self.model, batches, seed)
+
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
         """Choose the layers to prune; arguments and errors as in `network.selection.select`."""
         return select(self.model, include, ignore, depthwise=depthwise)
+
+    def collected(self, data: Iterable[Batch] | Batch) -> list[Batch]:
+        """Collect and check the calibration batches; errors as in `samples.batches.collect`."""
+        return collect(data)
 
     def checked(self, batches: Sequence[Batch], selection: Selection) -> Selection:
         """Check the batches and the layers on the model.
@@ -112,7 +133,14 @@ class Store(InMemory):
             self.reset()
             raise
 
+    def allocated(self, patterns: Mapping[Layer, Pattern]) -> None:
+        """Receive the pattern of every layer after the allocation, for subclasses."""
+
     # ---- weights of a layer
+    def stored_dtype(self, layer: Layer) -> torch.dtype:
+        """The dtype that a layer's weights are stored in."""
+        return layer.stored(self.model).dtype
+
     def dense(self, layer: Layer) -> Tensor | None:
         """The layer's weights in the dense model, (rows, columns); None if the current weights are still dense."""
         return layer.matrix(self._original[layer.key])

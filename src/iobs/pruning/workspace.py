@@ -18,9 +18,10 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.finetune.scoring import Scoring
 from iobs.pruning.finetune.trainer import Trainer, differentiable, samples_a_step
+from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.network.layers import Layer, biases_of
 from iobs.pruning.network.selection import Selection
-from iobs.pruning.recipe import FineTune, Recipe, Rounds
+from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
 from iobs.pruning.recipe.text import described, plain_pattern
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint, opened
@@ -87,15 +88,19 @@ class Decisions:
         rounds: number, schedule and fine-tuning of the rounds.
         finetune: gradient steps after the last round, or None.
         tuned: True if the recipe leaves the learning rate of `finetune` to trials.
+        blocks: block reconstruction of the first round, or None.
     """
 
     rounds: Rounds
     finetune: FineTune | None
     tuned: bool = False
+    blocks: BlockFit | None = None
 
     def described(self) -> JsonObject:
         """The decisions in plain types, for the report."""
-        return {"rounds": described(self.rounds), "finetune": self.finetune and described(self.finetune)}
+        steps = {"finetune": self.finetune and described(self.finetune)}
+        blocks = {} if self.blocks is None else {"blocks": described(self.blocks)}
+        return {"rounds": described(self.rounds), **steps, **blocks}
 
 
 @dataclass
@@ -133,7 +138,7 @@ class Workspace:
         recipe = self.recipe
         self.memory = MemoryWatch(self.store.device)
         tuned = recipe.finetune is not None and recipe.finetune.lr == "auto"
-        self.decided = Decisions(recipe.rounds, recipe.finetune, tuned)
+        self.decided = Decisions(recipe.rounds, recipe.finetune, tuned, recipe.blocks)
         steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
         everything = recipe.blocks is not None or any(step.parameters == "all" for step in steps)
         changed = {*(layer.key for layer in self.selection.layers), *self.biases.values()}
@@ -172,6 +177,14 @@ class Workspace:
         """The recipe of the request."""
         return self.request.recipe
 
+    def recipe_of_round(self, index: int) -> Recipe:
+        """The recipe of a round: later rounds project the current weights, which hold all gradient steps."""
+        recipe = self.recipe
+        if index == 0:
+            return recipe if recipe.blocks is None else recipe.but(blocks=self.decided.blocks)
+        later = recipe.blocks is not None or recipe.target == "residual"
+        return recipe.but(blocks=None, target="model") if later else recipe
+
     @property
     def ranks(self) -> Ranks:
         """The processes of this run."""
@@ -208,17 +221,21 @@ class Workspace:
         return divide(self.fit, rounds.count - whole, self.request.seed)[index - whole]
 
     # ---- gradient steps
-    def masks(self, support: Literal["dense", "fixed"] = "fixed") -> dict[str, Tensor]:
+    def masks(
+        self, patterns: Mapping[Layer, Pattern], support: Literal["dense", "fixed"] = "fixed"
+    ) -> dict[str, Tensor]:
         """Masks of the entries that gradient steps may change, by parameter. Without a mask all entries may change.
 
         Args:
-            support: "fixed": only current nonzeros change. "dense": all entries change, except zeros that `keep_zeros`
-                keeps.
+            patterns: of every layer.
+            support: "fixed": only current nonzeros change, and all entries of dense grids. "dense": all entries change,
+                except zeros that `keep_zeros` keeps.
         """
         masks = self.store.support() if self.recipe.keep_zeros else {}
         if support == "fixed":
             model = self.store.model
             masks |= {layer.key: model.get_parameter(layer.key) != 0 for layer in self.selection.layers}
+            free_zeros(masks, {layer: patterns[layer] for layer in self.selection.layers})
         return masks
 
     def trainer(self, step: FineTune, total: int, masks: dict[str, Tensor] | None = None) -> Trainer:
@@ -233,6 +250,12 @@ class Workspace:
         _, loss = self.scoring.loss_of(step)
         augmentation = self.scoring.augmentation(step)
         return Trainer(self.store.model, parameters, step, loss, total, self.request.seed, masks, augmentation)
+
+    def trainer_on(self, patterns: Mapping[Layer, Pattern], step: FineTune, total: int) -> Trainer:
+        """A trainer that keeps zeros and grids; the model's current weights have these patterns."""
+        trainer = self.trainer(step, total, self.masks(patterns))
+        trainer.rounding = rounding_of(self.store.model, {layer: patterns[layer] for layer in self.selection.layers})
+        return trainer
 
     def require_gradient(self, step: FineTune) -> None:
         """Check, before any work, that the loss of gradient steps has a gradient on the samples of one step.

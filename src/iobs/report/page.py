@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from iobs.pruning.coverage import KINDS
-from iobs.pruning.report import WORTH, Report, Sample
+from iobs.pruning.report import WORTH, Report
+from iobs.pruning.samples.shown import Sample
 from iobs.pruning.structured_report import StructuredReport
 from iobs.report import plots
 from iobs.report.narrower import render_costs, render_widths
@@ -238,11 +239,13 @@ def _notes(report: Report) -> str:
 
 
 def _layers(report: Report) -> str:
+    bits = {row.name: row.bits / row.weights for row in report.audit if row.bits is not None}
     rows = [
         [
             escape(layer.name),
             " × ".join(map(str, layer.shape)),
             percent(layer.sparsity, 2),
+            *((f"{bits[layer.name]:.2f}" if layer.name in bits else "–",) if bits else ()),
             significant(layer.error_calibration),
             significant(layer.error_heldout),
             significant(layer.error_dense),
@@ -252,7 +255,9 @@ def _layers(report: Report) -> str:
         ]
         for layer in report.best.layers
     ]
-    headings = ["layer", "shape", "zeros", "error", "held-out", "against dense", "damping", "dead inputs", "seconds"]
+    stored = ["bits a weight"] if bits else []
+    errors = ["error", "held-out", "against dense"]
+    headings = ["layer", "shape", "zeros", *stored, *errors, "damping", "dead inputs", "seconds"]
     table = _table(headings, rows)
     title = escape(of_round("Layers", report))
     return f"<section><h2>{title}</h2><details><summary>All {len(rows)} layers</summary>{table}</details></section>"

@@ -30,9 +30,12 @@ def summary_lines(report: Report) -> list[str]:
 
 
 def _counted(report: Report) -> list[str]:
-    """Zeros and coverage, a line each."""
+    """Zeros, coverage and bits, a line each."""
     counted = f"{report.zeros:,} of {report.weights:,} weights in {len(report.audit)} layers"
-    return [f"{percent(report.sparsity, 2)} zeros: {counted}", *report.coverage.lines()]
+    lines = [f"{percent(report.sparsity, 2)} zeros: {counted}", *report.coverage.lines()]
+    if report.bits_per_weight is not None:
+        lines.append(f"{report.bits_per_weight:.3f} bits a weight in these layers, masks and scales counted")
+    return lines
 
 
 def widths_table(report: StructuredReport) -> Table:
@@ -57,9 +60,11 @@ def layers_table(report: Report, limit: int | None = None) -> Table:
         chosen = [layer for layer in layers if id(layer) in worst]
         title += f" (the {limit} with the largest errors of {len(layers)})"
     as_asked = all(percent(layer.asked) == percent(layer.sparsity) for layer in layers)
+    bits = {row.name: row.bits / row.weights for row in report.audit if row.bits is not None}
     table = _table(title)
     table.add_column("layer", overflow="fold", min_width=24)
-    for name in ("shape", *(() if as_asked else ("asked",)), "zeros", "error", "held-out", "seconds"):
+    asked, stored = (() if as_asked else ("asked",)), (("bits a weight",) if bits else ())
+    for name in ("shape", *asked, "zeros", *stored, "error", "held-out", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     for layer in chosen:
         table.add_row(
@@ -67,6 +72,7 @@ def layers_table(report: Report, limit: int | None = None) -> Table:
             " x ".join(map(str, layer.shape)),
             *(() if as_asked else (percent(layer.asked),)),
             percent(layer.sparsity),
+            *((f"{bits[layer.name]:.2f}" if layer.name in bits else "–",) if bits else ()),
             significant(layer.error_calibration),
             significant(layer.error_heldout),
             f"{layer.seconds:.2f}",
@@ -115,14 +121,21 @@ def scores_table(scores: dict[str, dict[str, float]], title: str = "Scores", cou
 
 
 def audit_table(rows: list[AuditRow]) -> Table:
-    """Table of the zeros in every matrix of an audited model."""
+    """Table of the zeros in every matrix of an audited model, with the bits of matrices on grids."""
+    on_grids = any(row.bits is not None for row in rows)
     table = _table("Audit: zeros counted one by one")
     table.add_column("layer", overflow="fold", min_width=24)
-    for name in ("shape", "weights", "zeros", "share"):
+    for name in ("shape", "weights", "zeros", "share", *(("bits a weight",) if on_grids else ())):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
+        bits = "–" if row.bits is None else f"{row.bits / row.weights:.2f}"
         table.add_row(
-            row.name, " x ".join(map(str, row.shape)), f"{row.weights:,}", f"{row.zeros:,}", percent(row.sparsity, 2)
+            row.name,
+            " x ".join(map(str, row.shape)),
+            f"{row.weights:,}",
+            f"{row.zeros:,}",
+            percent(row.sparsity, 2),
+            *((bits,) if on_grids else ()),
         )
     return table
 

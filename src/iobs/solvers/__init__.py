@@ -3,10 +3,13 @@
 from iobs.solvers.admm import ADMM
 from iobs.solvers.exact import Exact
 from iobs.solvers.interface import REFINEMENTS, SOLVERS, require_known, solve, solve_many
+from iobs.solvers.lobs import LOBS, network_bound
 from iobs.solvers.magnitude import Magnitude
+from iobs.solvers.net_trim import NetTrim, within_tolerance
 from iobs.solvers.obc import OBC
 from iobs.solvers.protocols import Budget, Refinement, Solver
 from iobs.solvers.refit import Refit
+from iobs.solvers.relu_trim import Trimmed, net_trim
 from iobs.solvers.screened_swap import ScreenedSwap
 from iobs.solvers.sparsegpt import SparseGPT
 from iobs.solvers.swap import Swap
@@ -14,20 +17,26 @@ from iobs.solvers.wanda import Wanda
 
 __all__ = [
     "ADMM",
+    "LOBS",
     "OBC",
     "REFINEMENTS",
     "SOLVERS",
     "Budget",
     "Exact",
     "Magnitude",
+    "NetTrim",
     "Refinement",
     "Refit",
     "ScreenedSwap",
     "Solver",
     "SparseGPT",
     "Swap",
+    "Trimmed",
     "Wanda",
+    "net_trim",
+    "network_bound",
     "require_known",
     "solve",
     "solve_many",
+    "within_tolerance",
 ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from iobs.core.budget import Budget
 from iobs.core.column_groups import Groups
 from iobs.core.patterns import Grid, Pattern, SparseGrid, require_pattern
+from iobs.errors import PatternError
 from iobs.solvers.admm import ADMM
 from iobs.solvers.exact import Exact
 from iobs.solvers.gridded.baselines import GPTQ, JointSparseGPT, OBROrder, RoundToNearest
@@ -16,7 +18,9 @@ from iobs.solvers.grouped.proof import GroupExact
 from iobs.solvers.grouped.removal import Osscar, Removal
 from iobs.solvers.grouped.scores import Flap, GivenScores, GroupMagnitude, GroupRefit, GroupWanda, RandomGroups
 from iobs.solvers.grouped.search import GroupSearch
+from iobs.solvers.lobs import LOBS
 from iobs.solvers.magnitude import Magnitude
+from iobs.solvers.net_trim import NetTrim
 from iobs.solvers.obc import OBC
 from iobs.solvers.protocols import Refinement, Solver
 from iobs.solvers.refit import Refit
@@ -32,6 +36,8 @@ SOLVERS: Solvers = {
     "wanda": Wanda,
     "sparsegpt": SparseGPT,
     "obc": OBC,
+    "lobs": LOBS,
+    "nettrim": NetTrim,
     "admm": ADMM,
     "exact": Exact,
 }
@@ -87,6 +93,8 @@ def family_of(pattern: Pattern) -> Family:
         PatternError: the object is no pattern.
     """
     require_pattern(pattern)
+    if isinstance(pattern, Budget):
+        raise PatternError("A budget is divided among the layers of a network by iobs.prune; give a pattern here.")
     if isinstance(pattern, (Grid, SparseGrid)):
         return GRIDS
     return COLUMN_GROUPS if isinstance(pattern, Groups) else ENTRIES

@@ -14,7 +14,7 @@ from torch import Tensor
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError
-from iobs.solvers.families import BUDGETED, ENTRIES, REFINEMENTS, SOLVERS, Family, family_of, require_fit
+from iobs.solvers.families import BUDGETED, ENTRIES, GRIDS, REFINEMENTS, SOLVERS, Family, family_of, require_fit
 from iobs.solvers.options import require_budget
 from iobs.solvers.protocols import Budget, Refinement, Solver
 
@@ -40,9 +40,9 @@ def solve(
         quadratic: the problem, (rows, d). Never modified.
         pattern: what is kept: entries, for example `Unstructured(0.5)`; entries with values on a grid, for example
             `Unstructured(0.5) & Grid(4)`; or whole groups of columns, `Groups`.
-        solver: for entries "magnitude", "wanda", "sparsegpt", "obc", "admm", "exact"; for groups "search", "greedy",
-            "exact", "osscar", "random", "magnitude", "wanda", "flap", "scores"; on a grid "admm", "gptq", "sparsegpt",
-            "obr", "magnitude"; or any `Solver`. None: "search" for groups, otherwise "admm".
+        solver: for entries "magnitude", "wanda", "sparsegpt", "obc", "lobs", "nettrim", "admm", "exact"; for groups
+            "search", "greedy", "exact", "osscar", "random", "magnitude", "wanda", "flap", "scores"; on a grid "admm",
+            "gptq", "sparsegpt", "obr", "magnitude"; or any `Solver`. None: "search" for groups, otherwise "admm".
         refine: None, "refit" (exact weights on the support), "swap" (exact 1-swaps), or any `Refinement`.
         damping: weight of the proximal term to the anchor, relative to the mean of the Hessian's diagonal. If a
             Cholesky factorisation fails, the damping is raised tenfold with a `DampingWarning`, at most five times.
@@ -195,6 +195,8 @@ def _finished(
     weight = solution.weight if unit == 1 else solution.weight * unit
     if "scales" in stats:  # of values on a grid, in the units of the weights
         stats["scales"] = (stats["scales"] * unit).to(quadratic.dtype)
+    if "bound" in stats:  # of the loss, in the units of the weights and of the Hessian
+        stats["bound"] = stats["bound"] * unit**2 * _power(_mean_curvature(quadratic))
     solution = replace(solution, problem=quadratic, weight=weight.to(quadratic.dtype), stats=stats)
     if dead is None:
         return solution
@@ -231,7 +233,8 @@ def require_known(solver: str | Solver, refine: str | Refinement | None, budget:
     for name, value in (("solver", solver), ("refine", refine)):
         if not (value is None or isinstance(value, str) or callable(value)):
             raise ProblemError(f"{name} must be a name or a function such as iobs.ADMM(), got {value!r}.")
-    _solver(ENTRIES, solver, budget, {})
+    known = GRIDS if isinstance(solver, str) and solver in GRIDS.solvers.keys() - SOLVERS.keys() else ENTRIES
+    _solver(known, solver, budget, {})
     _refinement(ENTRIES, refine)
 
 

@@ -88,7 +88,7 @@ def network():
     return model, [torch.randn(50, 20, generator=generator) for _ in range(2)]
 
 
-@pytest.mark.parametrize("criterion", ["error", "fisher", "kl", "evolve", "auto"])
+@pytest.mark.parametrize("criterion", ["error", "fisher", "block", "kl", "evolve", "auto"])
 def test_allocation_keeps_the_exact_global_count(network, criterion):
     model, data = network
     report = iobs.prune(
@@ -241,7 +241,7 @@ def test_allocation_of_a_sparse_network_keeps_the_exact_count(network, criterion
     model, data = network
     for allocation, sparsity in (("uniform", 0.8), (criterion, 0.85)):
         choices = {"allocation": allocation, "keep_zeros": keep_zeros and allocation != "uniform"}
-        report = iobs.prune(model, data, iobs.Unstructured(sparsity), "one-shot", **choices)
+        report = iobs.prune(model, data, iobs.Unstructured(sparsity), iobs.Recipe(), **choices)
         assert report.zeros == report.weights - round(report.weights * (1 - sparsity))
     assert all(0 <= effect < 1e6 for row in report.allocation for effect in row.effects)
 
@@ -269,5 +269,6 @@ def test_damage_passes_predicts_the_samples_of_the_trials(network, layers):
         )
         taken[criterion] = seen
     judges = 18 + 10  # a fifth of the calibration samples, and the held-out samples
-    looked = damage_passes(layers, judges) + 2 * judges  # plus the unchanged network and the outputs of the dense one
+    # Twice: the unchanged network and the outputs of the dense one; along a chain also its first inputs.
+    looked = damage_passes(layers, judges, 90) + (2 + (layers > 1)) * judges
     assert taken["kl"] - taken["error"] == looked

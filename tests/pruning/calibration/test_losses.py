@@ -10,7 +10,8 @@ from torch import nn
 
 import iobs
 from iobs.errors import CalibrationError
-from iobs.pruning.calibration.losses import answered, kl_to, kl_to_answers, task_loss
+from iobs.pruning.calibration import losses
+from iobs.pruning.calibration.losses import answered, divergence, kl_to, kl_to_answers, task_loss
 from iobs.pruning.samples.subsets import Samples
 
 
@@ -40,7 +41,7 @@ def test_kl_to_compares_real_outputs_by_squared_error(shape):
     # A uniform allocation leaves an error that fine-tuning can remove.
     for name, choices in {"fast": {}, "finetuned": {"finetune": POLISH}}.items():
         pruned = copy.deepcopy(network)
-        iobs.prune(pruned, data, iobs.Unstructured(0.6), "fast", allocation="uniform", **choices)
+        iobs.prune(pruned, data, iobs.Unstructured(0.6), iobs.Recipe(target="dense"), **choices)
         with torch.no_grad():
             errors[name] = float((pruned(inputs) - targets).square().mean())
     assert errors["finetuned"] < 0.9 * errors["fast"]
@@ -172,3 +173,21 @@ def test_targets_that_are_not_a_tensor_count_as_missing(targets):
             "one-shot",
             rounds=iobs.Rounds(2, finetune=step),
         )
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_divergence_in_pieces_equals_the_divergence_at_once(padded, monkeypatch):
+    torch.manual_seed(0)
+    dense, sparse = torch.randn(2, 3, 7, 11).unbind()
+    batch = {"input_ids": torch.zeros(3, 7, dtype=torch.int64)}
+    if padded:
+        batch["attention_mask"] = torch.ones(3, 7).index_fill(1, torch.tensor([5]), 0)
+    found = []
+    for whole in (10**9, 0):
+        monkeypatch.setattr(losses, "_WHOLE", whole)
+        monkeypatch.setattr(losses, "PIECE", 40)
+        given = sparse.clone().requires_grad_(True)
+        loss = divergence(nn.Identity(), batch, dense, given)
+        found.append((loss.detach(), *torch.autograd.grad(loss, given)))
+    for one, pieces in zip(*found, strict=True):
+        assert torch.allclose(one, pieces, rtol=1e-5, atol=1e-8)

@@ -128,7 +128,7 @@ def test_second_order_pruning_of_an_lstm_changes_its_outputs_less_than_magnitude
         model = Tagger(nn.LSTM)
         with torch.no_grad():
             dense = model(torch.cat(DATA))
-        iobs.prune(model, DATA, 0.6, "one-shot", solver=solver)
+        iobs.prune(model, DATA, 0.6, iobs.Recipe(solver=solver))
         with torch.no_grad():
             changes[solver] = float((model(torch.cat(DATA)) - dense).norm())
     assert changes["admm"] < 0.8 * changes["magnitude"]

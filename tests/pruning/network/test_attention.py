@@ -121,7 +121,7 @@ def test_admm_beats_magnitude_in_every_attention_projection(make: Callable[[], n
         model = make()
         data = [value[:32], value[32:]]
         reports[solver] = iobs.prune(
-            model, data, iobs.Unstructured(0.6), "one-shot", solver=solver, inputs="dense", ignore="head", holdout=0.0
+            model, data, iobs.Unstructured(0.6), iobs.Recipe(solver=solver, inputs="dense"), ignore="head", holdout=0.0
         )
     for ours, theirs in zip(reports["admm"].rounds[0].layers, reports["magnitude"].rounds[0].layers, strict=True):
         if "proj" in ours.name:

@@ -45,7 +45,7 @@ def test_recipe_is_read_from_a_file(tmp_path):
 
 def test_recipe_preset_gives_the_named_recipe():
     assert iobs.Recipe.preset("paper").rounds == iobs.Rounds(10, finetune=iobs.FineTune(lr=0.01, loss="task"))
-    assert iobs.Recipe.preset("one-shot") == iobs.Recipe()
+    assert iobs.Recipe.preset("one-shot") == iobs.Recipe(target="residual")
 
 
 def test_recipe_is_frozen():
@@ -85,7 +85,7 @@ def test_but_one_round_drops_schedule_and_steps():
 
 def test_print_shows_what_differs_from_the_defaults():
     text = str(iobs.Recipe.preset("fast"))
-    assert "target: dense" in text
+    assert "target: residual" in text
     assert "damping" not in text
 
 

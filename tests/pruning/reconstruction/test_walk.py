@@ -47,6 +47,19 @@ def test_reconstruction_keeps_counts_and_lowers_the_divergence(window):
     assert distance(model, dense, data) < 0.9 * distance(shot, dense, data)
 
 
+def test_model_without_gradients_is_projected_only(monkeypatch):
+    model, data = llama()
+    shot = copy.deepcopy(model)
+    kind = type(model.model.layers[0])
+    monkeypatch.setattr(kind, "forward", torch.no_grad()(kind.forward))
+    fit = BlockFit(masks=1, steps=20, network_steps=4, network_lr=1e-3, last="mse")
+    report = iobs.prune(model, data, 0.5, Recipe(target="residual", blocks=fit))
+    iobs.prune(shot, data, 0.5, Recipe(target="residual"))
+    assert any("computes without gradients" in note for note in report.notes)
+    assert report.zeros == sum(round(0.5 * row.weights) for row in report.audit)
+    assert all(torch.equal(value, shot.get_parameter(name)) for name, value in model.named_parameters())
+
+
 def test_unpruned_matrices_keep_their_bits():
     model, data = llama()
     dense = copy.deepcopy(model)
@@ -121,7 +134,6 @@ def test_windows_slide_by_one_block_with_layers(window, starts):
     ("changes", "message"),
     [
         ({"blocks": 3}, "must be a BlockFit"),
-        ({"blocks": SHORT, "rounds": 3}, "rounds must be 1"),
         ({"blocks": SHORT, "target": "model"}, "dense outputs on pruned inputs"),
     ],
 )
@@ -133,7 +145,7 @@ def test_impossible_settings_are_refused(changes, message):
 
 
 def test_recipe_with_blocks_survives_yaml():
-    recipe = Recipe.preset("blocks").but(blocks=BlockFit(window=1, lr=1e-3))
+    recipe = Recipe.preset("best").but(blocks=BlockFit(window=1, lr=1e-3, epochs=0.5))
     assert Recipe.from_yaml(recipe.to_yaml()) == recipe
 
 

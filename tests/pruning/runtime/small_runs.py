@@ -14,5 +14,5 @@ def problem():
     return model, data
 
 
-def prune(model, data, **options):
-    return iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", solver="sparsegpt", **options)
+def prune(model, data, pattern=0.5, **options):
+    return iobs.prune(model, data, pattern, "one-shot", solver="sparsegpt", **options)

@@ -34,6 +34,10 @@ OPTIONS = {
             lr="auto", optimizer="auto", steps=12, loss="kl", augment="auto", support="fixed", batch_size=5
         ),
     },
+    "on a grid": {
+        "pattern": iobs.Unstructured(0.5) & iobs.Grid(4, 8),
+        "finetune": iobs.FineTune(lr=1e-3, optimizer="adam", steps=3, loss="kl", parameters="all"),
+    },
     "a long fine-tuning that diverges": {
         "finetune": iobs.FineTune(
             lr="auto", optimizer="momentum", steps=36, loss=falls_off, support="fixed", batch_size=5, parameters="all"

@@ -259,7 +259,7 @@ class _Search:
             if room == 0 or free.size <= room:
                 self._try(node.active[node.inside] if room == 0 else node.active)
                 return
-            if self._bound(node, saliency, free, free.size - room) > ceiling:
+            if node.bound(saliency, free, free.size - room) > ceiling:
                 return
             chosen = int(free[np.argmax(saliency[free])])
             self._exclude(node, inverse, chosen)
@@ -268,7 +268,7 @@ class _Search:
             if node.inside.sum() > self.quadratic.count:
                 return
             free = np.flatnonzero(~node.inside)
-            bound = self._bound(node, saliency, free, free.size - room + 1) if free.size > room - 1 else node.value
+            bound = node.bound(saliency, free, free.size - room + 1) if free.size > room - 1 else node.value
             if room - 1 > 0 and self.open and bound > self.open[0][0]:
                 node.inverse = inverse
                 self._push(bound, node)
@@ -305,31 +305,17 @@ class _Search:
             child = Node(active, included, node.centre, None, value, node.delta, tied=True)
             heapq.heappush(self.open, (bound, -next(self.counter), child))
 
-    def _bound(self, node: Node, saliency: Array, free: Indices, removals: int) -> float:
-        """A lower bound on f once `removals` of the free coordinates are excluded."""
-        if removals <= 0:
-            return node.value
-        single = np.partition(saliency[free], removals - 1)[removals - 1]
-        joint = 0.5 * node.delta[node.active[free]] * node.centre[free] ** 2
-        total = float(np.partition(joint, removals - 1)[:removals].sum())
-        return node.value + max(float(single), total)
-
     def _exclude(self, node: Node, inverse: Array, chosen: int) -> None:
         """Push the child of a node in which the active coordinate at position `chosen` is excluded."""
-        pivot = inverse[chosen, chosen]
-        column = inverse[:, chosen]
-        value = node.value + 0.5 * node.centre[chosen] ** 2 / pivot
+        value = node.value + 0.5 * node.centre[chosen] ** 2 / inverse[chosen, chosen]
         if value > self.best.value + self.margin:
             return
-        keep = np.arange(node.active.size) != chosen
-        centre = (node.centre - column * (node.centre[chosen] / pivot))[keep]
-        smaller = inverse[np.ix_(keep, keep)]
-        smaller -= np.outer(column[keep] / pivot, column[keep])
-        child = Node(node.active[keep], node.inside[keep], centre, smaller, value, node.delta)
-        saliency = 0.5 * centre**2 / smaller.diagonal()
+        child = node.excluded(inverse, chosen, value)
+        assert child.inverse is not None
+        saliency = 0.5 * child.centre**2 / child.inverse.diagonal()
         free = np.flatnonzero(~child.inside)
         room = self.quadratic.count - int(child.inside.sum())
-        bound = self._bound(child, saliency, free, free.size - room)
+        bound = child.bound(saliency, free, free.size - room)
         if bound <= self.best.value + self.margin:
             self._push(bound, child)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from iobs.errors import NotPositiveDefiniteError
-from iobs.optimize.bounds.ties import representatives
+from iobs.optimize.bounds.ties import equal_columns
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
@@ -35,6 +35,37 @@ class Node:
     delta: Array
     tied: bool = False
 
+    def bound(self, saliency: Array, free: Indices, removals: int) -> float:
+        """A lower bound on f once `removals` of the free coordinates are excluded.
+
+        Args:
+            saliency: the rise of f if one active coordinate is excluded (m,).
+            free: positions of the free coordinates among the active ones.
+            removals: number of free coordinates that must be excluded.
+        """
+        if removals <= 0:
+            return self.value
+        single = np.partition(saliency[free], removals - 1)[removals - 1]
+        joint = 0.5 * self.delta[self.active[free]] * self.centre[free] ** 2
+        total = float(np.partition(joint, removals - 1)[:removals].sum())
+        return self.value + max(float(single), total)
+
+    def excluded(self, inverse: Array, chosen: int, value: float) -> Node:
+        """The child in which the active coordinate at position `chosen` is excluded.
+
+        Args:
+            inverse: inverse Hessian on the active coordinates (m, m).
+            chosen: position of the coordinate among the active ones.
+            value: f at the child's centre.
+        """
+        pivot = inverse[chosen, chosen]
+        column = inverse[:, chosen]
+        keep = np.arange(self.active.size) != chosen
+        centre = (self.centre - column * (self.centre[chosen] / pivot))[keep]
+        smaller = inverse[np.ix_(keep, keep)]
+        smaller -= np.outer(column[keep] / pivot, column[keep])
+        return Node(self.active[keep], self.inside[keep], centre, smaller, value, self.delta)
+
 
 class QuadraticArrays:
     """f(v) = start + 1/2 v^T H v - linear^T v and the number of coordinates that a support holds.
@@ -48,6 +79,7 @@ class QuadraticArrays:
         start: f(0).
         count: size of a support, forced coordinates included.
         usable: sorted coordinates that f depends on and that may be in a support; one of each class of equal columns.
+        represented: for each usable coordinate the coordinates with an equal column, itself included.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -60,7 +92,8 @@ class QuadraticArrays:
         forced = problem.forced[self.hessian.diagonal()[problem.forced] > 0]
         self.count = problem.size + forced.size
         usable = np.sort(np.concatenate([np.flatnonzero(problem.candidates), forced])).astype(np.int64)
-        self.usable = representatives(problem, self.hessian, self.linear, usable)
+        self.represented = equal_columns(problem, self.hessian, self.linear, usable)
+        self.usable = np.array(sorted(self.represented), dtype=np.int64)
         self.count -= np.setdiff1d(forced, self.usable).size
 
     def root(self, active: Indices, inside: Booleans) -> tuple[Node, float] | None:

@@ -1,6 +1,6 @@
 """Coordinates that stand for each other: equal columns, and columns that depend linearly on others.
 
-Of equal columns (up to a factor) a support needs at most one, so `representatives` keeps one of each class.
+Of equal columns (up to a factor) a support needs at most one, so the search keeps one of each class (`equal_columns`).
 
 Let N span the null space of H on the active coordinates of a node. A coordinate j with N_j = 0 has a unique value at
 every minimiser, and excluding it raises f by its saliency, with the pseudo-inverse of H. Any other coordinate can be
@@ -25,8 +25,8 @@ _ROUNDING = 1e-14  # relative eigenvalues below this are only rounding
 _UNIQUE = 1e-8  # a coordinate with a smaller part in the null space has a unique value
 
 
-def representatives(problem: Problem, hessian: Array, linear: Array, usable: Indices) -> Indices:
-    """One coordinate of every class of equal columns, the forced one if there is one, else the first; sorted.
+def equal_columns(problem: Problem, hessian: Array, linear: Array, usable: Indices) -> dict[int, Indices]:
+    """The classes of equal columns by their representative: the forced one if there is one, else the first.
 
     Args:
         problem: with a quadratic objective.
@@ -37,11 +37,11 @@ def representatives(problem: Problem, hessian: Array, linear: Array, usable: Ind
     order = np.concatenate([np.intersect1d(usable, problem.forced), np.setdiff1d(usable, problem.forced)])
     units = 1.0 / np.sqrt(hessian.diagonal()[order])
     correlation = hessian[np.ix_(order, order)] * units * units[:, None]
-    kept = np.ones(order.size, dtype=np.bool_)
+    owner = np.arange(order.size)
     for i, j in np.argwhere(np.triu(np.abs(correlation) >= 1 - _NEAR, 1)):
-        if kept[i] and kept[j] and _equal(problem, hessian, linear, int(order[i]), int(order[j])):
-            kept[j] = False
-    return np.sort(order[kept]).astype(np.int64)
+        if owner[i] == i and owner[j] == j and _equal(problem, hessian, linear, int(order[i]), int(order[j])):
+            owner[j] = i
+    return {int(order[i]): np.sort(order[owner == i]).astype(np.int64) for i in np.unique(owner)}
 
 
 def _equal(problem: Problem, hessian: Array, linear: Array, first: int, second: int) -> bool:

@@ -1,6 +1,9 @@
-"""scikit-learn estimators with exactly k features: regression (squared or Poisson loss) and classification."""
+"""scikit-learn estimators with exactly k features: regression and classification; inference about their choice."""
 
 from iobs.optimize.estimators.classifier import SparseClassifier
+from iobs.optimize.estimators.multi_task import SparseMultiTaskRegressor
 from iobs.optimize.estimators.regressor import SparseRegressor
+from iobs.optimize.estimators.splitting import split_inference
+from iobs.optimize.estimators.stability import stability_selection
 
-__all__ = ["SparseClassifier", "SparseRegressor"]
+__all__ = ["SparseClassifier", "SparseMultiTaskRegressor", "SparseRegressor", "split_inference", "stability_selection"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import scipy.sparse as sp
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.feature_selection import SelectorMixin
-from sklearn.model_selection import BaseCrossValidator, check_cv
+from sklearn.model_selection import BaseCrossValidator, GroupKFold, check_cv
 from sklearn.utils import Tags
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
@@ -21,6 +22,7 @@ from iobs.optimize.objectives.arguments import forced_columns
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
 from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, VectorLike
+from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.refit.fit import Fit
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
 from iobs.optimize.search.path import Criterion, fit_path, information, standard_errors
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _CRITERIA = ("aic", "bic", "ebic")
+_BY_FOLDS = ("cv", "cv-1se")
+Choice: TypeAlias = Literal["cv", "cv-1se", "aic", "bic", "ebic"]
 Samples: TypeAlias = Array | sp.csr_array | sp.csc_array  # (n, d), after validation
 Labels: TypeAlias = npt.NDArray[np.generic]
 
@@ -48,6 +52,33 @@ class PathEntry(TypedDict):
     coef: Array
 
 
+@dataclass(frozen=True)
+class Observations:
+    """Training or held-out samples.
+
+    Attributes:
+        X: (n, d) features.
+        y: (n,) targets, or class numbers.
+        weights: (n,) as counts.
+        offset: (n,) known part of the margins; None for zero.
+    """
+
+    X: Samples
+    y: Array
+    weights: Array
+    offset: Array | None = None
+
+    def rows(self, chosen: Indices) -> Observations:
+        """The samples `chosen`."""
+        offset = None if self.offset is None else self.offset[chosen]
+        return Observations(self.X[chosen], self.y[chosen], self.weights[chosen], offset)
+
+    def margin(self, coefficients: Array, intercept: float) -> Array:
+        """X coefficients + intercept + offset, (n,)."""
+        margin = self.X @ coefficients + intercept
+        return np.asarray(margin if self.offset is None else margin + self.offset)
+
+
 class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
     """A path of fits over k, and the choice of k; a subclass gives the loss.
 
@@ -57,7 +88,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     def __init__(
         self,
-        k: int | Literal["cv", "aic", "bic", "ebic"] = "ebic",
+        k: int | Choice = "ebic",
         *,
         ridge: float = 0.0,
         fit_intercept: bool = True,
@@ -79,21 +110,21 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self.random_state = random_state
 
     @abstractmethod
-    def _objective(self, X: Samples, y: Array, weights: Array) -> Objective:
+    def _objective(self, data: Observations) -> Objective:
         """The loss on a training set."""
 
     @abstractmethod
-    def _held_out(self, X: Samples, y: Array, weights: Array, fit: Fit, objective: Objective) -> float:
+    def _held_out(self, data: Observations, fit: Fit, objective: Objective) -> float:
         """The loss of a fit on held-out samples."""
 
-    def _fit_path(self, X: Samples, y: Array, weights: Array) -> None:
-        """Fit for every k on the path and choose one."""
+    def _fit_path(self, data: Observations, sample_groups: npt.ArrayLike | None = None) -> None:
+        """Fit for every k on the path and choose one; samples of one group are in the same fold."""
         if not (np.isfinite(self.ridge) and self.ridge >= 0):
             raise ProblemError(f"ridge must be finite and not negative, got {self.ridge}.")
-        weights, features = _counts(weights), X.shape[1]
-        samples = float(weights.sum())
+        data, features = replace(data, weights=_counts(data.weights)), data.X.shape[1]
+        samples = float(data.weights.sum())
         self._forced_features = forced_columns(self.forced, features)
-        objective = self._objective(X, y, weights)
+        objective = self._objective(data)
         groups = self._groups(objective, features)
         choices = len(groups.members) - len(groups.forced) if groups else features - self._forced_features.size
         sizes = self._sizes(choices, samples)
@@ -101,8 +132,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         fixed = len(sizes) == 1
         fits = fit_path(objective, groups, sizes, self.thorough and fixed, self.random_state)
         errors = [float("nan")] * len(sizes)
-        if self.k == "cv":
-            scores, errors = self._cross_validate(X, y, weights, sizes)
+        if self.k in _BY_FOLDS:
+            scores, errors = self._cross_validate(data, sizes, sample_groups)
         elif fixed:
             scores = [0.0]
         else:
@@ -112,6 +143,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
                 for size, fit in zip(sizes, fits, strict=True)
             ]
         best = int(np.argmin(scores))
+        if self.k == "cv-1se":
+            best = next(i for i, score in enumerate(scores) if score <= scores[best] + errors[best])
         if self.thorough and not fixed and groups is None:
             fits[best] = min(
                 fits[best],
@@ -127,11 +160,14 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self.n_iter_ = len(sizes)
         self._keep(objective, fits[best])
         self._keep_errors(objective, fits[best], samples)
-        self._keep_spread(X, weights)
+        self._keep_spread(data.X, data.weights)
 
     def _entry(self, objective: Objective, fit: Fit, size: int, score: float, error: float) -> PathEntry:
         support = self._support(objective, fit)
-        coef = objective.split(fit.theta)[0][support]
+        if isinstance(objective, Tabled):
+            coef = objective.table(fit.theta)[0][:, support]
+        else:
+            coef = objective.split(fit.theta)[0][support]
         return {
             "k": size, "loss": fit.value, "score": score, "score_error": error, "support": support, "coef": coef
         }  # fmt: skip
@@ -146,6 +182,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     def _shaped(self, objective: Objective, values: Array) -> Array:
         """Values of the coordinates in the shape of `coef_`."""
+        if isinstance(objective, Tabled):
+            return values[: self.n_features_in_ * objective.outputs].reshape(-1, objective.outputs).T
         return values[: self.n_features_in_].reshape(np.shape(self.coef_))
 
     def _keep_spread(self, X: Samples, weights: Array) -> None:
@@ -169,7 +207,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         names = self._names()
         coef, errors = np.atleast_2d(self.coef_), np.atleast_2d(self.standard_errors_)
         constants = np.atleast_1d(self.intercept_)
-        labels = [str(label) for label in self.classes_] if len(coef) > 1 else [""]
+        outputs = getattr(self, "classes_", range(len(coef)))
+        labels = [str(label) for label in outputs] if len(coef) > 1 else [""]
         rows: list[Row] = []
         for number, label in enumerate(labels):
             rows += [
@@ -190,14 +229,16 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         """
         check_is_fitted(self)
         if len(self.path_) < 2:
-            raise ProblemError('There is no path for a given k; fit with k="cv", "aic", "bic" or "ebic" to draw one.')
+            raise ProblemError(
+                'There is no path for a given k; fit with k="cv", "cv-1se", "aic", "bic" or "ebic" to draw one.'
+            )
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
         sizes = [entry["k"] for entry in self.path_]
         errors = np.array([entry["score_error"] for entry in self.path_])
-        what = "held-out loss per sample" if self.k == "cv" else f"{str(self.k).upper()} (lower is better)"
+        what = "held-out loss per sample" if self.k in _BY_FOLDS else f"{str(self.k).upper()} (lower is better)"
         draw_scores(left, sizes, [entry["score"] for entry in self.path_], errors, self.k_, what)
         names = self._names()
         draw_coefficients(right, sizes, self._standardised(), [names[j] for j in self._seen], self.k_)
@@ -211,18 +252,26 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         return largest_coefficients(supports, coefs, self._seen) * self._spread
 
     def _support(self, objective: Objective, fit: Fit) -> Indices:
+        if isinstance(objective, Tabled):
+            return np.flatnonzero(objective.table(fit.theta)[0].any(axis=0)).astype(np.int64)
         return np.flatnonzero(objective.split(fit.theta)[0]).astype(np.int64)
 
     def _keep(self, objective: Objective, fit: Fit) -> None:
         self.coef_: Array
         self.intercept_: float | Array
-        self.coef_, self.intercept_ = objective.split(fit.theta)
+        self.coef_, self.intercept_ = (
+            objective.table(fit.theta) if isinstance(objective, Tabled) else objective.split(fit.theta)
+        )
 
     def _groups(self, objective: Objective, features: int) -> CoordinateGroups | None:
-        if self.groups is None:
+        if self.groups is None and not isinstance(objective, Tabled):
             return None
-        members = labels_to_groups(self.groups, features)
-        return CoordinateGroups(objective, members, self._forced_groups(members))
+        members = labels_to_groups(np.arange(features) if self.groups is None else self.groups, features)
+        forced = self._forced_groups(members)
+        if isinstance(objective, Tabled):
+            rows = objective.groups
+            members = [np.concatenate([rows[j] for j in member]) for member in members]
+        return CoordinateGroups(objective, members, forced)
 
     def _forced_groups(self, members: list[Indices]) -> frozenset[int]:
         wanted = set(self._forced_features.tolist())
@@ -236,8 +285,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     def _sizes(self, choices: int, samples: float) -> list[int]:
         if isinstance(self.k, str):
-            if self.k not in (*_CRITERIA, "cv"):
-                raise ProblemError(f'k must be an integer, "cv", "aic", "bic" or "ebic", got {self.k!r}.')
+            if self.k not in (*_CRITERIA, *_BY_FOLDS):
+                raise ProblemError(f'k must be an integer, "cv", "cv-1se", "aic", "bic" or "ebic", got {self.k!r}.')
             if self.max_k is not None and not (isinstance(self.max_k, (int, np.integer)) and self.max_k >= 0):
                 raise ProblemError(f"max_k must be a whole number of at least 0, got {self.max_k!r}.")
             usual = max(1, min(50, int(samples / max(1.0, 2 * np.log(max(samples, 2.0))))))
@@ -250,33 +299,36 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         return [int(self.k)]
 
     def _cross_validate(
-        self, X: Samples, y: Array, weights: Array, sizes: list[int]
+        self, data: Observations, sizes: list[int], sample_groups: npt.ArrayLike | None
     ) -> tuple[list[float], list[float]]:
         """The mean held-out loss of every k over the samples, and its standard error over the folds."""
-        folds = check_cv(self.cv, y, classifier=isinstance(self, ClassifierMixin))
+        folds = check_cv(self.cv, data.y, classifier=isinstance(self, ClassifierMixin))
+        if sample_groups is not None and isinstance(self.cv, (int, np.integer)):
+            folds = GroupKFold(self.cv)
         totals, mass, means = np.zeros(len(sizes)), 0.0, []
-        for number, (train, test) in enumerate(folds.split(X, y), 1):
-            if not (weights[train].sum() > 0 and weights[test].sum() > 0):
+        for number, (train, test) in enumerate(folds.split(data.X, data.y, sample_groups), 1):
+            if not (data.weights[train].sum() > 0 and data.weights[test].sum() > 0):
                 raise ProblemError(
                     f"All sample weights are zero in fold {number} of the cross-validation or in all others; shuffle "
                     "the rows, or leave those of weight zero out."
                 )
-            objective = self._objective(X[train], y[train], weights[train])
-            groups = self._groups(objective, X.shape[1])
+            objective, held_out = self._objective(data.rows(train)), data.rows(test)
+            groups = self._groups(objective, data.X.shape[1])
             fits = fit_path(objective, groups, sizes, False, self.random_state, exact=False)
-            held_out = X[test], y[test], weights[test]
-            losses = np.array([self._held_out(*held_out, fit, objective) for fit in fits])
+            losses = np.array([self._held_out(held_out, fit, objective) for fit in fits])
             totals += losses
-            mass += float(weights[test].sum())
-            means.append(losses / float(weights[test].sum()))
+            mass += float(held_out.weights.sum())
+            means.append(losses / float(held_out.weights.sum()))
         spread = np.std(means, axis=0, ddof=1) if len(means) > 1 else np.full(len(sizes), np.nan)
-        return (totals / mass).tolist(), (spread / np.sqrt(len(means))).tolist()
+        # Repeated cross-validation tests every sample several times; the repeats are no further samples.
+        repeats = max(1.0, round(mass / float(data.weights.sum()), 6))
+        return (totals / mass).tolist(), (spread / np.sqrt(len(means) / repeats)).tolist()
 
     def _validated(
-        self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, *, y_numeric: bool = False
+        self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, **checks: bool
     ) -> tuple[Samples, Labels, Array]:
         features, target = validate_data(
-            self, X, y, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32], y_numeric=y_numeric
+            self, X, y, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32], **checks
         )
         return features, target, np.asarray(_check_sample_weight(sample_weight, features, dtype=np.float64))
 

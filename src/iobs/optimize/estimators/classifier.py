@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import numpy.typing as npt
 from scipy.special import expit, logsumexp, softmax
@@ -12,14 +10,13 @@ from sklearn.model_selection import BaseCrossValidator
 from sklearn.utils.multiclass import check_classification_targets
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import Labels, PathEntry, Samples, SparseEstimator
+from iobs.optimize.estimators.base import Choice, Labels, Observations, SparseEstimator
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
-from iobs.optimize.objectives.design import Array, Indices, MatrixLike, VectorLike
-from iobs.optimize.objectives.linear import Logistic
+from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike
+from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.multinomial import Multinomial
 from iobs.optimize.refit.fit import Fit
-from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
 
 
 class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
@@ -48,7 +45,7 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
 
     def __init__(
         self,
-        k: int | Literal["cv", "aic", "bic", "ebic"] = "ebic",
+        k: int | Choice = "ebic",
         *,
         ridge: float = 1e-3,
         fit_intercept: bool = True,
@@ -71,8 +68,21 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
             random_state=random_state,
         )
 
-    def fit(self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None = None) -> SparseClassifier:
+    def fit(
+        self,
+        X: MatrixLike,
+        y: npt.ArrayLike,
+        sample_weight: VectorLike | None = None,
+        *,
+        sample_groups: npt.ArrayLike | None = None,
+    ) -> SparseClassifier:
         """Fit to (n, d) features, dense or sparse, and (n,) labels of any type.
+
+        Args:
+            X: features.
+            y: labels.
+            sample_weight: (n,) non-negative.
+            sample_groups: (n,) labels; cross-validation keeps the samples of one label in one fold.
 
         Raises:
             ProblemError: invalid settings, or labels of a single class.
@@ -83,7 +93,7 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         self.classes_, numbers = np.unique(labels, return_inverse=True)
         if self.classes_.size < 2:
             raise ProblemError(f"A classifier needs at least two classes, got only one class: {self.classes_[0]!r}.")
-        self._fit_path(features, numbers.astype(np.float64), weights)
+        self._fit_path(Observations(features, numbers.astype(np.float64), weights), sample_groups)
         return self
 
     def decision_function(self, X: MatrixLike) -> Array:
@@ -105,7 +115,8 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         labels: Labels = self.classes_[numbers]
         return labels
 
-    def _objective(self, X: Samples, y: Array, weights: Array) -> Objective:
+    def _objective(self, data: Observations) -> Objective:
+        X, y, weights = data.X, data.y, data.weights
         if self.classes_.size > 2:
             spread = variances(X, weights, True)
             ridge = max(self.ridge, 1e-8) * np.where(
@@ -116,39 +127,13 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         ridge = self._penalty(X, weights)
         return Logistic(X, y, ridge=ridge, intercept=self.fit_intercept, sample_weight=weights, forced=forced)
 
-    def _groups(self, objective: Objective, features: int) -> CoordinateGroups | None:
-        if not isinstance(objective, Multinomial):
-            return super()._groups(objective, features)
-        labels = np.arange(features) if self.groups is None else self.groups
-        rows = objective.groups
-        members = labels_to_groups(labels, features)
-        coordinates = [np.concatenate([rows[j] for j in member]) for member in members]
-        return CoordinateGroups(objective, coordinates, self._forced_groups(members))
-
-    def _support(self, objective: Objective, fit: Fit) -> Indices:
-        if not isinstance(objective, Multinomial):
-            return super()._support(objective, fit)
-        return np.flatnonzero(objective.table(fit.theta)[0].any(axis=0)).astype(np.int64)
-
-    def _entry(self, objective: Objective, fit: Fit, size: int, score: float, error: float) -> PathEntry:
-        entry = super()._entry(objective, fit, size, score, error)
-        if isinstance(objective, Multinomial):
-            entry["coef"] = objective.table(fit.theta)[0][:, entry["support"]]
-        return entry
-
-    def _shaped(self, objective: Objective, values: Array) -> Array:
-        if not isinstance(objective, Multinomial):
-            return super()._shaped(objective, values)
-        return objective.table(values)[0]
-
     def _keep(self, objective: Objective, fit: Fit) -> None:
+        super()._keep(objective, fit)
         if not isinstance(objective, Multinomial):
-            super()._keep(objective, fit)
             self.coef_, self.intercept_ = self.coef_[None], np.array([float(self.intercept_)])
-            return
-        self.coef_, self.intercept_ = objective.table(fit.theta)
 
-    def _held_out(self, X: Samples, y: Array, weights: Array, fit: Fit, objective: Objective) -> float:
+    def _held_out(self, data: Observations, fit: Fit, objective: Objective) -> float:
+        X, y, weights = data.X, data.y, data.weights
         if isinstance(objective, Multinomial):
             table, constants = objective.table(fit.theta)
             margins = X @ table.T + constants

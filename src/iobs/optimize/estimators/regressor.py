@@ -1,7 +1,8 @@
-"""Linear and Poisson regression on exactly k features."""
+"""Regression on exactly k features: least squares and generalised linear models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -10,25 +11,37 @@ from sklearn.base import RegressorMixin
 from sklearn.model_selection import BaseCrossValidator
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import Samples, SparseEstimator
+from iobs.optimize.estimators.base import Choice, Observations, SparseEstimator
 from iobs.optimize.objectives.base import Objective
-from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike
-from iobs.optimize.objectives.linear import LeastSquares, Poisson
+from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_vector
+from iobs.optimize.objectives.families import Family, Gamma, NegativeBinomial, Poisson, Tweedie
+from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.refit.fit import Fit
+
+Loss = Literal["squared", "poisson", "gamma", "tweedie", "negative_binomial"]
+FAMILIES: dict[str, type[Family]] = {
+    "poisson": Poisson,
+    "gamma": Gamma,
+    "tweedie": Tweedie,
+    "negative_binomial": NegativeBinomial,
+}
+_LARGEST = 700.0  # the largest margin whose exponential is finite
 
 
 class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
-    """Linear or Poisson regression on exactly k features.
+    """Regression on exactly k features: least squares, or a generalised linear model with a log link.
 
     Args:
-        k: number of features; "aic", "bic" or "ebic" choose it by information criterion, "cv" by cross-validation.
-        loss: "squared", or "poisson" with a log link.
+        k: number of features; "aic", "bic" or "ebic" choose it by information criterion, "cv" by cross-validation, and
+            "cv-1se" as the smallest k whose held-out loss is within one standard error of the least.
+        loss: "squared", "poisson", "gamma", "tweedie" (power 1.5) or "negative_binomial" (alpha 1); or a family with
+            its parameter, such as `functools.partial(iobs.objectives.Tweedie, power=1.7)`.
         ridge: weight of 1/2 norm(coef)^2, with coefficients per standard deviation of their features.
         fit_intercept: whether to estimate a constant, which is not counted in k.
         max_k: largest k that is tried when k is chosen; n / (2 log n), at most 50, if not given.
         groups: (d,) labels; features with the same label enter together, and k counts labels.
         forced: features (with their groups) that are always used and not counted in k; indices or a boolean mask.
-        cv: number of folds, or a splitter of scikit-learn.
+        cv: number of folds, or a splitter of scikit-learn, such as `RepeatedKFold`.
         thorough: run the best known method, not only a warm start, at the k that is used.
         random_state: seed of every random choice.
 
@@ -39,14 +52,14 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
         k_: the number of features, given or chosen.
         path_: a `PathEntry` for every k that was tried.
         standard_errors_: (d,), NaN outside the support; after selection, so too small.
-        noise_: estimated standard deviation of the noise; 1 for loss="poisson".
+        noise_: estimated standard deviation of the noise; square root of the dispersion of other families.
     """
 
     def __init__(
         self,
-        k: int | Literal["cv", "aic", "bic", "ebic"] = "ebic",
+        k: int | Choice = "ebic",
         *,
-        loss: Literal["squared", "poisson"] = "squared",
+        loss: Loss | Callable[..., Family] = "squared",
         ridge: float = 0.0,
         fit_intercept: bool = True,
         max_k: int | None = None,
@@ -69,33 +82,66 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
         )
         self.loss = loss
 
-    def fit(self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None = None) -> SparseRegressor:
+    def fit(
+        self,
+        X: MatrixLike,
+        y: npt.ArrayLike,
+        sample_weight: VectorLike | None = None,
+        *,
+        offset: VectorLike | None = None,
+        sample_groups: npt.ArrayLike | None = None,
+    ) -> SparseRegressor:
         """Fit to (n, d) features, dense or sparse, and (n,) targets.
 
+        Args:
+            X: features.
+            y: targets.
+            sample_weight: (n,) non-negative.
+            offset: (n,) known part of the linear predictor, such as the log of the exposure.
+            sample_groups: (n,) labels; cross-validation keeps the samples of one label in one fold.
+
         Raises:
-            ProblemError: invalid settings; negative targets with loss="poisson".
+            ProblemError: invalid settings; targets or an offset that the loss does not take.
         """
         features, target, weights = self._validated(X, y, sample_weight, y_numeric=True)
-        self._fit_path(features, np.asarray(target, dtype=np.float64), weights)
+        known = None if offset is None else as_vector(offset, "offset", features.shape[0])
+        self._fit_path(Observations(features, np.asarray(target, dtype=np.float64), weights, known), sample_groups)
         return self
 
-    def predict(self, X: MatrixLike) -> Array:
-        """Predicted targets (n,)."""
+    def predict(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:
+        """Predicted targets (n,), with the offset (n,) of the new samples; zero if not given."""
         margin = self._margin(X)[:, 0]
-        return np.asarray(np.exp(margin)) if self.loss == "poisson" else margin
+        if offset is not None:
+            margin = margin + as_vector(offset, "offset", margin.size)
+        return margin if self.loss == "squared" else np.asarray(np.exp(margin))
 
-    def _objective(self, X: Samples, y: Array, weights: Array) -> Objective:
+    def _family(self) -> Callable[..., LinearModel]:
+        if callable(self.loss):
+            return self.loss
+        if self.loss not in ("squared", *FAMILIES):
+            names = ", ".join(f'"{name}"' for name in ("squared", *FAMILIES))
+            raise ProblemError(f"loss must be one of {names}, or a family of iobs.objectives, got {self.loss!r}.")
+        return FAMILIES.get(self.loss, LeastSquares)
+
+    def _objective(self, data: Observations) -> Objective:
         forced = () if self.groups is not None else self._forced_features
-        models = {"squared": LeastSquares, "poisson": Poisson}
-        if self.loss not in models:
-            raise ProblemError(f'loss must be "squared" or "poisson", got {self.loss!r}.')
-        model = models[self.loss]
-        ridge = self._penalty(X, weights)
-        return model(X, y, ridge=ridge, intercept=self.fit_intercept, sample_weight=weights, forced=forced)
+        ridge = self._penalty(data.X, data.weights)
+        return self._family()(
+            data.X,
+            data.y,
+            ridge=ridge,
+            intercept=self.fit_intercept,
+            sample_weight=data.weights,
+            forced=forced,
+            offset=data.offset,
+        )
 
-    def _held_out(self, X: Samples, y: Array, weights: Array, fit: Fit, objective: Objective) -> float:
-        coefficients, intercept = objective.split(fit.theta)
-        margin = X @ coefficients + intercept
+    def _held_out(self, data: Observations, fit: Fit, objective: Objective) -> float:
+        margin = data.margin(*objective.split(fit.theta))
+        if self.loss == "squared":
+            return float(data.weights @ (data.y - margin) ** 2)
+        margin = np.clip(margin, -_LARGEST, _LARGEST)
         if self.loss == "poisson":
-            return float(weights @ (np.exp(np.minimum(margin, 700.0)) - y * margin))
-        return float(weights @ (y - margin) ** 2)
+            return float(data.weights @ (np.exp(margin) - data.y * margin))
+        held_out = self._family()(np.zeros((margin.size, 1)), data.y)
+        return float(data.weights @ held_out.losses(margin))

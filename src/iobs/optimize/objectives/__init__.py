@@ -2,6 +2,22 @@
 
 from iobs.optimize.objectives.autodiff import TorchObjective, from_torch
 from iobs.optimize.objectives.base import Objective
-from iobs.optimize.objectives.linear import LeastSquares, LinearModel, Logistic, Poisson
+from iobs.optimize.objectives.cox import Cox
+from iobs.optimize.objectives.families import Gamma, Logistic, NegativeBinomial, Poisson, Tweedie
+from iobs.optimize.objectives.linear import LeastSquares, LinearModel
+from iobs.optimize.objectives.multi_response import MultiResponse
 
-__all__ = ["LeastSquares", "LinearModel", "Logistic", "Objective", "Poisson", "TorchObjective", "from_torch"]
+__all__ = [
+    "Cox",
+    "Gamma",
+    "LeastSquares",
+    "LinearModel",
+    "Logistic",
+    "MultiResponse",
+    "NegativeBinomial",
+    "Objective",
+    "Poisson",
+    "TorchObjective",
+    "Tweedie",
+    "from_torch",
+]

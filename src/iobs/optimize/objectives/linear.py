@@ -1,4 +1,4 @@
-"""Linear models: least squares, logistic and Poisson regression.
+"""Linear models: their common base and least squares; `families` has the others.
 
     f(theta) = sum_i w_i l(x_i^T theta, y_i) + 1/2 sum_j ridge_j theta_j^2
 
@@ -12,14 +12,14 @@ taken about their means, so that their origin does not matter; theta's last entr
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from functools import cached_property
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import expit, xlogy
 
-from iobs.errors import NonFiniteError, ProblemError
+from iobs.errors import NonFiniteError
 from iobs.optimize.objectives import centring
 from iobs.optimize.objectives import design as designs
 from iobs.optimize.objectives.arguments import forced_columns, prepare, ridge_vector
@@ -32,6 +32,7 @@ class LinearModel(ABC):
 
     quadratic = False
     mean: Array | None = None  # means of the columns (d,) at which the design is centred; None without an intercept
+    offset: Array | None = None  # known part of the margins (n,); None for zero
 
     def __init__(self, design: Design, target: Array, weights: Array, ridge: Array, forced: Indices) -> None:
         self.design = design
@@ -71,6 +72,28 @@ class LinearModel(ABC):
     def curvatures(self, margin: Array) -> Array:
         """Second derivative of l with respect to the margin."""
 
+    def information(self, margin: Array) -> Array:
+        """Expected second derivative of l with respect to the margin, given the mean: the weights of Fisher scoring."""
+        return self.curvatures(margin)
+
+    def dispersion(self, theta: Array, freedom: float) -> float:
+        """Estimated variance of y relative to the model's; 1 where the family has no such parameter.
+
+        Args:
+            theta: the fit (d,).
+            freedom: degrees of freedom of the residuals.
+        """
+        return 1.0
+
+    def deviance(self, loss: float, samples: float) -> float:
+        """-2 log-likelihood of a fit up to a constant of the data, at the best dispersion.
+
+        Args:
+            loss: f of the fit, ridge excluded.
+            samples: n, or the sum of the sample weights.
+        """
+        return 2 * loss
+
     @property
     def column_squares(self) -> Array:
         """sum_i w_i X_ij^2, (d,), by one pass over X, which also checks that X is finite.
@@ -102,8 +125,9 @@ class LinearModel(ABC):
         return self.dimension if self.ridge.any() else min(self.design.shape)
 
     def margin(self, theta: Array) -> Array:
-        """X theta, (n,)."""
-        return self.design.matvec(theta)
+        """X theta + offset, (n,)."""
+        margin = self.design.matvec(theta)
+        return margin if self.offset is None else margin + self.offset
 
     def value(self, theta: Array) -> float:
         """f(theta)."""
@@ -177,14 +201,11 @@ class LinearModel(ABC):
 
     def restricted(self, support: Indices) -> Objective:
         """The same loss on the columns in `support`."""
+        part = copy(self)
         columns = designs.DenseDesign(np.asfortranarray(self.design.columns(support)))
-        return type(self)._over(columns, self.target, self.weights, self.ridge[support])
-
-    @classmethod
-    def _over(cls, design: Design, target: Array, weights: Array, ridge: Array) -> LinearModel:
-        made = cls.__new__(cls)
-        LinearModel.__init__(made, design, target, weights, ridge, np.zeros(0, np.int64))
-        return made
+        LinearModel.__init__(part, columns, self.target, self.weights, self.ridge[support], np.zeros(0, np.int64))
+        part.mean = None
+        return part
 
 
 class LeastSquares(LinearModel):
@@ -197,6 +218,7 @@ class LeastSquares(LinearModel):
         intercept: solve for a free constant b, returned as `MinimizeResult.intercept`.
         sample_weight: (n,) non-negative.
         forced: columns that are always in the support and not counted in k.
+        offset: (n,) known part of the margins, such as the log of the exposure; zero if not given.
 
     Raises:
         ProblemError: shapes do not fit, or a negative weight.
@@ -218,8 +240,11 @@ class LeastSquares(LinearModel):
         intercept: bool = False,
         sample_weight: VectorLike | None = None,
         forced: npt.ArrayLike | None = (),
+        offset: VectorLike | None = None,
     ) -> None:
         design, target, weights = prepare(X, y, sample_weight)
+        if offset is not None:
+            target = target - designs.as_vector(offset, "offset", target.size)
         if sample_weight is not None:
             self.root = np.sqrt(weights)
             design, target = centring.scale_rows(design, self.root), self.root * target
@@ -269,107 +294,23 @@ class LeastSquares(LinearModel):
         block[np.diag_indices_from(block)] += self.ridge[support]
         return block
 
+    def restricted(self, support: Indices) -> Objective:
+        """The same loss on the columns in `support`; weights and centring are in the data already."""
+        part = super().restricted(support)
+        assert isinstance(part, LeastSquares)
+        part.by_gram = part.root = None
+        return part
+
+    def dispersion(self, theta: Array, freedom: float) -> float:
+        """Residual sum of squares by degree of freedom; NaN without any."""
+        residual = self.slopes(self.margin(theta))
+        return float(residual @ residual) / freedom if freedom > 0 else math.nan
+
+    def deviance(self, loss: float, samples: float) -> float:
+        """n log(RSS / n)."""
+        floor = max(np.finfo(float).eps ** 2 * float(self.target @ self.target), 1e-300)
+        return samples * math.log(max(2 * loss, floor) / samples)
+
     def split(self, theta: Array) -> tuple[Array, float]:
         """theta and the constant b."""
         return theta, 0.0 if self.mean is None else self.level - float(self.mean @ theta)
-
-
-class Logistic(LinearModel):
-    """sum_i w_i [log(1 + exp(m_i)) - y_i m_i] + ridge, m_i = x_i^T theta + b.
-
-    Args:
-        X: (n, d) design.
-        y: (n,) in [0, 1] (soft labels are allowed), or in {-1, 1}, or boolean.
-        ridge: as `LeastSquares`.
-        intercept: add a constant that is always in the support, returned as `MinimizeResult.intercept`.
-        sample_weight: (n,) non-negative.
-        forced: columns that are always in the support and not counted in k.
-
-    Raises:
-        ProblemError: shapes do not fit, or labels outside [0, 1].
-        NonFiniteError: NaN or infinity.
-    """
-
-    def __init__(
-        self,
-        X: MatrixLike,
-        y: VectorLike,
-        *,
-        ridge: float | VectorLike = 0.0,
-        intercept: bool = False,
-        sample_weight: VectorLike | None = None,
-        forced: npt.ArrayLike | None = (),
-    ) -> None:
-        design, target, weights = prepare(X, y, sample_weight)
-        if np.isin(target, (-1.0, 1.0)).all() and (target == -1).any():
-            target = 0.5 * (target + 1)
-        if target.min() < 0 or target.max() > 1:
-            raise ProblemError("Logistic needs labels in [0, 1] or in {-1, 1}; encode the two classes as 0 and 1.")
-        self._set_up(design, target, weights, ridge, intercept, forced)
-
-    def losses(self, margin: Array) -> Array:
-        """log(1 + exp(m)) - y m, minus its minimum over m, so that soft labels can reach 0.
-
-        Computed as log(1 + exp(-|m|)) + (max(m, 0) - y m), the bracket as one product: full relative accuracy in both
-        tails.
-        """
-        y = self.target
-        away = np.where(margin > 0, (1 - y) * margin, -y * margin)
-        return np.asarray(np.log1p(np.exp(-np.abs(margin))) + away + self._entropy)
-
-    @cached_property
-    def _entropy(self) -> Array:
-        return np.asarray(xlogy(self.target, self.target) + xlogy(1 - self.target, 1 - self.target))
-
-    def slopes(self, margin: Array) -> Array:
-        """sigma(m) - y."""
-        return np.asarray(expit(margin)) - self.target
-
-    def curvatures(self, margin: Array) -> Array:
-        """sigma(m) sigma(-m), without cancellation in the tails."""
-        return np.asarray(expit(margin) * expit(-margin))
-
-
-class Poisson(LinearModel):
-    """sum_i w_i [exp(m_i) - y_i m_i] + ridge, minus the same at m_i = log y_i; m_i = x_i^T theta + b.
-
-    Args:
-        X: (n, d) design.
-        y: (n,) non-negative (noiseless rates are allowed).
-        ridge: as `LeastSquares`.
-        intercept: as `Logistic`.
-        sample_weight: (n,) non-negative.
-        forced: columns that are always in the support and not counted in k.
-
-    Raises:
-        ProblemError: shapes do not fit, or a negative target.
-        NonFiniteError: NaN or infinity.
-    """
-
-    def __init__(
-        self,
-        X: MatrixLike,
-        y: VectorLike,
-        *,
-        ridge: float | VectorLike = 0.0,
-        intercept: bool = False,
-        sample_weight: VectorLike | None = None,
-        forced: npt.ArrayLike | None = (),
-    ) -> None:
-        design, target, weights = prepare(X, y, sample_weight)
-        if target.min() < 0:
-            raise ProblemError("Poisson needs non-negative targets; for real-valued targets use LeastSquares.")
-        self._set_up(design, target, weights, ridge, intercept, forced)
-
-    def losses(self, margin: Array) -> Array:
-        """exp(m) - y m - (y - y log y)."""
-        y = self.target
-        return np.asarray(np.exp(margin) - y * margin - y + xlogy(y, y))
-
-    def slopes(self, margin: Array) -> Array:
-        """exp(m) - y."""
-        return np.asarray(np.exp(margin)) - self.target
-
-    def curvatures(self, margin: Array) -> Array:
-        """exp(m)."""
-        return np.asarray(np.exp(margin))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from copy import copy
-
 import numpy as np
 from scipy.special import logsumexp, softmax
 
 from iobs.errors import ProblemError
 from iobs.optimize.objectives import centring
-from iobs.optimize.objectives import design as designs
 from iobs.optimize.objectives.arguments import prepare
-from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, MatrixLike, VectorLike
+from iobs.optimize.objectives.tabled import Tabled
 
 
-class Multinomial:
+class Multinomial(Tabled):
     """sum_i w_i [logsumexp(m_i) - m_i,y_i] + 1/2 ridge norm(theta)^2 with margins m_i = Theta^T x_i + b in R^C.
 
     theta is Theta (d, C) row by row, then the C intercepts, which are forced and carry no ridge.
@@ -51,7 +48,7 @@ class Multinomial:
         if not (penalty > 0).all():
             raise ProblemError("Multinomial needs a positive ridge: without it rows of Theta can be shifted freely.")
         self.design, self.mean = centring.with_intercept(design, self.weights)
-        self.classes = classes
+        self.outputs = classes
         self.labels = labels.astype(np.int64)
         self.dimension = self.design.shape[1] * classes
         self.forced = np.arange(self.dimension - classes, self.dimension)
@@ -65,21 +62,15 @@ class Multinomial:
         """d: the ridge makes H definite."""
         return self.dimension
 
-    @property
-    def groups(self) -> list[Indices]:
-        """The coordinates of every feature."""
-        features = self.design.shape[1] - 1
-        return [np.arange(j * self.classes, (j + 1) * self.classes) for j in range(features)]
-
     def table(self, theta: Array) -> tuple[Array, Array]:
         """The coefficients of every class (C, d) and their constants (C,), which sum to 0."""
-        rows = theta.reshape(-1, self.classes)
+        rows = theta.reshape(-1, self.outputs)
         constants = rows[-1] - self.mean @ rows[:-1]
         return np.ascontiguousarray(rows[:-1].T), constants - constants.mean()
 
     def margins(self, theta: Array) -> Array:
         """Margins (n, C)."""
-        table = theta.reshape(-1, self.classes)
+        table = theta.reshape(-1, self.outputs)
         used = np.flatnonzero(table.any(axis=1)).astype(np.int64)
         return np.asarray(self.design.columns(used) @ table[used])
 
@@ -114,8 +105,8 @@ class Multinomial:
         """H_:Q, or only the rows in `rows`."""
         rows = np.arange(self.dimension) if rows is None else rows
         p = self.probabilities(theta)
-        left, right = (self.design.columns(index // self.classes) for index in (rows, support))
-        row_class, column_class = rows % self.classes, support % self.classes
+        left, right = (self.design.columns(index // self.outputs) for index in (rows, support))
+        row_class, column_class = rows % self.outputs, support % self.outputs
         weighted = self.weights[:, None] * right * p[:, column_class]
         same = row_class[:, None] == column_class[None, :]
         block = same * (left.T @ weighted) - (left * p[:, row_class]).T @ weighted
@@ -128,23 +119,5 @@ class Multinomial:
     def hessian_diagonal(self, theta: Array) -> Array:
         """diag H."""
         p = self.probabilities(theta)
-        per_class = [self.design.squares(self.weights * p[:, c] * (1 - p[:, c])) for c in range(self.classes)]
+        per_class = [self.design.squares(self.weights * p[:, c] * (1 - p[:, c])) for c in range(self.outputs)]
         return np.asarray(np.stack(per_class, axis=1).reshape(-1) + self.ridge)
-
-    def constant_coordinates(self) -> Indices:
-        """The coordinates of zero columns."""
-        return np.flatnonzero(np.repeat(self.squares == 0, self.classes)).astype(np.int64)
-
-    def restricted(self, support: Indices) -> Objective:
-        """f on some features; the support must hold all classes of each, and the intercepts."""
-        features = support[:: self.classes] // self.classes
-        assert (support.reshape(-1, self.classes)[:, 0] == features * self.classes).all(), "whole features only"
-        part = copy(self)
-        part.design = designs.DenseDesign(np.asfortranarray(self.design.columns(features)))
-        part.dimension = support.size
-        part.ridge = self.ridge[support]
-        return part
-
-    def split(self, theta: Array) -> tuple[Array, float]:
-        """theta and 0; use `table` for coefficients and constants."""
-        return theta, 0.0

@@ -13,8 +13,10 @@ from iobs.errors import ProblemError
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array
 from iobs.optimize.objectives.gram import by_gram
-from iobs.optimize.objectives.linear import LeastSquares, LinearModel
+from iobs.optimize.objectives.linear import LinearModel
+from iobs.optimize.objectives.multi_response import MultiResponse
 from iobs.optimize.objectives.multinomial import Multinomial
+from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit, inverse_block
 from iobs.optimize.refit.newton import on_data, refit
@@ -102,12 +104,14 @@ def information(
         raise ProblemError(f'The criterion must be "aic", "bic" or "ebic", got {criterion!r}.')
     parameters = int(np.count_nonzero(fit.theta))
     if isinstance(objective, Multinomial):  # of the C coefficients of a feature, only C - 1 change the probabilities
-        parameters = parameters // objective.classes * (objective.classes - 1)
-    if isinstance(objective, LeastSquares):
-        floor = max(np.finfo(float).eps ** 2 * float(objective.target @ objective.target), 1e-300)
-        deviance = samples * math.log(max(2 * unpenalised(objective, fit), floor) / samples)
-    else:
-        deviance = 2 * unpenalised(objective, fit)
+        parameters = parameters // objective.outputs * (objective.outputs - 1)
+    loss = unpenalised(objective, fit)
+    deviance = 2 * loss
+    if isinstance(objective, LinearModel):
+        deviance = objective.deviance(loss, samples)
+    elif isinstance(objective, MultiResponse):  # with one variance of the noise for all responses
+        count = samples * objective.outputs
+        deviance = count * math.log(max(2 * loss, 1e-300) / count)
     if criterion == "aic":
         return deviance + 2 * parameters
     price = deviance + parameters * math.log(max(samples, 2.0))
@@ -119,7 +123,7 @@ def information(
 
 def unpenalised(objective: Objective, fit: Fit) -> float:
     """The loss of a fit without its ridge term."""
-    ridge = objective.ridge if isinstance(objective, (LinearModel, Multinomial)) else np.zeros(1)
+    ridge = objective.ridge if isinstance(objective, (LinearModel, Tabled)) else np.zeros(1)
     return max(0.0, fit.value - 0.5 * float((ridge * fit.theta**2).sum()))
 
 
@@ -129,7 +133,7 @@ class Inference:
 
     Attributes:
         errors: (k,) in the order of `Fit.support`.
-        noise: estimated standard deviation of the noise; 1 for likelihoods.
+        noise: square root of the dispersion; for least squares the estimated standard deviation of the noise.
     """
 
     errors: Array
@@ -148,12 +152,25 @@ def standard_errors(objective: Objective, fit: Fit, samples: float, intercept: b
     block = objective.hessian_block(fit.theta, fit.support)
     noise = 1.0
     if isinstance(objective, Multinomial):
-        return Inference(_contrast_errors(block, objective.classes), noise)
-    inverse = inverse_block(block)
-    if isinstance(objective, LeastSquares):
-        freedom = samples - fit.support.size - intercept
+        return Inference(_contrast_errors(block, objective.outputs), noise)
+    if isinstance(objective, LinearModel):
+        block = _expected(objective, fit)
+        freedom = samples - fit.support.size - (intercept and objective.quadratic)
+        noise = math.sqrt(objective.dispersion(fit.theta, freedom))
+    if isinstance(objective, MultiResponse):
+        freedom = objective.outputs * (samples - intercept) - fit.support.size
         noise = math.sqrt(2 * unpenalised(objective, fit) / freedom) if freedom > 0 else math.nan
+    inverse = inverse_block(block)
     return Inference(noise * np.sqrt(np.maximum(inverse.diagonal(), 0.0)), noise)
+
+
+def _expected(objective: LinearModel, fit: Fit) -> Array:
+    """The expected Hessian of a fit on its support (k, k), which classical standard errors use."""
+    if objective.quadratic:
+        return objective.hessian_block(fit.theta, fit.support)
+    weights = objective.weights * objective.information(objective.margin(fit.theta))
+    half = np.sqrt(weights)[:, None] * objective.design.columns(fit.support)
+    return np.asarray(half.T @ half + np.diag(objective.ridge[fit.support]))
 
 
 def _contrast_errors(hessian: Array, classes: int) -> Array:

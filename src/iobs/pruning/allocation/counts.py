@@ -11,7 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from iobs.core.patterns import Pattern, Unstructured, keep_count
+from iobs.core.budget import Budget
+from iobs.core.grids import entries_of
+from iobs.core.patterns import Grid, Pattern, Unstructured, keep_count
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import matching
@@ -64,10 +66,21 @@ class Curve:
 def under_pattern(allocation: Allocation, pattern: Pattern) -> Allocation:
     """The allocation for a pattern: "auto" becomes "uniform" if the pattern fixes the count of every layer.
 
+    For a budget of bits it becomes "kl".
+
     Raises:
         PatternError: the pattern fixes every count, and the criterion is not "auto" or "uniform".
         ProblemError: bounds, `least` or `most` are given, although every layer gets the same sparsity.
     """
+    if isinstance(pattern, Budget):
+        if allocation.criterion not in ("auto", "kl") or allocation != Allocation(
+            allocation.criterion, generations=allocation.generations
+        ):
+            raise PatternError(
+                "A budget of bits is divided by measured damages: it takes the allocation "
+                f'"auto" or "kl" without bounds, as the recipes "fast" and "best" have, got {allocation.criterion!r}.'
+            )
+        return replace(allocation, criterion="kl")
     fixed = global_sparsity(pattern) is None
     if fixed and allocation.criterion not in ("auto", "uniform"):
         raise PatternError(
@@ -114,7 +127,10 @@ def keep_ranges(allocation: Allocation, layers: Sequence[Layer], sparsity: float
 
 def global_sparsity(pattern: Pattern) -> float | None:
     """The sparsity of the whole model if the pattern leaves the counts of layers open, otherwise None."""
-    return pattern.sparsity if isinstance(pattern, Unstructured) and pattern.per == "layer" else None
+    entries = entries_of(pattern)
+    if isinstance(pattern, Grid) or not isinstance(entries, Unstructured) or entries.per != "layer":
+        return None
+    return entries.sparsity
 
 
 def uniform(pattern: Pattern, layers: tuple[Layer, ...]) -> dict[Layer, Pattern]:

@@ -17,13 +17,16 @@ from iobs.core.quadratic import Solution
 from iobs.pruning.allocation.counts import Curve, global_sparsity, keep_ranges, optimal_counts, total_kept
 from iobs.pruning.allocation.output_fisher import output_fisher
 from iobs.pruning.allocation.response import Trial, common_response
+from iobs.pruning.allocation.trials import Trials
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Statistics, relative_output_error
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
-from iobs.pruning.calibration.sweep import Moments, Sweep
+from iobs.pruning.calibration.replay import Stream
+from iobs.pruning.calibration.sweep import InMemory, Moments, Residency, Sweep
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe.allocation import Allocation
 from iobs.pruning.report import AllocationRecord
+from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples, split
 
@@ -36,8 +39,12 @@ _POSITIONS = 16  # positions per sample of a convolution; curves need fewer than
 _EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors and damages, besides the held-out ones
 PROBE = 300  # most samples for gradients and divergences
 PROBE_TOKENS = 16384  # most positions of text for gradients and divergences; each position has its own distribution
-_PASSES = 6000  # forward passes, in samples, for the divergences of all layers together
-_FEWEST = 16  # least number of samples for the divergence of one layer, also if `_PASSES` is exceeded
+_PASSES = 4.0  # passes of the calibration samples for the trials of all layers together, through half of the model each
+_LEAST_PASSES = 600  # the same in samples: for few calibration samples
+_MOST_PASSES = 6000  # the same in samples: more do not help
+_PROBE_PLACE = 1  # of the hidden states of the trials, among the streams of a sweep with one model
+_FEWEST = 16  # least number of samples of one trial, also if that takes more passes
+_BLOCK_SAMPLES = 32  # samples of a trial through one block
 _ANSWERS = 2**26  # most numbers in the stored outputs of the dense model
 CURVE_TOKENS = 65536  # most positions of text for curves
 _SEARCH_ENTRIES = 2**24  # most entries of all stored Grams; a search solves layers from stored Grams
@@ -76,6 +83,7 @@ class Planner:
         solve: (layer, statistics, dense weight, pattern) -> solutions, one per group of the layer.
         seed: seed of every random choice.
         on_progress: called with (task, done, total).
+        residency: of the blocks.
 
     Attributes:
         measured: results by layer.
@@ -91,6 +99,7 @@ class Planner:
     solve: SolveLayer
     seed: int
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None
+    residency: Residency = field(default_factory=InMemory)
     measured: dict[Layer, Measured] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -130,22 +139,61 @@ class Planner:
     def _measure(self, density: float, allocation: Allocation) -> list[Layer]:
         """Measure the curves of all layers; returns the layers that receive no input."""
         levels = sorted({min(level * density, _DENSEST) for level in _LEVELS})
-        tried = {min(level * density, _DENSEST) for level in _TRIAL_LEVELS} if allocation.by_damage else set()
+        by_block = allocation.criterion == "block"
+        tries = allocation.by_damage or by_block
+        tried = {min(level * density, _DENSEST) for level in _TRIAL_LEVELS} if tries else set()
         calibration, heldout = (part.first(part.samples, CURVE_TOKENS) for part in (self.fit, self.evaluation))
-        moments = Moments(self.seed, _POSITIONS)
-        sweep = Sweep(self.model, calibration, heldout, self.layers, self.chain, moments=moments)
+        sweep = Sweep(
+            self.model,
+            calibration,
+            heldout,
+            self.layers,
+            self.chain,
+            moments=Moments(self.seed, _POSITIONS),
+            ranks=current(),
+            residency=self.residency,
+            followers=(),
+        )
+        trials = self._trials(sweep, by_block) if tries and self.chain else None
         for group in sweep.groups():
             statistics = group.statistics()
             for layer in group.layers:
-                self.measured[layer] = self._measure_layer(layer, statistics, levels, tried)
+                self.measured[layer] = self._measure_layer(layer, statistics, levels, tried, trials)
                 self.on_progress("error curves of layers", len(self.measured), len(self.layers))
                 if allocation.criterion == "evolve":
                     self.measured[layer].statistics = statistics
         return [*sweep.without_input]
 
+    def _trials(self, sweep: Sweep, by_block: bool) -> Trials:
+        """The trials of layers along the blocks, on samples that follow the sweep through the dense model."""
+        if by_block:
+            part, answers = self._judges.first(_BLOCK_SAMPLES), None
+        else:
+            part = self._probe
+            # A batch is (inputs, outputs of the dense model, labels if any).
+            answers = [batch[1] for batch in part.batches]  # type: ignore[index]
+            part = Samples([(batch[0], *batch[2:]) for batch in part.batches], part.numbers)  # type: ignore[index]
+        place, ranks = sweep.place(_PROBE_PLACE), sweep.ranks
+        stream = Stream(self.model, ranks.share(part).batches, self.chain, keep=place)
+        sweep.followers = [stream]
+        return Trials(stream, answers and answers[ranks.rank :: ranks.size])
+
     @torch.no_grad()
-    def _measure_layer(self, layer: Layer, statistics: Statistics, levels: list[float], tried: set[float]) -> Measured:
-        """The error of one layer at each density of `levels`, and the damage at each density of `tried`."""
+    def _measure_layer(
+        self, layer: Layer, statistics: Statistics, levels: list[float], tried: set[float], along: Trials | None
+    ) -> Measured:
+        """The error of one layer at each density of `levels`, and the damage at each density of `tried`.
+
+        Args:
+            layer: the layer.
+            statistics: Grams of its input.
+            levels: densities.
+            tried: those of them with a trial.
+            along: trials along the blocks; None: trials run the whole model.
+        """
+        stage = None if along is None else along.stage_of(layer)
+        if along is not None and stage is not None and tried:
+            along.prepare(stage)
         dense = layer.read(self.model)
         judged = statistics.heldout or statistics.calibration
         energy = judged.energy(dense)
@@ -162,7 +210,9 @@ class Planner:
             keeps.append(keep)
             errors.append(min([error, *errors]))  # an error that grows with more entries is noise of the solver
             if level in tried and error > _NO_ERROR * energy:
-                trials.append(Trial(error, self._damage({layer: weight})))
+                damage = self._damage_along(along, stage, layer, weight)
+                if damage is not None:
+                    trials.append(Trial(error, damage))
         return Measured(Curve([*keeps, full], [*errors, 0.0], energy), trials)
 
     def _solved(self, layer: Layer, statistics: Statistics, dense: Tensor, keep: int) -> Tensor:
@@ -181,7 +231,7 @@ class Planner:
         if allocation.criterion == "fisher":
             weights = output_fisher(self.model, self.layers, self.calibration.first(PROBE, PROBE_TOKENS), self.seed)
             return {layer: curves[layer].times(weight) for layer, weight in weights.items()}
-        untouched = self._damage({})
+        untouched = 0.0 if allocation.criterion == "block" else self._damage({})
         # The comparison is exact, since a tiny effect is a measurement: the layer is cheap to prune.
         trials = {
             layer: self.measured[layer].trials
@@ -190,6 +240,15 @@ class Planner:
         }
         response = common_response([*trials.values()])
         return {layer: response.effects(curves[layer], own) for layer, own in trials.items()}
+
+    def _damage_along(self, along: Trials | None, stage: int | None, layer: Layer, weight: Tensor) -> float | None:
+        """The damage of one changed layer; None if a trial through one block cannot measure it."""
+        if along is None:
+            return self._damage({layer: weight})
+        if stage is None:
+            return None if along.answers is None else self._damage({layer: weight})
+        with self._written({layer: weight}):
+            return along.damage(stage)
 
     def _damage(self, weights: dict[Layer, Tensor]) -> float:
         """KL divergence from the dense model to the model with the given weights in some layers."""
@@ -200,13 +259,18 @@ class Planner:
     @cached_property
     def _answered(self) -> Samples:
         """Samples with the outputs of the dense model. The first use must come while the model is dense."""
+        return answered(self.model, self._judges, _ANSWERS)
+
+    @property
+    def _judges(self) -> Samples:
+        """Samples that no layer is solved for, if there are any."""
         part = self.evaluation if self.evaluation.batches else self.calibration
-        return answered(self.model, part.first(PROBE, PROBE_TOKENS), _ANSWERS)
+        return part.first(PROBE, PROBE_TOKENS)
 
     @cached_property
     def _probe(self) -> Samples:
         """The samples on which the damage of each layer is measured."""
-        return self._answered.first(samples_per_trial(len(self.layers)))
+        return self._answered.first(samples_per_trial(len(self.layers), self.calibration.samples))
 
     # ---- search
     def _evolve(
@@ -268,14 +332,21 @@ def evaluation_share(holdout: float) -> float:
     return _EVALUATION_SHARE + holdout / (1 - holdout)
 
 
-def samples_per_trial(layers: int) -> int:
-    """Number of samples in each trial, for a model of `layers` layers."""
-    return max(_FEWEST, _PASSES // (len(_TRIAL_LEVELS) * layers))
+def samples_per_trial(layers: int, samples: int) -> int:
+    """Number of samples in each trial, for a model of `layers` layers and a number of calibration samples."""
+    passes = min(max(_PASSES * samples, _LEAST_PASSES), _MOST_PASSES)
+    return max(_FEWEST, int(passes) // (len(_TRIAL_LEVELS) * layers))
 
 
-def damage_passes(layers: int, available: int) -> int:
-    """Forward passes (in samples) for the trials of `layers` layers, with `available` samples."""
-    return len(_TRIAL_LEVELS) * layers * min(available, samples_per_trial(layers))
+def damage_passes(layers: int, available: int, samples: int) -> int:
+    """Forward passes (in samples) for the trials of `layers` layers; `available` samples can judge them.
+
+    Args:
+        layers: number of layers.
+        available: number of samples that can judge a trial.
+        samples: number of calibration samples.
+    """
+    return len(_TRIAL_LEVELS) * layers * min(available, samples_per_trial(layers, samples))
 
 
 def can_keep_grams(layers: tuple[Layer, ...]) -> bool:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from iobs.core.grids import grid_of
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.errors import NonFiniteError, PatternError
 from iobs.pruning.allocation.counts import global_sparsity, total_kept
@@ -36,7 +37,7 @@ def require_global(pattern: Pattern) -> None:
     Raises:
         PatternError: the pattern is not one sparsity for all layers together.
     """
-    if global_sparsity(pattern) is None:
+    if global_sparsity(pattern) is None or grid_of(pattern) is not None:
         raise PatternError(
             f"A solver of the whole network prunes to one count over all layers, which "
             f"{pattern} is not; give a sparsity."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -72,6 +73,12 @@ class Tracer:
 
     def run(self, model: nn.Module, batch: Batch) -> object:
         """Run the model on a batch and record its calls; returns its output."""
+        with self.recording(model):
+            return batches.forward(model, batch)
+
+    @contextmanager
+    def recording(self, model: nn.Module, within: str = "") -> Iterator[None]:
+        """Record the calls of the modules at and below the path `within`; empty for the whole model."""
         stack: list[Call] = []
 
         def enter(path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -91,7 +98,7 @@ class Tracer:
                 call.rest = tree_map_only(Tensor, lambda _: None, tuple(output[1:]))
 
         handles = []
-        for path, module in model.named_modules():
+        for path, module in model.get_submodule(within).named_modules(prefix=within):
             handles.append(
                 module.register_forward_pre_hook(
                     lambda _, args, kwargs, path=path: enter(path, args, kwargs), with_kwargs=True
@@ -99,7 +106,7 @@ class Tracer:
             )
             handles.append(module.register_forward_hook(lambda _, __, output: leave(output)))
         try:
-            return batches.forward(model, batch)
+            yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -14,6 +14,7 @@ from torch._C import _functorch as functorch
 from torch.overrides import TorchFunctionMode
 
 from iobs.pruning.calibration.recurrent import matrix_inputs
+from iobs.pruning.calibration.uses import captured_products
 from iobs.pruning.network.layers import CONVOLUTIONS, RECURRENT, Layer, projections
 
 Note = Callable[[Layer, nn.Module, Tensor], None]
@@ -40,6 +41,8 @@ def captured_inputs(
             not recorded.
     """
     with ExitStack() as stack:
+        stack.enter_context(captured_products(model, [layer for layer in layers if layer.view is not None], note))
+        layers = [layer for layer in layers if layer.view is None]
         direct = _DirectUses(model, layers, note, used)
         for layer in layers:
             if layer.is_called:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from iobs.pruning.calibration.additions import captured_additions
+from iobs.pruning.calibration.blocks import Tracer
 from iobs.pruning.calibration.hooks import captured_inputs, version_of
 from iobs.pruning.calibration.replay import StopForward, Stream
+from iobs.pruning.calibration.shortcuts import Shortcut, Shortcuts, find_shortcuts, same_output
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -31,21 +33,34 @@ class SharedInput:
     residuals: int = 0
 
 
-def execution_order(
-    stream: Stream, stage: int, layers: list[Layer], used: dict[Layer, bool], residuals: bool
-) -> list[SharedInput]:
-    """The layers that a stage calls, in execution order, grouped by input; with `residuals` also who adds to one.
+@dataclass(frozen=True)
+class Order:
+    """Order of the layers of one stage.
 
-    The first run is on the batch of the largest samples, where a loop over positions is longest. Further batches
-    follow while some layers have not been called, such as experts that receive few tokens. Layers whose weight is the
-    argument of any torch function are marked in `used`.
+    Args:
+        groups: layers in execution order, grouped by input.
+        shortcuts: modules that need not run again once the input of one layer is known.
+    """
+
+    groups: list[SharedInput]
+    shortcuts: list[Shortcut]
+
+
+def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[Layer, bool], residuals: bool) -> Order:
+    """The layers that a stage calls, and the shortcuts of a block; with `residuals` also who adds to one.
+
+    The first run is on the batch of the largest samples, where a loop over positions is longest; of several such
+    batches on the one with the fewest samples. Further batches follow while some layers have not been called, such as
+    experts that receive few tokens. Layers whose weight is the argument of any torch function are marked in `used`.
     """
     if not layers:
-        return []
+        return Order([], [])
     order: dict[tuple[object, ...], SharedInput] = {}
     counts: dict[str, int] = {}
     alive: list[Tensor] = []  # keeps tensors that are compared by identity from being freed
     adding: Counter[str] = Counter()
+    shortcuts: list[Shortcut] | None = None  # found in the first run
+    tracer = Tracer()
 
     def note(layer: Layer, module: nn.Module, value: Tensor) -> None:
         if layer.expert is not None:  # all experts of a parameter form one group, including experts without a token
@@ -59,7 +74,7 @@ def execution_order(
             key = (id(value), version_of(value), *_geometry(module))
             order.setdefault(key, SharedInput([], 1)).layers.append(layer)
 
-    for index in sorted(range(len(stream.data)), key=lambda index: -_numbers_a_sample(stream.data[index])):
+    for index in sorted(range(len(stream.data)), key=lambda index: _cost_of_a_run(stream.data[index])):
         uncounted = [layer for layer in layers if layer.name not in counts]
         if not uncounted:
             break
@@ -69,7 +84,11 @@ def execution_order(
                     captured_additions(stream.model, uncounted, lambda layer, _: adding.update([layer.name]))
                 )
             stack.enter_context(captured_inputs(stream.model, uncounted, note, used))
-            stream.run(stage, index)
+            if shortcuts is None and 0 <= stage < len(stream.chain):
+                stack.enter_context(tracer.recording(stream.model, stream.chain[stage].path))
+            output = stream.run(stage, index)
+        if shortcuts is None:
+            shortcuts = _exact_shortcuts(stream, stage, index, tracer, layers, output)
     groups = []
     for shared in order.values():
         once = [layer for layer in shared.layers if counts[layer.name] == 1]
@@ -77,7 +96,36 @@ def execution_order(
             groups.append(SharedInput(once, 1, adding[once[0].name] if len(once) == 1 else 0))
         # A module that is called several times has several inputs, and so a Gram of its own.
         groups.extend(SharedInput([layer], counts[layer.name]) for layer in shared.layers if counts[layer.name] > 1)
-    return groups
+    return Order(groups, shortcuts or [])
+
+
+def _exact_shortcuts(
+    stream: Stream, stage: int, index: int, tracer: Tracer, layers: list[Layer], output: object
+) -> list[Shortcut]:
+    """The shortcuts of a traced block that give the same output on the batch at `index`; none outside the blocks."""
+    if not tracer.calls:
+        return []
+    found = find_shortcuts(stream.model, tracer.calls, stream.chain[stage].path, layers)
+    return found if found and _is_exact(stream, stage, index, found, output) else []
+
+
+def _is_exact(stream: Stream, stage: int, index: int, found: list[Shortcut], output: object) -> bool:
+    """Check that a block with shortcuts gives the same hidden state on a batch, bit for bit."""
+    shortcuts = Shortcuts(found, lambda place, index, value: value.clone())
+    with captured_inputs(
+        stream.model,
+        [one.layer for one in found],
+        lambda layer, module, value: shortcuts.note([layer], index, value, stream.hidden[index]),
+    ):
+        stream.run(stage, index)
+    if not shortcuts.known:
+        return False
+    try:
+        with shortcuts.taken(stream.model, index):
+            given = stream.run(stage, index)
+    except batches.REFUSALS:  # the block reads an output that only the whole module gives
+        return False
+    return same_output(given, output)
 
 
 def _geometry(module: nn.Module) -> tuple[object, ...]:
@@ -87,8 +135,10 @@ def _geometry(module: nn.Module) -> tuple[object, ...]:
     return ()
 
 
-def _numbers_a_sample(batch: Batch) -> int:
-    return sum(tensor[:1].numel() for tensor in batches.tensors(batches.inputs(batch)) if tensor.ndim)
+def _cost_of_a_run(batch: Batch) -> tuple[int, int]:
+    """Sorts batches with the largest samples first, and then those with the fewest samples."""
+    numbers = sum(tensor[:1].numel() for tensor in batches.tensors(batches.inputs(batch)) if tensor.ndim)
+    return -numbers, batches.size(batch)
 
 
 @dataclass(frozen=True)
@@ -116,6 +166,8 @@ def captured(stream: Stream, stage: int, index: int, shared: SharedInput) -> Cap
     def keep(layer: Layer, module: nn.Module, value: Tensor) -> None:
         # Later operations may overwrite the tensor: x += f(x).
         values.append((module, value.detach().clone() if shared.calls > 1 or shared.residuals else value.detach()))
+        if stream.shortcuts is not None and shared.calls == 1:
+            stream.shortcuts.note(shared.layers, index, values[-1][1], stream.hidden[index])
         if shared.calls == 1 and not shared.residuals:
             raise StopForward
 

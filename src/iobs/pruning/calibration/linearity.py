@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from iobs.errors import LayerSelectionError
 from iobs.pruning.calibration.hooks import Args, Kwargs
 from iobs.pruning.coverage import Reason
-from iobs.pruning.network.layers import linear_maps
+from iobs.pruning.network.layers import Layer, linear_maps
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.samples import batches, outputs
 from iobs.pruning.samples.batches import Batch
@@ -48,19 +48,9 @@ def multiplied_as_they_are(model: nn.Module, selection: Selection, batch: Batch)
     Raises:
         LayerSelectionError: no layer is left.
     """
-    changing: set[str] = set()
-    with ExitStack() as stack:
-        handles = []
-        for path in {layer.path for layer in selection.layers if layer.is_called}:
-            module = model.get_submodule(path)
-            below = next((one for one in linear_maps() if isinstance(module, one)), None)
-            if below is not None and type(module).forward is not below.forward:
-                compare = _comparison(path, below, changing)
-                handles.append(module.register_forward_pre_hook(compare, with_kwargs=True))
-                stack.callback(handles[-1].remove)
-        if not handles:
-            return selection
-        batches.forward(model, batches.first_sample(batch))
+    changing = changing_modules(model, selection.layers, batch)
+    if not changing:
+        return selection
     reasons = {layer.name: Reason("transformed", _CHANGES) for layer in selection.layers if layer.path in changing}
     layers = tuple(layer for layer in selection.layers if layer.name not in reasons)
     if not layers:
@@ -70,6 +60,26 @@ def multiplied_as_they_are(model: nn.Module, selection: Selection, batch: Batch)
             "ones."
         )
     return Selection(layers, {**selection.skipped, **reasons})
+
+
+def changing_modules(model: nn.Module, layers: Sequence[Layer], batch: Batch) -> set[str]:
+    """The paths of modules that transform the weight or the input before the product, on the first sample of a batch.
+
+    The model is called only if one of the layers has a class with a forward of its own.
+    """
+    changing: set[str] = set()
+    with ExitStack() as stack:
+        handles = []
+        for path in {layer.path for layer in layers if layer.is_called}:
+            module = model.get_submodule(path)
+            below = next((one for one in linear_maps() if isinstance(module, one)), None)
+            if below is not None and type(module).forward is not below.forward:
+                compare = _comparison(path, below, changing)
+                handles.append(module.register_forward_pre_hook(compare, with_kwargs=True))
+                stack.callback(handles[-1].remove)
+        if handles:
+            batches.forward(model, batches.first_sample(batch))
+    return changing
 
 
 def _comparison(path: str, below: type[nn.Module], changing: set[str]) -> Callable[..., None]:

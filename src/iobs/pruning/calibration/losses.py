@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from iobs.errors import CalibrationError
 from iobs.pruning.recipe.finetune import LossFunction
@@ -17,6 +18,8 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import attended, class_axis, logits, targets, unpadded
 from iobs.pruning.samples.subsets import Samples
 
+_WHOLE = 2**24  # most scores whose divergence is computed at once; more are computed in pieces
+PIECE = 2**22  # scores of a piece
 _IMPOSSIBLE = -1e30  # replaces scores of minus infinity (masked classes), which add nothing to a divergence
 
 
@@ -117,16 +120,33 @@ def divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) ->
     axis, mask = class_axis(dense, batch), attended(model, batch)
     if axis is not None:
         dense, sparse = dense.movedim(axis, -1), sparse.reshape(dense.shape).movedim(axis, -1)
-    dense, sparse = (unpadded(values, mask).float() for values in (dense, sparse))
+    dense, sparse = (unpadded(values, mask) for values in (dense, sparse))
     if axis is None:
+        dense, sparse = dense.float(), sparse.float()
         return (sparse.reshape(dense.shape) - dense).square().sum() / dense.square().sum().clamp_min(1e-30)
-    classes = dense.shape[-1]
+    dense, sparse = (values.reshape(-1, values.shape[-1]) for values in (dense, sparse))
+    rows, classes = dense.shape
+    if rows * classes <= _WHOLE:
+        return _divergence(dense, sparse, "batchmean")
+    count = max(1, PIECE // classes)
+    pieces = zip(torch.split(dense, count), torch.split(sparse, count), strict=True)
+    return torch.stack([_recomputed(dense_piece, sparse_piece) for dense_piece, sparse_piece in pieces]).sum() / rows
+
+
+def _divergence(dense: Tensor, sparse: Tensor, reduction: str) -> Tensor:
+    """KL divergence of scores (rows, classes) in float32."""
     return functional.kl_div(
-        sparse.reshape(-1, classes).clamp_min(_IMPOSSIBLE).log_softmax(-1),
-        dense.reshape(-1, classes).clamp_min(_IMPOSSIBLE).log_softmax(-1),
-        reduction="batchmean",
+        sparse.float().clamp_min(_IMPOSSIBLE).log_softmax(-1),
+        dense.float().clamp_min(_IMPOSSIBLE).log_softmax(-1),
+        reduction=reduction,
         log_target=True,
     )
+
+
+def _recomputed(dense: Tensor, sparse: Tensor) -> Tensor:
+    """The sum of the divergences of some rows, whose float32 scores are computed again for the gradient."""
+    found: Tensor = checkpoint(_divergence, dense, sparse, "sum", use_reentrant=False, preserve_rng_state=False)
+    return found
 
 
 def block_distance_to(reference: nn.Module, paths: list[str]) -> LossFunction:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from iobs.errors import CalibrationError, IOBSError, ModelError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import Block, find_chains, hidden_of, inside, with_hidden
 from iobs.pruning.calibration.hooks import Args, Kwargs, captured_inputs
+from iobs.pruning.calibration.shortcuts import Shortcuts
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.samples import batches, outputs
 from iobs.pruning.samples.batches import Batch
@@ -50,10 +51,12 @@ class Stream:
         chain: blocks of the model; empty to run the model whole.
         strict: raise ChainError for batches that do not run from block to block along the chain.
         keep: (index of a batch, hidden state) -> the tensor to store.
+        fetch: stored tensor -> a copy of it on the device of the model.
 
     Attributes:
         arguments: of every block, by batch and block, without the hidden state.
         hidden: input of the current block, by batch.
+        shortcuts: of the current block while its layers are pruned, otherwise None.
     """
 
     model: nn.Module
@@ -61,8 +64,10 @@ class Stream:
     chain: list[Block]
     strict: bool = False
     keep: Callable[[int, Tensor], Tensor] = lambda index, hidden: hidden
+    fetch: Callable[[Tensor], Tensor] = Tensor.clone
     arguments: list[list[Arguments]] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
+    shortcuts: Shortcuts | None = None
     _blocks: dict[str, int | None] = field(default_factory=dict)  # number of the block, by layer name
 
     @property
@@ -82,11 +87,17 @@ class Stream:
             self._blocks[layer.name] = number
         return self._blocks[layer.name]
 
+    def state(self, index: int) -> Tensor:
+        """A copy of the hidden state of the batch at `index`, on the device of the model."""
+        return self.fetch(self.hidden[index])
+
     def run(self, stage: int, index: int) -> object:
         """Run one stage on the batch at `index`, so that hooks see the calls of its modules."""
-        if 0 <= stage < len(self.chain):
-            return self._block(stage, index, self.hidden[index].clone())
         with ExitStack() as stack:
+            if 0 <= stage < len(self.chain):
+                if self.shortcuts is not None:
+                    stack.enter_context(self.shortcuts.taken(self.model, index))
+                return self._block(stage, index, self.state(index))
             if self.chain and stage == BEFORE:
                 stack.enter_context(_replaced(self.model, self.chain[:1], self._stop))
             elif self.chain:
@@ -116,7 +127,8 @@ class Stream:
         def pass_on(position: int, args: Args, kwargs: Kwargs) -> object:
             block = self.chain[position]
             given = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
-            return with_hidden(hidden if position == last else given, block.rest)
+            # What lies outside the blocks may compute in another dtype than the blocks.
+            return with_hidden(hidden.to(given.dtype) if position == last else given, block.rest)
 
         with _replaced(self.model, self.chain, pass_on):
             return batches.forward(self.model, self.data[index])
@@ -181,12 +193,12 @@ class Stream:
         block = self.chain[position]
         hidden = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
         last = position == len(self.chain) - 1
-        return with_hidden(self.hidden[index].clone() if last else hidden, block.rest)
+        return with_hidden(self.state(index).to(hidden.dtype) if last else hidden, block.rest)
 
 
 def exact_chain(model: nn.Module, data: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
     """The longest chain of blocks along which the model can be run exactly; empty if there is none."""
-    for chain in find_chains(model, data[0], layers):
+    for chain in find_chains(model, min(data, key=batches.size), layers):
         if len(chain) > 1 and running_along_is_exact(model, chain, data, layers):
             return chain
     return []
@@ -199,11 +211,13 @@ def running_along_is_exact(
     """Check that the chain gives every layer the same inputs, in its own stage, as the whole model does.
 
     Then blocks pass on nothing but the hidden state. No layer is called from two stages or from a branch between two
-    blocks. The output is compared too, for modules that are not pruned. Inputs are compared on the first batch and on
-    the batches of the smallest and the largest samples. For other batches only the order of the blocks is checked.
+    blocks. The output is compared too, for modules that are not pruned. Inputs are compared on the batch of the fewest
+    samples, and on the batches of the smallest and the largest samples. For other batches only the order of the blocks
+    is checked.
     """
+    places = sorted(range(len(data)), key=lambda index: batches.size(data[index]))
     sizes = [sum(tensor[:1].numel() for tensor in batches.tensors(batch) if tensor.ndim) for batch in data]
-    shown = {0, sizes.index(min(sizes)), sizes.index(max(sizes))} if len(set(sizes)) > 1 else {0}
+    shown = {places[0], min(places, key=sizes.__getitem__), max(places, key=sizes.__getitem__)}
     try:
         for index, batch in enumerate(data):
             stream = Stream(model, [batch], chain, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Protocol
@@ -18,11 +19,13 @@ from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.calibration.inputs import SharedInput, captured, drift_of, execution_order
 from iobs.pruning.calibration.replay import BEFORE, Stream
+from iobs.pruning.calibration.shortcuts import Shortcuts
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.samples import outputs
 from iobs.pruning.samples.subsets import Samples
 
+_SHORTCUTS = 5  # number of the first place for inputs of shortcuts; the places before it hold hidden states
 EXPERT_MEMORY = 2**30  # bytes of the Grams of experts that are computed in one pass over the data
 
 
@@ -55,6 +58,10 @@ class Residency(Protocol):
         """Store a tensor until the end of the run."""
         ...
 
+    def fetch(self, stored: Tensor) -> Tensor:
+        """A copy of a stored hidden state on the device of the computations."""
+        ...
+
 
 class InMemory:
     """Residency of a model whose weights and activations stay in memory."""
@@ -77,6 +84,10 @@ class InMemory:
     def hold(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself."""
         return tensor
+
+    def fetch(self, stored: Tensor) -> Tensor:
+        """Return a copy."""
+        return stored.clone()
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,8 @@ class Sweep:
         moments: settings of the moments.
         ranks: processes that share the batches; Grams are summed over them.
         residency: holds weights and activations.
+        followers: further streams of the model, if the weights are only measured: a stage is then released instead of
+            left. None: the weights change.
 
     Attributes:
         without_input: layers that have received no input so far; True if the model uses their weight in some other way.
@@ -140,6 +153,7 @@ class Sweep:
     moments: Moments = field(default_factory=Moments)
     ranks: Ranks = ALONE
     residency: Residency = field(default_factory=InMemory)
+    followers: Sequence[Stream] | None = None
     without_input: dict[Layer, bool] = field(default_factory=dict, init=False)
 
     @property
@@ -164,17 +178,19 @@ class Sweep:
         streams = self.streams()
         for stage in streams[0].stages:
             self.residency.enter(stage)
-            yield from self.groups_of(streams, stage)
-            if self.without_input or stage < len(self.chain) - 1:
-                self.advance(streams, stage)
-            self.residency.leave(stage)
+            with self._taking_shortcuts(streams):
+                yield from self._groups_of(streams, stage)
+                if self.without_input or stage < len(self.chain) - 1:
+                    self.advance([*streams, *(self.followers or ())], stage)
+            (self.residency.leave if self.followers is None else self.residency.release)(stage)
 
     def streams(self) -> list[Stream]:
         """Streams of the model and of the reference, if there is one, at their start."""
         data = self._own[0].batches + self._own[1].batches
         models = [self.model] if self.reference is None else [self.model, self.reference]
         self.without_input = dict.fromkeys(self.layers, False)
-        return [Stream(one, data, self.chain, keep=self.place(number)) for number, one in enumerate(models)]
+        fetch = self.residency.fetch
+        return [Stream(one, data, self.chain, False, self.place(number), fetch) for number, one in enumerate(models)]
 
     def place(self, number: int) -> Callable[[int, Tensor], Tensor]:
         """The function that stores the hidden states of the stream with this number."""
@@ -189,18 +205,42 @@ class Sweep:
             if stage == BEFORE and self.residency.arithmetic is not None:
                 stream.cast_arguments(self.residency.arithmetic)
 
+    def _known(self, number: int, place: int, index: int, value: Tensor) -> Tensor:
+        """Store the input of a shortcut of the stream with this number."""
+        return self.place(_SHORTCUTS + 2 * place + number)(index, value)
+
     def _kept(self, first: int, index: int, hidden: Tensor) -> Tensor:
         dtype = self.residency.arithmetic
         return self.residency.keep(first + index, hidden if dtype is None else hidden.to(dtype))
 
     def groups_of(self, streams: list[Stream], stage: int) -> Iterator[Group]:
-        """The groups of one stage, with layers that have received no input so far."""
+        """The groups of one stage, with layers that have received no input so far.
+
+        Between two groups only the weights of the layers of this stage may change.
+        """
+        with self._taking_shortcuts(streams):
+            yield from self._groups_of(streams, stage)
+
+    @contextmanager
+    def _taking_shortcuts(self, streams: Sequence[Stream]) -> Iterator[None]:
+        """Context of one stage, at whose end the streams forget its shortcuts."""
+        try:
+            yield
+        finally:
+            for stream in streams:
+                stream.shortcuts = None
+
+    def _groups_of(self, streams: list[Stream], stage: int) -> Iterator[Group]:
         wanted = streams[0].layers_of(stage, [*self.without_input])
         with torch.no_grad():
-            order = self._agreed(execution_order(streams[0], stage, wanted, self.without_input, self._pairs), wanted)
+            found = execution_order(streams[0], stage, wanted, self.without_input, self._pairs)
+            order = self._agreed(found.groups, wanted)
+        if found.shortcuts:
+            for number, stream in enumerate(streams):
+                stream.shortcuts = Shortcuts(found.shortcuts, partial(self._known, number), self.residency.fetch)
         for shared in order:
-            found = set(shared.layers)
-            self.without_input = {layer: used for layer, used in self.without_input.items() if layer not in found}
+            fed = set(shared.layers)
+            self.without_input = {layer: used for layer, used in self.without_input.items() if layer not in fed}
             if shared.layers[0].expert is None:
                 yield Group(shared.layers, partial(self._statistics, streams, stage, shared))
             else:

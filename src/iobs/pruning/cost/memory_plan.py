@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from iobs.pruning.calibration.gram import WIDE
-from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import Recipe
+from iobs.pruning.calibration.losses import PIECE
+from iobs.pruning.cost.phases import Matrix, Rates, Work, is_admm, phases
+from iobs.pruning.recipe import Recipe, as_allocation
 from iobs.pruning.runtime.memory import resident
+from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
-from iobs.solvers.admm import ADMM, SCHEDULES
 
 _CODE = 100 * 2**20  # bytes that compiled kernels and the linear algebra library allocate at their first use
-_STEP_TOKENS = 1024  # of one gradient step of a reconstruction
+_MASTER_BYTES = 9  # per fitted weight: a float32 master, its copy before the steps, and an entry of the mask
+_FIT_BYTES = 21  # per weight of a fit: a float32 master, its copy, two moments, the gradient, and an entry of the mask
 _ACTIVATIONS = 6  # tensors of (tokens, widest columns) in memory at once in the forward pass of a block
 
 
@@ -27,10 +29,14 @@ class Plan:
 
     Attributes:
         peak_bytes: peak anonymous resident memory; on a GPU peak allocated memory.
-        seconds: time of Grams and solves, at the measured speed of this machine.
+        seconds: time of the run, at the measured speed of this machine.
         model_bytes: size of the whole model.
-        spilled_bytes: size of the activations that are kept in files.
+        spilled_bytes: size of the hidden states and fitted parameters that are kept in files.
         layers: number of matrices to prune.
+        streams_bytes: size of the hidden states between blocks, and of the parameters that steps of the whole network
+            change.
+        streams: their place: "device", "memory" or "disk".
+        phases: seconds by phase.
     """
 
     peak_bytes: int
@@ -38,6 +44,19 @@ class Plan:
     model_bytes: int
     spilled_bytes: int
     layers: int
+    streams_bytes: int = 0
+    streams: str = "disk"
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def placed(self, place: str, device: torch.device) -> Plan:
+        """The plan with the hidden states in a place."""
+        resident = place == "device" or (place == "memory" and device.type == "cpu")
+        return replace(
+            self,
+            streams=place,
+            peak_bytes=self.peak_bytes + (self.streams_bytes if resident else 0),
+            spilled_bytes=self.streams_bytes if place == "disk" else 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -46,88 +65,127 @@ class Held:
 
     Args:
         blocks: number of blocks with weights.
-        fitted: number of blocks whose parameters are fitted, with masters, moments and gradients in float32.
-        streams: number of hidden states per token.
-        steps: gradient steps that each block takes part in.
+        fitted: number of blocks whose parameters are fitted.
+        streams: number of hidden states per token, with the stored inputs of shortcuts.
+        masters: bytes per pruned weight that are kept for steps of the whole network.
     """
 
     blocks: int = 1
     fitted: int = 0
-    streams: int = 1
-    steps: int = 0
-
-    def bytes(self, numbers: int, itemsize: int) -> int:
-        """Bytes of the blocks, each of which holds a number of weights."""
-        return numbers * (itemsize * self.blocks + 4 * 4 * self.fitted)
+    streams: int = 2
+    masters: int = 0
 
 
 def held_blocks(recipe: Recipe) -> Held:
     """The blocks and hidden states of a recipe: a dense block beside the pruned one, and the blocks of a window."""
     fit = recipe.blocks
     if fit is None:
-        return Held() if recipe.target == "layer" else Held(2, 0, 2)
-    steps = fit.window * fit.steps + (fit.masks - 1) * fit.between
-    return Held(fit.window + 1, fit.window, 4, steps)
+        return Held() if recipe.target == "layer" else Held(2, 0, 4)
+    if fit.network_steps:
+        return Held(fit.window + 1, fit.window, 7, _MASTER_BYTES)
+    return Held(fit.window + 1, fit.window, 6)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that the peak memory depends on.
+
+    Args:
+        layers: the layers to prune.
+        block: number of weights in the largest block.
+        itemsize: bytes per number in a forward pass.
+        tokens: most tokens of a forward pass.
+        step_tokens: tokens of a gradient step.
+        vocabulary: number of outputs of the model per token.
+    """
+
+    layers: Sequence[Matrix]
+    block: int
+    itemsize: int
+    tokens: int
+    step_tokens: int
+    vocabulary: int
+
+
+def peaks(sizes: Sizes, recipe: Recipe, holdout: bool) -> dict[str, int]:
+    """Peak bytes of every phase, besides the weights outside the blocks and the hidden states between blocks.
+
+    Args:
+        sizes: of the model and the data.
+        recipe: how to prune.
+        holdout: True if samples are held out, which have Grams of their own; so have those that judge an allocation.
+    """
+    fit, held, layers, itemsize = recipe.blocks, held_blocks(recipe), sizes.layers, sizes.itemsize
+    grams = 2 if holdout or as_allocation(recipe.allocation).criterion != "uniform" else 1
+    weights = held.blocks * itemsize * sizes.block
+    gathering = max(gathering_bytes(layer, grams, sizes.tokens, itemsize) for layer in layers)
+    solving = max(solving_bytes(layer, recipe, grams) for layer in layers)
+    found = {"Grams": weights + gathering + forward_bytes(layers, sizes.tokens, itemsize), "solves": weights + solving}
+    step = 2 * forward_bytes(layers, sizes.step_tokens, itemsize)
+    scores = sizes.step_tokens * sizes.vocabulary
+    logits = min(6 * 4 * scores, 4 * itemsize * scores + 6 * 4 * PIECE)
+    if fit is not None:
+        fitted = held.fitted * sizes.block * (_FIT_BYTES + (itemsize if itemsize < 4 else 0))
+        found["steps of blocks"] = weights + fitted + step + (logits if fit.last == "kl" else 0)
+    if fit is not None and fit.network_steps:
+        # The block with its masters and gradients, and the input of every block for one batch.
+        found["steps of the network"] = (itemsize + 8) * sizes.block + step + logits
+    return found
 
 
 def plan(
-    layers: Sequence[Layer],
-    block_bytes: int,
+    sizes: Sizes,
     outside_bytes: int,
     model_bytes: int,
     batches: Sequence[Batch],
     recipe: Recipe,
     holdout: float,
-    itemsize: int,
     device: torch.device,
-    held: Held | None = None,
 ) -> Plan:
     """Predict peak memory and time of block-by-block pruning.
 
     Call it after the modules outside the blocks (embeddings, head) have been loaded.
 
     Args:
-        layers: the layers to prune.
-        block_bytes: size of the weights of the largest block.
+        sizes: of the model; the tokens are those of `batches`.
         outside_bytes: size of the weights that are dropped before the first block is loaded.
         model_bytes: size of the weights of the whole model.
         batches: calibration data.
         recipe: how to prune.
         holdout: share of the samples that is held out.
-        itemsize: bytes per number in a forward pass.
         device: of the computations.
-        held: blocks and hidden states at once; None for one of each.
     """
-    held = held or Held()
     present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
-    sizes = [max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches]
-    grams = 2 if holdout > 0 else 1
-    solving = max(_solving_bytes(layer, recipe, grams) for layer in layers)
-    gathering = max(_gathering_bytes(layer, grams, max(sizes), itemsize) for layer in layers)
-    hidden = itemsize * sum(sizes) * min(layer.shape[1] for layer in layers)
-    forward = itemsize * _ACTIVATIONS * max(sizes) * max(layer.shape[1] for layer in layers)
+    counts = [max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches]
+    sizes = replace(sizes, tokens=max(counts))
+    ranks, held = current(), held_blocks(recipe)
+    width = min(layer.shape[1] for layer in sizes.layers)
+    hidden = sizes.itemsize * sum(counts[ranks.rank :: ranks.size]) * width
+    work = Work(sizes.layers, sum(counts), model_bytes, ranks.size)
+    found = phases(work, recipe, Rates(speed(device), speed(device)))
     return Plan(
-        peak_bytes=max(present, present - outside_bytes + block_bytes + max(solving, gathering + forward)),
-        seconds=(_products(layers, sum(sizes), recipe) + _steps(layers, held)) / speed(device),
+        peak_bytes=max(present, present - outside_bytes + max(peaks(sizes, recipe, holdout > 0).values())),
+        seconds=sum(found.values()),
         model_bytes=model_bytes,
-        # A GPU keeps activations in its own memory.
-        spilled_bytes=held.streams * hidden if device.type == "cpu" else 0,
-        layers=len(layers),
+        spilled_bytes=0,
+        layers=len(sizes.layers),
+        streams_bytes=held.streams * hidden + held.masters * work.weights,
+        phases=found,
     )
 
 
-def _steps(layers: Sequence[Layer], held: Held) -> float:
-    """Floating-point operations of the gradient steps of a reconstruction: six per weight and token."""
-    return 6.0 * held.steps * _STEP_TOKENS * sum(layer.weights for layer in layers)
+def forward_bytes(layers: Sequence[Matrix], tokens: int, itemsize: int) -> int:
+    """Bytes of the activations of a block in a forward pass of `tokens`."""
+    return itemsize * _ACTIVATIONS * tokens * max(layer.shape[1] for layer in layers)
 
 
-def _gathering_bytes(layer: Layer, grams: int, tokens: int, itemsize: int) -> int:
+def gathering_bytes(layer: Matrix, grams: int, tokens: int, itemsize: int) -> int:
     """Bytes to compute Grams: float64 sums, the float32 product of a batch, and its inputs, stored and in float32."""
     square, columns = layer.shape[1] ** 2, layer.shape[1]
     return 8 * grams * layer.groups * square + 4 * layer.groups * square + (4 + itemsize) * tokens * columns
 
 
-def _solving_bytes(layer: Layer, recipe: Recipe, grams: int) -> int:
+def solving_bytes(layer: Matrix, recipe: Recipe, grams: int) -> int:
     """Bytes of a solve: squares (columns, columns) and matrices (rows, columns) that are in memory at once.
 
     All solvers need the Gram means and a damped copy, in float64 or float32, and the weights in float32, as anchor
@@ -146,30 +204,6 @@ def _solving_bytes(layer: Layer, recipe: Recipe, grams: int) -> int:
     if is_admm(recipe):
         return squares + matrices + max((6 * 4) * square + 17 * matrix, 4 * square + 29 * matrix)
     return squares + matrices + 3 * number * square + (2 * number + 1) * matrix
-
-
-def _products(layers: Sequence[Layer], tokens: int, recipe: Recipe) -> float:
-    """Floating-point operations of the products in a run: multiplications and additions; float64 counts twice.
-
-    A layer needs its Gram, about three passes of the data through its weights, and the inverses of the solver. It also
-    needs products of its weights with a square: one per iteration, one for the linear term, two for the error.
-    """
-    schedule = SCHEDULES[recipe.solver.budget if isinstance(recipe.solver, ADMM) else "default"]
-    iterations, stages = (schedule.iterations + schedule.refit + 1, schedule.stages + 1)
-    if not is_admm(recipe):
-        iterations, stages = 1, 2
-    total = 0.0
-    for layer in layers:
-        square = layer.shape[1] ** 2
-        other = 3 if layer.shape[1] >= WIDE else 6
-        total += 2.0 * tokens * (square + 3 * layer.weights)
-        total += 2.0 * layer.shape[0] * square * (iterations + other) + 2.0 * layer.shape[1] * square * stages
-    return total
-
-
-def is_admm(recipe: Recipe) -> bool:
-    """Check that the solver is ADMM, whose memory and time differ from those of the others."""
-    return recipe.solver == "admm" or isinstance(recipe.solver, ADMM)
 
 
 def speed(device: torch.device) -> float:

@@ -24,7 +24,8 @@ from iobs.pruning.allocation.sensitivity import (
 from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.calibration.gram import POSITIONS
 from iobs.pruning.calibration.hooks import Args
-from iobs.pruning.cost.memory_plan import is_admm, speed
+from iobs.pruning.cost.memory_plan import speed
+from iobs.pruning.cost.phases import is_admm
 from iobs.pruning.decisions.learning_rate import candidates, trial_steps
 from iobs.pruning.finetune.trainer import samples_a_step
 from iobs.pruning.forecast import Forecast, Part
@@ -142,7 +143,7 @@ def _allocation_parts(
         allocation.criterion == "auto" and can_keep_grams(layers) and probe * positions >= ENOUGH_OUTPUTS
     )
     by_damage = allocation.by_damage or allocation.criterion == "auto"
-    passes = damage_passes(len(layers), probe) if by_damage else PROBE
+    passes = damage_passes(len(layers), probe, fit.samples) if by_damage else PROBE
     cubes = _FAST_CUBES if is_admm(request.recipe) else _OTHER_CUBES
     solves = sum(_solve_seconds(layer, costs, cubes) for layer in layers)
     curves = min(1.0, CURVE_TOKENS / (positions * fit.samples)) * sweep + CURVE_LEVELS * solves + passes * costs.forward

@@ -3,6 +3,7 @@
     decision                     made by                      stored in              in the report
     sparsity of every layer      sparsity.allocate            `plan` of `run`        `allocation`
     sparsity of every round      sparsity.scheduled           not stored             `asked` of each round
+    kind of network steps        sparsity.decide_steps        `Workspace.decided`    `settings["decided"]`
     number of rounds             sparsity.decide_growth       `Workspace.decided`    `settings["decided"]`
     optimizer, learning rate     learning_rate.decide_rates   `Workspace.decided`    `settings["decided"]`
     number of gradient steps     cost.seconds.affordable      `Workspace.decided`    `settings["decided"]`

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from iobs.core.patterns import Pattern
 from iobs.errors import NonFiniteError
+from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import FineTune
 from iobs.pruning.recipe.finetune import Optimizer
 from iobs.pruning.report import JsonObject
@@ -26,7 +28,7 @@ _LOST = 0.25  # no fine-tuning if even the best trial raises the loss by this sh
 _STOP_WORSE = 0.15  # stop trying larger rates once the loss is this much worse (relative)
 
 
-def decide_rates(work: Workspace, decided: Decisions) -> Decisions:
+def decide_rates(work: Workspace, plan: Mapping[Layer, Pattern], decided: Decisions) -> Decisions:
     """The decisions with learning rates and optimizers in place of "auto"; the model holds the first projection."""
     # Steps with the same optimizer and loss share their trials.
     found: dict[tuple[object, object], tuple[Optimizer, float] | None] = {}
@@ -36,7 +38,7 @@ def decide_rates(work: Workspace, decided: Decisions) -> Decisions:
             return step
         key = step.optimizer, step.loss
         if key not in found:
-            found[key] = _best_descent(work, step, f"descents {len(found)}", alone=decided.rounds.count == 1)
+            found[key] = _best_descent(work, plan, step, f"descents {len(found)}", alone=decided.rounds.count == 1)
         best = found[key]
         if best is None:
             return None
@@ -49,11 +51,14 @@ def decide_rates(work: Workspace, decided: Decisions) -> Decisions:
     return replace(decided, rounds=rounds, finetune=finetune)
 
 
-def _best_descent(work: Workspace, step: FineTune, name: str, alone: bool) -> tuple[Optimizer, float] | None:
+def _best_descent(
+    work: Workspace, plan: Mapping[Layer, Pattern], step: FineTune, name: str, alone: bool
+) -> tuple[Optimizer, float] | None:
     """The optimizer and the learning rate with the least held-out loss, from short trials on the first projection.
 
     Args:
         work: state of the run; the model holds the first projection.
+        plan: the pattern of every layer.
         step: fine-tuning that needs an optimizer and a rate.
         name: name of the trials in the checkpoint.
         alone: True if no other projection follows the steps.
@@ -62,7 +67,7 @@ def _best_descent(work: Workspace, step: FineTune, name: str, alone: bool) -> tu
         None if every rate diverges, or if all trials raise the loss so far that a longer run would not recover.
     """
     length = trial_length(step)
-    done = work.checkpoint.remembered(name, lambda: _trials(work, step, length))
+    done = work.checkpoint.remembered(name, lambda: _trials(work, plan, step, length))
     tried: dict[tuple[Optimizer, float], float] = {(optimizer, rate): loss for optimizer, rate, loss in done["tried"]}
     best = boldest(tried)
     if best is None:
@@ -80,16 +85,16 @@ def _best_descent(work: Workspace, step: FineTune, name: str, alone: bool) -> tu
     return best
 
 
-def _trials(work: Workspace, step: FineTune, length: int) -> JsonObject:
+def _trials(work: Workspace, plan: Mapping[Layer, Pattern], step: FineTune, length: int) -> JsonObject:
     """Held-out losses after `length` steps with each optimizer and rate, and the loss before any step."""
     assert work.scoring is not None
-    scoring, start, masks = work.scoring, work.store.snapshot(), work.masks()
+    scoring, start = work.scoring, work.store.snapshot()
 
     def trial(optimizer: Optimizer, rate: float) -> float:
         work.store.restore(start)
         short = replace(step, lr=rate, optimizer=optimizer, steps=length, decay=True)
         task = f"trial of {optimizer} with rate {rate:g}, step"
-        work.trainer(short, length, masks).run(
+        work.trainer_on(plan, short, length).run(
             work.fit, lambda done, total, loss: work.callbacks.on_measure(task, done, total)
         )
         return scoring.comparison_loss()

@@ -6,9 +6,12 @@ from dataclasses import asdict, replace
 
 from torch import Tensor
 
+from iobs.core.budget import BITS, Budget
+from iobs.core.grids import on_grid_of
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.core.structured import Structured
+from iobs.pruning.allocation.bits import BitPlanner
 from iobs.pruning.allocation.counts import under_pattern
 from iobs.pruning.allocation.sensitivity import ENOUGH_OUTPUTS, Planner, can_keep_grams
 from iobs.pruning.calibration.gram import Statistics
@@ -18,8 +21,10 @@ from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Rounds, as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
-from iobs.pruning.workspace import Workspace
+from iobs.pruning.samples.batches import positions
+from iobs.pruning.workspace import Decisions, Workspace
 from iobs.solvers.admm import ADMM
+from iobs.solvers.gridded.quick import QuickGrid
 
 _DAMAGE = 1.0  # held-out KL divergence of the first projection, in nats, above which growing sparsity pays
 
@@ -36,6 +41,8 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
     layers = tuple(layer for layer, pattern in patterns.items() if pattern is work.request.pattern)
     if allocation.criterion == "uniform" or not layers:
         return patterns, []
+    if isinstance(work.request.pattern, Budget):
+        return divide_bits(work, work.request.pattern, layers)
     fast = recipe.but(solver=ADMM("fast")) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
 
     def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:
@@ -51,7 +58,10 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
         solve_fast,
         work.request.seed,
         work.callbacks.on_measure,
+        residency=work.store,
     )
+    if allocation.criterion == "auto" and not work.store.whole:
+        allocation = replace(allocation, criterion="block")
     if allocation.criterion == "auto":
         # `planner.output_count` runs the model, so it comes last: only if a search is affordable.
         searched = allocation.generations > 0 and can_keep_grams(layers) and planner.output_count >= ENOUGH_OUTPUTS
@@ -67,7 +77,47 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
     found = work.checkpoint.remembered("allocation", planned)
     # A layer that receives no input has no count and keeps the pattern of the run.
     keeps = found["keeps"]
-    patterns |= {layer: Unstructured(keep=keeps[layer.name]) for layer in layers if layer.name in keeps}
+    pattern = work.request.pattern
+    patterns |= {
+        layer: on_grid_of(pattern, Unstructured(keep=keeps[layer.name])) for layer in layers if layer.name in keeps
+    }
+    return patterns, [allocation_record(record) for record in found["records"]]
+
+
+def divide_bits(
+    work: Workspace, budget: Budget, layers: tuple[Layer, ...]
+) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
+    """The pattern of every layer under a budget of bits, and the measurements behind it."""
+    recipe = work.recipe
+    quick = recipe.but(solver=QuickGrid()) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
+
+    def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:
+        return solve_layer(Task(layer, pattern, dense, None, quick.for_layer(layer.name)), statistics)
+
+    def planned() -> JsonObject:
+        planner = BitPlanner(
+            work.store.model,
+            layers,
+            work.chain,
+            work.fit,
+            work.heldout,
+            solve_fast,
+            work.request.seed,
+            work.callbacks.on_measure,
+        )
+        chosen, records = planner.allocate(budget)
+        choices = {layer.name: [*choice] for layer, choice in chosen.items()}
+        return {"choices": choices, "records": [asdict(record) for record in records]}
+
+    found = work.checkpoint.remembered("bits", planned)
+    choices = {layer: found["choices"][layer.name] for layer in layers if layer.name in found["choices"]}
+    counts = {bits: sum(own == bits for own, _ in choices.values()) for bits in BITS}
+    sparse = sum(keep < layer.weights for layer, (_, keep) in choices.items())
+    listed = ", ".join(f"{bits} bits in {count}" for bits, count in counts.items() if count)
+    work.note(f"Bits of {len(choices)} layers by measured damages: {listed}; {sparse} of them with zeros.")
+    # A layer that receives no input has no choice; it stays dense.
+    patterns = dict(work.request.patterns)
+    patterns |= {layer: budget.choice(bits, keep, layer.shape) for layer, (bits, keep) in choices.items()}
     return patterns, [allocation_record(record) for record in found["records"]]
 
 
@@ -79,6 +129,23 @@ def scheduled(plan: dict[Layer, Pattern], rounds: Rounds, index: int) -> dict[La
     # Cubic growth from 0.72 of the requested sparsity (65 % on the way to 90 %), as measured best in LOG.md.
     share = 1 - 0.28 * (1 - (index - 1) / (last - 1)) ** 3
     return {layer: thinner(pattern, layer, share) for layer, pattern in plan.items()}
+
+
+def decide_steps(work: Workspace) -> Decisions:
+    """The decisions with one kind of steps of the whole network.
+
+    Text takes these steps block by block, and needs no further rounds. Other data take the fine-tuning, which alters
+    and mixes samples, and the rounds before it.
+    """
+    blocks, decided = work.recipe.blocks, work.decided
+    if blocks is None:
+        return decided
+    if not blocks.network_steps or decided.finetune is None:
+        return decided
+    if work.chain and positions(work.fit.batches[0]) > 1:
+        work.note("Text: steps of the whole network, block by block, take the place of rounds and fine-tuning.")
+        return replace(decided, rounds=Rounds(data=decided.rounds.data), finetune=None, tuned=False)
+    return replace(decided, blocks=replace(blocks, network_steps=0))
 
 
 def decide_growth(work: Workspace) -> Rounds:

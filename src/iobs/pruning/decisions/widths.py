@@ -78,7 +78,7 @@ def _curves(work: Workspace, patterns: dict[Layer, Groups]) -> Curves:
 
 @dataclass(frozen=True)
 class Timed:
-    """What an allocation by time chooses from.
+    """Measured times, from which an allocation by time chooses.
 
     Attributes:
         sites: of the run.

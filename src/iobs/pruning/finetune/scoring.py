@@ -78,6 +78,15 @@ class Scoring:
         """The mean loss on samples; None if there are none."""
         return mean_loss(self.model, samples, self.loss) if samples.batches else None
 
+    def dense_loss(self) -> float | None:
+        """The loss of the dense model on the held-out samples; None if there are none.
+
+        A distance to the dense model is 0, without a pass of the samples.
+        """
+        if self.heldout.batches and _loss_of(self.steps[0]) in ("kl", "block"):
+            return 0.0
+        return self.loss_on(self.heldout_augmented)
+
     def measure(self, samples: Samples) -> float | None:
         """The mean loss of the pruned model on samples; None if there are none.
 

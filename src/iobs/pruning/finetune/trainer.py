@@ -30,6 +30,8 @@ class Trainer:
         seed: of the order of the samples.
         masks: by parameter name, True at entries that may change (the others stay zero); None: no mask.
         augmentation: changes every batch before it is used; None: none.
+        rounding: (name, master, dtype) -> value that is written into the model for a master. The gradients are those at
+            these values. None: the masters themselves.
         taken: steps taken so far.
 
     Attributes:
@@ -45,6 +47,7 @@ class Trainer:
     seed: int
     masks: dict[str, Tensor] | None = None
     augmentation: Augmentation | None = None
+    rounding: Callable[[str, Tensor, torch.dtype], Tensor] | None = None
     taken: int = 0
 
     def __post_init__(self) -> None:
@@ -126,7 +129,7 @@ class Trainer:
         """Restore a snapshot taken after `taken` steps, and copy the masters into the model."""
         for name, parameter in self.parameters.items():
             self.masters[name].copy_(tensors[f"master {name}"])
-            parameter.copy_(self.masters[name])
+            self._write(name, parameter)
         state: dict[int, dict[str, Tensor]] = {}
         for name, value in tensors.items():
             if name.startswith("moment "):
@@ -192,8 +195,13 @@ class Trainer:
         for name, parameter in self.parameters.items():
             if self.masks and name in self.masks:
                 self.masters[name] *= self.masks[name]
-            parameter.copy_(self.masters[name])
+            self._write(name, parameter)
         self.taken += 1
+
+    def _write(self, name: str, parameter: Tensor) -> None:
+        """Write a master into the model, rounded if the parameter lies on a grid."""
+        master = self.masters[name]
+        parameter.copy_(master if self.rounding is None else self.rounding(name, master, parameter.dtype))
 
 
 def differentiable(loss: Tensor) -> Tensor:

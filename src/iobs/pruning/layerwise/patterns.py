@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 from iobs.core.column_groups import Groups
-from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured, as_pattern
+from iobs.core.grids import entries_of, on_grid_of
+from iobs.core.patterns import Pattern, Unstructured, as_pattern
 from iobs.errors import LayerSelectionError, PatternError
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer
@@ -68,11 +69,8 @@ def require_fit(layers: Sequence[Layer], pattern: Pattern) -> None:
     """Check that a pattern fits every layer.
 
     Raises:
-        PatternError: it does not; names all layers that it does not fit. Or it has a grid, which only `iobs.solve`
-            takes.
+        PatternError: it does not; names all layers that it does not fit.
     """
-    if isinstance(pattern, (Grid, SparseGrid)):
-        raise PatternError(f"The pattern {pattern} has a grid, which only iobs.solve takes. Whole networks: not yet.")
     misfits, reason = [], ""
     for layer in layers:
         try:
@@ -86,19 +84,21 @@ def require_fit(layers: Sequence[Layer], pattern: Pattern) -> None:
 
 def patterns_of_groups(layer: Layer, pattern: Pattern) -> list[Pattern]:
     """The pattern of each group's rows; a layer's exact count is spread evenly over its groups."""
-    whole = isinstance(pattern, Unstructured) and pattern.per == "layer"
+    entries = entries_of(pattern)
+    whole = isinstance(entries, Unstructured) and entries.per == "layer"
     if layer.groups == 1 or not whole:
         return [pattern] * layer.groups
     keep = pattern.groups(layer.shape).keep
     bounds = [keep * part // layer.groups for part in range(layer.groups + 1)]
-    return [Unstructured(keep=high - low) for low, high in itertools.pairwise(bounds)]
+    return [on_grid_of(pattern, Unstructured(keep=high - low)) for low, high in itertools.pairwise(bounds)]
 
 
 def thinner(pattern: Pattern, layer: Layer, share: float) -> Pattern:
-    """The pattern of a layer with its sparsity multiplied by a share; N:M patterns are unchanged."""
-    if not isinstance(pattern, Unstructured):
+    """The pattern of a layer with its sparsity multiplied by a share, on the same grid; N:M patterns are unchanged."""
+    entries = entries_of(pattern)
+    if not isinstance(entries, Unstructured):
         return pattern
-    return Unstructured(share_of(pattern, layer) * share, per=pattern.per)
+    return on_grid_of(pattern, Unstructured(share_of(entries, layer) * share, per=entries.per))
 
 
 def share_of(pattern: Pattern, layer: Layer) -> float:

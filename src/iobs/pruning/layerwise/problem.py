@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from iobs.core.column_groups import Groups
+from iobs.core.grids import grid_of
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.pruning.calibration.gram import WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected
+from iobs.pruning.layerwise.grids import solver_for
 from iobs.pruning.layerwise.keep_zeros import keeping
 from iobs.pruning.layerwise.patterns import patterns_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.network_solvers import NetworkSolver
 from iobs.solvers import Solver, solve, solve_many
+from iobs.solvers.families import family_of
 
 SEARCH_COLUMNS = 256  # columns from which a problem is solved in float32, in half of the time
 
@@ -83,6 +86,11 @@ def solve_layer(task: Task, statistics: Statistics) -> list[Solution]:
     return solutions
 
 
+def reads_no_data(recipe: Recipe, pattern: Pattern) -> bool:
+    """Check that the result depends on the weights alone; the scales of a grid depend on the inputs too."""
+    return recipe.reads_weights_only and grid_of(pattern) is None
+
+
 def can_share(layers: Sequence[Layer], recipes: Sequence[Recipe]) -> bool:
     """Check that layers with the same input can be solved with shared factorisations of their Hessian.
 
@@ -99,7 +107,9 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics) -> list[Soluti
     hessian = used.calibration.own[0]  # one object: problems are known to share a Hessian by its identity
     found = [_problem(task, used, hessian, 0, slice(None)) for task in tasks]
     problems = [problem for problem, _ in found]
-    if any(task.statistics(statistics) is not used for task in tasks) or problems[0].hessian is not hessian:
+    one_kind = all(family_of(task.pattern) is family_of(tasks[0].pattern) for task in tasks)
+    one_hessian = problems[0].hessian is hessian and all(task.statistics(statistics) is used for task in tasks)
+    if not (one_kind and one_hessian):
         return [solution for task in tasks for solution in solve_layer(task, statistics)]
     if problems[0].shape[1] >= SEARCH_COLUMNS and not isinstance(tasks[0].pattern, Groups):
         hessian = problems[0].matrix.to(torch.float32)  # the solver recognises the shared Hessian by its identity
@@ -122,7 +132,9 @@ def _solver_of(task: Task) -> str | Solver | None:
     """The solver of a task; None, the best solver of the pattern's kind, for "admm" with groups of columns."""
     solver = task.recipe.solver
     assert not isinstance(solver, NetworkSolver)
-    return None if solver == "admm" and isinstance(task.pattern, Groups) else solver
+    if solver == "admm" and isinstance(task.pattern, Groups):
+        return None
+    return solver_for(solver, task.pattern)
 
 
 def _in_float32(problem: Quadratic, hessian: Tensor) -> Quadratic:
@@ -143,8 +155,8 @@ def _problem(task: Task, statistics: Statistics, hessian: Tensor, group: int, ow
     """
     gram = statistics.calibration
     current = task.current[own].to(hessian.dtype)
-    if not bool(hessian.diagonal().any()):
-        # All inputs are zero, so every mask has the same error: keep the largest weights.
+    if not bool(hessian.diagonal().any()) or reads_no_data(task.recipe, task.pattern):
+        # All inputs are zero, so every mask has the same error; or magnitude is asked for: keep the largest weights.
         return Quadratic.at(current, torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)), 0.0
     if gram.cross is None and task.target is None:
         return Quadratic.at(current, hessian), 0.0

@@ -24,6 +24,7 @@ from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.gram import Statistics, relative_output_error
 from iobs.pruning.calibration.sweep import Group, batched
 from iobs.pruning.callbacks import Callback
+from iobs.pruning.layerwise.grids import stored_weight
 from iobs.pruning.layerwise.patterns import asked, share_of
 from iobs.pruning.layerwise.problem import Task, can_share, refitted_bias, solve_layer, solve_together
 from iobs.pruning.layerwise.targets import TARGETS
@@ -146,7 +147,8 @@ class Projection:
 
     def _written(self, task: Task, solutions: Sequence[Solution], statistics: Statistics, seconds: float) -> _Solved:
         """Write the solutions of a layer, one per group of its rows, and its refitted bias into the model."""
-        self.store.write(task.layer, torch.cat([solution.weight for solution in solutions]))
+        dtype = self.store.stored_dtype(task.layer)
+        self.store.write(task.layer, torch.cat([stored_weight(one, task.pattern, dtype) for one in solutions]))
         bias = refitted_bias(task, task.layer.read(self.store.model), statistics.calibration)
         if bias is not None:
             self.store.write_tensor(self.biases[task.layer], bias)
@@ -163,9 +165,11 @@ class Projection:
         if self.ranks.size > 1:
             weight = tensor.contiguous()
             self.ranks.broadcast(weight, owner)
-            tensor.copy_(weight)
+            self.store.put(layer, weight)
             if layer in self.biases:
-                self.ranks.broadcast(self.store.model.get_parameter(self.biases[layer]).detach(), owner)
+                bias = self.store.model.get_parameter(self.biases[layer]).detach()
+                self.ranks.broadcast(bias, owner)
+                self.store.write_tensor(self.biases[layer], bias)
             self.ranks.broadcast(solved.numbers, owner)
         began, statistics = time.perf_counter(), task.statistics(statistics)
         damping, dead_columns, drift_damping, seconds = solved.numbers.tolist()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
+# Layers that an observed forward pass has shown, by model; no class tells them.
+_FOUND: WeakKeyDictionary[nn.Module, tuple[Layer, ...]] = WeakKeyDictionary()
 _GATES = {4: "ifgo", 3: "rzn", 1: ""}  # names of the gates, by their number: LSTM, GRU, plain recurrence
 
 
@@ -23,6 +28,36 @@ class Part:
     name: str
     index: int
     count: int
+
+
+Axes: TypeAlias = tuple[tuple[int, int], ...]  # (size, stride) of some dimensions, the slowest first
+
+
+@dataclass(frozen=True)
+class View:
+    """The entries of a contiguous parameter that a matrix consists of, in the order in which a product reads them.
+
+    Args:
+        offset: position of the first entry in the flattened parameter.
+        rows: dimensions that are flattened into rows, with strides in the flattened parameter.
+        columns: dimensions that are flattened into columns.
+        name: of the matrix, where the parameter holds several of different kinds; otherwise empty.
+    """
+
+    offset: int
+    rows: Axes
+    columns: Axes
+    name: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the matrix, (rows, columns)."""
+        return math.prod(size for size, _ in self.rows), math.prod(size for size, _ in self.columns)
+
+    def of(self, stored: Tensor) -> Tensor:
+        """The entries in a contiguous tensor of the parameter's size, as a view (*rows, *columns)."""
+        sizes, strides = zip(*self.rows, *self.columns, strict=True)
+        return stored.view(-1).as_strided(sizes, strides, stored.storage_offset() + self.offset)
 
 
 PROJECTIONS = tuple(Part(name, index, 3) for index, name in enumerate("qkv"))  # of nn.MultiheadAttention
@@ -38,6 +73,8 @@ class Layer:
     and values in one parameter. They are three matrices here, since their inputs may differ. The gates of a recurrent
     layer are one matrix each, since their pre-activations differ in scale.
 
+    A matrix that was found by its use in a product (`calibration.uses`) is a `view` of its parameter.
+
     Args:
         path: of the module.
         shape: of the matrix, (rows, columns).
@@ -47,6 +84,7 @@ class Layer:
         groups: number of groups of a convolution.
         transposed: the parameter is stored as (columns, rows).
         stored_as: full name of the parameter of another module that this one shares, or None.
+        view: the entries of the parameter that the matrix consists of, for a matrix that was found by its use.
     """
 
     path: str
@@ -57,12 +95,14 @@ class Layer:
     groups: int = 1
     transposed: bool = False
     stored_as: str | None = None
+    view: View | None = None
 
     @property
     def name(self) -> str:
         """The name of the matrix in reports and name patterns."""
-        name = self.path if self.parameter == "weight" else f"{self.path}.{self.parameter}"
-        parts = (self.expert, None if self.part is None else self.part.name)
+        name = self.path if self.parameter == "weight" else joined(self.path, self.parameter)
+        inner = None if self.view is None else self.view.name or None
+        parts = (self.expert, None if self.part is None else self.part.name, inner)
         return ".".join([name, *(str(part) for part in parts if part is not None)])
 
     @property
@@ -78,7 +118,7 @@ class Layer:
     @property
     def is_called(self) -> bool:
         """True if the matrix is the weight of its module, so that its input is the module's argument."""
-        return self.expert is None and self.part is None and self.parameter == "weight"
+        return self.expert is None and self.part is None and self.view is None and self.parameter == "weight"
 
     def stored(self, model: nn.Module) -> nn.Parameter:
         """The whole parameter that holds the matrix."""
@@ -89,6 +129,8 @@ class Layer:
         return self._slice(self.stored(model).detach())
 
     def _slice(self, stored: Tensor) -> Tensor:
+        if self.view is not None:
+            return self.view.of(stored)
         if self.part is not None:
             return stored.chunk(self.part.count)[self.part.index]
         return stored if self.expert is None else stored[self.expert]
@@ -96,6 +138,8 @@ class Layer:
     def matrix(self, stored: Tensor) -> Tensor:
         """A copy of the layer's slice of a parameter as a matrix (rows, columns), in float32 (float64 stays)."""
         part = self._slice(stored)
+        if self.view is not None:
+            part = part.reshape(self.shape)
         matrix = part.T if self.transposed else part.flatten(1)
         return matrix.to(torch.promote_types(matrix.dtype, torch.float32), copy=True).contiguous()
 
@@ -105,8 +149,12 @@ class Layer:
 
     def write(self, model: nn.Module, matrix: Tensor) -> None:
         """Write a matrix (rows, columns) into the model, rounded to the parameter's dtype; zeros stay exact."""
-        stored = self.tensor(model)
-        stored.copy_(matrix.T if self.transposed else matrix.reshape(stored.shape))
+        self.write_into(self.stored(model).detach(), matrix)
+
+    def write_into(self, stored: Tensor, matrix: Tensor) -> None:
+        """Write a matrix (rows, columns) into a parameter's tensor, or a copy of it."""
+        own = self._slice(stored)
+        own.copy_(matrix.T if self.transposed else matrix.reshape(own.shape))
 
 
 def biases_of(model: nn.Module, layers: Sequence[Layer]) -> dict[Layer, str]:
@@ -141,8 +189,22 @@ def find_layers(model: nn.Module) -> list[Layer]:
     """Every prunable matrix of a model.
 
     These are the weights of Linear, Conv1d-3d, GPT-2's Conv1D and their subclasses, fused experts, the projections of
-    nn.MultiheadAttention, and the gates of LSTM, GRU and RNN and their cells.
+    nn.MultiheadAttention, and the gates of LSTM, GRU and RNN and their cells. Matrices that an observed forward pass of
+    this model multiplied (`found_by_use`) come after them, in place of layers of the same parameters.
     """
+    names = {name for name, _ in model.named_parameters()}
+    found = [layer for layer in _FOUND.get(model, ()) if layer.key in names]
+    taken = {layer.key for layer in found}
+    return [*(layer for layer in layers_by_class(model) if layer.key not in taken), *found]
+
+
+def found_by_use(model: nn.Module, layers: Sequence[Layer]) -> None:
+    """Remember the layers that an observed forward pass of the model has shown; `find_layers` adds them."""
+    _FOUND[model] = tuple(layers)
+
+
+def layers_by_class(model: nn.Module) -> list[Layer]:
+    """The layers that the classes of the modules show, in the order of the modules."""
     transposed, maps = library_class("transformers.pytorch_utils", "Conv1D"), linear_maps()
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # one name per shared parameter
     layers = []

@@ -60,7 +60,13 @@ def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
         return Reason("convolution", f"weight of a transposed convolution, {kind}")
     if isinstance(module, (ParametrizationList, *linear_maps(), nn.MultiheadAttention)):
         return Reason("transformed", "the weight is computed from it in every forward pass")
-    return Reason("parameter", f"parameter of {kind}, which is not a supported layer")
+    return Reason("parameter", f"parameter of {kind}, in no matrix product that was observed")
+
+
+def may_be_found(model: nn.Module) -> bool:
+    """Check that a parameter is left in which an observed forward pass may find a layer."""
+    kinds = {_reason_of(module, one).kind for _, module, one in other_parameters(model, find_layers(model))}
+    return bool(kinds & {"parameter", "convolution"})
 
 
 def select(
@@ -84,7 +90,7 @@ def select(
         check_finite: check every entry; False if the weights are not in memory.
 
     Raises:
-        ModelError: the model is not a module.
+        ModelError: the model is not a module, or has adapters that are not merged while `include` is None.
         LayerSelectionError: a pattern matches no layer, no layer is left, or a lazy layer was never called.
         NonFiniteError: a weight holds NaN or infinity.
     """
@@ -92,6 +98,8 @@ def select(
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise LayerSelectionError(f"{name!r} has no shape yet; call the model on a batch first.")
+    if include is None:
+        _require_merged(model)
     found = find_layers(model)
     included, ignored = matching(found, include, "include"), matching(found, ignore, "ignore")
     defaults = _dense_by_default(model, found, depthwise)
@@ -146,6 +154,18 @@ def _require_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
         raise ModelError(f"The model must be an instance of torch.nn.Module, got {got}.")
+
+
+def _require_merged(model: nn.Module) -> None:
+    """Check that no matrix is the sum of a base matrix and an adapter: merging would undo the zeros of both."""
+    adapted = library_class("peft.tuners.tuners_utils", "BaseTunerLayer")
+    for path, module in model.named_modules():
+        if isinstance(module, adapted) and not module.merged and not module.disable_adapters:  # type: ignore[attr-defined]
+            raise ModelError(
+                f"{path!r} has an adapter that is not merged; pruning the matrices one by one would be undone by a "
+                "merge. Merge first (iobs.transformers.merge_adapters), or prune the base model and train adapters "
+                "on it afterwards (iobs.transformers.mask_adapters). include= prunes the matrices that it names."
+            )
 
 
 def require_finite(model: nn.Module, layers: Iterable[Layer]) -> None:

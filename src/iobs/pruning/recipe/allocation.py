@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from iobs.errors import ProblemError, is_a
 
-Criterion = Literal["auto", "uniform", "error", "fisher", "kl", "evolve"]
+Criterion = Literal["auto", "uniform", "error", "fisher", "block", "kl", "evolve"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 
 
@@ -20,10 +20,11 @@ class Allocation:
     Args:
         criterion: "uniform": every layer has the same sparsity. The others weigh every layer's error curve: "error" by
             the inverse of its output's energy; "fisher" by the mean squared gradient of the log-likelihood with respect
-            to its output; "kl" by the divergences measured when the layer alone is pruned; "evolve" starts from "kl"
-            and moves weights between layers while the divergence of the whole network falls. "auto" is "evolve" where
-            the Grams of all layers fit into memory and enough samples can judge, otherwise "kl"; it is "uniform" where
-            the pattern fixes the count of every layer.
+            to its output; "block" by the error of its block's output when the layer alone is pruned, with one block
+            in memory at a time; "kl" by the divergences measured when the layer alone is pruned; "evolve" starts from
+            "kl" and moves weights between layers while the divergence of the whole network falls. "auto" is "evolve"
+            where the Grams of all layers fit into memory and enough samples can judge, otherwise "kl". It is "uniform"
+            where the pattern fixes the count of every layer, and "block" where one block is in memory at a time.
         least: lowest sparsity of any layer.
         most: highest sparsity of any layer; None lets a layer keep an eighth of what the mean layer keeps.
         bounds: (least, most) sparsity by name pattern of layers, shell style or "re:..."; the last match wins.
@@ -56,6 +57,11 @@ class Allocation:
     def by_damage(self) -> bool:
         """Check that layers are weighed by the loss of the network when each layer alone is pruned."""
         return self.criterion in ("kl", "evolve")
+
+    @property
+    def by_block(self) -> bool:
+        """Check that one block in memory at a time is enough."""
+        return self.criterion in ("uniform", "error", "block") or (self.criterion == "auto" and not self.generations)
 
 
 def _is_pair(ends: object) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Literal
 
@@ -23,10 +24,13 @@ class BlockFit:
         masks: number of projections of each block.
         between: gradient steps between two projections, on the block alone.
         steps: gradient steps of each window; 0 for none.
+        epochs: most passes of a fit over the calibration samples, which limits `steps` and `network_steps`; None: no
+            limit.
         lr: learning rate of Adam, or "auto": short trials on the first block choose it on held-out samples.
         batch_size: samples per step. "auto": 1,024 tokens of text, or 16 samples of other data.
         last: loss of the last window. "kl": the KL divergence of the network's outputs. "mse": as for other windows.
-        network_steps: gradient steps of the whole network after the last window, block by block; 0 for none.
+        network_steps: gradient steps of the whole network after the last window, block by block; 0 for none. Where a
+            recipe has them and fine-tuning too, text takes these steps alone, and other data the fine-tuning alone.
         network_lr: learning rate of these steps, or "auto": short trials choose it on held-out samples.
 
     Raises:
@@ -37,6 +41,7 @@ class BlockFit:
     masks: int = 3
     between: int = 50
     steps: int = 300
+    epochs: float | None = None
     lr: float | Literal["auto"] = "auto"
     batch_size: int | Literal["auto"] = "auto"
     last: Literal["kl", "mse"] = "kl"
@@ -48,6 +53,8 @@ class BlockFit:
             value = getattr(self, name)
             if not is_a(Integral, value) or value < least:
                 raise ProblemError(f"{name} of blocks must be a whole number of at least {least}, got {value!r}.")
+        if self.epochs is not None and not (is_a(Real, self.epochs) and self.epochs > 0):
+            raise ProblemError(f"epochs of blocks must be a number above zero or None, got {self.epochs!r}.")
         for name in ("lr", "network_lr"):
             rate = getattr(self, name)
             if rate != "auto" and not (is_a(Real, rate) and rate > 0):
@@ -58,3 +65,14 @@ class BlockFit:
             )
         if self.last not in ("kl", "mse"):
             raise ProblemError(f'last of blocks must be "kl" or "mse", got {self.last!r}.')
+
+    def within(self, batches: int) -> BlockFit:
+        """The settings with `steps` and `network_steps` within the limit of epochs.
+
+        Args:
+            batches: number of calibration batches of one step each.
+        """
+        if self.epochs is None:
+            return self
+        most = math.ceil(self.epochs * batches)
+        return replace(self, steps=min(self.steps, most), network_steps=min(self.network_steps, most))

@@ -19,6 +19,7 @@ from iobs.pruning.recipe.rounds import Rounds, require_choice, require_finetune
 from iobs.pruning.recipe.rules import Rule
 from iobs.pruning.report import JsonObject
 from iobs.solvers import Refinement, Solver
+from iobs.solvers.magnitude import Magnitude
 
 TargetName = Literal["layer", "dense", "residual", "model"]  # `layerwise.targets.TARGETS` defines each
 
@@ -52,17 +53,18 @@ class Recipe(LayerSettings):
     """All settings that say how to prune, independent of the model, the data and the machine.
 
     Args:
-        solver: for each layer: "admm", "sparsegpt", "obc", "magnitude", "wanda", "exact", or a solver with options,
-            such as `ADMM(budget="best")` or `SparseGPT(block=64)`. For the whole network at once: "global-magnitude",
-            "woodfisher", "cbs", "chita", or a solver with options, such as `CHITA(stages=15)`.
+        solver: for each layer: "admm", "sparsegpt", "obc", "lobs", "nettrim", "magnitude", "wanda", "exact", or a
+            solver with options, such as `ADMM(budget="best")` or `SparseGPT(block=64)`. For the whole network at
+            once: "global-magnitude", "woodfisher", "cbs", "chita", or a solver with options, such as
+            `CHITA(stages=15)`.
         refine: improves each layer's solution: "refit", "swap", a `Refinement`, or None.
         damping: added to the diagonal of each layer's Hessian, relative to the mean of this diagonal.
         allocation: how sparsity is divided among the layers: "uniform", "error", "fisher", "kl", "evolve", "auto", or
             an `Allocation` with bounds.
         target: the output that each layer should match. "layer": the output of its own current weights on its own
             inputs, as in the paper. "dense": the output of the layer in the dense model. "residual": as "dense", but a
-            layer whose output is added to a residual matches the sum of both. "model": its output in the model at the
-            start of the round, which is dense in the first round and fine-tuned later.
+            layer whose output is added to a residual matches the sum of both; later rounds have the target "model".
+            "model": its output in the model at the start of the round, dense in the first round and fine-tuned later.
         inputs: inputs of each layer: "pruned": through the pruned layers before it; "dense": from the dense model.
         rounds: repeated projections. `but` and `iobs.prune` also take a number of rounds, see `but`.
         finetune: gradient steps on the final support, after the last round; None: no steps.
@@ -72,7 +74,8 @@ class Recipe(LayerSettings):
         depthwise: True: also prune depthwise convolutions.
         bias: "keep" the biases of pruned layers, or "refit" them, so that the mean output of each layer is that of its
             target. "auto" is "refit" with target="residual", otherwise "keep".
-        blocks: block reconstruction, with a projection of its own; None: no reconstruction.
+        blocks: block reconstruction in the first round, with projections of its own; None: no reconstruction. Rounds
+            after it have the target "model".
 
     Raises:
         ProblemError: a setting is unknown or outside its range, or two settings contradict each other.
@@ -123,6 +126,13 @@ class Recipe(LayerSettings):
         return self.bias == "refit" or (self.bias == "auto" and self.target == "residual")
 
     @property
+    def reads_weights_only(self) -> bool:
+        """Check that masks and weights depend on no data: magnitude in every layer, and nothing is refitted."""
+        solvers = [self.solver, *(rule.solver for rule in self.rules if rule.solver is not None)]
+        plain = self.refine is None and self.target == "layer" and self.blocks is None and not self.keep_zeros
+        return plain and not self.refits_biases and all(is_magnitude(solver) for solver in solvers)
+
+    @property
     def compares(self) -> bool:
         """Check that losses of the model are needed: a published one-shot pruner of a whole model measures none."""
         return self.network_solver is None or self.rounds.count > 1 or self.finetune is not None
@@ -134,10 +144,10 @@ class Recipe(LayerSettings):
 
     def _require_no_ignored_fields(self) -> None:
         """Check that no field is set that a solver of the whole network ignores."""
-        usual = Recipe()
+        usual = Recipe(), PRESETS["one-shot"]
         read = {"solver", "damping", "rounds", "finetune", "batch_norm", "depthwise"}
         ignored = [one.name for one in fields(self) if one.name not in read]
-        given = [name for name in ignored if getattr(self, name) != getattr(usual, name)]
+        given = [name for name in ignored if getattr(self, name) not in [getattr(one, name) for one in usual]]
         if given:
             raise ProblemError(
                 f"{', '.join(given)}: not with a solver of the whole network, which has one count and one quadratic "
@@ -152,17 +162,15 @@ class Recipe(LayerSettings):
         """
         if not isinstance(self.blocks, BlockFit):
             raise ProblemError(f"blocks must be a BlockFit, or None for no reconstruction; got {self.blocks!r}.")
-        if self.rounds.count > 1:
-            raise ProblemError("blocks= grows the sparsity inside each block; with it rounds must be 1.")
         if self.target == "model" or self.inputs == "dense":
             raise ProblemError(
                 'blocks= fits the dense outputs on pruned inputs: target must be "residual", "dense" or "layer", and '
-                'inputs "pruned".'
+                'inputs "pruned"; or leave them out with blocks=None (--set blocks=null).'
             )
 
     @classmethod
     def preset(cls, name: str) -> Recipe:
-        """One of the recipes "one-shot", "fast", "best", "paper" and "blocks".
+        """One of the recipes "one-shot", "fast", "best" and "paper".
 
         Raises:
             ProblemError: there is no such recipe.
@@ -243,6 +251,11 @@ class Recipe(LayerSettings):
         return text.shown(self)
 
 
+def is_magnitude(solver: object) -> bool:
+    """Check that a solver keeps the largest weights of a layer, and changes none."""
+    return solver == "magnitude" or isinstance(solver, Magnitude)
+
+
 def as_recipe(recipe: Recipe | str | Path) -> Recipe:
     """A recipe from a preset's name, the path of a YAML file, or a recipe.
 
@@ -270,21 +283,25 @@ _DISTILLATION = FineTune(
     lr="auto", optimizer="auto", steps=25, loss="kl", decay=True, batch_size="auto", augment="auto"
 )
 
-# "one-shot" prunes every layer once to the same sparsity. "fast" is the best single projection. "best" grows the
-# sparsity over rounds where the first projection does damage, with steps on the KL divergence to the dense model
-# between them, and fine-tunes on the final support; what is "auto" is found on the calibration data (LOG.md has the
-# measurements). "paper" is Algorithm 2 to the letter. "blocks" reconstructs one or two blocks at a time.
+# "one-shot" prunes every layer once to the same sparsity. "fast" adds an allocation and a short block reconstruction.
+# "best" reconstructs blocks with moving masks, takes steps of the whole network, grows the sparsity over rounds where
+# the first projection does damage, and fine-tunes on the final support; what is "auto" is found on the calibration data
+# (LOG.md has the measurements). "paper" is Algorithm 2 to the letter.
 PRESETS: dict[str, Recipe] = {
-    "one-shot": Recipe(),
-    "fast": Recipe(allocation=Allocation("auto", generations=0), target="dense"),
+    "one-shot": Recipe(target="residual"),
+    "fast": Recipe(
+        allocation=Allocation("auto", generations=0),
+        target="residual",
+        blocks=BlockFit(masks=1, steps=100, epochs=1.0),
+    ),
     "best": Recipe(
         allocation="auto",
-        target="model",
+        target="residual",
+        blocks=BlockFit(masks=4, network_steps=1200, epochs=10.0),
         rounds=Rounds(5, "auto", finetune=replace(_DISTILLATION, support="fixed")),
         finetune=replace(_DISTILLATION, steps=600, most_steps=4800, parameters="all"),
     ),
     "paper": Recipe(
         solver="sparsegpt", rounds=Rounds(10, finetune=FineTune(lr=0.01, optimizer="sgd", steps=1, loss="task"))
     ),
-    "blocks": Recipe(allocation=Allocation("auto", generations=0), target="residual", blocks=BlockFit()),
 }

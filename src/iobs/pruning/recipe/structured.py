@@ -39,7 +39,7 @@ def as_structured_recipe(recipe: Recipe | str | Path) -> Recipe:
     """
     if isinstance(recipe, str) and recipe in STRUCTURED:
         return STRUCTURED[recipe]
-    if isinstance(recipe, str) and recipe in ("paper", "blocks"):
+    if recipe == "paper":
         raise ProblemError(f'The recipe "{recipe}" has no form for whole units: use "fast" or "best".')
     return as_recipe(recipe)
 

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from iobs.core.patterns import Pattern, Unstructured, as_pattern, share
+from iobs.core.budget import Budget
+from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured, as_pattern, share
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.recipe.allocation import Allocation
 from iobs.pruning.recipe.block_fit import BlockFit
@@ -165,7 +166,7 @@ def _rule(value: object) -> Rule:
         raise ProblemError(f"A rule is a mapping with the key match, got {value!r}.")
     found = dict(value)
     if isinstance(found.get("pattern"), Mapping):
-        found["pattern"] = _built(Unstructured, found["pattern"], "pattern of a rule")
+        found["pattern"] = pattern_of(found["pattern"])
     if "solver" in found:
         found["solver"] = _solver(found["solver"], SOLVERS)
     rule: Rule = _built(Rule, found, "a rule")
@@ -227,7 +228,12 @@ def _fields(value: Any, complete: bool, describe: Callable[[object], object]) ->
 
 
 def plain_pattern(pattern: Pattern) -> float | str | JsonObject:
-    """A pattern as a sparsity, as the fields of `Unstructured`, or as text that `core.patterns.parse` reads."""
+    """A pattern as a sparsity, as fields, or as text that `core.patterns.parse` reads."""
+    if isinstance(pattern, Budget):
+        return dict(vars(pattern))
+    if isinstance(pattern, SparseGrid):
+        entries = plain_pattern(pattern.pattern)
+        return {"entries": entries, "grid": str(pattern.grid)}
     if not isinstance(pattern, Unstructured):
         text = str(pattern)
         with suppress(PatternError):
@@ -241,6 +247,13 @@ def plain_pattern(pattern: Pattern) -> float | str | JsonObject:
 
 def pattern_of(value: float | str | Mapping[str, object]) -> Any:
     """The pattern of `plain_pattern`."""
+    if isinstance(value, Mapping) and "bits_per_weight" in value:
+        return _built(Budget, value, "pattern")
+    if isinstance(value, Mapping) and "grid" in value:
+        grid, entries = as_pattern(str(value["grid"])), value.get("entries")
+        if not isinstance(grid, Grid) or not isinstance(entries, (float, str, Mapping)) or len(value) > 2:
+            raise ProblemError(f"A pattern on a grid is {{entries: 0.5, grid: int4/128}}, got {dict(value)!r}.")
+        return pattern_of(entries) & grid
     if isinstance(value, Mapping):
         return _built(Unstructured, value, "pattern")
     return as_pattern(value)

@@ -27,13 +27,14 @@ class Streams:
         pruned: hidden states at the first block of the window, in the pruned model.
         dense: hidden states of the dense model; its model gives the outputs to match.
         fit: positions of the calibration batches.
-        heldout: positions of the held-out batches.
+        judges: positions of the batches that judge a fit: held-out batches, or the calibration batches if no rank has
+            held-out batches. Possibly empty on some ranks.
     """
 
     pruned: Stream
     dense: Stream
     fit: list[int]
-    heldout: list[int]
+    judges: list[int]
 
 
 @dataclass(frozen=True)
@@ -45,25 +46,35 @@ class Window:
         stages: of the blocks.
         wanted: output of the last block in the dense model, by batch.
         kl: compare the outputs of the network by their KL divergence, otherwise those of the last block.
+        final: the layers have their final patterns; values on a grid stay there.
     """
 
     streams: Streams
     stages: range
     wanted: list[Tensor]
     kl: bool = False
+    final: bool = True
 
     def loss(self, index: int) -> Tensor:
         """The loss on the batch at `index`: relative squared distance without padding, or KL divergence in nats."""
         pruned, dense = self.streams.pruned, self.streams.dense
-        hidden = pruned.through(self.stages, index, pruned.hidden[index].clone())
-        wanted, batch = self.wanted[index], pruned.data[index]
+        hidden = pruned.through(self.stages, index, pruned.state(index))
+        wanted, batch = dense.fetch(self.wanted[index]), pruned.data[index]
         if self.kl:
             with torch.no_grad():
-                goal = outputs.logits(dense.output(index, wanted.clone()))
+                goal = outputs.logits(dense.output(index, wanted))
             return divergence(pruned.model, batch, goal, outputs.logits(pruned.output(index, hidden)))
         mask = outputs.attended(pruned.model, batch)
         hidden, wanted = (outputs.unpadded(value, mask).float() for value in (hidden, wanted))
         return (hidden - wanted).square().sum() / wanted.square().sum().clamp_min(1e-30)
+
+    def weight(self, index: int) -> float:
+        """The weight of the batch at `index` in a mean over ranks: the denominator of its loss."""
+        pruned, batch = self.streams.pruned, self.streams.pruned.data[index]
+        if self.kl:
+            return float(outputs.attended_count(pruned.model, batch))
+        wanted = self.streams.dense.fetch(self.wanted[index])
+        return float(outputs.unpadded(wanted, outputs.attended(pruned.model, batch)).float().square().sum())
 
 
 @dataclass
@@ -73,7 +84,8 @@ class Fit:
     Args:
         window: the blocks and their outputs.
         masters: the fitted parameters.
-        ranks: processes that share the batches; gradients are means over them.
+        ranks: processes that share the batches. A step takes one batch on every rank, and its gradients are those of
+            all these batches together.
         seed: of the order of the batches.
 
     Attributes:
@@ -93,6 +105,12 @@ class Fit:
         """Return to the parameters before the fit."""
         self.masters.restore(self.start)
 
+    def has_gradient(self) -> bool:
+        """Check that the loss depends on the parameters; a model may compute under `torch.no_grad`."""
+        assert self.masters.parameters  # they require gradients from now on
+        with torch.enable_grad():
+            return self.window.loss(self.window.streams.fit[0]).requires_grad
+
     def run(self, steps: int, rate: float, decay: bool = True) -> None:
         """Take steps on the calibration batches.
 
@@ -108,26 +126,30 @@ class Fit:
         order = self._endless()
         with reusing_memory():
             for step in range(steps):
+                index = next(order)
                 with torch.enable_grad():
-                    loss = self.window.loss(next(order))
+                    loss = self.window.loss(index)
                     found = torch.autograd.grad(loss, parameters, allow_unused=True)
-                self._require_finite(float(loss.detach()))
-                gradients = []
-                for (name, master), gradient in zip(self.masters.values.items(), found, strict=True):
-                    given = torch.zeros_like(master) if gradient is None else gradient.to(master.dtype)
-                    self.ranks.sum(given)
-                    given = given / self.ranks.size if self.ranks.size > 1 else given
-                    gradients.append(given * self.masters.masks[name] if name in self.masters.masks else given)
+                given = [loss.detach()]
+                for master, gradient in zip(self.masters.values.values(), found, strict=True):
+                    given.append(torch.zeros_like(master) if gradient is None else gradient.to(master.dtype))
+                weight = self.window.weight(index) if self.ranks.size > 1 else 1.0
+                mean, *gradients = self.ranks.means(given, weight)
+                del found, given  # one gradient per parameter is in memory
+                self._require_finite(float(mean))  # of all ranks, so that all of them stop
+                for place, name in enumerate(self.masters.values):
+                    if name in self.masters.masks:
+                        gradients[place] = gradients[place] * self.masters.masks[name]
                 optimizer.step(gradients, rate * (rate_at(step, steps) if decay else 1.0))
                 self.masters.copy_to_model()
 
     @torch.no_grad()
     def loss(self) -> float:
-        """The mean loss on the held-out batches of all ranks, or on the calibration batches if none are held out."""
+        """The mean loss on the judging batches of all ranks."""
         streams = self.window.streams
         total = torch.zeros(2, dtype=torch.float64)
         with reusing_memory():
-            for index in streams.heldout or streams.fit:
+            for index in streams.judges:
                 count = batches.size(streams.pruned.data[index])
                 total += torch.tensor([float(self.window.loss(index)) * count, count], dtype=torch.float64)
         self.ranks.sum(total)

@@ -19,8 +19,51 @@ from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import Residency
 from iobs.pruning.reconstruction.optimizers import Factored, rate_at
 from iobs.pruning.reconstruction.parameters import Masters
+from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples import batches, outputs
+
+SAVED_EVERY = 50  # steps between two entries of the checkpoint
+
+
+@dataclass(frozen=True)
+class StepCheckpoint:
+    """The state of steps of the whole network in a checkpoint, one entry per block, so that one block is in memory.
+
+    The entries of two states alternate, and an entry written last names the valid ones: a kill between two blocks
+    leaves the state before.
+
+    Args:
+        checkpoint: of the run.
+        key: of the steps.
+        every: steps between two states.
+    """
+
+    checkpoint: Checkpoint
+    key: str
+    every: int = SAVED_EVERY
+
+    def save(self, step: int, masters: list[Masters], optimizers: list[Factored]) -> None:
+        """Store the state after `step` steps."""
+        slot = step // self.every % 2
+        for block, (one, optimizer) in enumerate(zip(masters, optimizers, strict=True)):
+            moments = optimizer.state()
+            self.checkpoint.put(self._entry(slot, block), {**one.values, **moments}, {"taken": optimizer.taken})
+        self.checkpoint.put(self.key, {}, {"step": step, "slot": slot})
+
+    def load(self, masters: list[Masters], optimizers: list[Factored]) -> int:
+        """Read the last state into masters and optimizers; returns its number of steps, or 0 if there is none."""
+        if self.key not in self.checkpoint:
+            return 0
+        found = self.checkpoint.get(self.key)[1]
+        for block, (one, optimizer) in enumerate(zip(masters, optimizers, strict=True)):
+            tensors, values = self.checkpoint.get(self._entry(found["slot"], block))
+            one.replace({name: tensors[name] for name in one.values})
+            optimizer.restore(tensors, values["taken"])
+        return int(found["step"])
+
+    def _entry(self, slot: int, block: int) -> str:
+        return f"{self.key} {slot} block {block}"
 
 
 @dataclass
@@ -33,8 +76,8 @@ class NetworkSteps:
         masters: fitted parameters of each block, and those behind the blocks at the end.
         residency: brings the blocks into memory.
         fit: positions of the calibration batches.
-        heldout: positions of the held-out batches; if there are none, the calibration batches are judged.
-        ranks: processes that share the batches.
+        judges: positions of the batches that judge the steps; see `Streams`.
+        ranks: processes that share the batches. A step takes one batch on every rank.
         seed: of the order of the batches.
     """
 
@@ -43,7 +86,7 @@ class NetworkSteps:
     masters: list[Masters]
     residency: Residency
     fit: list[int]
-    heldout: list[int]
+    judges: list[int]
     ranks: Ranks
     seed: int
     start: list[dict[str, Tensor]] = field(init=False)
@@ -57,20 +100,30 @@ class NetworkSteps:
         for one, values in zip(self.masters, self.start, strict=True):
             one.replace(values)
 
-    def run(self, steps: int, rate: float) -> None:
+    def run(self, steps: int, rate: float, saved: StepCheckpoint | None = None) -> None:
         """Take steps on the calibration batches.
+
+        Args:
+            steps: their number.
+            rate: learning rate.
+            saved: where the steps begin if they were interrupted; None: at the first one, and nothing is stored.
 
         Raises:
             NonFiniteError: the loss became NaN or infinite.
         """
         optimizers = [Factored(one.values) for one in self.masters]
         order = self._endless()
-        for step in range(steps):
+        done = 0 if saved is None else saved.load(self.masters, optimizers)
+        for _ in range(done):
+            next(order)
+        for step in range(done, steps):
             self._step(next(order), optimizers, rate * rate_at(step, steps))
+            if saved is not None and (step + 1) % saved.every == 0 and step + 1 < steps:
+                saved.save(step + 1, self.masters, optimizers)
 
     def _step(self, index: int, optimizers: list[Factored], rate: float) -> None:
         """One step on the batch at `index`."""
-        inputs = [self.stream.hidden[index].clone()]
+        inputs = [self.stream.state(index)]
         for stage in range(len(self.masters) - 1):
             inputs.append(self._forward(stage, index, inputs[-1]))
         last = inputs.pop().requires_grad_(True)
@@ -78,9 +131,12 @@ class NetworkSteps:
         with torch.enable_grad():
             loss = self._loss(index, last)
             names, found = _gradients(loss, last, self.masters[-1])
-        if not math.isfinite(float(loss.detach())):
-            raise NonFiniteError(f"The loss of the whole network's steps is {float(loss.detach())}; lower the rate.")
-        self._update(optimizers[-1], self.masters[-1], names, found[1:], rate)
+        # The mean of all ranks, so that all of them stop at a loss that is not finite.
+        weight = float(outputs.attended_count(self.stream.model, self.stream.data[index]))
+        mean = float(self.ranks.means([loss.detach()], weight)[0])
+        if not math.isfinite(mean):
+            raise NonFiniteError(f"The loss of the whole network's steps is {mean}; lower the rate.")
+        self._update(optimizers[-1], self.masters[-1], names, found[1:], rate, weight)
         pull = found[0]
         for stage in reversed(range(len(inputs))):
             given = inputs.pop().requires_grad_(True)
@@ -89,7 +145,7 @@ class NetworkSteps:
             with torch.enable_grad():
                 output = self.stream.through([stage], index, given)
                 names, found = _gradients(output, given, self.masters[stage], pull)
-            self._update(optimizers[stage], self.masters[stage], names, found[1:], rate)
+            self._update(optimizers[stage], self.masters[stage], names, found[1:], rate, weight)
             self.residency.release(stage)
             pull = found[0]
 
@@ -104,27 +160,34 @@ class NetworkSteps:
     def _loss(self, index: int, hidden: Tensor) -> Tensor:
         """KL divergence of the network's outputs from those of the dense network, in nats."""
         with torch.no_grad():
-            goal = outputs.logits(self.dense.output(index, self.dense.hidden[index].clone()))
+            goal = outputs.logits(self.dense.output(index, self.dense.state(index)))
         found = outputs.logits(self.stream.output(index, hidden))
         return divergence(self.stream.model, self.stream.data[index], goal, found)
 
     def _update(
-        self, optimizer: Factored, masters: Masters, names: list[str], gradients: list[Tensor], rate: float
+        self,
+        optimizer: Factored,
+        masters: Masters,
+        names: list[str],
+        gradients: list[Tensor],
+        rate: float,
+        weight: float,
     ) -> None:
         """One update of the masters of a block by gradients that are means over the ranks."""
-        masked = {}
-        for name, gradient in zip(names, gradients, strict=True):
-            given = gradient.to(masters.values[name].dtype)
-            self.ranks.sum(given)
-            given = given / self.ranks.size if self.ranks.size > 1 else given
-            masked[name] = given * masters.masks[name] if name in masters.masks else given
+        if not names:
+            return
+        given = [one.to(masters.values[name].dtype) for name, one in zip(names, gradients, strict=True)]
+        masked = {
+            name: one * masters.masks[name].to(one.device) if name in masters.masks else one
+            for name, one in zip(names, self.ranks.means(given, weight), strict=True)
+        }
         optimizer.step(masked, rate)
 
     @torch.no_grad()
     def loss(self) -> float:
-        """The mean loss on the held-out batches of all ranks, or on the calibration batches if none are held out."""
-        chosen = self.heldout or self.fit
-        hidden = [self.stream.hidden[index].clone() for index in chosen]
+        """The mean loss on the judging batches of all ranks."""
+        chosen = self.judges
+        hidden = [self.stream.state(index) for index in chosen]
         for stage in range(len(self.masters) - 1):
             self.residency.enter(stage)
             self.masters[stage].copy_to_model()

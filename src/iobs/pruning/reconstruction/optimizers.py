@@ -38,6 +38,7 @@ class Adam:
         for master, gradient in zip(group["params"], gradients, strict=True):
             master.grad = gradient
         self.optimizer.step()
+        self.optimizer.zero_grad()  # frees the gradients
 
 
 class Factored:
@@ -63,7 +64,28 @@ class Factored:
             moment = self._moment(name, gradient.square() + _TINY) / (1 - _BETAS[1] ** self.taken[name])
             update = gradient / moment.sqrt()
             size = update.square().sum() / torch.count_nonzero(gradient).clamp_min(1)
-            self.masters[name].sub_(rate * update / size.sqrt().clamp_min(1.0))
+            stored = self.masters[name]  # possibly in main memory or in a file, while gradients are on a GPU
+            master = stored.to(update.device)
+            master.sub_(rate * update / size.sqrt().clamp_min(1.0))
+            if master is not stored:
+                stored.copy_(master)
+
+    def state(self) -> dict[str, Tensor]:
+        """The vectors of the second moments, by the name of the master and their number."""
+        return {f"{name}:{part}": one for name, parts in self.moments.items() for part, one in enumerate(parts)}
+
+    def restore(self, tensors: Mapping[str, Tensor], taken: Mapping[str, int]) -> None:
+        """Go on from a state.
+
+        Args:
+            tensors: holds the vectors of `state`.
+            taken: number of steps by the name of the master.
+        """
+        self.taken = dict(taken)
+        for name in self.taken:
+            device = self.masters[name].device
+            parts = (f"{name}:{part}" for part in range(2))
+            self.moments[name] = tuple(tensors[part].to(device) for part in parts if part in tensors)
 
     def _moment(self, name: str, squared: Tensor) -> Tensor:
         """The second moment of a tensor after another squared gradient."""

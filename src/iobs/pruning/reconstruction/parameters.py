@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from iobs.pruning.layerwise.grids import GridRounding
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.store import Store
 
@@ -49,26 +50,30 @@ class Masters:
         store: holds the model; takes the result.
         values: copies, by parameter name.
         masks: True where an entry may change, by parameter name; without a mask every entry may change.
+        rounding: puts layers onto their grids when masters are written into the model; None without grids.
     """
 
     store: Store
     values: dict[str, Tensor]
     masks: dict[str, Tensor]
+    rounding: GridRounding | None = None
 
     @classmethod
-    def of(cls, store: Store, names: Iterable[str], masks: dict[str, Tensor]) -> Masters:
+    def of(
+        cls, store: Store, names: Iterable[str], masks: dict[str, Tensor], rounding: GridRounding | None = None
+    ) -> Masters:
         """The masters of the model's current parameters."""
         parameters = dict(store.model.named_parameters())
         values = {
             name: parameters[name].detach().to(torch.promote_types(parameters[name].dtype, torch.float32), copy=True)
             for name in names
         }
-        return cls(store, values, masks)
+        return cls(store, values, masks, rounding)
 
     def held(self, hold: Callable[[Tensor], Tensor]) -> Masters:
         """The same masters and masks, each stored by `hold`."""
         values, masks = ({name: hold(one) for name, one in part.items()} for part in (self.values, self.masks))
-        return Masters(self.store, values, masks)
+        return Masters(self.store, values, masks, self.rounding)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -80,11 +85,11 @@ class Masters:
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Write the masters into the model, in its dtype; entries outside the masks stay zero."""
+        """Write the masters into the model, in its dtype and on its grids; entries outside the masks stay zero."""
         for name, parameter in zip(self.values, self.parameters, strict=True):
+            parameter.detach().copy_(self._rounded(name, parameter.dtype))
             if name in self.masks:
-                self.values[name] *= self.masks[name]
-            parameter.detach().copy_(self.values[name])
+                parameter.detach().mul_(self.masks[name].to(parameter.device))
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of the masters, by name."""
@@ -105,5 +110,10 @@ class Masters:
     @torch.no_grad()
     def keep(self) -> None:
         """Give the result to the store, which may round it to the dtype of a file."""
-        for name, value in self.values.items():
-            self.store.write_tensor(name, value)
+        for name in self.values:
+            self.store.write_tensor(name, self._rounded(name, self.store.model.get_parameter(name).dtype))
+
+    def _rounded(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The value of a master in the model, on the grids of its layers."""
+        value = self.values[name]
+        return value if self.rounding is None else self.rounding(name, value, dtype)

@@ -3,68 +3,64 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from iobs.core.patterns import NM, Pattern
+from iobs.core.grids import entries_of, grid_of
+from iobs.core.patterns import NM, Grid, Pattern
 from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.decisions.learning_rate import boldest, try_rates
+from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.layerwise.patterns import thinner
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction.fitting import Fit, Streams, Window
-from iobs.pruning.reconstruction.network_steps import NetworkSteps
+from iobs.pruning.reconstruction.network_steps import NetworkSteps, StepCheckpoint
 from iobs.pruning.reconstruction.parameters import Masters, fitted_names
 from iobs.pruning.report import JsonObject
-from iobs.pruning.samples.batches import Batch, positions, size, take
-from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 
-NETWORK_RATES = (5e-5, 2e-4, 5e-4, 1.5e-3)
+NETWORK_RATES = (5e-5, 2e-4, 8e-4, 3e-3, 8e-3)
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 _TRIAL_SHARE, _TRIAL_STEPS = 5, 12  # a trial of a rate takes a fifth of the steps, and at least twelve
-_NETWORK_SHARE = 10  # a trial of a rate of the whole network takes a tenth of its steps
+_NETWORK_SHARE = 20  # a trial of a rate of the whole network takes a twentieth of its steps
 _RETREAT = 4.0  # a fit that raises the held-out loss is repeated with a rate this much smaller
 _FIRST_SHARE = 0.6  # of the sparsity, in the first of several projections
 _GROWTH = 1.5  # exponent of the growth: about 42, 55, 65 and 70 % for four projections to 70 %
-_TOKENS, _SAMPLES = 1024, 16  # size of a step: of text, and of other data
-
-
-def in_steps(part: Samples, fit: BlockFit) -> Samples:
-    """The samples in batches of the size of one gradient step, in the same order."""
-    found = Samples()
-    for batch, number in zip(part.batches, part.numbers, strict=True):
-        for rows in torch.split(torch.arange(size(batch)), samples_a_step(batch, fit)):
-            found.batches.append(take(batch, rows))
-            found.numbers.append(number)
-    return found
-
-
-def samples_a_step(batch: Batch, fit: BlockFit) -> int:
-    """Number of samples of a batch in one gradient step."""
-    if fit.batch_size != "auto":
-        return fit.batch_size
-    tokens = positions(batch)
-    return max(1, _TOKENS // tokens) if tokens > 1 else _SAMPLES
 
 
 def growing(pattern: Pattern, layer: Layer, count: int) -> list[Pattern]:
-    """The patterns of `count` projections of a layer: sparsity grows to that of `pattern`; equal ones are left out."""
+    """The patterns of `count` projections of a layer: sparsity grows to that of `pattern`; equal ones are left out.
+
+    Values lie on a grid after the last projection only. A dense grid has one projection.
+    """
     found: list[Pattern] = []
-    for step in range(count - 1):
+    entries = entries_of(pattern)
+    for step in range(0 if isinstance(pattern, Grid) else count - 1):
         share = 1 - (1 - _FIRST_SHARE) * ((count - 1 - step) / (count - 1)) ** _GROWTH
-        if isinstance(pattern, NM):
-            zeros = max(1, round(share * (pattern.of - pattern.keep)))
-            found.append(NM(pattern.of - zeros, pattern.of))
+        if isinstance(entries, NM):
+            zeros = max(1, round(share * (entries.of - entries.keep)))
+            found.append(NM(entries.of - zeros, entries.of))
         else:
-            found.append(thinner(pattern, layer, share))
+            found.append(thinner(entries, layer, share))
     return [*(one for one in dict.fromkeys(found) if one != pattern), pattern]
+
+
+def trial_steps(fit: BlockFit) -> int:
+    """Gradient steps of one trial of a rate of blocks."""
+    return max(_TRIAL_STEPS, fit.steps // _TRIAL_SHARE)
+
+
+def network_trial_steps(fit: BlockFit) -> int:
+    """Gradient steps of one trial of a rate of the whole network."""
+    return max(_TRIAL_STEPS, fit.network_steps // _NETWORK_SHARE)
 
 
 @dataclass
@@ -78,7 +74,7 @@ class Walk:
         fit: settings.
 
     Attributes:
-        rate: learning rate of the fits; None until it is chosen.
+        rates: learning rates of fits, with values on a grid (True) and without (False), once they are chosen.
         fitted: parameters of finished blocks, if steps of the whole network follow.
     """
 
@@ -86,12 +82,16 @@ class Walk:
     sweep: Sweep
     projection: Projection
     fit: BlockFit
-    rate: float | None = field(default=None, init=False)
+    rates: dict[bool, float] = field(default_factory=dict, init=False)
     fitted: list[Masters] = field(default_factory=list, init=False)
     _place: int = field(default=1, init=False)  # of the dense model's hidden states, 1 or 3
+    _gradient: bool = field(default=True, init=False)  # False after a fit without a gradient
 
     def __post_init__(self) -> None:
-        self.rate = None if self.fit.lr == "auto" else self.fit.lr
+        batches = len(self.sweep.calibration.batches)
+        self.fit = self.fit.within(-(-batches // self.sweep.ranks.size))  # a step takes one batch on every rank
+        if self.fit.lr != "auto":
+            self.rates = dict.fromkeys((False, True), self.fit.lr)
 
     def run(self) -> None:
         """Prune and fit all blocks, and prune the layers outside them."""
@@ -143,10 +143,8 @@ class Walk:
         if not self.fit.network_steps or stage >= len(self.sweep.chain):
             self.sweep.residency.leave(stage)
             return
-        model, layers = self.work.store.model, self.work.selection.layers
-        names, masks = fitted_names(model, layers, [self.sweep.chain[stage].path], self.work.frozen)
         residency = self.sweep.residency
-        self.fitted.append(Masters.of(self.work.store, names, masks).held(residency.hold))
+        self.fitted.append(self._masters(range(stage, stage + 1)).held(residency.hold))
         residency.release(stage)
 
     def _network(self, begin: Stream, dense: Stream) -> None:
@@ -154,31 +152,46 @@ class Walk:
         work, key, residency = self.work, f"round {self.projection.index} steps of the network", self.sweep.residency
         masters = [*self.fitted, Masters.of(work.store, self._vectors_outside(), {})]
         streams = self._streams(begin, dense)
+        if not self._gradient:
+            self._end_network(masters)
+            return
         steps = NetworkSteps(
-            begin, dense, masters, residency, streams.fit, streams.heldout, self.sweep.ranks, work.request.seed
+            begin, dense, masters, residency, streams.fit, streams.judges, self.sweep.ranks, work.request.seed
         )
         if key in work.checkpoint:
-            tensors = work.checkpoint.get(key)[0]
-            for one in masters:
-                one.replace({name: tensors[name] for name in one.values})
+            for stage, one in enumerate(masters):
+                one.replace(work.checkpoint.get(f"{key}, block {stage}")[0])
         else:
             before = steps.loss()
             rate = self._network_rate(steps, before)
-            if not self._after_network(steps, self.fit.network_steps, rate) < before:
+            if not self._after_network(steps, rate, key) < before:
                 steps.undo()
                 work.note(f"The steps of the whole network are left out: they raise the held-out loss {before:.3g}.")
-            work.checkpoint.put(key, {name: value for one in masters for name, value in one.values.items()}, {})
+            for stage, one in enumerate(masters):
+                work.checkpoint.put(f"{key}, block {stage}", one.values, {})
+            work.checkpoint.put(key, {}, {})  # last: all blocks are stored now
+        self._end_network(masters)
+
+    def _end_network(self, masters: list[Masters]) -> None:
+        """Write the parameters of all blocks into the model, and leave the blocks."""
         for stage, one in enumerate(masters):
-            residency.enter(stage)
+            self.sweep.residency.enter(stage)
             one.copy_to_model()
             one.keep()
-            residency.leave(stage)
+            self.sweep.residency.leave(stage)
 
     def _network_rate(self, steps: NetworkSteps, before: float) -> float:
         """The learning rate of the steps of the whole network, given or chosen by trials."""
         if self.fit.network_lr != "auto":
             return self.fit.network_lr
-        count = max(_TRIAL_STEPS, self.fit.network_steps // _NETWORK_SHARE)
+        key = f"round {self.projection.index} rate of the network"
+        found = self.work.checkpoint.remembered(key, lambda: self._network_trials(steps, before))
+        self.work.note(f"Learning rate of the whole network: {found['rate']:g} ({found['text']}).")
+        return float(found["rate"])
+
+    def _network_trials(self, steps: NetworkSteps, before: float) -> JsonObject:
+        """The largest rate with about the least held-out loss after a few steps of the whole network."""
+        count = network_trial_steps(self.fit)
 
         def trial(rate: float) -> float:
             steps.undo()
@@ -190,13 +203,12 @@ class Walk:
         best = boldest({("adam", rate): loss for rate, loss in tried.items()})
         rate = NETWORK_RATES[0] if best is None else best[1]
         text = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in tried.items())
-        self.work.note(f"Learning rate of the whole network: {rate:g} (held-out loss {before:.4g}, trials {text}).")
-        return rate
+        return {"rate": rate, "text": f"held-out loss {before:.4g}, trials {text}"}
 
-    def _after_network(self, steps: NetworkSteps, count: int, rate: float) -> float:
+    def _after_network(self, steps: NetworkSteps, rate: float, key: str) -> float:
         """The held-out loss after steps of the whole network; infinite if they diverge."""
         try:
-            steps.run(count, rate)
+            steps.run(self.fit.network_steps, rate, StepCheckpoint(self.work.checkpoint, f"{key} so far"))
             return steps.loss()
         except NonFiniteError:
             return math.inf
@@ -233,7 +245,7 @@ class Walk:
             if level == 0:
                 self.sweep.without_input = sweep.without_input
             if level < levels - 1:
-                window = Window(self._streams(ahead, dense), range(stage, stage + 1), wanted)
+                window = Window(self._streams(ahead, dense), range(stage, stage + 1), wanted, final=False)
                 self._fit(window, self.fit.between, f"block {stage} at level {level}", decay=False)
         self.projection.recipe, self.projection.patterns = recipe, patterns
 
@@ -245,15 +257,17 @@ class Walk:
 
     # ---- streams
     def _streams(self, pruned: Stream, dense: Stream) -> Streams:
-        """The streams of a fit, with the positions of calibration and held-out batches."""
+        """The streams of a fit, with the positions of calibration and judging batches."""
         count = len(self.sweep.ranks.share(self.sweep.calibration).batches)
-        return Streams(pruned, dense, [*range(count)], [*range(count, len(pruned.data))])
+        heldout = [*range(count, len(pruned.data))]
+        judged = bool(self.sweep.heldout.batches)  # on all ranks alike: a rank may have no held-out batch of its own
+        return Streams(pruned, dense, [*range(count)], heldout if judged else [*range(count)])
 
     @torch.no_grad()
     def _outputs(self, dense: Stream, stage: int, place: int) -> list[Tensor]:
         """The outputs of a block of the dense model, stored in another place than the inputs, which stay."""
         keep = self.sweep.place(place)
-        found = (dense.through([stage], index, hidden.clone()) for index, hidden in enumerate(dense.hidden))
+        found = (dense.through([stage], index, dense.fetch(hidden)) for index, hidden in enumerate(dense.hidden))
         return [keep(index, hidden) for index, hidden in enumerate(found)]
 
     @torch.no_grad()
@@ -261,7 +275,7 @@ class Walk:
         """Store the hidden states of `source` after some blocks in `goal`."""
         if source is goal and not stages:
             return
-        found = (source.through(stages, index, hidden.clone()) for index, hidden in enumerate(source.hidden))
+        found = (source.through(stages, index, source.fetch(hidden)) for index, hidden in enumerate(source.hidden))
         goal.hidden = [goal.keep(index, hidden) for index, hidden in enumerate(found)]
 
     # ---- fits
@@ -269,7 +283,7 @@ class Walk:
         """Fit a window, or read the result from the checkpoint; undo a fit that raises the held-out loss."""
         work, key = self.work, f"round {self.projection.index} {key}"
         fit = self._new(window)
-        if not steps or not fit.masters.values:
+        if not steps or not fit.masters.values or not self._has_gradient(fit, key):
             return
         if key in work.checkpoint:
             fit.masters.restore(work.checkpoint.get(key)[0])
@@ -285,16 +299,31 @@ class Walk:
             work.checkpoint.put(key, fit.masters.snapshot(), {})
         fit.masters.keep()
 
+    def _has_gradient(self, fit: Fit, key: str) -> bool:
+        """Check that a fit has a gradient; its window is projected only if it has none, with a note."""
+        found = fit.has_gradient()
+        if not found:
+            self._gradient = False
+            self.work.note(f"The fit of the {key} is left out: the model computes without gradients.")
+        return found
+
     def _new(self, window: Window) -> Fit:
         """A fit of the current parameters of a window; the last window also fits norms behind the blocks."""
-        work, model, chain = self.work, self.work.store.model, self.sweep.chain
-        layers = work.selection.layers
-        paths = [chain[stage].path for stage in window.stages]
-        names, masks = fitted_names(model, layers, paths, work.frozen)
-        if window.kl:
-            names += self._vectors_outside()
-        seed = work.request.seed + window.stages.stop
-        return Fit(window, Masters.of(work.store, names, masks), self.sweep.ranks, seed)
+        outside = self._vectors_outside() if window.kl else []
+        seed = self.work.request.seed + window.stages.stop
+        return Fit(window, self._masters(window.stages, outside, window.final), self.sweep.ranks, seed)
+
+    def _masters(self, stages: range, outside: Sequence[str] = (), final: bool = True) -> Masters:
+        """The masters of some blocks and of vectors outside them; with final patterns values stay on their grids."""
+        work, model = self.work, self.work.store.model
+        paths = [self.sweep.chain[stage].path for stage in stages]
+        names, masks = fitted_names(model, work.selection.layers, paths, work.frozen)
+        rounding = None
+        if final:
+            own = {layer: self.projection.patterns[layer] for layer in work.selection.layers if layer.key in masks}
+            free_zeros(masks, own)
+            rounding = rounding_of(model, own)
+        return Masters.of(work.store, [*names, *outside], masks, rounding)
 
     def _after(self, fit: Fit, steps: int, rate: float, decay: bool = True) -> float:
         """The held-out loss after the steps; infinite if they diverge."""
@@ -305,18 +334,21 @@ class Walk:
             return math.inf
 
     def _rate(self, window: Window) -> float:
-        """The learning rate, chosen by trials on the first window."""
-        if self.rate is None:
+        """The learning rate, chosen by trials on the first window, and again on the first with values on a grid."""
+        patterns = self.projection.patterns.values()
+        on_grids = window.final and any(grid_of(pattern) is not None for pattern in patterns)
+        if on_grids not in self.rates:
+            values = " on grids" if on_grids else ""
             found = self.work.checkpoint.remembered(
-                f"round {self.projection.index} rate of blocks", lambda: self._trials(window)
+                f"round {self.projection.index} rate of blocks{values}", lambda: self._trials(window)
             )
-            self.rate = float(found["rate"])
-            self.work.note(f"Learning rate of block reconstruction: {self.rate:g} ({found['text']}).")
-        return self.rate
+            self.rates[on_grids] = float(found["rate"])
+            self.work.note(f"Learning rate of block reconstruction{values}: {found['rate']:g} ({found['text']}).")
+        return self.rates[on_grids]
 
     def _trials(self, window: Window) -> JsonObject:
         """The largest rate with about the least held-out loss after a short fit of the first window."""
-        steps = max(_TRIAL_STEPS, self.fit.steps // _TRIAL_SHARE)
+        steps = trial_steps(self.fit)
         fit = self._new(window)
 
         def trial(rate: float) -> float:

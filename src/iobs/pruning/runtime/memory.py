@@ -19,7 +19,7 @@ import torch
 if sys.platform != "win32":
     import resource
 
-_STATUS = Path("/proc/self/status")
+_STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
 _INTERVAL = 0.02  # seconds between two measurements
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 # Bytes from which a block is mapped on its own, and bytes of free memory at the end of the heap that are returned to
@@ -119,6 +119,14 @@ def _glibc() -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(None)
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
+
+
+def available() -> int:
+    """Main memory that new allocations can take without swapping, in bytes; 0 where the system does not say."""
+    if not _MEMORY.exists():
+        return 0
+    lines = _MEMORY.read_text(encoding="ascii").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def resident() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -19,8 +19,14 @@ _NESTED = (Tensor, Mapping, tuple, list)  # what may hold tensors inside a batch
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
 
 
-def collect(batches: Iterable[Batch] | Batch) -> list[Batch]:
+def collect(
+    batches: Iterable[Batch] | Batch, stored: Callable[[Iterator[Batch]], Iterator[Batch]] = iter
+) -> list[Batch]:
     """Collect the batches into a list and check them.
+
+    Args:
+        batches: the data.
+        stored: gives the batches as they are kept until the end of the run.
 
     Raises:
         CalibrationError: there is no batch, or a batch is empty or of an unknown type, or the data are one tuple
@@ -32,11 +38,12 @@ def collect(batches: Iterable[Batch] | Batch) -> list[Batch]:
     if isinstance(batches, tuple) and _is_pair(batches):
         raise CalibrationError("A single batch (inputs, labels) goes into a list: [(inputs, labels)].")
     try:
-        result = list(batches)
+        given = iter(batches)
     except TypeError:
         raise CalibrationError(
             f"Calibration data must be an iterable of batches, such as a list of tensors; got {type(batches).__name__}."
         ) from None
+    result = list(stored(given))
     if not result:
         raise CalibrationError("There is no calibration data: give at least one batch of inputs.")
     for index, batch in enumerate(result):
@@ -118,7 +125,14 @@ def take(batch: Batch, rows: Tensor) -> Batch:
     """The samples of a batch at the given rows, int64; a batch that cannot be split is returned whole."""
     if is_whole(batch):
         return batch
-    return _map(batch, lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor)
+    return mapped(batch, lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor)
+
+
+def neighbours(batch: Batch, start: int, stop: int) -> Batch:
+    """Neighbouring samples of a batch, as views of its tensors; a batch that cannot be split is returned whole."""
+    if is_whole(batch):
+        return batch
+    return mapped(batch, lambda tensor: tensor[start:stop] if tensor.ndim else tensor)
 
 
 def first_sample(batch: Batch) -> Batch:
@@ -128,15 +142,16 @@ def first_sample(batch: Batch) -> Batch:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with all tensors on a device."""
-    return _map(batch, lambda tensor: tensor.to(device))
+    return mapped(batch, lambda tensor: tensor.to(device))
 
 
-def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+def mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """A batch of the same structure whose tensors are the results of `change`."""
     if isinstance(batch, Tensor):
         return change(batch)
 
     def changed(value: object) -> object:
-        return _map(value, change) if isinstance(value, _NESTED) else value
+        return mapped(value, change) if isinstance(value, _NESTED) else value
 
     if isinstance(batch, Mapping):
         return {key: changed(value) for key, value in batch.items()}
@@ -178,7 +193,7 @@ def forward(model: nn.Module, batch: Batch) -> object:
     The model receives copies on its device, because it may change its input in place.
     """
     device = next(model.parameters()).device
-    given = _map(inputs(batch), lambda tensor: tensor.to(device, copy=True))
+    given = mapped(inputs(batch), lambda tensor: tensor.to(device, copy=True))
     return model(**given) if isinstance(given, Mapping) else model(given)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from iobs.errors import CalibrationError
-from iobs.pruning.samples.batches import Batch, inputs
+from iobs.pruning.samples.batches import Batch, inputs, positions, size
 
 
 def attended(model: nn.Module, batch: Batch) -> Tensor | None:
@@ -20,6 +20,12 @@ def attended(model: nn.Module, batch: Batch) -> Tensor | None:
         return None
     mask = given.get("attention_mask") if isinstance(given, Mapping) else None
     return mask != 0 if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def attended_count(model: nn.Module, batch: Batch) -> int:
+    """Number of positions that are not padding; for data without positions the number of samples."""
+    mask = attended(model, batch)
+    return size(batch) * positions(batch) if mask is None else int(mask.sum())
 
 
 def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,12 @@ from torch.overrides import TorchFunctionMode
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
 
+Argument: TypeAlias = Any  # an argument or the result of any function of torch
 TOKENS = 8  # positions of text in a traced batch: softmax needs more than one
 _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 _PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 _VIEWS = ("__get__", "t", "transpose")
-_SMOOTH: dict[Callable[..., Any], Callable[[Tensor], Tensor]] = {
+_SMOOTH: dict[Callable[..., Argument], Callable[[Tensor], Tensor]] = {
     F.relu: F.softplus,
     torch.relu: F.softplus,
     torch.relu_: F.softplus,
@@ -170,8 +171,12 @@ class _Recorder(TorchFunctionMode):
                     self.names.setdefault(id(value), (path, name))
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., Argument],
+        types: object,
+        args: tuple[Argument, ...] = (),
+        kwargs: dict[str, Argument] | None = None,
+    ) -> Argument:
         """Run a torch function on noise in place of the model's own values."""
         kwargs = kwargs or {}
         if func in _SMOOTH and isinstance(args[0], Tensor) and args[0].is_floating_point():
@@ -197,7 +202,7 @@ class _Recorder(TorchFunctionMode):
             return F.linear(given, weight, self._replaced(bias))
         return self._layer(given, weight, 1, 0, given.ndim - 1, F.linear)
 
-    def _viewed(self, func: Callable[..., Any], given: Any, *args: Any, **kwargs: Any) -> Any:
+    def _viewed(self, func: Callable[..., Argument], given: Argument, *args: Argument, **kwargs: Argument) -> Argument:
         """Remember transposes of weight matrices, and let other attributes of tensors through."""
         view = func(given, *args, **kwargs)
         if id(given) in self.names and isinstance(view, Tensor):
@@ -223,9 +228,9 @@ class _Recorder(TorchFunctionMode):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
+        stride: Argument = 1,
+        padding: Argument = 0,
+        dilation: Argument = 1,
         groups: int = 1,
     ) -> Tensor:
         if id(weight) not in self.names or groups > 1:
@@ -257,7 +262,9 @@ class _Recorder(TorchFunctionMode):
         shape = compute(given.detach().to("meta"), weight.detach().to("meta", given.dtype)).shape
         return self._output(key, shape, given, Source(path, name, rows), channel)
 
-    def _embedding(self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _embedding(
+        self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Argument, **kwargs: Argument
+    ) -> Argument:
         if id(weight) not in self.names:
             return func(input, weight, *args, **kwargs)
         path, name = self.names[id(weight)]
@@ -280,8 +287,8 @@ class _Recorder(TorchFunctionMode):
         running_var: Tensor | None,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
-        *_args: Any,
-        **_kwargs: Any,
+        *_args: Argument,
+        **_kwargs: Argument,
     ) -> Tensor:
         """Batch norm as an affine map of every channel, so that gradients reach the running statistics."""
         made = self.made.get(id(input))
@@ -295,7 +302,7 @@ class _Recorder(TorchFunctionMode):
                 output = output * one if index in (1, 2) else output + one
         return output
 
-    def _replaced(self, value: Any) -> Any:
+    def _replaced(self, value: Argument) -> Argument:
         """A value with the model's own parameters and buffers replaced by noise, also inside tuples and lists."""
         if isinstance(value, Tensor):
             return self._noise(value) if id(value) in self.names else value

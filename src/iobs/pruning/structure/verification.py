@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
-from typing import Any
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from iobs.pruning.samples import batches
 from iobs.pruning.structure.removal import CONFIG, remove
 from iobs.pruning.structure.trace import shortened
 from iobs.pruning.structure.units import Attribute, Reader, Site, Slices
+
+Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]  # arguments of a call, by place and by name
 
 _TOLERANCE = 1e-4  # difference of outputs in float32, relative to the largest output
 _MOST_TRIES = 64  # combinations of attributes of one site
@@ -82,12 +84,12 @@ def _moved(path: str, owner: str, other: str) -> str:
     return other + path[len(owner) :] if owner else path
 
 
-def _calls(model: nn.Module, batch: batches.Batch, owners: set[str]) -> dict[str, tuple[Any, Any]]:
+def _calls(model: nn.Module, batch: batches.Batch, owners: set[str]) -> dict[str, Call]:
     """Arguments of the first call of each module in a forward pass."""
-    found: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, Call] = {}
 
-    def note(path: str) -> Any:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def note(path: str) -> Callable[[nn.Module, tuple[object, ...], dict[str, object]], None]:
+        def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             found.setdefault(path, copy.deepcopy((args, kwargs)))
 
         return before
@@ -108,7 +110,7 @@ def _around(path: str) -> list[str]:
     return [".".join(names[:length]) for length in range(len(names), -1, -1)]
 
 
-def _attributes(model: nn.Module, site: Site, call: tuple[Any, Any]) -> tuple[Attribute, ...] | str:
+def _attributes(model: nn.Module, site: Site, call: Call) -> tuple[Attribute, ...] | str:
     """The attributes whose change makes the check pass, or the reason why no change does."""
     owner = model.get_submodule(site.owner)
     local = _local(site)
@@ -166,20 +168,22 @@ def _zero_columns(owner: nn.Module, site: Site, keep: Sequence[int]) -> None:
         weight.index_fill_(reader.weight.axis, torch.tensor(reader.weight.of(gone), device=weight.device), 0)
 
 
-def _outputs(module: nn.Module, call: tuple[Any, Any]) -> list[Tensor]:
-    args, kwargs = _as_float(copy.deepcopy(call))
+def _outputs(module: nn.Module, call: Call) -> list[Tensor]:
+    args, kwargs = cast(Call, _as_float(copy.deepcopy(call)))
     found = module(*args, **kwargs)
     values = [found] if isinstance(found, Tensor) else batches.tensors(found)
     return [value for value in values if value.is_floating_point()]
 
 
-def _as_float(value: Any) -> Any:
+def _as_float(value: object) -> object:
     """Tensors of floating-point numbers in float32, inside tuples, lists and mappings too."""
     if isinstance(value, Tensor):
         return value.float() if value.is_floating_point() else value
     if isinstance(value, Mapping):
         return {key: _as_float(one) for key, one in value.items()}
-    return type(value)(map(_as_float, value)) if type(value) in (tuple, list) else value
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(map(_as_float, value))
+    return [*map(_as_float, value)] if type(value) is list else value
 
 
 def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:

@@ -19,6 +19,7 @@ from iobs.errors import ModelError, first_line
 from iobs.pruning.structure.removal import CONFIG
 from iobs.pruning.structure.units import Site
 
+Configuration: TypeAlias = Any  # a configuration of transformers, or a value of one
 Shapes: TypeAlias = dict[str, tuple[int, ...]]  # of stored parameters and buffers, by full name
 
 _HEAD_WIDTHS = ("head_dim", "d_kv", "attention_head_size", "kv_channels")
@@ -157,7 +158,7 @@ def require_loadable(widths: Widths, counts: Mapping[str, int], biased: Collecti
 
 def configure(
     model: nn.Module, widths: Widths, counts: Mapping[str, int], biased: Collection[str] = ()
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Let the configuration of a narrower model follow its widths.
 
     Args:
@@ -177,7 +178,7 @@ def configure(
     if not _is_configured(model):
         return {}
     config = copy.deepcopy(model.config)
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     for group in widths.groups:
         if group.sites[0] in counts:
             changed |= _set(config, group.fields, counts[group.sites[0]])
@@ -206,7 +207,7 @@ def _shapes(model: nn.Module) -> Shapes:
     return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
-def _built(model: nn.Module, config: Any) -> Shapes | str:
+def _built(model: nn.Module, config: Configuration) -> Shapes | str:
     """The shapes of the model's class for a configuration, or the reason why it cannot be built."""
     try:
         type(config).from_dict(config.to_dict())  # as loading does: classes check values that belong together
@@ -216,7 +217,7 @@ def _built(model: nn.Module, config: Any) -> Shapes | str:
         return first_line(error)
 
 
-def _configs(config: Any) -> Iterator[tuple[str, Any]]:
+def _configs(config: Configuration) -> Iterator[tuple[str, Configuration]]:
     """A configuration and those inside it, with their names."""
     yield "", config
     for name, value in vars(config).items():
@@ -224,16 +225,16 @@ def _configs(config: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _inner(config: Any, name: str) -> Any:
+def _inner(config: Configuration, name: str) -> Configuration:
     return getattr(config, name) if name else config
 
 
-def _set(config: Any, fields: Iterable[Field], units: int) -> dict[str, Any]:
+def _set(config: Configuration, fields: Iterable[Field], units: int) -> dict[str, object]:
     """Set the fields for a number of units, and return the values by full name of the field."""
     values = {}
     for one in fields:
         place = _inner(config, one.config)
-        new: Any = one.value(units)
+        new: object = one.value(units)
         if one.place is not None:
             new = [new if index == one.place else old for index, old in enumerate(getattr(place, one.name))]
         setattr(place, one.name, new)
@@ -312,7 +313,7 @@ def _changes(before: Shapes, sites: Iterable[Site], units: int) -> Shapes:
     return {name: shape for name, shape in _narrowed(before, sites, units).items() if shape != before[name]}
 
 
-def _proposals(config: Any, site: Site) -> Iterator[list[Field]]:
+def _proposals(config: Configuration, site: Site) -> Iterator[list[Field]]:
     """Fields that may give the number of units of a site; each list is one proposal."""
     for inner, one in _configs(config):
         if site.kind == "heads":
@@ -327,7 +328,7 @@ def _proposals(config: Any, site: Site) -> Iterator[list[Field]]:
                 yield from ([Field(inner, name, 1, place)] for place, entry in enumerate(value) if entry == site.count)
 
 
-def _head_fields(inner: str, config: Any, site: Site) -> Iterator[list[Field]]:
+def _head_fields(inner: str, config: Configuration, site: Site) -> Iterator[list[Field]]:
     """Numbers of heads that are multiples of the units, first all of one configuration, then each alone."""
     counts = [
         Field(inner, name, value // site.count)
@@ -377,7 +378,7 @@ def _add_zero_biases(model: nn.Module, shapes: Shapes) -> None:
             module._parameters["bias"] = nn.Parameter(zeros, weight.requires_grad)
 
 
-def _share(model: nn.Module, config: Any) -> None:
+def _share(model: nn.Module, config: Configuration) -> None:
     """Give the model's own configuration objects the new values, and all modules these objects again."""
     objects = dict(_configs(model.config))
     for name, new in _configs(config):

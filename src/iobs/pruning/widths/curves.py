@@ -66,7 +66,7 @@ class _Solved:
 
 @dataclass
 class _Site:
-    """What later trials of a site need.
+    """Site that is solved at several widths.
 
     Attributes:
         problem: damped, of the dense reader on its dense inputs.

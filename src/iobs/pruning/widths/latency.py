@@ -190,7 +190,7 @@ def _examples(model: nn.Module, given: Example, paths: set[str]) -> dict[str, Ex
 
 
 def _signature(site: Site, example: Example) -> object:
-    """What times depend on: blocks with equal signatures are timed once."""
+    """Shapes that the time of a block depends on: blocks with equal signatures are timed once."""
     shapes = tuple((name, tuple(value.shape)) for name, value in example.module.state_dict().items())
     inputs = tuple(
         tuple(one.shape) for one in tree_leaves((example.arguments, example.named)) if isinstance(one, Tensor)

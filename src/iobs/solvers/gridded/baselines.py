@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
+from iobs.core.grids import over_columns
 from iobs.core.patterns import Grid, Partition, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import PatternError
 from iobs.solvers.gridded.feedback import BLOCK, Rounding, feed_back
-from iobs.solvers.gridded.lattice import on_grid, over_columns, parts, rounded, search_scales, working_dtype
+from iobs.solvers.gridded.lattice import on_grid, parts, rounded, search_scales, working_dtype
 from iobs.solvers.kernels.select import largest
 from iobs.solvers.options import require_whole
 from iobs.solvers.wanda import Wanda

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
+from iobs.core.grids import over_columns
 from iobs.core.patterns import Grid
-from iobs.solvers.gridded.lattice import over_columns, rounded
+from iobs.solvers.gridded.lattice import rounded
 
 _BATCH = 1 << 24  # entries of a batch of factors of supports
 BLOCK = 128  # columns whose earlier errors are added by one matrix product

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured
+from iobs.core.grids import entries_of, grid_of, over_columns
+from iobs.core.patterns import Grid, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import PatternError
 
@@ -19,21 +20,15 @@ def parts(pattern: Pattern) -> tuple[Pattern, Grid]:
     Raises:
         PatternError: the pattern has no grid.
     """
-    if isinstance(pattern, SparseGrid):
-        return pattern.pattern, pattern.grid
-    if isinstance(pattern, Grid):
-        return Unstructured(0.0), pattern
-    raise PatternError(f"Solvers on a grid take iobs.Grid or a pattern & iobs.Grid, got {pattern}.")
+    grid = grid_of(pattern)
+    if grid is None:
+        raise PatternError(f"Solvers on a grid take iobs.Grid or a pattern & iobs.Grid, got {pattern}.")
+    return entries_of(pattern), grid
 
 
 def working_dtype(problem: Quadratic) -> torch.dtype:
     """Dtype of the search: float64 up to 2,048 columns, else that of the problem."""
     return torch.float64 if problem.shape[1] <= _ACCURATE else problem.dtype
-
-
-def over_columns(scales: Tensor, grid: Grid, columns: int) -> Tensor:
-    """Scale of every entry, (rows, columns), from one for every group of columns, (rows, groups)."""
-    return scales.repeat_interleave(grid.group, 1)[:, :columns]
 
 
 def rounded(values: Tensor, scale: Tensor, levels: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
+from iobs.core.grids import over_columns
 from iobs.core.patterns import Grid, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.admm import ADMM
@@ -15,7 +16,6 @@ from iobs.solvers.gridded.baselines import codes_of
 from iobs.solvers.gridded.feedback import BLOCK, feed_back, feed_back_on_support
 from iobs.solvers.gridded.lattice import (
     on_grid,
-    over_columns,
     parts,
     refit_scales,
     rounded,

@@ -1,0 +1,190 @@
+"""Speed of pruned networks on a CPU, beside torch: single products, and text of a Llama of 522 million parameters.
+
+    python benchmarks/running.py [--quick]
+
+Weights are random and pruned by magnitude: speed does not depend on their values. One thread, processor time, all forms
+in turn, medians. "torch" is the faster of float32 and bfloat16. Text: one prompt token and 16 new tokens. "modules" is
+transformers' generate after `iobs.accelerate`; "one call" is a compiled call for each token (`iobs run`).
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from rows import Row, Rows, parser, stamp
+from torch import Tensor, nn
+
+import iobs
+from iobs.inference import FORMATS, store
+from iobs.inference.generation import generated
+from iobs.inference.product import Product
+
+SIZE, REPETITIONS = 4096, 15
+SPARSITIES = (0.5, 0.7, 0.9)
+NEW_TOKENS, TEXT_REPETITIONS = 16, 3
+LLAMA = {
+    "hidden_size": 1280,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "vocab_size": 32000,
+}
+TARGETS = {  # of issue and study: time of torch / time of the form
+    ("modules bf16", 0.5): 1.9,
+    ("modules bf16", 0.7): 2.5,
+    ("modules bf16", 0.9): 4.0,
+    ("modules int8", 0.5): 3.4,
+    ("modules int8", 0.9): 4.8,
+    ("one call int8", 0.5): 6.5,
+}
+
+
+def pruned(weight: Tensor, sparsity: float) -> Tensor:
+    """The weight without its smallest entries."""
+    count = int(sparsity * weight.numel())
+    bound = weight.abs().flatten().kthvalue(count).values if count else -1.0
+    return torch.where(weight.abs() > bound, weight, torch.zeros(()))
+
+
+@torch.no_grad()
+def medians(calls: Mapping[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
+    """Median processor seconds of this thread for each call, with all calls in turn."""
+    for call in calls.values():
+        call()
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repetitions):
+        for name, call in calls.items():
+            start = time.thread_time()
+            call()
+            found[name].append(time.thread_time() - start)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def products(rows: Rows, tokens: int) -> None:
+    """Products of a 4096 x 4096 matrix with some tokens."""
+    for sparsity in SPARSITIES:
+        if all(rows.has(part="product", name=name, sparsity=sparsity, tokens=tokens) for name in FORMATS):
+            continue
+        torch.manual_seed(0)
+        weight, given = pruned(torch.randn(SIZE, SIZE), sparsity), torch.randn(tokens, SIZE)
+        halves, half_given = weight.bfloat16(), given.bfloat16()
+        forms = {name: Product(store(weight, name)) for name in FORMATS}
+        calls: dict[str, Callable[[], Any]] = {
+            "torch float32": lambda w=weight, x=given: x @ w.t(),
+            "torch bfloat16": lambda w=halves, x=half_given: x @ w.t(),
+            **{name: lambda form=form, x=given: form(x) for name, form in forms.items()},
+        }
+        seconds = medians(calls, REPETITIONS)
+        base = min(seconds["torch float32"], seconds["torch bfloat16"])
+        for name, one in seconds.items():
+            bits = 8 * forms[name].matrix.bytes / weight.numel() if name in forms else 32.0 if "32" in name else 16.0
+            rows.put(
+                {"part": "product", "name": name, "sparsity": sparsity, "tokens": tokens, "ratio": base / one}
+                | {"bits": round(bits, 2), "processor_seconds": one, **stamp(0)}
+            )
+
+
+def network(sparsity: float) -> nn.Module:
+    """A Llama with random weights, its layers pruned, embedding and head dense."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and ".layers." in name:
+            parameter.data = pruned(parameter.data, sparsity)
+    return model
+
+
+def texts(rows: Rows, sparsities: tuple[float, ...]) -> None:
+    """Tokens of the Llama by all forms, in turn."""
+    names = [f"{how} {precision}" for how in ("modules", "one call") for precision in ("bf16", "int8", "int4")]
+    for sparsity in sparsities:
+        if all(rows.has(part="text", name=name, sparsity=sparsity, tokens=1) for name in names):
+            continue
+        dense = network(sparsity)
+        models = {"torch float32": dense, "torch bfloat16": copy.deepcopy(dense).bfloat16()}
+        sizes = {name: megabytes(model) for name, model in models.items()}
+        prompt = torch.tensor([[1]])
+        settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+        settings["pad_token_id"] = 0
+        calls: dict[str, Callable[[], Any]] = {
+            name: partial(model.generate, prompt, **settings) for name, model in models.items()
+        }
+        wanted = dense(prompt).logits
+        errors = {}
+        for precision in ("bf16", "int8", "int4"):
+            model = copy.deepcopy(dense)
+            print(iobs.accelerate(model, precision=precision, threads=1), flush=True)  # type: ignore[arg-type]
+            errors[precision] = float((model(prompt).logits - wanted).norm() / wanted.norm())
+            form: Any = "bf16" if precision == "bf16" else "int8"
+            calls[f"modules {precision}"] = partial(model.generate, prompt, **settings)
+            calls[f"one call {precision}"] = partial(tokens_of, model, prompt, form)
+            sizes[f"modules {precision}"] = sizes[f"one call {precision}"] = megabytes(model)
+        seconds = medians(calls, TEXT_REPETITIONS)
+        base = min(seconds["torch float32"], seconds["torch bfloat16"])
+        for name, one in seconds.items():
+            rows.put(
+                {"part": "text", "name": name, "sparsity": sparsity, "tokens": 1, "ratio": base / one}
+                | {"tokens_per_second": NEW_TOKENS / one, "megabytes": sizes[name]}
+                | {"error": errors.get(name.split()[-1], 0.0), "processor_seconds": one, **stamp(0)}
+            )
+
+
+def tokens_of(model: nn.Module, prompt: Tensor, form: Any) -> list[int]:
+    """New tokens, with one compiled call for each."""
+    return list(generated(model, prompt, NEW_TOKENS, form=form))
+
+
+def megabytes(model: nn.Module) -> float:
+    """Memory of all parameters and buffers."""
+    held = {one.data_ptr(): one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers())}
+    return sum(held.values()) / 2**20
+
+
+def tables(rows: list[Row]) -> str:
+    """The section of RESULTS.md."""
+    text = ["# Pruned networks on a CPU", "", "Made by `python benchmarks/running.py`."]
+    text += ["", (__doc__ or "").rpartition("\n\n")[2].replace("\n", " ").strip(), ""]
+    for tokens in sorted({row["tokens"] for row in rows if row["part"] == "product"}):
+        found = [row for row in rows if row["part"] == "product" and row["tokens"] == tokens]
+        text += [f"## A product of 4096 x 4096 with {tokens} token(s): time of torch / time", ""]
+        text += ["| form | " + " | ".join(f"{value:.0%} zeros | bits" for value in SPARSITIES) + " |"]
+        text += ["|---|" + "---|---|" * len(SPARSITIES)]
+        for name in dict.fromkeys(row["name"] for row in found):
+            cells = {row["sparsity"]: row for row in found if row["name"] == name}
+            shown = (f"{cells[one]['ratio']:.2f} | {cells[one]['bits']:.2f}" for one in SPARSITIES if one in cells)
+            text += [f"| {name} | " + " | ".join(shown) + " |"]
+        text += [""]
+    found = [row for row in rows if row["part"] == "text"]
+    text += ["## Text of a Llama of 522 million parameters", ""]
+    text += ["| form | zeros | tokens/s | time of torch / time | target | MiB of weights | error of logits |"]
+    text += ["|---|---|---|---|---|---|---|"]
+    for row in found:
+        target = TARGETS.get((row["name"], row["sparsity"]), "")
+        text += [
+            f"| {row['name']} | {row['sparsity']:.0%} | {row['tokens_per_second']:.1f} | {row['ratio']:.2f} "
+            f"| {target} | {row['megabytes']:.0f} | {row['error']:.1e} |"
+        ]
+    return "\n".join(text)
+
+
+def main() -> None:
+    options = parser(__doc__, data=False).parse_args()
+    torch.set_num_threads(1)
+    rows = Rows("running", ("part", "name", "sparsity", "tokens"), options.again)
+    products(rows, 1)
+    if not options.quick:
+        products(rows, 16)
+        texts(rows, SPARSITIES)
+
+
+if __name__ == "__main__":
+    main()

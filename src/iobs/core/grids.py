@@ -1,0 +1,155 @@
+"""Stored form of weights on a grid: codes, 16-bit scales, and their bits.
+
+A weight is code * scale, computed in the dtype of the weights. Scales are float16 numbers, or bfloat16 where float16
+under- or overflows, so a float32 weight is the exact product. Codes and scales can therefore be read back from the
+weights alone: files need no further tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured
+from iobs.errors import PatternError
+
+SCALE_BITS = 16
+# 16-bit numbers beside the quotient that may be the scale of rounded products, in the dtype of the weights and in the
+# other one: float32 weights with float16 scales may be written as bfloat16.
+_NEIGHBOURS, _FAR_NEIGHBOURS = 2, 8
+
+
+def grid_of(pattern: Pattern) -> Grid | None:
+    """The grid of a pattern; None if its values are free."""
+    if isinstance(pattern, SparseGrid):
+        return pattern.grid
+    return pattern if isinstance(pattern, Grid) else None
+
+
+def entries_of(pattern: Pattern) -> Pattern:
+    """The pattern without its grid; for `Grid` alone a pattern that keeps all entries."""
+    if isinstance(pattern, SparseGrid):
+        return pattern.pattern
+    return Unstructured(0.0) if isinstance(pattern, Grid) else pattern
+
+
+def on_grid_of(pattern: Pattern, entries: Pattern) -> Pattern:
+    """Other entries with values on the grid of a pattern, if it has one."""
+    grid = grid_of(pattern)
+    return entries if grid is None else entries & grid
+
+
+def over_columns(scales: Tensor, grid: Grid, columns: int) -> Tensor:
+    """Scale of every entry, (rows, columns), from one for every group of columns, (rows, groups)."""
+    return scales.repeat_interleave(grid.group, 1)[:, :columns]
+
+
+def in_16_bits(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales rounded to 16 bits, in their own dtype.
+
+    Args:
+        scales: positive, floating.
+        dtype: of the weights. A 16-bit dtype is that of the scales, too.
+    """
+    if dtype in (torch.float16, torch.bfloat16):
+        return scales.to(dtype).to(scales.dtype)
+    small, large = torch.finfo(torch.float16).smallest_normal, torch.finfo(torch.float16).max
+    fits = bool(((scales >= small) & (scales <= large)).all())
+    return scales.to(torch.float16 if fits else torch.bfloat16).to(scales.dtype)
+
+
+def snapped(weight: Tensor, scales: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """Weights with the same codes, scales of 16 bits, and values of a dtype.
+
+    Args:
+        weight: (rows, columns), codes times scales.
+        scales: (rows, groups).
+        grid: the grid.
+        dtype: of the stored weights.
+
+    Returns:
+        (rows, columns), in the dtype.
+    """
+    codes = (weight / over_columns(scales, grid, weight.shape[1])).round()
+    wide = torch.promote_types(dtype, torch.float32)
+    spread = over_columns(in_16_bits(scales, dtype), grid, weight.shape[1])
+    return (codes.to(wide) * spread.to(wide)).to(dtype)
+
+
+def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Codes and scales with which weights are exactly codes times scales.
+
+    Products are rounded to the narrowest dtype that holds all weights: a model that is stored in 16 bits may be loaded
+    in 32. Of several pairs for a group of columns the one with the largest codes is returned.
+
+    Args:
+        weight: (rows, columns), floating.
+        grid: the grid.
+
+    Returns:
+        Codes (rows, columns), int8, and scales (rows, groups), float32 numbers of at most 16 bits; 1 where all weights
+        of a group are zero.
+
+    Raises:
+        PatternError: a group is not on the grid; names its row and its columns.
+    """
+    rows, columns = weight.shape
+    weight = _narrowed(weight)
+    groups = grid.scales(columns)
+    padded = torch.nn.functional.pad(weight, (0, groups * grid.group - columns))
+    table = padded.reshape(rows * groups, grid.group)
+    codes = torch.zeros_like(table, dtype=torch.int8)
+    scales = torch.ones(len(table), device=weight.device)
+    left = table.any(1).nonzero()[:, 0]
+    halves = sorted((torch.float16, torch.bfloat16), key=lambda half: half is not weight.dtype)
+    for level in range(grid.levels, 0, -1):
+        for half in halves:
+            for shift in _shifts(half, weight.dtype):
+                if not len(left):
+                    break
+                own = table[left]
+                wide = torch.promote_types(own.dtype, torch.float32)
+                scale = _shifted((own.abs().amax(1, keepdim=True).to(wide) / level).to(half), shift).to(wide)
+                found = (own.to(wide) / scale).round_()
+                exact = ((found * scale).to(own.dtype) == own).all(1) & (found.abs().amax(1) <= grid.levels)
+                done = left[exact]
+                codes[done], scales[done] = found[exact].to(torch.int8), scale[exact, 0].float()
+                left = left[~exact]
+    if len(left):
+        row, group = divmod(int(left[0]), groups)
+        first, last = group * grid.group, min((group + 1) * grid.group, columns) - 1
+        raise PatternError(f"The weights of row {row}, columns {first} to {last}, are not on the grid {grid}.")
+    return codes.reshape(rows, -1)[:, :columns].contiguous(), scales.reshape(rows, groups)
+
+
+def _narrowed(weight: Tensor) -> Tensor:
+    """The weights in the dtype of the fewest significant bits that holds them."""
+    narrow = (weight.to(half) for half in (torch.bfloat16, torch.float16) if weight.dtype.itemsize > 2)
+    return next((one for one in narrow if torch.equal(one.to(weight.dtype), weight)), weight)
+
+
+def _shifts(half: torch.dtype, dtype: torch.dtype) -> list[int]:
+    """Steps from the quotient to try, the nearest first: none if products in the dtype are exact."""
+    if dtype.itemsize > 2:
+        return [0]
+    reach = _NEIGHBOURS if half is dtype else _FAR_NEIGHBOURS
+    return sorted(range(-reach, reach + 1), key=abs)
+
+
+def _shifted(values: Tensor, steps: int) -> Tensor:
+    """The positive 16-bit numbers that lie some steps above or below; the least number instead of none."""
+    return (values.view(torch.int16) + steps).clamp_(min=1).view(values.dtype)
+
+
+def stored_bits(pattern: Pattern, shape: tuple[int, int]) -> int | None:
+    """Bits of a matrix on a grid: values of the kept entries, a mask of one bit an entry, and scales of 16 bits.
+
+    A matrix that keeps all entries needs no mask. None if the values are not on a grid.
+    """
+    grid = grid_of(pattern)
+    if grid is None:
+        return None
+    groups = pattern.groups(shape)
+    entries, kept = groups.count * groups.size, groups.count * groups.keep
+    mask = entries if kept < entries else 0
+    return kept * grid.bits + mask + shape[0] * grid.scales(shape[1]) * SCALE_BITS

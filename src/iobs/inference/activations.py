@@ -1,0 +1,69 @@
+"""Activations in the layout that the kernels read: filled up with zeros, in another order, or in 8 bits."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Reals = NDArray[np.float32]
+_LIMIT = 127.0
+
+
+@njit(cache=True, nogil=True)
+def filled(given: Reals, found: Reals) -> None:
+    """Copy (tokens, columns) to (tokens, filled columns)."""
+    for token in range(given.shape[0]):
+        found[token, : given.shape[1]] = given[token]
+        found[token, given.shape[1] :] = 0
+
+
+@njit(cache=True, nogil=True)
+def even_then_odd(given: Reals, found: Reals) -> None:
+    """Copy (tokens, columns) to (tokens, filled columns): of each 32 columns the even ones first, then the odd ones."""
+    columns = given.shape[1]
+    whole = columns // 32 * 32
+    for token in range(given.shape[0]):
+        source, goal = given[token], found[token]
+        for start in range(0, whole, 32):
+            for pair in range(16):
+                goal[start + pair] = source[start + 2 * pair]
+                goal[start + 16 + pair] = source[start + 2 * pair + 1]
+        goal[whole:] = 0
+        for column in range(whole, columns):
+            place = column - whole
+            goal[whole + place // 2 + 16 * (place % 2)] = source[column]
+
+
+@njit(cache=True, nogil=True)
+def rounded(given: Reals, found: NDArray[np.uint8], scales: Reals) -> None:
+    """Round each token to 8 bits: round(x / scale) + 128, with scale = max |x| / 127.
+
+    The scale of a token with NaN or infinite entries is NaN, and so are its products.
+
+    Args:
+        given: (tokens, columns).
+        found: (tokens, filled columns), written.
+        scales: (tokens), written.
+    """
+    for token in range(given.shape[0]):
+        source, goal = given[token], found[token]
+        largest, bad = np.float32(0), np.float32(0)
+        for column in range(source.size):
+            largest = max(largest, abs(source[column]))
+            bad += source[column] * np.float32(0)
+        scales[token] = largest / np.float32(_LIMIT) + bad
+        factor = np.float32(_LIMIT) / largest if largest > 0 and bad == 0 else np.float32(0)
+        for column in range(source.size):
+            # Adding this number rounds to the nearest whole number: its last bit stands for one.
+            shifted = source[column] * factor + np.float32(12582912.0)
+            goal[column] = np.uint8(np.int32(shifted - np.float32(12582912.0)) + 128)
+        goal[source.size :] = 0
+
+
+@njit(cache=True, nogil=True)
+def scaled(sums: Reals, scales: Reals, corrections: Reals) -> None:
+    """Turn sums over unsigned activations into products, in place: scale * (sum - correction)."""
+    for token in range(sums.shape[0]):
+        for row in range(sums.shape[1]):
+            sums[token, row] = scales[token] * (sums[token, row] - corrections[row])

@@ -1,0 +1,296 @@
+"""`iobs.accelerate`: replace layers of a model by the fastest form on this machine, found by timing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import ProblemError
+from iobs.inference import cpu
+from iobs.inference.formats import FormatName
+from iobs.inference.modules import StoredLinear, can_store, matrix_of, stored
+
+Precision = Literal["bf16", "int8", "int4"]
+_FORMATS: dict[Precision, tuple[FormatName, ...]] = {
+    "bf16": ("bitmask-bf16", "index-bf16", "bf16"),
+    "int8": ("bitmask-bf16", "index-bf16", "bf16", "bitmask-int8", "int8"),
+    "int4": ("bitmask-bf16", "index-bf16", "bf16", "bitmask-int8", "int8", "bitmask-int4"),
+}
+_Candidate = FormatName | Literal["dense"]
+_Timing = tuple[dict[str, float], _Candidate, int, int | None]  # see `_Timings._timed`
+_Key = TypeVar("_Key")
+PRECISIONS: tuple[Precision, ...] = tuple(_FORMATS)
+_NO_INDEX_BELOW = 0.75  # share of zeros; below it an index takes more bytes than a mask
+_NO_MASK_BELOW = 0.05  # share of zeros; below it a mask takes more than it saves
+_TIE = 1.1  # the form with the fewest bytes wins among those within this factor of the least time
+_SMALLEST = 1 << 14  # entries; the calls of smaller layers cost more than their products
+_REPETITIONS, _LONGEST = 9, 0.3  # of a timing: number, and seconds for one candidate
+_MANY = 64  # tokens that decide between kernels and unpacked rows
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The form of one layer.
+
+    Args:
+        name: name of the layer in the model.
+        shape: (rows, columns).
+        sparsity: share of zero entries.
+        format: the chosen format, or "dense": the layer is unchanged.
+        seconds: best measured seconds of one product, for each candidate.
+        tokens: number of tokens of that product.
+        threads: threads of the chosen form.
+        bytes_before: bytes of the dense weight.
+        bytes_after: bytes of the chosen form.
+        error: norm of the change of the weight relative to its norm; without the rounding of activations.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    sparsity: float
+    format: str
+    seconds: Mapping[str, float]
+    tokens: int
+    threads: int
+    bytes_before: int
+    bytes_after: int
+    error: float
+
+    @property
+    def speedup(self) -> float:
+        """Seconds of the dense layer divided by seconds of the chosen form."""
+        return self.seconds["dense"] / self.seconds[self.format]
+
+
+@dataclass(frozen=True)
+class Acceleration:
+    """Result of `iobs.accelerate`: the form of every layer.
+
+    Args:
+        choices: the layers that were looked at.
+        level: instruction set of the kernels: "avx512", "avx2" or "none".
+    """
+
+    choices: tuple[Choice, ...]
+    level: str
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the dense weights of all these layers."""
+        return sum(one.bytes_before for one in self.choices)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of the chosen forms."""
+        return sum(one.bytes_after for one in self.choices)
+
+    def __str__(self) -> str:
+        """A line for each distinct shape and format, and the totals."""
+        groups: dict[tuple[tuple[int, int], str, int], list[Choice]] = {}
+        for one in self.choices:
+            groups.setdefault((one.shape, one.format, one.threads), []).append(one)
+        lines = [f"Kernels: {self.level}. One product of each layer:"]
+        for (shape, name, threads), found in groups.items():
+            before = sum(one.seconds["dense"] for one in found) / len(found)
+            after = sum(one.seconds[one.format] for one in found) / len(found)
+            zeros = sum(one.sparsity for one in found) / len(found)
+            rows, columns = shape
+            lines.append(
+                f"  {len(found):3d} x {rows} x {columns}, {zeros:.0%} zeros: {name}, {threads} thread(s), "
+                f"{1e3 * before:.3f} -> {1e3 * after:.3f} ms"
+            )
+        lines.append(f"Weights of these layers: {self.bytes_before / 1e6:.1f} -> {self.bytes_after / 1e6:.1f} MB.")
+        return "\n".join(lines)
+
+
+def accelerate(
+    model: nn.Module,
+    example: object = None,
+    *,
+    precision: Precision = "int8",
+    threads: int | None = None,
+) -> Acceleration:
+    """Replace linear layers and convolutions of size 1 by stored forms where those are faster on this machine.
+
+    The candidates of each shape are timed, the dense layer among them. The model is changed in place and computes on
+    the CPU, without gradients; transformers' `generate`, pipelines and `state_dict` work as before.
+
+    Args:
+        model: on the CPU, in float32 or bfloat16.
+        example: a batch: a tensor, or a tuple or a mapping of arguments. It says how many tokens a layer sees.
+            None: layers are timed with one token, as in generation, and convolutions stay dense.
+        precision: the fewest bits of a stored weight. With "int8" and "int4" a product may also round activations to
+            8 bits, one scale for each token.
+        threads: threads of a product. None: 1 or all threads of torch, whichever is faster.
+
+    Returns:
+        What was chosen for each layer, with the measured times.
+
+    Raises:
+        ProblemError: the model is not on the CPU, or an argument is unknown.
+    """
+    _require(model, precision, threads)
+    layers = [(name, one) for name, one in model.named_modules() if can_store(one) and one.weight.numel() >= _SMALLEST]
+    tokens = {name: 1 for name, one in layers if isinstance(one, nn.Linear)} if example is None else {}
+    if example is not None:
+        tokens = _tokens(model, dict(layers), example)
+    timings = _Timings(_FORMATS[precision], [threads] if threads else sorted({1, torch.get_num_threads()}))
+    choices: list[Choice] = []
+    shared: dict[int, StoredLinear] = {}
+    for name, layer in layers:
+        if name not in tokens:
+            continue
+        choice, form = timings.choose(name, layer, tokens[name], shared)
+        choices.append(choice)
+        if form is not None:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, form)
+    return Acceleration(tuple(choices), cpu.level())
+
+
+def _require(model: nn.Module, precision: str, threads: int | None) -> None:
+    """Check the arguments of `accelerate`."""
+    if not isinstance(model, nn.Module):
+        raise ProblemError(
+            f"accelerate needs a torch module, got {type(model).__name__}; give the module of iobs.load."
+        )
+    if precision not in _FORMATS:
+        raise ProblemError(f"precision must be one of {', '.join(_FORMATS)}, got {precision!r}.")
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+        raise ProblemError(f"threads must be a whole number of at least 1, got {threads!r}.")
+    strange = sorted({one.device.type for one in model.parameters()} - {"cpu"})
+    if strange:
+        raise ProblemError(f"accelerate computes on the CPU, but the model is on {strange[0]}; move it: model.cpu().")
+
+
+@torch.no_grad()
+def _tokens(model: nn.Module, layers: dict[str, nn.Module], example: object) -> dict[str, int]:
+    """The most tokens that each layer sees in a forward pass of the example."""
+    found: dict[str, int] = {}
+
+    def counting(name: str) -> Callable[..., None]:
+        def count(_: nn.Module, __: object, output: Tensor) -> None:
+            channels = output.shape[-1] if isinstance(layers[name], nn.Linear) else output.shape[1]
+            found[name] = max(found.get(name, 1), output.numel() // channels)
+
+        return count
+
+    handles = [layer.register_forward_hook(counting(name)) for name, layer in layers.items()]
+    try:
+        if isinstance(example, Mapping):
+            model(**example)
+        elif isinstance(example, (tuple, list)):
+            model(*example)
+        else:
+            model(example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+@dataclass
+class _Timings:
+    """Times the candidates once for every shape, sparsity (to 5 %) and number of tokens."""
+
+    formats: tuple[FormatName, ...]
+    threads: list[int]
+    known: dict[tuple[object, ...], _Timing] = field(default_factory=dict)
+
+    def choose(
+        self, name: str, layer: nn.Module, tokens: int, shared: dict[int, StoredLinear]
+    ) -> tuple[Choice, StoredLinear | None]:
+        """The choice for a layer, and its new form; None if the dense layer is fastest."""
+        weight = matrix_of(layer)
+        sparsity = float((weight == 0).float().mean())
+        key = (weight.shape, weight.dtype, layer.bias is None, round(20 * sparsity), tokens, type(layer))
+        if key not in self.known:
+            self.known[key] = self._timed(layer, sparsity, tokens)
+        seconds, best, threads, most = self.known[key]
+        form, before = None, _bytes(layer)
+        error, after = 0.0, before
+        if best != "dense":
+            form = stored(layer, best, threads, most)
+            twin = shared.setdefault(weight.data_ptr(), form)
+            if twin is not form and twin.format == best:  # layers with one weight share its stored form
+                for part, tensor in twin.named_buffers():
+                    setattr(form, part, tensor)
+            after = form.matrix.bytes
+            error = float((form.matrix.to_dense() - weight.float()).norm() / weight.float().norm().clamp(min=1e-30))
+        shape = (weight.shape[0], weight.shape[1])
+        return Choice(name, shape, sparsity, best, seconds, tokens, threads, before, after, error), form
+
+    def _timed(self, layer: nn.Module, sparsity: float, tokens: int) -> _Timing:
+        """Seconds of each candidate, the best one, its threads, and the most tokens of its kernel."""
+        forms: dict[tuple[_Candidate, int], nn.Module] = {("dense", 1): layer}
+        for name in self.formats if cpu.level() != "none" else ():
+            if name == "index-bf16" and (sparsity < _NO_INDEX_BELOW or matrix_of(layer).shape[1] > 1 << 16):
+                continue
+            if name.startswith("bitmask") and sparsity < _NO_MASK_BELOW:
+                continue
+            for threads in self.threads:
+                forms[name, threads] = stored(layer, name, threads, max(tokens, 16))
+        given = _activations(layer, tokens)
+        seconds = _best_seconds({key: lambda form=form: form(given) for key, form in forms.items()})  # type: ignore[misc]
+        near = [key for key, value in seconds.items() if value <= _TIE * min(seconds.values())]
+        best, threads = min(near, key=lambda key: (_bytes(forms[key]), seconds[key]))
+        most = None
+        if best != "dense":
+            most = self._most_tokens(layer, best, threads, tokens)
+        least: dict[str, float] = {}
+        for (form, _), value in seconds.items():
+            least[form] = min(value, least.get(form, value))
+        return least, best, threads, most
+
+    def _most_tokens(self, layer: nn.Module, name: FormatName, threads: int, tokens: int) -> int:
+        """The number of tokens above which unpacked rows are faster: 16 or any number."""
+        given = _activations(layer, _MANY)
+        ways = {most: stored(layer, name, threads, most) for most in (16, 1 << 30)}
+        seconds = _best_seconds({most: lambda form=form: form(given) for most, form in ways.items()})  # type: ignore[misc]
+        return max(tokens, *(most for most in ways if seconds[most] == min(seconds.values())))
+
+
+def _bytes(form: nn.Module) -> int:
+    """Bytes of the weight of a layer, dense or stored."""
+    if isinstance(form, StoredLinear):
+        return form.matrix.bytes
+    weight = matrix_of(form)
+    return weight.numel() * weight.element_size()
+
+
+def _activations(layer: nn.Module, tokens: int) -> Tensor:
+    """Random inputs of a layer."""
+    weight = matrix_of(layer)
+    given = torch.randn(tokens, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    if isinstance(layer, nn.Linear):
+        return given
+    spatial = len(layer.stride)  # type: ignore[arg-type]
+    return given.t().reshape(1, weight.shape[1], *[1] * (spatial - 1), tokens)
+
+
+@torch.no_grad()
+def _best_seconds(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
+    """The least seconds of each call, with all calls in turn."""
+    found = dict.fromkeys(calls, float("inf"))
+    for call in calls.values():
+        call()  # compile, and warm the caches
+    for _ in _repetitions(calls):
+        for key, call in calls.items():
+            start = time.perf_counter()
+            call()
+            found[key] = min(found[key], time.perf_counter() - start)
+    return found
+
+
+def _repetitions(calls: Mapping[_Key, Callable[[], object]]) -> Iterator[int]:
+    """Count repetitions until there are enough, or time is up."""
+    end = time.perf_counter() + _LONGEST * len(calls)
+    for count in range(_REPETITIONS):
+        if count > 1 and time.perf_counter() > end:
+            return
+        yield count

@@ -1,0 +1,221 @@
+"""One token through a whole Llama-like network, in one call of compiled code (AVX-512)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from iobs.inference.activations import even_then_odd, filled, rounded
+from iobs.inference.kernels_avx512 import (
+    Addresses,
+    bf16,
+    bitmask_bf16,
+    bitmask_int4,
+    bitmask_int8,
+    index_bf16,
+    int8,
+)
+from iobs.inference.vectors import Value, read_real
+
+Reals = NDArray[np.float32]
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer, in this order
+CODES = {"bf16": 0, "bitmask-bf16": 1, "index-bf16": 2, "int8": 3, "bitmask-int8": 4, "bitmask-int4": 5}
+FIELDS = (*Addresses._fields, "rows", "columns", "code", "bias")  # of a matrix, int64 each
+
+
+class Network(NamedTuple):
+    """Weights and sizes of a network.
+
+    Args:
+        matrices: (7 * layers + 1, 12), the fields of every matrix; the output head is last.
+        norms: (2 * layers + 1, hidden), scales of the norms before attention and before the MLP, and of the last norm.
+        head_norms: (2 * layers, head size), scales of the norms of queries and keys; no rows: there are none.
+        epsilon: of the norms.
+        heads: number of query heads.
+        scaling: factor of the attention scores.
+    """
+
+    matrices: NDArray[np.int64]
+    norms: Reals
+    head_norms: Reals
+    epsilon: float
+    heads: int
+    scaling: float
+
+
+class Scratch(NamedTuple):
+    """Memory for the vectors of a step.
+
+    Args:
+        hidden: (hidden).
+        normed: (hidden).
+        queries: (query heads * head size); it also holds the output of attention.
+        keys: (key heads * head size).
+        values: (key heads * head size).
+        gate: (MLP size).
+        up: (MLP size).
+        reals: (1, widest filled row), activations in float32.
+        bytes: (1, widest filled row), activations in 8 bits.
+        scale: (1), of these.
+        scores: (longest text).
+    """
+
+    hidden: Reals
+    normed: Reals
+    queries: Reals
+    keys: Reals
+    values: Reals
+    gate: Reals
+    up: Reals
+    reals: Reals
+    bytes: NDArray[np.uint8]
+    scale: Reals
+    scores: Reals
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _multiply(fields: Value, given: Value, found: Value, scratch: Value) -> None:
+    """Write one matrix times a vector, plus the bias, to `found`."""
+    matrix = Addresses(fields[0], fields[1], fields[2], fields[3], fields[4], fields[5], fields[6], fields[7])
+    wide, rows, code, bias = 64 * fields[7], fields[8], fields[10], fields[11]
+    output = found.ctypes.data
+    vector = given.reshape(1, given.size)
+    if code >= 3:
+        layout = scratch.bytes[:, :wide]
+        rounded(vector, layout, scratch.scale)
+        tokens = (layout.ctypes.data,)
+        if code == 3:
+            int8(matrix, tokens, output, 0, 0, rows)
+        elif code == 4:
+            bitmask_int8(matrix, tokens, output, 0, 0, rows)
+        else:
+            bitmask_int4(matrix, tokens, output, 0, 0, rows)
+        for row in range(rows):
+            found[row] = scratch.scale[0] * (found[row] - read_real(matrix.corrections + 4 * row))
+    else:
+        copy = scratch.reals[:, :wide]
+        tokens = (copy.ctypes.data,)
+        if code == 2:
+            filled(vector, copy)
+            index_bf16(matrix, tokens, output, 0, 0, rows)
+        else:
+            even_then_odd(vector, copy)
+            if code == 0:
+                bf16(matrix, tokens, output, 0, 0, rows)
+            else:
+                bitmask_bf16(matrix, tokens, output, 0, 0, rows)
+    if bias != 0:
+        for row in range(rows):
+            found[row] += read_real(bias + 4 * row)
+
+
+@njit(cache=True, nogil=True, fastmath=True)
+def _normalise(given: Value, scales: Value, epsilon: Value, found: Value) -> None:
+    """Write given / sqrt(mean(given^2) + epsilon) * scales to `found`."""
+    total = np.float32(0)
+    for column in range(given.size):
+        total += given[column] * given[column]
+    factor = np.float32(1 / np.sqrt(total / given.size + epsilon))
+    for column in range(given.size):
+        found[column] = given[column] * factor * scales[column]
+
+
+@njit(cache=True, nogil=True)
+def _rotate(vectors: Value, cosines: Value, sines: Value) -> None:
+    """Rotary position embedding of heads (heads, head size), in place."""
+    half = vectors.shape[1] // 2
+    for head in range(vectors.shape[0]):
+        for column in range(half):
+            low, high = vectors[head, column], vectors[head, half + column]
+            vectors[head, column] = low * cosines[column] - high * sines[column]
+            vectors[head, half + column] = high * cosines[half + column] + low * sines[half + column]
+
+
+@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz", "arcp"})
+def _attend(queries: Value, keys: Value, values: Value, length: Value, scaling: Value, scores: Value) -> None:
+    """Replace each query (heads, head size) by its attention over `length` keys and values."""
+    size, group = queries.shape[1], queries.shape[0] // keys.shape[0]
+    for head in range(queries.shape[0]):
+        query, key, value = queries[head], keys[head // group], values[head // group]
+        largest = np.float32(-np.inf)
+        for place in range(length):
+            score = np.float32(0)
+            for column in range(size):
+                score += query[column] * key[place, column]
+            scores[place] = score * np.float32(scaling)
+            largest = max(largest, scores[place])
+        total = np.float32(0)
+        for place in range(length):
+            scores[place] = np.exp(scores[place] - largest)
+            total += scores[place]
+        query[:] = 0
+        for place in range(length):
+            share = scores[place] / total
+            for column in range(size):
+                query[column] += share * value[place, column]
+
+
+@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz", "arcp"})
+def _gated(gate: Value, up: Value) -> None:
+    """Replace the gate by silu(gate) * up."""
+    for column in range(gate.size):
+        gate[column] = gate[column] / (np.float32(1) + np.exp(-gate[column])) * up[column]
+
+
+@njit(cache=True, nogil=True)
+def step(
+    network: Value,
+    scratch: Value,
+    keys: Value,
+    values: Value,
+    position: Value,
+    cosines: Value,
+    sines: Value,
+    logits: Value,
+) -> None:
+    """Pass the token whose embedding is in `scratch.hidden` through the network.
+
+    Args:
+        network: a `Network`.
+        scratch: a `Scratch`.
+        keys: (layers, key heads, longest text, head size), float32; position `position` is written.
+        values: of the same shape.
+        position: of the token.
+        cosines: (head size), of this position.
+        sines: (head size), of this position.
+        logits: (vocabulary), float32, written.
+    """
+    layers, heads, size = keys.shape[0], keys.shape[1], keys.shape[3]
+    hidden, normed = scratch.hidden, scratch.normed
+    for layer in range(layers):
+        at = 7 * layer
+        _normalise(hidden, network.norms[2 * layer], network.epsilon, normed)
+        _multiply(network.matrices[at], normed, scratch.queries, scratch)
+        _multiply(network.matrices[at + 1], normed, scratch.keys, scratch)
+        _multiply(network.matrices[at + 2], normed, scratch.values, scratch)
+        queries = scratch.queries.reshape(network.heads, size)
+        new_keys, new_values = scratch.keys.reshape(heads, size), scratch.values.reshape(heads, size)
+        if network.head_norms.shape[0] > 0:
+            for head in range(network.heads):
+                _normalise(queries[head], network.head_norms[2 * layer], network.epsilon, queries[head])
+            for head in range(heads):
+                _normalise(new_keys[head], network.head_norms[2 * layer + 1], network.epsilon, new_keys[head])
+        _rotate(queries, cosines, sines)
+        _rotate(new_keys, cosines, sines)
+        for head in range(heads):
+            keys[layer, head, position] = new_keys[head]
+            values[layer, head, position] = new_values[head]
+        _attend(queries, keys[layer], values[layer], position + 1, network.scaling, scratch.scores)
+        _multiply(network.matrices[at + 3], scratch.queries, normed, scratch)
+        hidden += normed
+        _normalise(hidden, network.norms[2 * layer + 1], network.epsilon, normed)
+        _multiply(network.matrices[at + 4], normed, scratch.gate, scratch)
+        _multiply(network.matrices[at + 5], normed, scratch.up, scratch)
+        _gated(scratch.gate, scratch.up)
+        _multiply(network.matrices[at + 6], scratch.gate, normed, scratch)
+        hidden += normed
+    _normalise(hidden, network.norms[2 * layers], network.epsilon, normed)
+    _multiply(network.matrices[7 * layers], normed, logits, scratch)

@@ -1,0 +1,177 @@
+"""Generation with a Llama-like network: the prompt by the model, each new token by one call of compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from iobs.errors import ProblemError
+from iobs.inference import cpu
+from iobs.inference.formats import FormatName
+from iobs.inference.llama_like import Model
+from iobs.inference.modules import StoredLinear, stored
+from iobs.inference.product import addresses_of
+
+if TYPE_CHECKING:
+    from iobs.inference.decode_step import Network, Scratch
+
+Reals = NDArray[np.float32]
+_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def undecodable(model: nn.Module) -> str | None:
+    """The reason why `Decoder` cannot run a model, or None."""
+    config = getattr(model, "config", None)
+    if cpu.level() != "avx512":
+        return "its compiled step needs a CPU with AVX-512 (VBMI2 and VNNI)"
+    if config is None or config.model_type not in _TYPES:
+        return f"its compiled step knows {', '.join(_TYPES)}, not {getattr(config, 'model_type', type(model).__name__)}"
+    if config.hidden_act != "silu":
+        return f"its compiled step knows the activation silu, not {config.hidden_act}"
+    scaling = getattr(config, "rope_parameters", None) or {}
+    if scaling.get("rope_type", "default") in ("dynamic", "longrope"):
+        return f"its rotary embedding ({scaling['rope_type']}) changes with the length of the text"
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        return "its rotary embedding turns a part of each head only"
+    return None
+
+
+class Decoder:
+    """Generates text with a Llama-like model whose weights are stored matrices.
+
+    Layers that `iobs.accelerate` left dense are stored in `form`. One thread computes the new tokens.
+
+    Args:
+        model: a `transformers` causal model of the types llama, mistral, qwen2 or qwen3, usually after
+            `iobs.accelerate`. It computes the prompt.
+        longest: number of tokens of prompt and answer together. None: the limit of the model, at most 2,048.
+        form: format of layers that are dense modules.
+
+    Raises:
+        ProblemError: the model has another architecture, or the CPU lacks the instructions.
+    """
+
+    def __init__(self, model: nn.Module, longest: int | None = None, form: FormatName = "bf16") -> None:
+        reason = undecodable(model)
+        if reason is not None:
+            raise ProblemError(f"This model cannot be decoded: {reason}. Use model.generate.")
+        self.model = cast(Model, model)
+        config = self.model.config
+        most = config.max_position_embeddings
+        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+            most = min(most, config.sliding_window or most)
+        self.longest = min(most, 2048) if longest is None else longest
+        if self.longest > most:
+            raise ProblemError(f"longest is {self.longest}, but this model attends to at most {most} tokens.")
+        self._kept: list[object] = []  # tensors whose addresses the compiled step reads
+        with torch.no_grad():
+            self._network = self._read(form)
+            self._scratch, self._logits = self._memory(), np.empty(config.vocab_size, np.float32)
+            places = torch.arange(self.longest)[None]
+            cosines, sines = self.model.model.rotary_emb(torch.zeros(1, 1, 1), places)
+            self._cosines, self._sines = cosines[0].float().numpy(), sines[0].float().numpy()
+
+    def generate(self, prompt: Tensor, tokens: int, stop: tuple[int, ...] = ()) -> Iterator[int]:
+        """Yield the most likely next tokens, one at a time.
+
+        Args:
+            prompt: token ids, (1, length).
+            tokens: greatest number of new tokens.
+            stop: ids that end the text; they are yielded too.
+
+        Raises:
+            ProblemError: the prompt is empty, of another shape, or too long.
+        """
+        if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
+            raise ProblemError(f"The prompt must be ids of shape (1, length), got {tuple(prompt.shape)}.")
+        length = prompt.shape[1]
+        if length + tokens > self.longest:
+            raise ProblemError(f"Prompt ({length}) and answer ({tokens}) exceed {self.longest} tokens; raise longest.")
+        keys, values, logits = self._prefill(prompt)
+        for position in range(length, length + tokens):
+            token = int(logits.argmax())
+            yield token
+            if token in stop or position == length + tokens - 1:
+                return
+            logits = self.step(token, position, keys, values)
+
+    def step(self, token: int, position: int, keys: Reals, values: Reals) -> Reals:
+        """Logits (vocabulary) after one more token; its keys and values are written at `position`."""
+        from iobs.inference.decode_step import step
+
+        embedding = self.model.model.embed_tokens.weight[token].detach()
+        self._scratch.hidden[:] = embedding.float().numpy()
+        cosines, sines = self._cosines[position], self._sines[position]
+        step(self._network, self._scratch, keys, values, position, cosines, sines, self._logits)
+        return self._logits
+
+    @torch.no_grad()
+    def _prefill(self, prompt: Tensor) -> tuple[Reals, Reals, Reals]:
+        """Keys and values of the prompt, with room for the answer, and the logits after it."""
+        found = self.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+        first = found.past_key_values.layers[0].keys
+        shape = (len(self.model.model.layers), first.shape[1], self.longest, first.shape[3])
+        keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        for number, layer in enumerate(found.past_key_values.layers):
+            keys[number, :, : prompt.shape[1]] = layer.keys[0].float().numpy()
+            values[number, :, : prompt.shape[1]] = layer.values[0].float().numpy()
+        return keys, values, found.logits[0, -1].float().numpy()
+
+    def _read(self, form: FormatName) -> Network:
+        """The weights of the model, as the compiled step reads them."""
+        from iobs.inference.decode_step import Network
+
+        config, body = self.model.config, self.model.model
+        matrices: list[list[int]] = []
+        norms: list[Tensor] = []
+        head_norms: list[Tensor] = []
+        for layer in body.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            parts = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+            matrices += [self._fields(part, form) for part in (*parts, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+            norms += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
+            if hasattr(attention, "q_norm"):
+                head_norms += [attention.q_norm.weight, attention.k_norm.weight]
+        matrices.append(self._fields(self.model.lm_head, form))
+        none = np.zeros((0, attention.head_dim), np.float32)
+        return Network(
+            np.array(matrices, np.int64),
+            torch.stack([*norms, body.norm.weight]).float().numpy(),
+            torch.stack(head_norms).float().numpy() if head_norms else none,
+            float(config.rms_norm_eps),
+            int(config.num_attention_heads),
+            float(attention.scaling),
+        )
+
+    def _fields(self, layer: nn.Module, form: FormatName) -> list[int]:
+        """The fields of one matrix for the compiled step."""
+        from iobs.inference.decode_step import CODES
+
+        module = layer if isinstance(layer, StoredLinear) else stored(layer, form)
+        matrix = module.matrix
+        addresses, kept = addresses_of(matrix, "avx512")
+        bias = None if module.bias is None else module.bias.detach().float().contiguous()
+        self._kept += [module, kept, bias]
+        place = 0 if bias is None else bias.data_ptr()
+        return [*addresses, matrix.rows, matrix.columns, CODES[matrix.format], place]
+
+    def _memory(self) -> Scratch:
+        """Memory for the vectors of a step."""
+        from iobs.inference.decode_step import Scratch
+
+        matrices = self._network.matrices
+        rows, widest = matrices[:, 8], 64 * int(matrices[:, 7].max())
+
+        def vector(size: int) -> Reals:
+            return np.zeros(int(size), np.float32)
+
+        hidden = self._network.norms.shape[1]
+        queries, keys, values, gate, up = (vector(rows[part]) for part in (0, 1, 2, 4, 5))
+        reals, narrow = np.zeros((1, widest), np.float32), np.zeros((1, widest), np.uint8)
+        vectors = (vector(hidden), vector(hidden), queries, keys, values, gate, up)
+        return Scratch(*vectors, reals, narrow, vector(1), vector(self.longest))

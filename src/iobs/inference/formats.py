@@ -1,0 +1,310 @@
+"""Formats that store a sparse matrix for products with few vectors, and their plain form in torch.
+
+| format       | stores                                                                        |
+|--------------|-------------------------------------------------------------------------------|
+| bf16         | every entry in bfloat16                                                       |
+| int8         | every entry in int8, a scale for every 128 columns of a row                   |
+| bitmask-bf16 | a bit for every entry, the non-zero entries in bfloat16                       |
+| bitmask-int8 | a bit for every entry, the non-zero entries in int8, scales as above          |
+| bitmask-int4 | a bit for every entry, 4-bit codes of a table of 16 levels, scales as above   |
+| index-bf16   | a 16-bit column and a bfloat16 value for every non-zero entry                 |
+
+Columns are filled up to a multiple of 128 with zeros. A bit of the mask belongs to column 64 * block + bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from iobs.errors import ModelError, ProblemError
+
+FormatName = Literal["bf16", "int8", "bitmask-bf16", "bitmask-int8", "bitmask-int4", "index-bf16"]
+FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+GROUP = 128  # columns that share a scale
+_BLOCK = 64  # columns of a word of the mask
+PADDING = 64  # bytes behind the values: kernels read whole registers
+_MOST_COLUMNS = 1 << 16  # of a 16-bit index
+_INDEX_STEP = 16  # entries of a row are a multiple of this
+_LEVELS, _FITTED, _ROUNDS = 16, 200_000, 30  # levels of a 4-bit code, weights that the levels are fitted to, rounds
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix in one of the formats.
+
+    Args:
+        format: name of the format.
+        rows: number of rows.
+        columns: number of columns.
+        tensors: the contents, on the CPU. "mask": int64 (rows, blocks); "values": uint8, one dimension; "starts":
+            int64 (rows + 1), the first byte of each row in "values"; "scales": bfloat16 (rows, groups); "corrections":
+            float32 (rows), 128 times the sum of the row; "levels": int8 (16); "indices": int16, bits of uint16.
+    """
+
+    format: FormatName
+    rows: int
+    columns: int
+    tensors: dict[str, Tensor]
+
+    @property
+    def blocks(self) -> int:
+        """Words of the mask in a row."""
+        return blocks_of(self.columns)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all contents."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    @property
+    def quantised(self) -> bool:
+        """Check that activations are rounded to 8 bits in a product."""
+        return self.format in ("int8", "bitmask-int8", "bitmask-int4")
+
+    def to_dense(self, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows `first` to `last` as a float32 matrix, (last - first, columns): the plain form of every kernel."""
+        last = self.rows if last is None else last
+        count, wide = last - first, self.blocks * _BLOCK
+        tensors = self.tensors
+        if self.format == "index-bf16":
+            return self._from_indices(first, last)
+        if self.format == "bf16":
+            whole = tensors["values"][: 2 * self.rows * wide].view(torch.bfloat16).view(self.rows, wide)
+            return whole[first:last, : self.columns].float()
+        if self.format == "int8":
+            codes = tensors["values"][: self.rows * wide].view(torch.int8).view(self.rows, wide)[first:last].float()
+            return self._scaled(codes, first, last)
+        mask = self._mask(first, last)
+        begin, end = int(tensors["starts"][first]), int(tensors["starts"][last])
+        stored = tensors["values"][begin:end]
+        found = torch.zeros(count, wide)
+        if self.format == "bitmask-bf16":
+            found[mask] = stored.view(torch.bfloat16).float()
+            return found[:, : self.columns].contiguous()
+        if self.format == "bitmask-int8":
+            found[mask] = stored.view(torch.int8).float()
+        else:
+            found[mask] = tensors["levels"].float()[self._codes(mask, stored)]
+        return self._scaled(found, first, last)
+
+    def _mask(self, first: int, last: int) -> Tensor:
+        """The mask of some rows, (last - first, filled columns)."""
+        words = self.tensors["mask"][first:last].contiguous().numpy().view(np.uint8)
+        bits = np.unpackbits(words, axis=1, bitorder="little")
+        return torch.from_numpy(bits).bool()
+
+    def _scaled(self, codes: Tensor, first: int, last: int) -> Tensor:
+        scales = self.tensors["scales"][first:last].float()
+        return (codes.view(len(codes), -1, GROUP) * scales[..., None]).view(len(codes), -1)[:, : self.columns]
+
+    def _codes(self, mask: Tensor, stored: Tensor) -> Tensor:
+        """The 4-bit codes of the set bits, in order; each block begins with a new byte."""
+        counts = mask.view(-1, _BLOCK).sum(1)
+        begins = torch.cumsum((counts + 1) // 2, 0) - (counts + 1) // 2
+        within = torch.cumsum(mask.view(-1, _BLOCK), 1) - 1
+        place = (2 * begins[:, None] + within)[mask.view(-1, _BLOCK)]
+        both = stored[place // 2]
+        return torch.where(place % 2 == 0, both & 15, both >> 4).long()
+
+    def _from_indices(self, first: int, last: int) -> Tensor:
+        starts = self.tensors["starts"][first : last + 1] // 2
+        begin, end = int(starts[0]), int(starts[-1])
+        values = self.tensors["values"][2 * begin : 2 * end].view(torch.bfloat16).float()
+        columns = self.tensors["indices"][begin:end].long() & 0xFFFF
+        row = torch.repeat_interleave(torch.arange(last - first), starts.diff())
+        found = torch.zeros(last - first, self.columns)
+        return found.index_put_((row, columns), values, accumulate=True)  # fillers add zero
+
+
+def blocks_of(columns: int) -> int:
+    """Words of the mask for a row with this number of columns: an even number."""
+    return -(-columns // GROUP) * (GROUP // _BLOCK)
+
+
+def store(weight: Tensor, name: FormatName) -> StoredMatrix:
+    """Convert a matrix to a format. Entries that round to zero become zero.
+
+    Args:
+        weight: (rows, columns), any floating dtype.
+        name: the format.
+
+    Raises:
+        ProblemError: the weight is no finite matrix, or has too many columns for the format.
+    """
+    if weight.ndim != 2 or not weight.is_floating_point() or 0 in weight.shape:
+        raise ProblemError(f"a stored matrix needs a floating matrix with rows and columns, got {tuple(weight.shape)}.")
+    if name not in FORMATS:
+        raise ProblemError(f"There is no format {name!r}; give one of {', '.join(FORMATS)}.")
+    dense = weight.detach().cpu().float().contiguous()
+    if not torch.isfinite(dense).all():
+        raise ProblemError("The weight holds NaN or infinite entries; a stored matrix needs finite ones.")
+    if name == "index-bf16":
+        return _indexed(dense)
+    wide = torch.zeros(len(dense), blocks_of(dense.shape[1]) * _BLOCK)
+    wide[:, : dense.shape[1]] = dense
+    tensors = _bfloats(wide, name) if name.endswith("bf16") else _integers(wide, name)
+    return StoredMatrix(name, weight.shape[0], weight.shape[1], tensors)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """The bytes of a tensor, with padding behind."""
+    flat = values.contiguous().flatten().view(torch.uint8)
+    return torch.cat([flat, flat.new_zeros(PADDING)])
+
+
+def _words(mask: Tensor) -> Tensor:
+    """A boolean matrix as words of 64 bits, (rows, blocks)."""
+    return torch.from_numpy(np.packbits(mask.numpy(), axis=1, bitorder="little").view(np.int64))
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """The first byte of each row, and the end of the last."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).long()
+
+
+def _bfloats(wide: Tensor, name: FormatName) -> dict[str, Tensor]:
+    values = wide.to(torch.bfloat16)
+    if name == "bf16":
+        return {"values": _bytes(values)}
+    mask = values != 0
+    return {"mask": _words(mask), "values": _bytes(values[mask]), "starts": _starts(2 * mask.sum(1))}
+
+
+def _integers(wide: Tensor, name: FormatName) -> dict[str, Tensor]:
+    grouped = wide.view(len(wide), -1, GROUP)
+    largest = grouped.abs().amax(2)
+    # Scales are rounded up to bfloat16, so that no code exceeds 127.
+    scales = (largest / 127 * 1.004).to(torch.bfloat16)
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    ratio = grouped / scales.float()[..., None]
+    if name == "bitmask-int4":
+        return _four_bits(wide, ratio, scales)
+    codes = ratio.round().clamp(-127, 127).view(len(wide), -1)
+    tensors = {"scales": scales, "corrections": _corrections(codes, scales)}
+    if name == "int8":
+        return {**tensors, "values": _bytes(codes.to(torch.int8))}
+    mask = codes != 0
+    return {
+        **tensors,
+        "mask": _words(mask),
+        "values": _bytes(codes[mask].to(torch.int8)),
+        "starts": _starts(mask.sum(1)),
+    }
+
+
+def _corrections(codes: Tensor, scales: Tensor) -> Tensor:
+    """128 times the sum of each row: kernels add 128 to activations, which makes them unsigned."""
+    return (128 * (codes.view(len(codes), -1, GROUP).double().sum(2) * scales.double()).sum(1)).float()
+
+
+def _four_bits(wide: Tensor, ratio: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    mask = wide != 0
+    levels = fitted_levels(ratio.view(len(wide), -1)[mask])
+    middles = (levels[1:].float() + levels[:-1].float()) / 2
+    codes = torch.bucketize(ratio.view(len(wide), -1), middles).to(torch.uint8)
+    counts = mask.view(-1, _BLOCK).sum(1)
+    sizes = (counts + 1) // 2  # each block begins with a new byte
+    begins = sizes.cumsum(0) - sizes
+    place = (2 * begins[:, None] + mask.view(-1, _BLOCK).cumsum(1) - 1)[mask.view(-1, _BLOCK)]
+    halves = torch.zeros(2 * int(sizes.sum()), dtype=torch.uint8)
+    halves[place] = codes[mask]
+    found = torch.where(mask, levels.float()[codes.long()], torch.zeros(()))
+    return {
+        "mask": _words(mask),
+        "values": _bytes(halves[::2] | (halves[1::2] << 4)),
+        "starts": _starts(sizes.view(len(wide), -1).sum(1)),
+        "scales": scales,
+        "corrections": _corrections(found, scales),
+        "levels": levels,
+    }
+
+
+def fitted_levels(values: Tensor) -> Tensor:
+    """16 ascending int8 levels with a low mean squared distance to the values (Lloyd's algorithm).
+
+    Args:
+        values: float32, one dimension, in units of the scales; at most 200,000 of them are used.
+    """
+    if not len(values):
+        return torch.arange(-_LEVELS // 2, _LEVELS // 2, dtype=torch.int8)
+    values = values[:: max(1, len(values) // _FITTED)].sort().values
+    shares = (torch.arange(_LEVELS) + 0.5) / _LEVELS
+    levels = values[(shares * len(values)).long()]
+    sums = torch.cat([values.new_zeros(1, dtype=torch.float64), values.double().cumsum(0)])
+    for _ in range(_ROUNDS):
+        ends = torch.searchsorted(values, (levels[1:] + levels[:-1]) / 2)
+        bounds = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), len(values))])
+        counts = bounds.diff()
+        means = (sums[bounds[1:]] - sums[bounds[:-1]]) / counts.clamp(min=1)
+        levels = torch.where(counts > 0, means.float(), levels).sort().values
+    return levels.round().clamp(-127, 127).to(torch.int8)
+
+
+def _indexed(dense: Tensor) -> StoredMatrix:
+    if dense.shape[1] > _MOST_COLUMNS:
+        raise ProblemError(f"index-bf16 holds at most {_MOST_COLUMNS} columns, got {dense.shape[1]}.")
+    values = dense.to(torch.bfloat16)
+    mask = values != 0
+    counts = mask.sum(1)
+    padded = -(-counts // _INDEX_STEP) * _INDEX_STEP
+    starts = _starts(padded)
+    row, column = mask.nonzero(as_tuple=True)
+    place = starts[row] + torch.arange(len(row)) - _starts(counts)[row]
+    stored = torch.zeros(int(starts[-1]), dtype=torch.bfloat16)
+    columns = torch.zeros(int(starts[-1]), dtype=torch.int32)
+    stored[place], columns[place] = values[mask], column.int()
+    indices = torch.cat([columns.to(torch.int16), torch.zeros(PADDING // 2, dtype=torch.int16)])
+    tensors = {"values": _bytes(stored), "starts": 2 * starts, "indices": indices}
+    return StoredMatrix("index-bf16", dense.shape[0], dense.shape[1], tensors)
+
+
+def require_valid(matrix: StoredMatrix) -> None:
+    """Check contents of unknown origin, so that no kernel reads outside them.
+
+    Raises:
+        ModelError: a tensor is missing, has another shape or dtype, or the parts do not agree.
+    """
+
+    def require(holds: object, what: str) -> None:
+        if not holds:
+            raise ModelError(f"The stored matrix is damaged ({what}); store it again.")
+
+    rows, blocks, given = matrix.rows, matrix.blocks, matrix.tensors
+    require(matrix.format in FORMATS and rows > 0 and matrix.columns > 0, "its format or shape")
+    masked = matrix.format.startswith("bitmask")
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {"values": (torch.uint8, None)}
+    shapes |= {"starts": (torch.int64, (rows + 1,))} if masked or matrix.format == "index-bf16" else {}
+    if masked:
+        shapes["mask"] = (torch.int64, (rows, blocks))
+    if matrix.quantised:
+        shapes["scales"] = (torch.bfloat16, (rows, blocks // 2))
+        shapes["corrections"] = (torch.float32, (rows,))
+    if matrix.format == "bitmask-int4":
+        shapes["levels"] = (torch.int8, (_LEVELS,))
+    if matrix.format == "index-bf16":
+        shapes["indices"] = (torch.int16, None)
+    require(set(given) == set(shapes), "its parts")
+    for name, (dtype, shape) in shapes.items():
+        one = given[name]
+        fits = one.ndim == 1 if shape is None else tuple(one.shape) == shape
+        require(one.dtype == dtype and fits and one.is_contiguous() and one.device.type == "cpu", name)
+    length = len(given["values"]) - PADDING
+    if "starts" not in shapes:
+        require(length == rows * blocks * _BLOCK * (2 if matrix.format == "bf16" else 1), "values")
+        return
+    starts = given["starts"]
+    require(starts[0] == 0 and starts[-1] == length and bool((starts.diff() >= 0).all()), "starts")
+    if masked:
+        counts = matrix._mask(0, rows).view(rows, blocks, _BLOCK).sum(2)
+        sizes = (counts + 1) // 2 if matrix.format == "bitmask-int4" else counts
+        sizes = 2 * sizes if matrix.format == "bitmask-bf16" else sizes
+        require(torch.equal(sizes.sum(1), starts.diff()), "the mask and the starts")
+        return
+    require(bool((starts % (2 * _INDEX_STEP) == 0).all()), "starts")
+    require(2 * (len(given["indices"]) - PADDING // 2) == length, "indices")
+    require(int((given["indices"].int() & 0xFFFF).max()) < matrix.columns, "indices")

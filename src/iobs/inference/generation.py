@@ -1,0 +1,47 @@
+"""Greedy generation of text, token by token, by the fastest way that a model allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from iobs.inference.decoder import Decoder, undecodable
+from iobs.inference.formats import FormatName
+
+
+def generated(
+    model: nn.Module, prompt: Tensor, tokens: int, stop: tuple[int, ...] = (), form: FormatName | None = None
+) -> Iterator[int]:
+    """Yield the most likely next tokens of a causal model of transformers.
+
+    Args:
+        model: the model, dense or after `iobs.accelerate`.
+        prompt: token ids, (1, length).
+        tokens: greatest number of new tokens.
+        stop: ids that end the text; they are yielded too.
+        form: format of the layers that stayed dense, for one compiled call a token where the model allows it (see
+            `decoder.undecodable`). None: the model computes each token itself.
+
+    Raises:
+        ProblemError: the prompt is empty, or prompt and answer are too long for the model.
+    """
+    if form is not None and undecodable(model) is None:
+        decoder = Decoder(model, prompt.shape[-1] + tokens, form)
+        yield from decoder.generate(prompt, tokens, stop)
+        return
+    yield from _by_modules(model, prompt, tokens, stop)
+
+
+def _by_modules(model: nn.Module, prompt: Tensor, tokens: int, stop: tuple[int, ...]) -> Iterator[int]:
+    """Tokens computed by the modules of the model."""
+    given, past = prompt, None
+    for _ in range(tokens):
+        with torch.no_grad():
+            found = model(input_ids=given, past_key_values=past, use_cache=True, logits_to_keep=1)
+        token, past = int(found.logits[0, -1].argmax()), found.past_key_values
+        yield token
+        if token in stop:
+            return
+        given = torch.tensor([[token]])

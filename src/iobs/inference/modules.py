@@ -1,0 +1,163 @@
+"""Modules that compute with stored matrices: linear layers and convolutions of size 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import ProblemError
+from iobs.inference.formats import FormatName, StoredMatrix, store
+from iobs.inference.product import Product
+
+
+class Settings(TypedDict, total=False):
+    """Keyword arguments of `StoredLinear` after the bias."""
+
+    dtype: torch.dtype
+    threads: int
+    most_tokens: int | None
+
+
+class StoredLinear(nn.Module):
+    """A linear layer with a stored matrix, for inference on the CPU.
+
+    Its state dict holds the stored tensors. `.to(dtype)` changes the bias and `weight.dtype`, never the stored matrix.
+
+    Args:
+        matrix: (out_features, in_features).
+        bias: (out_features), or None.
+        dtype: dtype that `weight` reports.
+        threads: number of threads of a product.
+        most_tokens: see `Product`.
+    """
+
+    def __init__(
+        self,
+        matrix: StoredMatrix,
+        bias: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        threads: int = 1,
+        most_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = matrix.rows, matrix.columns
+        self.format, self.dtype = matrix.format, dtype
+        self.threads, self.most_tokens = threads, most_tokens
+        for name, tensor in matrix.tensors.items():
+            self.register_buffer(f"stored_{name}", tensor)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        self._product: Product | None = None
+
+    @property
+    def matrix(self) -> StoredMatrix:
+        """The stored matrix; it shares the memory of the module."""
+        found = self.named_buffers(recurse=False)
+        tensors = {name.removeprefix("stored_"): one for name, one in found}
+        return StoredMatrix(self.format, self.out_features, self.in_features, tensors)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as a dense matrix, computed anew at each use: (out_features, in_features)."""
+        dense: Tensor = self.matrix.to_dense().to(self.dtype)
+        return dense
+
+    def forward(self, given: Tensor) -> Tensor:
+        """The layer's output (..., out_features).
+
+        Args:
+            given: (..., in_features), any floating dtype.
+        """
+        flat: Tensor = self._multiply(given.reshape(-1, self.in_features))
+        found = flat.view(*given.shape[:-1], self.out_features)
+        return found if self.bias is None else found + self.bias.to(found.dtype)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # numba code is opaque to the compiler
+    @torch.no_grad()
+    def _multiply(self, given: Tensor) -> Tensor:
+        if self._product is None:
+            self._product = Product(self.matrix, threads=self.threads, most_tokens=self.most_tokens)
+        return self._product(given)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLinear:
+        """Apply `.to(...)` to the bias alone.
+
+        Raises:
+            ProblemError: the module would move to another device than the CPU.
+        """
+        probe = fn(torch.zeros((), dtype=self.dtype))
+        if probe.device.type != "cpu":
+            raise ProblemError(
+                f"A stored matrix computes on the CPU only; move the model to {probe.device.type} before "
+                "iobs.accelerate, or keep it on the CPU."
+            )
+        if probe.is_floating_point():
+            self.dtype = probe.dtype
+        if self.bias is not None:
+            self.bias = nn.Parameter(fn(self.bias.data), requires_grad=False)
+        return self
+
+    def __getstate__(self) -> dict[str, object]:
+        # Addresses of the product belong to this copy of the tensors.
+        return {**self.__dict__, "_product": None}
+
+    def extra_repr(self) -> str:
+        """Shape and format."""
+        return f"{self.in_features}, {self.out_features}, format={self.format}, threads={self.threads}"
+
+
+class StoredConv(StoredLinear):
+    """A convolution of size 1 with a stored matrix, for inference on the CPU.
+
+    Args:
+        matrix: (out_channels, in_channels).
+        bias: (out_channels), or None.
+        stride: of every spatial dimension.
+        settings: further arguments of `StoredLinear`.
+    """
+
+    def __init__(
+        self, matrix: StoredMatrix, bias: Tensor | None, stride: tuple[int, ...], **settings: Unpack[Settings]
+    ) -> None:
+        super().__init__(matrix, bias, **settings)
+        self.stride = stride
+
+    def forward(self, given: Tensor) -> Tensor:
+        """The output (samples, out_channels, ...) of an input (samples, in_channels, ...)."""
+        for dimension, stride in enumerate(self.stride, start=2):
+            given = given[(slice(None),) * dimension + (slice(None, None, stride),)]
+        return super().forward(given.movedim(1, -1)).movedim(-1, 1)
+
+
+def can_store(module: nn.Module) -> bool:
+    """Check that a module has a stored form: a linear layer, or a convolution of size 1 without groups or padding."""
+    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return type(module) is nn.Linear
+    single = set(module.kernel_size) == {1} and module.groups == 1
+    return single and not isinstance(module.padding, str) and set(module.padding) == {0}
+
+
+def matrix_of(module: nn.Module) -> Tensor:
+    """The weight of a linear layer or a convolution of size 1 as a matrix (rows, columns)."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight.detach().flatten(1)
+
+
+def stored(module: nn.Module, name: FormatName, threads: int = 1, most_tokens: int | None = None) -> StoredLinear:
+    """The stored form of a module, see `can_store`.
+
+    Args:
+        module: the dense module.
+        name: a format.
+        threads: number of threads of a product.
+        most_tokens: see `Product`.
+    """
+    weight = matrix_of(module)
+    matrix = store(weight, name)
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    settings: Settings = {"dtype": weight.dtype, "threads": threads, "most_tokens": most_tokens}
+    if isinstance(module, nn.Linear):
+        return StoredLinear(matrix, bias, **settings)
+    return StoredConv(matrix, bias, module.stride, **settings)  # type: ignore[arg-type]

@@ -1,0 +1,188 @@
+"""The product of a stored matrix with activations, by the fastest form that this CPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from iobs.inference import cpu
+from iobs.inference.formats import StoredMatrix, blocks_of
+
+if TYPE_CHECKING:
+    from iobs.inference.kernels_avx512 import Addresses
+
+_MOST_TOKENS: dict[cpu.Level, int] = {"avx512": 16, "avx2": 4, "none": 0}  # more are multiplied with unpacked rows
+_LARGEST_TILE = {True: 8, False: 16}  # sums of integers take registers beside the sums of their scaled values
+_TILE_ROWS = 512  # rows that are unpacked at a time
+_COLUMNS_A_BLOCK = 64
+Kernels = Mapping[str, Callable[..., None]]
+
+
+class Product:
+    """Multiplies activations by one stored matrix.
+
+    Args:
+        matrix: the stored matrix; one of unknown origin must pass `formats.require_valid` first.
+        level: instruction set; "none" uses torch alone.
+        threads: number of threads that share the rows.
+        most_tokens: with more tokens, rows are unpacked and multiplied by torch. None: 16 with AVX-512, 4 with AVX2.
+    """
+
+    def __init__(
+        self,
+        matrix: StoredMatrix,
+        level: cpu.Level | None = None,
+        threads: int = 1,
+        most_tokens: int | None = None,
+    ) -> None:
+        self.matrix, self.threads = matrix, threads
+        self.level = cpu.level() if level is None else level
+        self.most_tokens = _MOST_TOKENS[self.level] if most_tokens is None else most_tokens
+        found = _kernels(self.level)
+        self._kernel: Callable[..., None] | None = found[0].get(matrix.format)
+        self._unpack: Callable[..., None] | None = found[1].get(matrix.format)
+        if self._kernel is not None:
+            self._addresses, self._kept = addresses_of(matrix, self.level)
+
+    def __call__(self, given: Tensor) -> Tensor:
+        """The product (tokens, rows), in the dtype of the activations.
+
+        Args:
+            given: activations (tokens, columns), of any floating dtype, on the CPU.
+        """
+        count = len(given)
+        if self._kernel is None or not 0 < count <= self.most_tokens:
+            return self._by_torch(given)
+        found, values = torch.empty(count, self.matrix.rows), given.float().contiguous()
+        step = _LARGEST_TILE[self.matrix.quantised]
+        for start in range(0, count, step):
+            self._by_kernel(values[start : start + step], found[start : start + step])
+        return found.to(given.dtype)
+
+    def _by_torch(self, given: Tensor) -> Tensor:
+        """Multiply by unpacked rows, some at a time, in the dtype of the activations."""
+        found = given.new_empty(len(given), self.matrix.rows)
+        for first in range(0, self.matrix.rows, _TILE_ROWS):
+            last = min(first + _TILE_ROWS, self.matrix.rows)
+            found[:, first:last] = given @ self.dense(first, last).to(given.dtype).t()
+        return found
+
+    def dense(self, first: int, last: int) -> Tensor:
+        """Rows `first` to `last` as float32, (last - first, columns)."""
+        if self._unpack is None:
+            return self.matrix.to_dense(first, last)
+        found = torch.empty(last - first, self.matrix.blocks * _COLUMNS_A_BLOCK)
+        self._unpack(self._addresses, found.data_ptr(), first, last)
+        return found[:, : self.matrix.columns]
+
+    def _by_kernel(self, given: Tensor, found: Tensor) -> None:
+        from iobs.inference import activations
+
+        assert self._kernel is not None
+        rows, values, sums = self.matrix.rows, given.numpy(), found.numpy()
+        size = _tile(len(given))
+        wide = self.matrix.blocks * _COLUMNS_A_BLOCK
+        if self.matrix.quantised:
+            codes, scales = np.empty((size, wide), np.uint8), np.empty(len(given), np.float32)
+            activations.rounded(values, codes, scales)
+            layout: NDArray[np.uint8] | NDArray[np.float32] = codes
+        else:
+            layout = reals = np.empty((size, wide), np.float32)
+            interleaved = self.level == "avx512" and self.matrix.format != "index-bf16"
+            (activations.even_then_odd if interleaved else activations.filled)(values, reals)
+        if size > len(given):  # a kernel exists for 1, 2, 4, 8 and 16 tokens: the others are zero
+            layout[len(given) :] = 0
+            sums = np.empty((size, rows), np.float32)
+        tokens = tuple(layout.ctypes.data + token * layout.strides[0] for token in range(size))
+        self._shared(tokens, sums)
+        if size > len(given):
+            found.copy_(torch.from_numpy(sums[: len(given)]))
+            sums = found.numpy()
+        if self.matrix.quantised:
+            activations.scaled(sums, scales, self.matrix.tensors["corrections"].numpy())
+
+    def _shared(self, tokens: tuple[int, ...], sums: NDArray[np.float32]) -> None:
+        """Compute the rows, in equal parts for the threads."""
+        assert self._kernel is not None
+        rows, place, stride = self.matrix.rows, sums.ctypes.data, sums.strides[0]
+        if self.threads == 1:
+            self._kernel(self._addresses, tokens, place, stride, 0, rows)
+            return
+        bounds = [rows * part // self.threads for part in range(self.threads + 1)]
+        others = [
+            _pool(self.threads - 1).submit(self._kernel, self._addresses, tokens, place, stride, first, last)
+            for first, last in pairwise(bounds[1:])
+        ]
+        self._kernel(self._addresses, tokens, place, stride, 0, bounds[1])
+        for other in others:
+            other.result()
+
+
+def round_activations(given: Tensor) -> Tensor:
+    """Activations rounded to 8 bits, as the kernels of quantised formats do: the plain form.
+
+    Args:
+        given: float32 (tokens, columns).
+    """
+    scales = given.abs().amax(1, keepdim=True) / 127
+    codes = torch.where(scales > 0, given / scales, torch.zeros(())).round()
+    return codes * scales
+
+
+def _tile(count: int) -> int:
+    """The number of tokens of the smallest kernel that takes `count` tokens."""
+    return 1 << (count - 1).bit_length()
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads that sleep between products. The pools of numba and torch spin, and would take each other's time."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="iobs-product")
+
+
+@cache
+def _kernels(level: cpu.Level) -> tuple[Kernels, Kernels]:
+    """Kernels of products and of unpacking by format."""
+    if level == "avx512":
+        from iobs.inference import kernels_avx512
+
+        return kernels_avx512.KERNELS, kernels_avx512.UNPACK
+    if level == "avx2":
+        from iobs.inference import kernels_avx2
+
+        return kernels_avx2.KERNELS, {}
+    return {}, {}
+
+
+def addresses_of(matrix: StoredMatrix, level: cpu.Level) -> tuple[Addresses, list[object]]:
+    """The addresses of the tensors of a matrix, and the objects that must live as long."""
+    from iobs.inference.kernels_avx512 import Addresses
+
+    tensors = matrix.tensors
+    kept: list[object] = [tensors]
+    places = {name: one.data_ptr() for name, one in tensors.items()}
+    levels = 0
+    if level == "avx2" and matrix.format.startswith("bitmask"):
+        levels = _table(matrix.quantised).ctypes.data
+    elif "levels" in tensors:
+        four = tensors["levels"].repeat(4)
+        kept.append(four)
+        levels = four.data_ptr()
+    at = {name: places.get(name, 0) for name in ("mask", "values", "starts", "scales", "corrections", "indices")}
+    return Addresses(levels=levels, blocks=blocks_of(matrix.columns), **at), kept
+
+
+@cache
+def _table(of_bytes: bool) -> NDArray[np.uint8]:
+    """The table of AVX2 kernels."""
+    from iobs.inference import kernels_avx2
+
+    return kernels_avx2.table_of_bytes() if of_bytes else kernels_avx2.table_of_halves()

@@ -1,0 +1,36 @@
+"""Shapes of a language model from its configuration, without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from iobs.models.output import expanded
+from iobs.models.streamed import blocks_of, skeleton
+from iobs.pruning.calibration.blocks import inside
+from iobs.pruning.cost.machines import Network
+from iobs.pruning.network.selection import select
+from iobs.pruning.store import Names
+
+
+def shapes_of(path: str | Path, include: Names = None, ignore: Names = None, depthwise: bool = False) -> Network:
+    """The shapes of the model that a config.json describes.
+
+    Args:
+        path: a directory with config.json.
+        include: names of the layers to prune; see `iobs.prune`.
+        ignore: names of the layers that stay dense.
+        depthwise: also prune depthwise convolutions.
+
+    Raises:
+        ModelError: the configuration is not of a language model with a list of blocks.
+        LayerSelectionError: a name pattern matches nothing.
+    """
+    module = skeleton(expanded(Path(path)))
+    blocks = blocks_of(module)
+    chosen = select(module, include, ignore, depthwise=depthwise, check_finite=False).layers
+    layers = [layer for layer in chosen if any(inside(layer, block.path) for block in blocks)]
+    sizes = [sum(one.numel() for one in module.get_submodule(block.path).parameters()) for block in blocks]
+    total = sum(parameter.numel() for parameter in module.parameters())
+    vocabulary = int(getattr(module.config, "vocab_size", 0))
+    dtype = next(module.parameters()).dtype
+    return Network(layers, max(sizes), total - sum(sizes), total, vocabulary, dtype.itemsize)

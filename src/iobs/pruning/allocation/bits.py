@@ -1,0 +1,225 @@
+"""Sparsity and bits of every layer under a budget of bits, from measured error curves.
+
+A layer is solved alone at every bit width and several sparsities. Its errors become effects on the model by the
+response that the allocation of sparsity uses (`response.py`), and `knapsack.py` divides the budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.budget import BITS, MOST, Budget
+from iobs.core.patterns import Pattern
+from iobs.core.quadratic import Solution
+from iobs.errors import PatternError
+from iobs.pruning.allocation.counts import Curve
+from iobs.pruning.allocation.knapsack import best_choices
+from iobs.pruning.allocation.response import Trial, common_response
+from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.gram import Statistics, relative_output_error
+from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
+from iobs.pruning.calibration.sweep import Moments, Sweep
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.report import AllocationRecord
+from iobs.pruning.samples.subsets import Samples, split
+
+SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
+
+# Measured sparsities by bits. Low sparsities cost more than they save: the mask has one bit for each entry.
+LEVELS = {2: (0.0, 0.5, 0.8), 3: (0.0, 0.5, 0.9), 4: (0.0, 0.3, 0.6, 0.9), 8: (0.0, 0.5, 0.7, 0.9)}
+_STEP = 0.05  # between the sparsities that are compared; errors between measured sparsities are interpolated
+_TRIALS = (0.6, 1.0, 1.5)  # shares of the budget; the damage of the best choice within each is measured
+_EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors and damages, besides the held-out ones
+_POSITIONS = 16  # positions per sample of a convolution
+_TOKENS = 65536  # most positions of text for curves
+_PROBE, _PROBE_TOKENS = 100, 8192  # most samples and positions of text for divergences
+_ANSWERS = 2**26  # most numbers in the stored outputs of the dense model
+
+Choice = tuple[int, int]  # bits, and number of kept entries
+
+
+@dataclass(frozen=True)
+class LayerCurves:
+    """Measurements of one layer.
+
+    Attributes:
+        curves: output errors by bits.
+        trials: errors with the damages that they cause.
+    """
+
+    curves: dict[int, Curve]
+    trials: list[Trial]
+
+
+@dataclass
+class BitPlanner:
+    """Measure a dense model, and divide a budget of bits among its layers.
+
+    Args:
+        model: the dense model; restored after every trial.
+        layers: the layers to prune.
+        chain: blocks along which the model can be run.
+        calibration: calibration samples; most give the Grams, the rest and the held-out samples measure.
+        heldout: held-out samples of the run.
+        solve: (layer, statistics, dense weight, pattern) -> solutions, one per group of the layer.
+        seed: of every random choice.
+        on_progress: called with (task, done, total).
+    """
+
+    model: nn.Module
+    layers: tuple[Layer, ...]
+    chain: list[Block]
+    calibration: Samples
+    heldout: Samples
+    solve: SolveLayer
+    seed: int
+    on_progress: Callable[[str, int, int], None] = lambda task, done, total: None
+
+    @torch.no_grad()
+    def allocate(self, budget: Budget) -> tuple[dict[Layer, Choice], list[AllocationRecord]]:
+        """Bits and kept entries of every layer that receives input, and the measurements behind them."""
+        fit, rest = split(self.calibration, _EVALUATION_SHARE, self.seed)
+        evaluation = Samples(rest.batches + self.heldout.batches, rest.numbers + self.heldout.numbers)
+        probed = evaluation if evaluation.batches else self.calibration
+        probe = answered(self.model, probed.first(_PROBE, _PROBE_TOKENS), _ANSWERS)
+        fitted, judging = (part.first(part.samples, _TOKENS) for part in (fit, evaluation))
+        moments = Moments(self.seed, _POSITIONS)
+        sweep = Sweep(self.model, fitted, judging, self.layers, self.chain, moments=moments)
+        measured: dict[Layer, LayerCurves] = {}
+        for group in sweep.groups():
+            statistics = group.statistics()
+            for layer in group.layers:
+                measured[layer] = self._measure(layer, statistics, budget, probe)
+                self.on_progress("error curves of layers on grids", len(measured), len(self.layers))
+        response = common_response([own.trials for own in measured.values() if own.trials])
+        effects = {
+            layer: {bits: response.effects(curve, own.trials) for bits, curve in own.curves.items()}
+            for layer, own in measured.items()
+        }
+        chosen = divided(budget, {layer: layer.shape for layer in measured}, effects)
+        records = [_record(layer, measured[layer], effects[layer], *chosen[layer]) for layer in measured]
+        return chosen, records
+
+    def _measure(self, layer: Layer, statistics: Statistics, budget: Budget, probe: Samples) -> LayerCurves:
+        """The error of one layer at every level, and the damage of three of them."""
+        dense = layer.read(self.model)
+        judged = statistics.heldout or statistics.calibration
+        energy = judged.energy(dense)
+        limit, points = {share: budget.bits_per_weight * share * layer.weights for share in _TRIALS}, {}
+        best: dict[float, tuple[float, Tensor]] = {}
+        for bits, levels in LEVELS.items():
+            for level in levels:
+                keep = max(1, round((1 - level) * layer.weights))
+                pattern = budget.choice(bits, keep, layer.shape)
+                weight = torch.cat([one.weight for one in self.solve(layer, statistics, dense, pattern)])
+                error = points[bits, keep] = energy * relative_output_error(judged, weight, dense)
+                for share, most in limit.items():
+                    fits = budget.cost(bits, keep, layer.shape) <= most
+                    if fits and (share not in best or error < best[share][0]):
+                        best[share] = error, weight
+        trials = {error: weight for error, weight in best.values() if error > 0}
+        damages = [Trial(error, self._damage(layer, weight, probe)) for error, weight in trials.items()]
+        curves = {}
+        for bits in LEVELS:
+            keeps = sorted(keep for own, keep in points if own == bits)
+            errors = [points[bits, keep] for keep in keeps]
+            falling = [min(errors[: place + 1]) for place in range(len(errors))]
+            curves[bits] = Curve(keeps, falling, energy)
+        return LayerCurves(curves, damages)
+
+    def _damage(self, layer: Layer, weight: Tensor, probe: Samples) -> float:
+        """KL divergence from the dense model to the model with other weights in one layer."""
+        kept = layer.read(self.model)
+        try:
+            layer.write(self.model, weight)
+            return mean_loss(self.model, probe, kl_to_answers)
+        finally:
+            layer.write(self.model, kept)
+
+
+def divided(
+    budget: Budget, shapes: dict[Layer, tuple[int, int]], effects: dict[Layer, dict[int, Curve]]
+) -> dict[Layer, Choice]:
+    """Bits and kept entries of every layer with the least sum of effects, within the budget.
+
+    Bits that the compared sparsities leave over keep further entries of layers with zeros, so that fewer bits are left
+    than one value has, unless every such layer is full.
+
+    Args:
+        budget: the bits.
+        shapes: of the layers.
+        effects: effect on the model by layer and bits.
+    """
+    total = math.floor(budget.bits_per_weight * sum(rows * columns for rows, columns in shapes.values()) + 1e-6)
+    choices = {layer: _choices(shape) for layer, shape in shapes.items()}
+    costs = [[budget.cost(bits, keep, shapes[layer]) for bits, keep in own] for layer, own in choices.items()]
+    worth = [[effects[layer][bits].at(keep) for bits, keep in own] for layer, own in choices.items()]
+    numbers = best_choices(costs, worth, total)
+    found = {layer: own[number] for (layer, own), number in zip(choices.items(), numbers, strict=True)}
+    left = total - sum(own[number] for own, number in zip(costs, numbers, strict=True))
+    return _filled(found, shapes, effects, left)
+
+
+def _filled(
+    found: dict[Layer, Choice],
+    shapes: dict[Layer, tuple[int, int]],
+    effects: dict[Layer, dict[int, Curve]],
+    left: int,
+) -> dict[Layer, Choice]:
+    """The choices with `left` more bits in kept entries, in the order of the effect that a bit removes."""
+
+    def gain(layer: Layer) -> float:
+        bits, keep = found[layer]
+        more = min(keep + max(1, left // bits), math.prod(shapes[layer]) - 1)
+        curve = effects[layer][bits]
+        return (curve.at(keep) - curve.at(more)) / max(1, (more - keep) * bits)
+
+    for layer in sorted(found, key=gain, reverse=True):
+        bits, keep = found[layer]
+        most = math.prod(shapes[layer])
+        if keep < most:
+            more = max(0, min(left // bits, most - 1 - keep))
+            found[layer] = bits, keep + more
+            left -= more * bits
+    return found
+
+
+def _choices(shape: tuple[int, int]) -> list[Choice]:
+    """All bits, with all entries or a compared sparsity."""
+    weights = math.prod(shape)
+    sparsities = [number * _STEP for number in range(1, round(MOST / _STEP) + 1)]
+    keeps = [weights, *(max(1, round((1 - sparsity) * weights)) for sparsity in sparsities)]
+    fewest = {bits: (1 - levels[-1]) * weights - 1 for bits, levels in LEVELS.items()}
+    return [(bits, keep) for bits in BITS for keep in dict.fromkeys(keeps) if keep >= fewest[bits]]
+
+
+def require_budget(budget: Budget, shapes: Sequence[tuple[int, int]]) -> None:
+    """Check that a budget is enough for the cheapest choices of all layers.
+
+    Raises:
+        PatternError: it is not; names the least budget.
+    """
+    weights = sum(math.prod(shape) for shape in shapes)
+    least = sum(min(budget.cost(bits, keep, shape) for bits, keep in _choices(shape)) for shape in shapes)
+    if least > budget.bits_per_weight * weights:
+        raise PatternError(
+            f"These layers need at least {least / weights:.3f} bits a weight with their masks and scales, the budget "
+            f"is {budget.bits_per_weight:g}; raise it, or give a larger group."
+        )
+
+
+def _record(layer: Layer, own: LayerCurves, effects: dict[int, Curve], bits: int, keep: int) -> AllocationRecord:
+    curve = own.curves[bits]
+    return AllocationRecord(
+        name=layer.name,
+        shape=layer.shape,
+        sparsities=[1 - count / layer.weights for count in curve.keeps],
+        errors=[error / max(curve.energy, 1e-30) for error in curve.errors],
+        effects=effects[bits].errors,
+        chosen=1 - keep / layer.weights,
+    )

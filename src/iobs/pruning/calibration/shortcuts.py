@@ -1,0 +1,141 @@
+"""Shortcuts through a block: modules that need not run again once the input of one layer is known.
+
+After q, k and v are pruned, attention is computed once, up to the input of the output projection. The layers behind it
+need only this input: the attention module returns the output projection of it, and computes nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from iobs.pruning.calibration.blocks import Call, hidden_of, with_hidden
+from iobs.pruning.network.layers import Layer
+
+
+@dataclass(frozen=True)
+class Shortcut:
+    """A module whose output follows from the input of one layer.
+
+    Args:
+        path: of the module.
+        layer: the layer.
+        applied: True: the module's hidden state is the output of the layer; False: it is the layer's input.
+        rest: entries that the module returns after the hidden state, as in `Block`.
+    """
+
+    path: str
+    layer: Layer
+    applied: bool
+    rest: tuple[object, ...] | None
+
+
+@dataclass
+class Shortcuts:
+    """The shortcuts of one block, and the inputs of their layers as far as they are known.
+
+    Args:
+        found: the shortcuts.
+        keep: (position of a shortcut, index of a batch, input) -> the tensor to store.
+        fetch: a stored tensor -> a copy of it on the device of the model.
+
+    Attributes:
+        known: inputs by layer and index of the batch.
+    """
+
+    found: list[Shortcut]
+    keep: Callable[[int, int, Tensor], Tensor]
+    fetch: Callable[[Tensor], Tensor] = Tensor.clone
+    known: dict[tuple[Layer, int], Tensor] = field(default_factory=dict, init=False)
+
+    def note(self, layers: Sequence[Layer], index: int, value: Tensor, hidden: Tensor) -> None:
+        """Store the common input of layers on a batch, if a shortcut needs it.
+
+        An input is not stored if it takes more memory than the hidden state, or has another dtype.
+        """
+        if value.numel() > hidden.numel() or value.dtype != hidden.dtype:
+            return
+        for place, shortcut in enumerate(self.found):
+            if shortcut.layer in layers:
+                self.known[shortcut.layer, index] = self.keep(place, index, value)
+
+    @contextmanager
+    def taken(self, model: nn.Module, index: int) -> Iterator[None]:
+        """Replace the forward of modules by their shortcuts on a batch; restored on exit."""
+        ready = [one for one in self.found if (one.layer, index) in self.known]
+        modules = [model.get_submodule(one.path) for one in ready]
+        own = [vars(module).get("forward") for module in modules]  # set on the instance by an adapter or a user
+        for module, shortcut in zip(modules, ready, strict=True):
+            module.forward = self._forward(model, shortcut, self.known[shortcut.layer, index])
+        try:
+            yield
+        finally:
+            for module, forward in zip(modules, own, strict=True):
+                if forward is None:
+                    del module.forward
+                else:
+                    module.forward = forward
+
+    def _forward(self, model: nn.Module, shortcut: Shortcut, known: Tensor) -> Callable[..., object]:
+        def forward(*_: object, **__: object) -> object:
+            found = self.fetch(known)  # a copy, since the model may change the tensor in place
+            if shortcut.applied:
+                found = model.get_submodule(shortcut.layer.path)(found)
+            return with_hidden(found, shortcut.rest)
+
+        return forward
+
+
+def find_shortcuts(model: nn.Module, calls: Sequence[Call], block: str, layers: Sequence[Layer]) -> list[Shortcut]:
+    """The shortcuts of a block, from the module calls of one run: at most one per layer, the outermost module.
+
+    A module qualifies if it holds another matrix than that of the layer, and every layer inside it has been called once
+    before the end of the shortcut. So all these layers are pruned when the input of the shortcut's layer is known.
+
+    Args:
+        model: the model.
+        calls: module calls of one run of the block.
+        block: path of the block.
+        layers: layers that are pruned in this block.
+    """
+    counts = Counter(call.path for call in calls)
+    once = {call.path: call for call in calls if counts[call.path] == 1}
+    inner = [call for call in once.values() if call.path.startswith(f"{block}.") and call.output is not None]
+    found: dict[str, Shortcut] = {}
+    for layer in layers:
+        own = once.get(layer.path)
+        if own is None or not layer.is_called or layer.expert is not None:
+            continue
+        outer: Call | None = None
+        for call in inner:
+            applied = layer.path.startswith(f"{call.path}.") and call.output == own.output
+            given = call.ended < own.began and any(value == call.output for _, value in own.arguments[:1])
+            if not (applied or given) or not _holds_more(model, call.path, layer):
+                continue
+            inside = [one for one in layers if one.path.startswith(f"{call.path}.") or one.path == call.path]
+            if any(one.path not in once or once[one.path].began > own.began for one in inside):
+                continue
+            if outer is None or call.began < outer.began:
+                outer = call
+        if outer is not None:
+            applied = layer.path.startswith(f"{outer.path}.")
+            found.setdefault(outer.path, Shortcut(outer.path, layer, applied, outer.rest))
+    return [*found.values()]
+
+
+def _holds_more(model: nn.Module, path: str, layer: Layer) -> bool:
+    """Check that a module holds a matrix besides that of a layer; without one a shortcut saves nothing."""
+    own = model.get_parameter(layer.key)
+    return any(value.ndim > 1 and value is not own for value in model.get_submodule(path).parameters())
+
+
+@torch.no_grad()
+def same_output(given: object, expected: object) -> bool:
+    """Check that two outputs of a block have the same hidden state, bit for bit."""
+    one, other = hidden_of(given), hidden_of(expected)
+    return one is not None and other is not None and torch.equal(one, other)

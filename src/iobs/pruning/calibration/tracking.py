@@ -1,0 +1,197 @@
+"""Tracking of parameters through a forward pass: the entries of a parameter that a tensor consists of.
+
+Views of a parameter share its storage, so that the offset and the strides tell the entries. Copies do not, such as the
+result of `cat`, `contiguous` or a change of dtype. For a copy the same function is applied to an int64 tensor with the
+numbers of the parameters' entries.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from iobs.pruning.network.layers import Axes, View
+
+_FOREIGN = -1  # number of an entry that comes from no parameter
+_MATRICES = 4096  # most matrices in a stack that are looked at
+_SAME = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"})
+_MOVED = frozenset(
+    {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "reshape", "flatten", "__getitem__"}
+    | {"index_select", "repeat_interleave", "repeat", "tile", "roll", "flip", "gather", "tensor_split", "reshape_as"}
+)
+
+
+class Tracker:
+    """The parameters of a model by their place in memory, and the copies of their entries in one forward pass.
+
+    Args:
+        parameters: by full name; only contiguous ones are tracked.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self._homes: dict[int, list[tuple[int, int, str, int]]] = {}  # by storage: begin, end, name, first number
+        self._numbers: list[tuple[int, str, int]] = []  # first number, name, entries
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by storage: the copy, and the numbers in its storage
+        total = 0
+        for name, parameter in parameters.items():
+            if parameter.is_contiguous() and parameter.numel() and (place := _storage(parameter)):
+                begin = int(parameter.storage_offset())
+                self._homes.setdefault(place, []).append((begin, begin + parameter.numel(), name, total))
+                self._numbers.append((total, name, parameter.numel()))
+                total += parameter.numel()
+
+    def holds(self, value: object) -> bool:
+        """Check that a tensor shares the memory of a tracked parameter or of a copy of its entries."""
+        if not isinstance(value, Tensor) or not self._homes:
+            return False
+        place = _storage(value)
+        return place in self._homes or place in self._copies
+
+    def follow(self, name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: object) -> None:
+        """Number the entries of the result of a function that copies entries of parameters."""
+        results = [result] if isinstance(result, Tensor) else []
+        if not results or name not in _SAME | _MOVED or self.holds(result):
+            return
+        if not any(self.holds(value) for value in _tensors((args, kwargs))):
+            return
+        try:
+            if name in _SAME:
+                numbers = self._numbered(args[0])
+            else:
+                numbers = func(*_replaced(args, self._numbered), **_replaced(kwargs, self._numbered))
+        except (RuntimeError, TypeError, IndexError):
+            return
+        for value in results:
+            if (place := _storage(value)) and numbers.shape == value.shape:
+                size = value.untyped_storage().nbytes() // value.element_size()
+                whole = torch.full((size,), _FOREIGN, dtype=torch.int64, device=value.device)
+                whole.as_strided(value.shape, value.stride(), value.storage_offset()).copy_(numbers)
+                self._copies[place] = value, whole
+
+    def _numbered(self, value: Tensor) -> Tensor:
+        """The numbers of a tensor's entries; tensors of integers, such as indices, are returned themselves."""
+        if not value.is_floating_point():
+            return value
+        place = _storage(value)
+        if place in self._copies:
+            return self._copies[place][1].as_strided(value.shape, value.stride(), value.storage_offset())
+        numbers = torch.full(value.shape, _FOREIGN, dtype=torch.int64, device=value.device)
+        for begin, end, _, first in self._homes.get(place or 0, ()):
+            if begin <= value.storage_offset() < end:
+                numbers = torch.full_like(numbers, int(value.storage_offset()) - begin + first)
+                for axis, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
+                    steps = torch.arange(size, device=value.device) * stride
+                    numbers += steps.view(-1, *[1] * (value.ndim - axis - 1))
+        return numbers
+
+    def matrices(
+        self, factor: Tensor, batch: int, rows: int
+    ) -> Iterator[tuple[tuple[int, ...], str, View, tuple[int, int]]]:
+        """The matrices of parameters that a factor (*batch, *rows, *columns) of a product consists of.
+
+        Yields:
+            The position in the batch dimensions, the name of the parameter, the view of it, and the range of the
+            factor's columns that it multiplies.
+        """
+        place, sizes = _storage(factor), factor.shape[:batch]
+        if sizes.numel() > _MATRICES:
+            return
+        for index in itertools.product(*map(range, sizes)):
+            matrix = factor[index] if index else factor
+            if place in self._copies:
+                numbers = self._numbered(matrix).flatten(rows).flatten(0, rows - 1)
+                yield from ((index, *found) for found in self._blocks(numbers))
+                continue
+            for begin, end, name, _ in self._homes[place or 0]:
+                axes = [*zip(matrix.shape, matrix.stride(), strict=True)]
+                offset = int(matrix.storage_offset()) - begin
+                last = offset + sum((size - 1) * stride for size, stride in axes)
+                if offset >= 0 and last < end - begin and all(stride for size, stride in axes if size > 1):
+                    view = View(offset, _joined(axes[:rows]), _joined(axes[rows:]))
+                    yield index, name, view, (0, view.shape[1])
+
+    def _blocks(self, numbers: Tensor) -> Iterator[tuple[str, View, tuple[int, int]]]:
+        """The blocks of a matrix of numbers (rows, columns) that are views of one parameter each."""
+        starts = torch.tensor([first for first, _, _ in self._numbers], device=numbers.device)
+        owners = torch.where(numbers < 0, _FOREIGN, torch.searchsorted(starts, numbers, right=True) - 1)
+        for top, bottom in _runs(owners[:, 0]):
+            for left, right in _runs(owners[top]):
+                owner = int(owners[top, left])
+                block = numbers[top:bottom, left:right]
+                if owner == _FOREIGN or not bool((owners[top:bottom, left:right] == owner).all()):
+                    continue
+                first, name, _ = self._numbers[owner]
+                down, across = _axes(block[:, 0] - block[0, 0]), _axes(block[0] - block[0, 0])
+                if down is None or across is None:
+                    continue
+                step = (block[:, :1] - block[0, 0]) + (block[:1] - block[0, 0]) + block[0, 0]
+                if bool((step == block).all()):
+                    yield name, View(int(block[0, 0]) - first, down, across), (left, right)
+
+
+def _storage(value: Tensor) -> int | None:
+    """The address of a tensor's memory; None if it has none of its own."""
+    try:
+        return value.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a tensor inside vmap
+        return None
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors([*value.values()])
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _replaced(one, change) for name, one in value.items()}
+    return type(value)([_replaced(one, change) for one in value]) if type(value) in (tuple, list) else value
+
+
+def _joined(axes: list[tuple[int, int]]) -> Axes:
+    """Dimensions with those joined that can be flattened without a copy, and without dimensions of size 1."""
+    found: list[tuple[int, int]] = []
+    for size, stride in axes:
+        if size == 1:
+            continue
+        if found and found[-1][1] == size * stride:
+            found[-1] = found[-1][0] * size, stride
+        else:
+            found.append((size, stride))
+    return tuple(found) or ((1, 1),)
+
+
+def _runs(values: Tensor) -> Iterator[tuple[int, int]]:
+    """The ranges of equal consecutive values."""
+    ends = [*(torch.nonzero(values[1:] != values[:-1]).flatten() + 1).tolist(), len(values)]
+    yield from zip([0, *ends[:-1]], ends, strict=True)
+
+
+def _axes(steps: Tensor) -> Axes | None:
+    """The dimensions whose flattened positions are these numbers, which begin with 0; None if there are none."""
+    axes: list[tuple[int, int]] = []
+    left = steps
+    while len(left) > 1:
+        stride = int(left[1])
+        even = left == torch.arange(len(left), device=left.device) * stride
+        size = len(left) if bool(even.all()) else int(torch.nonzero(~even)[0])
+        if stride <= 0 or len(left) % size:
+            return None
+        axes.append((size, stride))
+        left = left[::size]
+    axes.reverse()
+    built = torch.zeros(1, dtype=torch.int64, device=steps.device)
+    for size, stride in axes:
+        built = (built[:, None] + torch.arange(size, device=steps.device) * stride).flatten()
+    return _joined(axes) if bool((built == steps).all()) else None

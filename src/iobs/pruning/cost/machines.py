@@ -1,0 +1,114 @@
+"""Memory and time of a run on machines that are not here, from the shapes of a network and stated rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from iobs.pruning.cost.memory_plan import Sizes, held_blocks, peaks
+from iobs.pruning.cost.phases import STEP_TOKENS, Matrix, Rates, Work, phases
+from iobs.pruning.recipe import Recipe
+
+_ROOM = 0.95  # share of the device's memory that a run can use
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One or several equal GPUs.
+
+    Args:
+        name: of the GPU.
+        memory: bytes of one GPU.
+        rates: of one GPU.
+        count: number of GPUs.
+    """
+
+    name: str
+    memory: int
+    rates: Rates
+    count: int = 1
+
+
+def _gpu(name: str, gigabytes: int, product: float, solve: float, transfer: float) -> Machine:
+    """A GPU at half of its vendor's figures: products in 16 bits and in float32 (TFLOP/s), and the bus (GB/s)."""
+    return Machine(name, gigabytes * 10**9, Rates(product / 2 * 1e12, solve / 2 * 1e12, transfer / 2 * 1e9))
+
+
+GPUS = (
+    _gpu("16 GB (T4)", 16, 65, 8.1, 16),
+    _gpu("24 GB (RTX 4090)", 24, 165, 82.6, 32),
+    _gpu("80 GB (H100 SXM)", 80, 989, 67, 64),
+)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The shapes of a network of blocks.
+
+    Args:
+        layers: matrices to prune.
+        block: number of weights in the largest block.
+        outside: number of weights outside the blocks.
+        weights: number of all weights.
+        vocabulary: number of outputs.
+        itemsize: bytes of a stored weight.
+    """
+
+    layers: Sequence[Matrix]
+    block: int
+    outside: int
+    weights: int
+    vocabulary: int
+    itemsize: int = 2
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory and time of a run on a machine.
+
+    Attributes:
+        machine: the machine.
+        peak_bytes: peak memory of one GPU, by phase, without the hidden states.
+        streams_bytes: hidden states between blocks, and parameters that steps of the whole network change, per rank.
+        phases: seconds by phase.
+    """
+
+    machine: Machine
+    peak_bytes: dict[str, int]
+    streams_bytes: int
+    phases: dict[str, float]
+
+    @property
+    def fits(self) -> bool:
+        """True if every phase fits into the memory of a GPU."""
+        return max(self.peak_bytes.values()) <= _ROOM * self.machine.memory
+
+    @property
+    def streams(self) -> str:
+        """Place of the hidden states: on the device if they fit there beside the rest."""
+        left = _ROOM * self.machine.memory - max(self.peak_bytes.values())
+        return "device" if self.streams_bytes <= left else "memory"
+
+
+def need(network: Network, recipe: Recipe, samples: int, length: int, batch: int, machine: Machine) -> Need:
+    """Predict the memory and time of a run.
+
+    Args:
+        network: the shapes.
+        recipe: how to prune.
+        samples: number of calibration samples.
+        length: tokens per sample.
+        batch: samples per forward pass.
+        machine: where it runs; the ranks share the samples.
+    """
+    held, size, fit = held_blocks(recipe), network.itemsize, recipe.blocks
+    tokens = samples * length
+    step = max(length, STEP_TOKENS)
+    at_once = step if fit is not None else batch * length
+    sizes = Sizes(network.layers, network.block, size, at_once, step, network.vocabulary)
+    outside = network.outside * size if fit is not None else 0
+    found = {name: outside + peak for name, peak in peaks(sizes, recipe, False).items()}
+    hidden = size * tokens * min(layer.shape[1] for layer in network.layers) // machine.count
+    work = Work(network.layers, tokens, size * network.weights, machine.count)
+    streams = held.streams * hidden + held.masters * work.weights
+    return Need(machine, found, streams, phases(work, recipe, machine.rates))

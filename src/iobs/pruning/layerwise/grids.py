@@ -1,0 +1,125 @@
+"""Layers whose weights lie on a grid: their solvers, their stored values, and gradient steps that keep the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.budget import Budget
+from iobs.core.grids import codes_and_scales, grid_of, over_columns, snapped
+from iobs.core.patterns import Grid, Pattern, Unstructured
+from iobs.core.quadratic import Solution
+from iobs.errors import ProblemError
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import Recipe
+from iobs.solvers import Solver
+from iobs.solvers.admm import ADMM
+from iobs.solvers.families import GRID_SOLVERS, SOLVERS
+from iobs.solvers.gridded.baselines import GPTQ
+from iobs.solvers.gridded.search import GridSearch
+
+_INSTANCES = tuple(kind for kind in GRID_SOLVERS.values() if isinstance(kind, type))
+
+
+def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
+    """Check, before any work, that a recipe can keep the grids of all patterns.
+
+    Raises:
+        ProblemError: a setting cannot keep a grid, or a solver of grids has a layer without a grid.
+    """
+    for layer, pattern in patterns.items():
+        solver = recipe.for_layer(layer.name).solver
+        if isinstance(pattern, Budget):
+            pattern = Unstructured(0.5) & Grid(4, pattern.group)
+        if grid_of(pattern) is None:
+            if isinstance(solver, str) and solver in GRID_SOLVERS.keys() - SOLVERS.keys():
+                raise ProblemError(
+                    f"The solver {solver!r} puts weights on a grid, and the pattern {pattern} of {layer.name!r} has "
+                    "none; give a pattern & iobs.Grid(4)."
+                )
+            continue
+        _require_grid_solver(solver, pattern)
+        wrong = {"refine": recipe.refine is not None, "keep_zeros": recipe.keep_zeros}
+        names = ", ".join(name for name, given in wrong.items() if given)
+        if names:
+            raise ProblemError(
+                f"{names}: cannot keep weights on a grid yet. Leave it out, or prune without a grid; the recipes "
+                '"one-shot", "fast" and "best" keep grids.'
+            )
+
+
+def _require_grid_solver(solver: object, pattern: Pattern) -> None:
+    """Check that a solver puts the weights of a pattern on its grid."""
+    known = solver in GRID_SOLVERS if isinstance(solver, str) else isinstance(solver, (*_INSTANCES, ADMM))
+    if not known:
+        names = ", ".join(f'"{name}"' for name in GRID_SOLVERS)
+        raise ProblemError(f"The solver {solver!r} cannot put weights on the grid of {pattern}; give one of {names}.")
+    if not isinstance(pattern, Grid) and (solver == "gptq" or isinstance(solver, GPTQ)):
+        raise ProblemError(f'GPTQ rounds dense weights: use "sparsegpt" for the pattern {pattern}.')
+
+
+def solver_for(solver: str | Solver, pattern: Pattern) -> str | Solver:
+    """The solver of a recipe, as it solves a pattern: on a grid `ADMM` becomes the search with its budget."""
+    if isinstance(solver, ADMM) and grid_of(pattern) is not None:
+        return GridSearch(solver.budget)
+    return solver
+
+
+def stored_weight(solution: Solution, pattern: Pattern, dtype: torch.dtype) -> Tensor:
+    """The weights of a solution as they are stored: on a grid, codes times scales of 16 bits in the dtype."""
+    grid = grid_of(pattern)
+    if grid is None:
+        return solution.weight
+    return snapped(solution.weight, solution.stats["scales"], grid, dtype)
+
+
+def free_zeros(masks: dict[str, Tensor], patterns: Mapping[Layer, Pattern]) -> dict[str, Tensor]:
+    """Masks of gradient steps in which all entries of dense grids may change: a zero there is one code of many.
+
+    Args:
+        masks: by parameter; changed in place.
+        patterns: of every layer.
+    """
+    for layer, pattern in patterns.items():
+        if isinstance(pattern, Grid) and layer.key in masks:
+            layer.write_into(masks[layer.key], torch.ones(layer.shape, dtype=torch.bool))
+    return masks
+
+
+def rounding_of(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> GridRounding | None:
+    """The rounding of gradient steps to the grids of some layers, on which their weights lie; None without grids."""
+    on_grids = any(grid_of(pattern) is not None for pattern in patterns.values())
+    return GridRounding(model, patterns) if on_grids else None
+
+
+class GridRounding:
+    """Rounding of trained parameters to the grids of the layers in them, with the scales of the current weights.
+
+    Gradient steps change masters, and gradients are those at the rounded values: straight-through estimation.
+
+    Args:
+        model: its weights lie on their grids.
+        patterns: of every layer; layers without a grid are not rounded.
+    """
+
+    def __init__(self, model: nn.Module, patterns: Mapping[Layer, Pattern]) -> None:
+        self._scales: dict[str, list[tuple[Layer, Grid, Tensor]]] = {}
+        for layer, pattern in patterns.items():
+            grid = grid_of(pattern)
+            if grid is not None:
+                dtype = layer.stored(model).dtype
+                _, scales = codes_and_scales(layer.read(model).to(dtype), grid)
+                self._scales.setdefault(layer.key, []).append((layer, grid, scales))
+
+    def __call__(self, name: str, master: Tensor, dtype: torch.dtype) -> Tensor:
+        """The value to store for the master of a parameter, in the dtype of the parameter."""
+        if name not in self._scales:
+            return master
+        value = master.to(dtype, copy=True)
+        for layer, grid, scales in self._scales[name]:
+            spread = over_columns(scales, grid, layer.shape[1]).to(master.device)
+            codes = (layer.matrix(master) / spread).round_().clamp_(-grid.levels, grid.levels)
+            layer.write_into(value, (codes * spread).to(dtype))
+        return value

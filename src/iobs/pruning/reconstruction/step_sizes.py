@@ -1,0 +1,28 @@
+"""Batches of the size of one gradient step of block reconstruction."""
+
+from __future__ import annotations
+
+from iobs.pruning.recipe import BlockFit
+from iobs.pruning.samples.batches import Batch, neighbours, positions, size
+from iobs.pruning.samples.subsets import Samples
+
+_TOKENS, _SAMPLES = 1024, 16  # size of a step: of text, and of other data
+
+
+def in_steps(part: Samples, fit: BlockFit) -> Samples:
+    """The samples in batches of the size of one gradient step, in the same order."""
+    found = Samples()
+    for batch, number in zip(part.batches, part.numbers, strict=True):
+        count = samples_a_step(batch, fit)
+        for start in range(0, size(batch), count):
+            found.batches.append(neighbours(batch, start, start + count))  # views: nothing is copied
+            found.numbers.append(number)
+    return found
+
+
+def samples_a_step(batch: Batch, fit: BlockFit) -> int:
+    """Number of samples of a batch in one gradient step."""
+    if fit.batch_size != "auto":
+        return fit.batch_size
+    tokens = positions(batch)
+    return max(1, _TOKENS // tokens) if tokens > 1 else _SAMPLES

@@ -1,0 +1,144 @@
+"""`iobs.accelerate` on modules and on a transformer: equal outputs to rounding, copies, state, refusals."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import iobs
+from iobs.errors import ProblemError
+from iobs.inference import choices as module
+from iobs.inference import cpu
+from iobs.inference.modules import StoredConv, StoredLinear, stored
+
+
+@pytest.fixture
+def fastest(monkeypatch):
+    """Timings are replaced: the stored form with the fewest bytes is always the fastest."""
+    if cpu.level() == "none":
+        pytest.skip("this CPU has no kernels")
+
+    def pretended(calls):
+        return {key: 1.0 if key == ("dense", 1) else 0.5 for key in calls}
+
+    monkeypatch.setattr(module, "_best_seconds", pretended)
+
+
+def network():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 128, bias=False))
+    for parameter in layers.parameters():
+        parameter.data[torch.rand_like(parameter) < 0.7] = 0
+    return layers.eval()
+
+
+@pytest.mark.parametrize(("precision", "error"), [("bf16", 5e-3), ("int8", 3e-2), ("int4", 0.2)])
+def test_outputs_stay_within_the_error_of_the_format(fastest, precision, error):
+    model, given = network(), torch.randn(3, 5, 256)
+    before = model(given)
+    found = iobs.accelerate(model, precision=precision, threads=1)
+    after = model(given)
+    assert {type(model[0]), type(model[2])} == {StoredLinear}
+    assert after.shape == before.shape
+    assert (after - before).norm() <= error * before.norm()
+    assert found.bytes_after < found.bytes_before / 2
+    assert all(name in str(found) for name in ("512 x 256", "128 x 512"))
+
+
+def test_convolutions_of_size_one_are_replaced_with_an_example(fastest):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(128, 256, 1, stride=2), nn.ReLU(), nn.Conv2d(256, 8, 3)).eval()
+    model[0].weight.data[torch.rand_like(model[0].weight) < 0.8] = 0
+    given = torch.randn(2, 128, 9, 9)
+    before = model(given)
+    assert not iobs.accelerate(copy.deepcopy(model)).choices
+    iobs.accelerate(model, given, precision="bf16")
+    assert isinstance(model[0], StoredConv)
+    assert type(model[2]) is nn.Conv2d
+    torch.testing.assert_close(model(given), before, rtol=2e-2, atol=2e-2)
+
+
+def test_copies_pickles_and_state_dicts_compute_the_same(fastest):
+    model, given = network(), torch.randn(2, 256)
+    iobs.accelerate(model)
+    wanted = model(given)
+    assert torch.equal(copy.deepcopy(model)(given), wanted)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(given), wanted)
+    other = copy.deepcopy(model)
+    for buffer in other.buffers():
+        buffer.zero_()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(given), wanted)
+
+
+def test_to_changes_the_bias_and_not_the_stored_weight(fastest):
+    model, given = network(), torch.randn(2, 256)
+    iobs.accelerate(model, precision="bf16")
+    weight = model[0].weight
+    model.to(torch.bfloat16)
+    assert model[0].bias.dtype == model[0].weight.dtype == torch.bfloat16
+    assert torch.equal(model[0].weight.float(), weight)
+    assert model(given.bfloat16()).dtype == torch.bfloat16
+
+
+def test_another_device_is_refused(fastest):
+    model = network()
+    iobs.accelerate(model)
+    with pytest.raises(ProblemError, match="on the CPU only"):
+        model.to("meta")
+
+
+def test_generation_of_a_llama_gives_the_tokens_of_its_stored_weights(fastest):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=200
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    dense = copy.deepcopy(model)
+    found = iobs.accelerate(model, precision="bf16", threads=1)
+    for choice in found.choices:
+        layer = dense.get_submodule(choice.name)
+        layer.weight.data = model.get_submodule(choice.name).weight
+    given = torch.randint(0, 200, (1, 6))
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(given, **settings), dense.generate(given, **settings))
+
+
+def test_layers_where_dense_is_faster_stay_dense(monkeypatch):
+    monkeypatch.setattr(module, "_best_seconds", lambda calls: {key: 1.0 + (key != ("dense", 1)) for key in calls})
+    model = network()
+    found = iobs.accelerate(model)
+    assert type(model[0]) is nn.Linear
+    assert {choice.format for choice in found.choices} == {"dense"}
+    assert found.bytes_after == found.bytes_before
+
+
+def test_timings_of_the_machine_name_every_candidate():
+    found = iobs.accelerate(network(), threads=1)
+    formats = set(found.choices[0].seconds)
+    assert "dense" in formats
+    assert formats == {"dense"} or {"bitmask-bf16", "bitmask-int8", "int8", "bf16"} <= formats
+
+
+def test_gradients_do_not_flow_through_stored_layers():
+    layer = stored(network()[0], "bitmask-bf16")
+    assert not layer(torch.ones(1, 256, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"precision": "int2"}, "precision"), ({"threads": 0}, "threads"), ({"threads": True}, "threads")],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ProblemError, match=message):
+        iobs.accelerate(network(), **arguments)
+
+
+def test_a_model_on_another_device_or_of_another_kind_is_refused():
+    with pytest.raises(ProblemError, match="move it"):
+        iobs.accelerate(network().to("meta"))
+    with pytest.raises(ProblemError, match="torch module"):
+        iobs.accelerate("model")

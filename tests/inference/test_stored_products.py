@@ -1,0 +1,98 @@
+"""Products by kernels equal the plain form in torch, for every format, instruction set and number of tokens."""
+
+import pytest
+import torch
+
+from iobs.inference import cpu
+from iobs.inference.formats import FORMATS, store
+from iobs.inference.kernels_avx2 import KERNELS as AVX2
+from iobs.inference.product import Product, round_activations
+
+ORDER = {"none": 0, "avx2": 1, "avx512": 2}
+LEVELS = ["none", "avx2", "avx512"]
+CASES = [(level, name) for level in LEVELS for name in FORMATS if level != "avx2" or name in AVX2]
+
+
+def require(level):
+    if ORDER[level] > ORDER[cpu.level()]:
+        pytest.skip(f"this CPU has no {level}")
+
+
+def sparse(rows, columns, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator)
+    weight[torch.rand(rows, columns, generator=generator) < 0.7] = 0
+    weight[rows // 2] = 0
+    return weight
+
+
+def plain(matrix, given, rounds):
+    """The product in float64, with activations rounded to 8 bits where the kernel rounds them."""
+    activations = round_activations(given) if matrix.quantised and rounds else given
+    return activations.double() @ matrix.to_dense().double().t()
+
+
+@pytest.mark.parametrize(("level", "name"), CASES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (6, 64), (5, 129), (20, 320)])
+def test_products_equal_the_plain_form(level, name, shape):
+    require(level)
+    matrix = store(sparse(*shape), name)
+    for tokens in (1, 2, 3, 4, 7, 16, 21):
+        product = Product(matrix, level, most_tokens=0 if level == "none" else 16)
+        given = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(tokens))
+        found, wanted = product(given), plain(matrix, given, rounds=level != "none" and tokens <= 16)
+        assert found.shape == wanted.shape
+        assert (found - wanted).abs().max() <= 2e-5 * (1 + wanted.abs().max())
+
+
+@pytest.mark.parametrize(("level", "name"), [case for case in CASES if case[0] != "none"])
+def test_threads_share_the_rows_with_the_same_bits(level, name):
+    require(level)
+    matrix = store(sparse(37, 200), name)
+    given = torch.randn(2, 200, generator=torch.Generator().manual_seed(1))
+    one = Product(matrix, level)(given)
+    for threads in (2, 3, 40):
+        assert torch.equal(Product(matrix, level, threads)(given), one)
+
+
+@pytest.mark.parametrize("name", ["bitmask-bf16", "bitmask-int8", "bitmask-int4"])
+def test_unpacked_rows_are_the_dense_rows(name):
+    require("avx512")
+    matrix = store(sparse(9, 200), name)
+    assert torch.equal(Product(matrix, "avx512").dense(2, 8), matrix.to_dense(2, 8))
+
+
+@pytest.mark.parametrize(("level", "name"), CASES)
+def test_activations_of_zero_or_no_tokens(level, name):
+    require(level)
+    product = Product(store(sparse(6, 70), name), level)
+    assert not product(torch.zeros(1, 70)).any()
+    assert product(torch.zeros(0, 70)).shape == (0, 6)
+
+
+@pytest.mark.parametrize(("level", "name"), CASES)
+def test_nan_in_activations_gives_nan_in_the_output(level, name):
+    require(level)
+    weight = sparse(6, 70) + 1  # no entry is zero
+    given = torch.ones(1, 70)
+    given[0, 3] = float("nan")
+    assert torch.isnan(Product(store(weight, name), level)(given)).all()
+
+
+def test_dtype_of_the_output_is_that_of_the_activations():
+    product = Product(store(sparse(6, 70), "bitmask-bf16"))
+    for tokens in (1, 20):
+        assert product(torch.ones(tokens, 70, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("features", "level"),
+    [
+        ({"avx512f", "avx512bw", "avx512vbmi", "avx512vbmi2", "avx512vnni", "avx2", "fma"}, "avx512"),
+        ({"avx512f", "avx2", "fma", "popcnt", "ssse3"}, "avx2"),
+        ({"avx2"}, "none"),
+        (set(), "none"),
+    ],
+)
+def test_level_follows_the_features_of_the_cpu(features, level):
+    assert cpu.level_of(frozenset(features)) == level

@@ -1,0 +1,57 @@
+"""Memory and time of a run on other machines, from a configuration without weights."""
+
+from dataclasses import replace
+
+import families
+import pytest
+
+import iobs
+from iobs.errors import ModelError
+from iobs.models.shapes import shapes_of
+from iobs.models.streamed import StreamedModel
+from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.cost.machines import GPUS, need
+from iobs.pruning.recipe import BlockFit
+
+ONE_SHOT = iobs.Recipe.preset("one-shot")
+LONG = ONE_SHOT.but(target="residual", blocks=BlockFit(network_steps=300))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_shapes_of_a_configuration_equal_those_of_the_files(directory, tmp_path):
+    store = StreamedStore(StreamedModel.open(directory), tmp_path / "out")
+    layers = store.select(None, None, False).layers
+    plan = store.plan(store.select(None, None, False), families.language_batches(), ONE_SHOT, 0.0)
+    (directory / "model.safetensors").unlink()
+    found = shapes_of(directory)
+    assert [layer.shape for layer in found.layers] == [layer.shape for layer in layers]
+    assert found.weights * found.itemsize == plan.model_bytes
+
+
+def test_configuration_of_no_language_model_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError):
+        shapes_of(tmp_path)
+
+
+def test_eight_gpus_take_less_time_and_the_same_memory(directory):
+    network = shapes_of(directory)
+    for recipe in (ONE_SHOT, LONG):
+        one, eight = (need(network, recipe, 128, 2048, 8, replace(GPUS[1], count=count)) for count in (1, 8))
+        assert one.peak_bytes == eight.peak_bytes
+        assert eight.phases["Grams"] == pytest.approx(one.phases["Grams"] / 8)
+        assert one.phases["solves"] / 8 <= eight.phases["solves"] < one.phases["solves"]
+        assert sum(eight.phases.values()) < sum(one.phases.values())
+
+
+def test_network_that_is_too_large_for_a_gpu_does_not_fit(directory):
+    small = need(shapes_of(directory), LONG, 128, 2048, 8, GPUS[0])
+    assert small.fits
+    assert small.streams == "device"
+    large = replace(GPUS[0], memory=max(small.peak_bytes.values()))
+    assert not need(shapes_of(directory), LONG, 128, 2048, 8, large).fits

@@ -1,0 +1,102 @@
+"""Hidden states on the device, in main memory or in files, and calibration batches that are read one at a time."""
+
+import weakref
+
+import families
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import iobs
+from iobs.errors import OutputError, ProblemError
+from iobs.models.spill import Room, Storage, chosen
+from iobs.models.streamed import StreamedModel
+from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.recipe import BlockFit
+
+STEPS = BlockFit(masks=2, steps=2, between=1, lr=1e-3, network_steps=2, network_lr=1e-4)
+
+
+def pruned(folder, data, streams="auto", **options):
+    with StreamedStore.open(folder / "model", folder / streams, streams=streams) as store:
+        iobs.prune(store, data, 0.5, "one-shot", solver="sparsegpt", **options)
+        place = store._storage.place
+    return place, load_file(folder / streams / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("place", "on_cpu", "room", "found"),
+    [
+        ("auto", True, Room(0, 0, 0), "disk"),
+        ("auto", False, Room(100, 0, 0), "device"),
+        ("auto", False, Room(99, 100, 0), "memory"),
+        ("auto", False, Room(99, 99, 100), "disk"),
+        ("device", False, Room(0, 0, 0), "device"),
+        ("memory", True, Room(0, 0, 0), "memory"),
+    ],
+)
+def test_place_of_streams_is_the_first_with_room(place, on_cpu, room, found):
+    assert chosen(place, on_cpu, 100, room) == found
+
+
+def test_streams_without_room_or_with_an_unknown_place_are_refused():
+    with pytest.raises(OutputError, match="give fewer samples"):
+        chosen("auto", False, 100, Room(99, 99, 99))
+    with pytest.raises(ProblemError, match='"auto", "device", "memory" or "disk"'):
+        chosen("tape", True, 0, Room(0, 0, 0))
+
+
+def test_storage_overwrites_a_tensor_of_the_same_name(tmp_path):
+    for place in ("memory", "disk"):
+        storage = Storage(place, torch.device("cpu"), tmp_path)
+        first = storage.keep("0", torch.ones(3, 4, dtype=torch.bfloat16))
+        second = storage.keep("0", torch.zeros(3, 4, dtype=torch.bfloat16))
+        assert torch.equal(first, second)
+        assert storage.fetch(second).data_ptr() != second.data_ptr()
+        assert storage.keep("0", torch.ones(5)).tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("blocks", [None, STEPS], ids=["layers", "blocks"])
+def test_weights_do_not_depend_on_the_place_of_streams(tmp_path, blocks):
+    families.saved("llama", tmp_path / "model")
+    data = families.language_batches(count=4)
+    options = {"target": "residual", "blocks": blocks, "holdout": 0.25}
+    places, weights = zip(*(pruned(tmp_path, data, place, **options) for place in ("auto", "memory")), strict=True)
+    assert places == ("disk", "memory")
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_batches_of_an_iterator_are_in_memory_one_at_a_time(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    data, alive, most = families.language_batches(count=12), weakref.WeakSet(), 0
+
+    def read():
+        nonlocal most
+        for batch in data:
+            ids = batch["input_ids"].clone()
+            alive.add(ids)
+            most = max(most, len(alive))
+            yield {"input_ids": ids}
+            del ids
+
+    _, lazily = pruned(tmp_path, read(), "auto", holdout=0.0)
+    assert most <= 2  # the batch that was read, and the one before it until its name is bound again
+    _, collected = pruned(tmp_path, data, "disk", holdout=0.0)
+    assert all(torch.equal(value, collected[name]) for name, value in lazily.items())
+
+
+def test_plan_names_the_place_of_streams(tmp_path):
+    families.saved("llama", tmp_path / "model")
+    data = families.language_batches()
+    plans = {}
+    for place in ("auto", "memory"):
+        store = StreamedStore(StreamedModel.open(tmp_path / "model"), tmp_path / place, place)
+        recipe = iobs.Recipe.preset("one-shot").but(target="residual", blocks=STEPS)
+        plans[place] = store.plan(store.select(None, None, False), data, recipe, 0.0)
+    disk, memory = plans["auto"], plans["memory"]
+    assert (disk.streams, memory.streams) == ("disk", "memory")
+    assert disk.spilled_bytes == disk.streams_bytes == memory.streams_bytes
+    assert memory.spilled_bytes == 0
+    assert memory.peak_bytes >= memory.streams_bytes
+    assert {"solves", "steps of blocks", "steps of the network"} <= disk.phases.keys()
+    assert disk.seconds == pytest.approx(sum(disk.phases.values()))

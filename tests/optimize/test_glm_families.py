@@ -1,0 +1,217 @@
+"""Families of generalised linear models and Cox regression: derivatives, and agreement with statsmodels."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from iobs.errors import ProblemError
+from iobs.optimize.minimize import minimize
+from iobs.optimize.objectives import Cox, Gamma, LeastSquares, Logistic, NegativeBinomial, Poisson, Tweedie
+from iobs.optimize.refit.newton import refit
+from iobs.optimize.search.path import information, standard_errors
+
+_N, _D = 120, 6
+_SUPPORT = np.array([0, 2, 3])
+_FAMILIES = {
+    "squared": (LeastSquares, {}),
+    "logistic": (Logistic, {}),
+    "poisson": (Poisson, {}),
+    "gamma": (Gamma, {}),
+    "tweedie": (Tweedie, {"power": 1.4}),
+    "negative binomial": (NegativeBinomial, {"alpha": 0.7}),
+}
+
+
+def _data(family, rng):
+    """(X, y, offset, integer weights) drawn from the family."""
+    X = rng.standard_normal((_N, _D)) + 0.5 * rng.standard_normal((_N, 1))
+    offset = 0.3 * rng.standard_normal(_N)
+    mean = np.exp(0.3 + 0.5 * X[:, 0] - 0.4 * X[:, 3] + offset)
+    y = {
+        "squared": lambda: np.log(mean) + rng.standard_normal(_N),
+        "logistic": lambda: (rng.random(_N) < mean / (1 + mean)).astype(float),
+        "poisson": lambda: rng.poisson(mean).astype(float),
+        "gamma": lambda: rng.gamma(2.0, mean / 2),
+        "tweedie": lambda: rng.poisson(mean) * rng.gamma(2.0, 0.5, _N),
+        "negative binomial": lambda: rng.poisson(rng.gamma(1 / 0.7, 0.7 * mean)).astype(float),
+    }[family]()
+    return X, y, offset, rng.integers(1, 4, _N).astype(float)
+
+
+def _statsmodels_family(sm, family):
+    log = sm.families.links.Log()
+    return {
+        "squared": lambda: sm.families.Gaussian(),
+        "logistic": lambda: sm.families.Binomial(),
+        "poisson": lambda: sm.families.Poisson(),
+        "gamma": lambda: sm.families.Gamma(link=log),
+        "tweedie": lambda: sm.families.Tweedie(link=log, var_power=1.4),
+        "negative binomial": lambda: sm.families.NegativeBinomial(link=log, alpha=0.7),
+    }[family]()
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["equal weights", "weights"])
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_fit_on_the_support_agrees_with_statsmodels(family, weighted, rng):
+    sm = pytest.importorskip("statsmodels.api")
+    X, y, offset, weights = _data(family, rng)
+    kind, options = _FAMILIES[family]
+    objective = kind(X, y, intercept=True, offset=offset, sample_weight=weights if weighted else None, **options)
+    support = _SUPPORT if family == "squared" else np.append(_SUPPORT, _D)
+    fit = refit(objective, support)
+    model = sm.GLM(
+        y,
+        sm.add_constant(X[:, _SUPPORT]),
+        family=_statsmodels_family(sm, family),
+        offset=offset,
+        freq_weights=weights if weighted else None,
+    ).fit(tol=1e-13, maxiter=200)
+    coefficients, intercept = objective.split(fit.theta)
+    assert np.allclose([intercept, *coefficients[_SUPPORT]], model.params, rtol=1e-6, atol=1e-8)
+    assert 2 * fit.value == pytest.approx(model.deviance, rel=1e-6)
+    errors = standard_errors(objective, fit, float(weights.sum()) if weighted else _N, True)
+    assert np.allclose(errors.errors[: _SUPPORT.size], model.bse[1:], rtol=1e-6)
+    assert errors.noise**2 == pytest.approx(model.scale, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_derivatives_agree_with_differences(family, rng):
+    X, y, offset, weights = _data(family, rng)
+    kind, options = _FAMILIES[family]
+    _check_derivatives(kind(X, y, offset=offset, sample_weight=weights, ridge=0.1, intercept=True, **options), rng)
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_minimize_finds_the_drawn_columns_with_an_offset(family, rng):
+    X, y, offset, _ = _data(family, np.random.default_rng(3))
+    kind, options = _FAMILIES[family]
+    found = minimize(kind(X, y, intercept=True, offset=offset, **options), 2)
+    assert found.support.tolist() == [0, 3]
+
+
+def test_poisson_offset_is_the_log_of_the_exposure(rng):
+    X, exposure = rng.standard_normal((80, 3)), rng.integers(1, 9, 80).astype(float)
+    y = rng.poisson(exposure * np.exp(0.5 * X[:, 0])).astype(float)
+    counts = minimize(Poisson(X, y, intercept=True, offset=np.log(exposure)), 2)
+    rates = minimize(Poisson(X, y / exposure, intercept=True, sample_weight=exposure), 2)
+    assert np.allclose(counts.theta, rates.theta, rtol=1e-8)
+    assert counts.intercept == pytest.approx(rates.intercept, rel=1e-8)
+
+
+def test_gamma_criterion_is_the_likelihood_at_the_best_shape(rng):
+    from scipy.optimize import minimize_scalar
+    from scipy.stats import gamma
+
+    X, y, *_ = _data("gamma", rng)
+    objective = Gamma(X, y, intercept=True)
+    known = []
+    for support in ([0, 3, _D], [0, _D]):
+        fit = refit(objective, np.array(support))
+        mean = np.exp(objective.margin(fit.theta))
+        best = minimize_scalar(lambda log, mean=mean: -gamma.logpdf(y, np.exp(log), scale=mean / np.exp(log)).sum())
+        known.append(2 * best.fun - information(objective, fit, "aic", _N, _D, len(support) - 1) + 2 * len(support))
+    assert known[0] == pytest.approx(known[1], abs=1e-5)
+
+
+def _survival(rng, n=_N, tied=True):
+    X = rng.standard_normal((n, _D))
+    times = rng.exponential(np.exp(-0.8 * X[:, 1] + 0.6 * X[:, 4]))
+    censored = rng.exponential(2.0, n)
+    events = (times <= censored).astype(float)
+    times = np.minimum(times, censored)
+    return X, np.ceil(8 * times) if tied else times, events
+
+
+@pytest.mark.parametrize("ties", ["efron", "breslow"])
+@pytest.mark.parametrize("tied", [False, True], ids=["distinct times", "tied times"])
+def test_cox_agrees_with_statsmodels(ties, tied, rng):
+    sm = pytest.importorskip("statsmodels.api")
+    X, times, events = _survival(rng, tied=tied)
+    offset = 0.2 * rng.standard_normal(_N)
+    objective = Cox(X, times, events, ties=ties, offset=offset)
+    support = np.array([1, 3, 4])
+    fit = refit(objective, support)
+    model = sm.PHReg(times, X[:, support], status=events, ties=ties, offset=offset).fit(tol=1e-14, maxiter=100)
+    assert np.allclose(fit.theta[support], model.params, rtol=1e-6, atol=1e-8)
+    assert fit.value == pytest.approx(-model.llf, rel=1e-6)
+    assert np.allclose(standard_errors(objective, fit, _N, False).errors, model.bse, rtol=1e-6)
+
+
+@pytest.mark.parametrize("ties", ["efron", "breslow"])
+def test_cox_derivatives_agree_with_differences(ties, rng):
+    X, times, events = _survival(rng)
+    objective = Cox(X, times, events, ties=ties, sample_weight=rng.random(_N) + 0.5, ridge=0.1)
+    _check_derivatives(objective, rng)
+
+
+def test_cox_equals_its_definition_without_ties(rng):
+    X, times, events = _survival(rng, 30, tied=False)
+    theta = rng.standard_normal(_D)
+    margin = X @ theta
+    expected = sum(math.log(np.exp(margin[times >= times[i]]).sum()) - margin[i] for i in np.flatnonzero(events))
+    assert Cox(X, times, events).value(theta) == pytest.approx(expected, rel=1e-12)
+
+
+def test_cox_weights_by_breslow_equal_repeated_rows(rng):
+    X, times, events = _survival(rng)
+    weights = rng.integers(0, 4, _N)
+    weighted = refit(Cox(X, times, events, ties="breslow", sample_weight=weights), _SUPPORT)
+    repeated = Cox(X.repeat(weights, 0), times.repeat(weights), events.repeat(weights), ties="breslow")
+    assert np.allclose(weighted.theta, refit(repeated, _SUPPORT).theta, rtol=1e-8, atol=1e-10)
+
+
+def test_cox_does_not_depend_on_the_origin_of_columns_and_never_underflows_to_a_minimum(rng):
+    X, times, events = _survival(rng)
+    moved = minimize(Cox(X + 100.0, times, events), 2)
+    assert moved.support.tolist() == [1, 4]
+    assert np.allclose(moved.theta, minimize(Cox(X, times, events), 2).theta, rtol=1e-6)
+    assert Cox(X, times, events).value(np.full(_D, 300.0)) > 1000
+    assert np.isfinite(Cox(X, times, events).value(np.full(_D, 30.0)))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda X, y: Gamma(X, y - y.min()), "positive"),
+        (lambda X, y: Tweedie(X, y, power=2.0), "between 1 and 2"),
+        (lambda X, y: Tweedie(X, -y), "non-negative"),
+        (lambda X, y: NegativeBinomial(X, y, alpha=0.0), "alpha"),
+        (lambda X, y: NegativeBinomial(X, -y), "non-negative"),
+        (lambda X, y: Poisson(X, y, offset=y[:3]), "offset"),
+        (lambda X, y: Cox(X, y, 2 * np.ones(len(y))), "events"),
+        (lambda X, y: Cox(X, y, np.zeros(len(y))), "events"),
+        (lambda X, y: Cox(X, y, np.ones(len(y)), ties="exact"), "ties"),
+    ],
+)
+def test_families_refuse_what_they_do_not_have(make, words, rng):
+    with pytest.raises(ProblemError, match=words):
+        make(rng.standard_normal((10, 2)), rng.random(10) + 0.1)
+
+
+def _check_derivatives(objective, rng):
+    """Gradient, Hessian, its parts, and the restriction to a support, at a random point."""
+    d = objective.dimension
+    theta = 0.3 * rng.standard_normal(d)
+    everything = np.arange(d)
+    gradient = objective.value_and_gradient(theta)[1]
+    hessian = objective.hessian_block(theta, everything)
+    step = 1e-5
+    for j in range(d):
+        move = np.zeros(d)
+        move[j] = step
+        slope = (objective.value(theta + move) - objective.value(theta - move)) / (2 * step)
+        assert slope == pytest.approx(gradient[j], rel=1e-6, abs=1e-6)
+        change = objective.value_and_gradient(theta + move)[1] - objective.value_and_gradient(theta - move)[1]
+        assert np.allclose(change / (2 * step), hessian[j], rtol=1e-5, atol=1e-5)
+    vector = rng.standard_normal(d)
+    assert np.allclose(objective.hessian_product(theta, vector), hessian @ vector)
+    assert np.allclose(objective.hessian_diagonal(theta), hessian.diagonal())
+    support, rows = np.array([1, 3]), np.array([0, 3, 4])
+    assert np.allclose(objective.hessian_columns(theta, support), hessian[:, support])
+    assert np.allclose(objective.hessian_columns(theta, support, rows), hessian[np.ix_(rows, support)])
+    sparse = np.zeros(d)
+    sparse[support] = theta[support]
+    assert objective.restricted(support).value(theta[support]) == pytest.approx(objective.value(sparse), rel=1e-12)

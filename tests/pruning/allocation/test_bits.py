@@ -1,0 +1,165 @@
+"""Budgets of bits: division against brute force, exact totals, whole networks, refusals."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from menagerie import three_layers
+
+import iobs
+from iobs.core.grids import grid_of, stored_bits
+from iobs.errors import PatternError, ProblemError
+from iobs.pruning.allocation.bits import _choices, divided
+from iobs.pruning.allocation.counts import Curve
+from iobs.pruning.allocation.knapsack import best_choices
+from iobs.pruning.audit import audit
+from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe.text import pattern_of, plain_pattern
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_choices_equal_brute_force(seed):
+    generator = torch.Generator().manual_seed(seed)
+    costs = torch.randint(1, 40, (4, 6), generator=generator).tolist()
+    effects = torch.rand(4, 6, generator=generator).tolist()
+    total = 60 + 5 * seed
+    found = best_choices(costs, effects, total)
+    every = [
+        (sum(effects[layer][one] for layer, one in enumerate(choice)), choice)
+        for choice in itertools.product(range(6), repeat=4)
+        if sum(costs[layer][one] for layer, one in enumerate(choice)) <= total
+    ]
+    assert sum(effects[layer][one] for layer, one in enumerate(found)) == pytest.approx(min(every)[0])
+
+
+def test_large_totals_are_never_exceeded():
+    generator = torch.Generator().manual_seed(0)
+    costs = torch.randint(1000, 10**6, (9, 7), generator=generator).tolist()
+    effects = torch.rand(9, 7, generator=generator).tolist()
+    for total in (10**6, 3_141_592, 5 * 10**6):
+        found = best_choices(costs, effects, total)
+        spent = sum(own[one] for own, one in zip(costs, found, strict=True))
+        assert spent <= total or found == [own.index(min(own)) for own in costs]
+
+
+def curves(shape, weight):
+    """Effects that fall by a factor of 4 with each bit, and with the share of kept entries."""
+    entries = math.prod(shape)
+    keeps = [round(share * entries) for share in (0.1, 0.5, 1.0)]
+    rounding = {2: 1.0, 3: 0.2, 4: 0.05, 8: 2e-4}
+    return {
+        bits: Curve(keeps, [weight * (own + lost) for lost in (3.0, 0.4, 0.0)], 5 * weight)
+        for bits, own in rounding.items()
+    }
+
+
+@pytest.mark.parametrize("bits", [2.6, 3.1, 5.0])
+def test_division_is_at_least_as_good_as_brute_force_and_spends_the_budget(bits):
+    budget, shapes = iobs.Budget(bits, group=32), {"a": (4, 32), "b": (2, 32), "c": (2, 64)}
+    effects = {name: curves(shape, weight) for (name, shape), weight in zip(shapes.items(), (1, 20, 0.1), strict=True)}
+    found = divided(budget, shapes, effects)
+    total = math.floor(bits * sum(map(math.prod, shapes.values())))
+
+    def cost(chosen):
+        return sum(budget.cost(*choice, shapes[name]) for name, choice in chosen.items())
+
+    def effect(chosen):
+        return sum(effects[name][choice[0]].at(choice[1]) for name, choice in chosen.items())
+
+    priced = [
+        [(budget.cost(*one, shape), effects[name][one[0]].at(one[1])) for one in _choices(shape)]
+        for name, shape in shapes.items()
+    ]
+    best = min(
+        sum(one[1] for one in chosen)
+        for chosen in itertools.product(*priced)
+        if chosen[0][0] + chosen[1][0] + chosen[2][0] <= total
+    )
+    assert cost(found) <= total
+    assert effect(found) <= best + 1e-9
+    sparse = [choice for name, choice in found.items() if choice[1] < math.prod(shapes[name])]
+    assert not sparse or cost(found) > total - max(choice[0] for choice in sparse)
+
+
+@pytest.mark.parametrize("bits", [3.0, 4.5])
+def test_network_spends_its_budget(bits):
+    model, data = three_layers()
+    report = iobs.prune(model, data, iobs.Budget(bits, group=16), "fast")
+    assert bits - 0.1 <= report.bits_per_weight <= bits
+    assert any("by measured damages" in note for note in report.notes)
+    assert len(report.allocation) == len(report.audit)
+    for row in report.audit:
+        layer = dict(model.named_modules())[row.name]
+        assert any(_lies_on(layer.weight, own) for own in (2, 3, 4, 8))
+
+
+def _lies_on(weight, bits):
+    try:
+        audit(torch.nn.ModuleDict({"one": _linear(weight)}), iobs.Grid(bits, 16), ["one"])
+    except iobs.errors.AuditError:
+        return False
+    return True
+
+
+def _linear(weight):
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
+    layer.weight = weight
+    return layer
+
+
+def test_a_resumed_run_does_not_measure_again(tmp_path):
+    model, data = three_layers()
+    first = iobs.prune(model, data, iobs.Budget(3.0, group=16), "fast", checkpoint=tmp_path)
+    other, data = three_layers()
+    measured = []
+
+    class Listens(iobs.Callback):
+        def on_measure(self, task, done, total):
+            measured.append(task)
+
+    second = iobs.prune(other, data, iobs.Budget(3.0, group=16), "fast", checkpoint=tmp_path, callbacks=[Listens()])
+    assert not [task for task in measured if "curves" in task]
+    assert [row.bits for row in first.audit] == [row.bits for row in second.audit]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_rules_are_outside_the_budget():
+    model, data = three_layers()
+    report = iobs.prune(
+        model, data, iobs.Budget(2.9, group=16), Recipe(allocation="kl", rules=(iobs.Rule("0", pattern="int8/16"),))
+    )
+    bits = {row.name: row.bits for row in report.audit}
+    assert bits["0"] == stored_bits(iobs.Grid(8, 16), (24, 16))
+    rest = sum(row.weights for row in report.audit if row.name != "0")
+    assert sum(own for name, own in bits.items() if name != "0") <= 2.9 * rest
+
+
+@pytest.mark.parametrize(
+    ("budget", "recipe", "message"),
+    [
+        (iobs.Budget(3.0), "one-shot", "divided by measured damages"),
+        (iobs.Budget(1.0), "fast", "need at least"),
+        (iobs.Budget(3.0), Recipe(allocation=iobs.Allocation("kl", most=0.8)), "without bounds"),
+        (iobs.Budget(3.0), Recipe(solver="obc", allocation="kl"), "cannot put weights on the grid"),
+        (iobs.Budget(3.0), Recipe(solver="global-magnitude"), "one count over all layers"),
+    ],
+)
+def test_budgets_that_cannot_be_kept_are_refused_first(budget, recipe, message):
+    model, data = three_layers()
+    with pytest.raises((PatternError, ProblemError), match=message):
+        iobs.prune(model, data, budget, recipe)
+
+
+def test_budget_is_checked_and_has_a_text_form():
+    with pytest.raises(PatternError, match="positive number"):
+        iobs.Budget(0)
+    with pytest.raises(PatternError, match="whole number"):
+        iobs.Budget(3, group=0)
+    with pytest.raises(PatternError, match="among the layers of a network"):
+        iobs.solve(iobs.Quadratic.at(torch.ones(2, 2), torch.eye(2)), iobs.Budget(3.0))
+    for pattern in (iobs.Budget(2.5, 64), iobs.Unstructured(keep=3) & iobs.Grid(3), iobs.NM(2, 4) & iobs.Grid(4, 32)):
+        assert pattern_of(plain_pattern(pattern)) == pattern
+    with pytest.raises(ProblemError, match="A pattern on a grid is"):
+        pattern_of({"grid": "0.5", "entries": 0.5})
+    assert grid_of(iobs.Budget(3.0)) is None

@@ -1,0 +1,54 @@
+"""Forward passes of a sweep, counted at the query projection of every block."""
+
+import copy
+
+import families
+import pytest
+import torch
+from menagerie import for_each_group
+
+from iobs.pruning.calibration.replay import exact_chain
+from iobs.pruning.calibration.sweep import Moments, Sweep
+from iobs.pruning.network.selection import select
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.subsets import Samples
+
+
+def swept(with_reference, shortcuts=True):
+    """Samples through q of the last block per sample, and all Grams, in a sweep that halves every weight."""
+    torch.manual_seed(0)
+    model = families.LANGUAGE_MODELS["llama"][0]().eval()
+    fit = Samples.of(batches.collect(families.language_batches()))
+    layers = select(model).layers
+    reference = copy.deepcopy(model) if with_reference else None
+    chain = exact_chain(model, fit.batches, layers)
+    sweep = Sweep(model, fit, Samples(), layers, chain, reference, moments=Moments(drift=with_reference))
+    seen, grams = 0, []
+
+    def count(module, args, output):
+        nonlocal seen
+        seen += len(output)
+
+    for one in [model, reference] if with_reference else [model]:
+        one.model.layers[-1].self_attn.q_proj.register_forward_hook(count)
+
+    def visit(group, statistics):
+        grams.extend(one for one in (statistics.calibration.own, statistics.calibration.cross) if one is not None)
+        for layer in group:
+            layer.write(model, layer.read(model) * 0.5)
+
+    seen = 0
+    for_each_group(sweep, visit)
+    return seen, grams, fit
+
+
+@pytest.mark.parametrize("with_reference", [False, True])
+def test_sweep_runs_attention_once_per_model(with_reference, monkeypatch):
+    seen, grams, fit = swept(with_reference)
+    # One pass of each model, the search for the order, and the check of the shortcut (one batch each).
+    most = max(batches.size(batch) for batch in fit.batches)
+    assert seen <= (1 + with_reference) * fit.samples + 2 * most
+    monkeypatch.setattr("iobs.pruning.calibration.inputs.find_shortcuts", lambda *_: [])
+    more, expected, _ = swept(with_reference)
+    assert more > seen
+    assert all(torch.equal(one, other) for one, other in zip(grams, expected, strict=True))

@@ -1,0 +1,100 @@
+"""Block reconstruction and steps of the whole network with values on a grid: codes stay exact, and losses fall."""
+
+import pytest
+import torch
+from families import LANGUAGE_MODELS, language_batches, prune_directory, saved
+
+import iobs
+from iobs.core.grids import entries_of
+from iobs.core.patterns import NM, Grid, Unstructured
+from iobs.pruning.audit import audit
+from iobs.pruning.layerwise.grids import free_zeros, rounding_of
+from iobs.pruning.network.layers import Layer, find_layers
+from iobs.pruning.recipe import BlockFit, Recipe
+from iobs.pruning.reconstruction.parameters import Masters
+from iobs.pruning.reconstruction.walk import growing
+from iobs.pruning.store import Store
+
+SPARSE = Unstructured(0.5) & Grid(3, 8)
+FIT = BlockFit(masks=2, between=10, steps=60, network_steps=60)
+RECIPE = Recipe(target="residual", blocks=FIT)
+
+
+def llama():
+    torch.manual_seed(0)
+    model = LANGUAGE_MODELS["llama"][0]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    return model, language_batches(count=6)
+
+
+@pytest.mark.parametrize("pattern", [Grid(3, 8), SPARSE, NM(2, 4) & Grid(4, 8)], ids=str)
+def test_reconstruction_keeps_the_grid_and_lowers_the_divergence(pattern):
+    model, data = llama()
+    before = iobs.prune(model, data, pattern, Recipe(target="residual"), seed=1)
+    model, data = llama()
+    report = iobs.prune(model, data, pattern, RECIPE, seed=1)
+    audit(model, pattern, [row.name for row in report.audit])
+    assert report.best.loss_calibration < before.best.loss_calibration
+    assert any("block reconstruction on grids" in note for note in report.notes)
+    assert all(row.zeros >= row.asked for row in report.audit)
+
+
+def test_resumed_reconstruction_on_a_grid_ends_in_the_same_bits(tmp_path):
+    results = []
+    for _ in range(2):
+        model, data = llama()
+        iobs.prune(model, data, SPARSE, RECIPE, checkpoint=tmp_path)
+        results.append(model.state_dict())
+    assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
+
+
+def test_reconstruction_from_files_stores_grid_values(tmp_path):
+    saved("llama", tmp_path / "model")
+    short = {"target": "residual", "blocks": BlockFit(masks=2, between=5, steps=10, network_steps=10)}
+    report = prune_directory(tmp_path / "model", tmp_path / "out", language_batches(), SPARSE, **short)
+    audit(tmp_path / "out", SPARSE, [row.name for row in report.audit])
+
+
+def test_budget_is_kept_by_reconstruction():
+    model, data = llama()
+    report = iobs.prune(model, data, iobs.Budget(4.0, 16), RECIPE.but(allocation="kl"))
+    assert 3.9 <= report.bits_per_weight <= 4.0
+
+
+def test_masters_are_rounded_on_their_way_into_the_model():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 2, bias=False))
+    layer = find_layers(model)[0]
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[7, 0, 1, -2, 3, 0, 0, 0], [0, 7, 1, 1, 1, 1, 1, 1]]) * 0.25)
+    pattern = Grid(4, 8)
+    masks = free_zeros({"0.weight": model[0].weight != 0}, {layer: pattern})
+    assert masks["0.weight"].all()
+    masters = Masters.of(Store(model), ["0.weight"], masks, rounding_of(model, {layer: pattern}))
+    masters.values["0.weight"][0, 1] += 0.13
+    masters.values["0.weight"][0, 2] += 0.12
+    masters.values["0.weight"][0, 0] += 9.0
+    masters.copy_to_model()
+    assert model[0].weight[0].tolist() == [1.75, 0.25, 0.25, -0.5, 0.75, 0, 0, 0]
+    assert masters.values["0.weight"][0, 2] == pytest.approx(0.37)
+    masters.values["0.weight"][0, 3] -= 0.26
+    masters.keep()
+    assert model[0].weight[0, 3] == -0.75
+
+
+def test_zeros_of_sparse_grids_stay():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 2))
+    layer = find_layers(model)[0]
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    assert not free_zeros({"0.weight": mask}, {layer: SPARSE})["0.weight"].any()
+    assert rounding_of(model, {layer: Unstructured(0.5)}) is None
+
+
+def test_intermediate_projections_have_no_grid():
+    layer = Layer("x", (10, 10))
+    assert growing(Grid(4), layer, 4) == [Grid(4)]
+    *earlier, last = growing(SPARSE, layer, 3)
+    assert last == SPARSE
+    assert earlier == growing(entries_of(SPARSE), layer, 3)[:-1]

@@ -1,0 +1,152 @@
+"""Runs with block reconstruction that are killed, or lose their disk or a file, go on and end in the same bits."""
+
+import copy
+import errno
+from functools import partial
+
+import families
+import pytest
+import torch
+from menagerie import build
+from safetensors.torch import load_file
+
+import iobs
+from iobs.errors import ModelError, OutputError
+from iobs.models import spill
+from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.recipe import BlockFit
+from iobs.pruning.reconstruction import walk
+from iobs.pruning.reconstruction.network_steps import StepCheckpoint
+from iobs.pruning.runtime.checkpoint import DiskCheckpoint
+
+FIT = BlockFit(masks=2, between=1, steps=2, lr=1e-3, network_steps=5, network_lr=1e-4)
+OPTIONS = {"solver": "sparsegpt", "target": "residual", "blocks": FIT, "holdout": 0.25}
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def puts(monkeypatch):
+    """Counts the entries of checkpoints, and raises after `puts["last"]` of them; states are stored every two steps."""
+    found = {"count": 0, "last": 10**9}
+    write = DiskCheckpoint.put
+
+    def put(self, key, tensors, values):
+        write(self, key, tensors, values)
+        found["count"] += 1
+        if found["count"] == found["last"]:
+            raise Killed
+
+    monkeypatch.setattr(DiskCheckpoint, "put", put)
+    monkeypatch.setattr(walk, "StepCheckpoint", partial(StepCheckpoint, every=2))
+    return found
+
+
+def killed_again_and_again(puts, run, every):
+    """Run, killed after `every` further entries each time, until a run ends; returns the number of kills."""
+    kills = 0
+    while True:
+        puts.update(count=0, last=every)
+        try:
+            run()
+        except Killed:
+            kills += 1
+            continue
+        return kills
+
+
+def test_resident_run_that_is_killed_repeatedly_ends_in_the_same_bits(puts, tmp_path):
+    model, data = build("transformer")
+    undisturbed = copy.deepcopy(model)
+    iobs.prune(undisturbed, data, 0.5, "one-shot", **OPTIONS)
+    assert not puts["count"]
+
+    def run():
+        network = copy.deepcopy(model)
+        iobs.prune(network, data, 0.5, "one-shot", checkpoint=tmp_path / "run", **OPTIONS)
+        return network
+
+    assert killed_again_and_again(puts, run, 5) >= 5
+    puts.update(last=10**9)
+    resumed = run()
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), undisturbed.parameters(), strict=True))
+
+
+def streamed(folder, output, checkpoint=None):
+    with StreamedStore.open(folder / "model", folder / output) as store:
+        iobs.prune(store, families.language_batches(count=4), 0.5, "one-shot", checkpoint=checkpoint, **OPTIONS)
+    return load_file(folder / output / "model.safetensors")
+
+
+def test_streamed_run_that_is_killed_repeatedly_ends_in_the_same_bits(puts, tmp_path):
+    families.saved("llama", tmp_path / "model")
+    expected = streamed(tmp_path, "undisturbed")
+    found = {}
+    kills = killed_again_and_again(puts, lambda: found.update(streamed(tmp_path, "out", tmp_path / "run")), 9)
+    assert kills >= 3
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_at_most_one_interval_of_network_steps_is_lost(puts, tmp_path, monkeypatch):
+    model, data = build("transformer")
+    taken = []
+    step = walk.NetworkSteps._step
+    monkeypatch.setattr(walk.NetworkSteps, "_step", lambda self, *given: (taken.append(1), step(self, *given))[1])
+    run = partial(iobs.prune, data=data, pattern=0.5, recipe="one-shot", checkpoint=tmp_path / "run", **OPTIONS)
+    run(copy.deepcopy(model))
+    assert len(taken) == FIT.network_steps
+    whole, blocks = puts["count"], 3  # two blocks, and the vectors behind them
+    last = whole - 2 * blocks - 2  # between the entries of the second state, after four steps
+    puts.update(count=0, last=last)
+    with pytest.raises(Killed):
+        run(copy.deepcopy(model), checkpoint=tmp_path / "killed")
+    puts.update(count=0, last=10**9)
+    taken.clear()
+    run(copy.deepcopy(model), checkpoint=tmp_path / "killed")
+    assert len(taken) == FIT.network_steps - 2  # the first state, after two steps, was read
+
+
+def test_full_disk_is_one_error_and_the_run_can_go_on(puts, tmp_path, monkeypatch):
+    families.saved("llama", tmp_path / "model")
+    expected = streamed(tmp_path, "undisturbed")
+    reserve, left = spill.reserve, [12]
+
+    def full(file, size):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(file, size)
+
+    monkeypatch.setattr(spill, "reserve", full)
+    with pytest.raises(OutputError, match="No space left on device"):
+        streamed(tmp_path, "out", tmp_path / "run")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(spill, "reserve", reserve)
+    found = streamed(tmp_path, "out", tmp_path / "run")
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_vanished_shard_is_one_error_and_the_run_can_go_on(puts, tmp_path):
+    families.saved("llama", tmp_path / "model")
+    expected = streamed(tmp_path, "undisturbed")
+    shard, away = tmp_path / "model" / "model.safetensors", tmp_path / "away"
+
+    class Vanishes(iobs.Callback):
+        def on_layer(self, *_):
+            if shard.exists():
+                shard.rename(away)
+
+    def run(callbacks):
+        with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
+            data = families.language_batches(count=4)
+            iobs.prune(store, data, 0.5, "one-shot", checkpoint=tmp_path / "run", callbacks=callbacks, **OPTIONS)
+
+    with pytest.raises(ModelError, match="put the file back and start again"):
+        run([Vanishes()])
+    assert not (tmp_path / "out").exists()
+    away.rename(shard)
+    run([])
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())

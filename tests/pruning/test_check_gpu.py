@@ -1,0 +1,70 @@
+"""`python -m iobs.check_gpu`: comparisons with the CPU, times, prediction, files."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from simulated_gpu import GPU
+
+import iobs
+from iobs import check_gpu
+from iobs.check_gpu import Check, Findings, solver_checks, timed_block
+
+HERE = torch.device("cpu")
+
+
+def test_first_solvers_on_a_gpu_pass_the_check(gpu):
+    found = [*itertools.islice(solver_checks(GPU), 3)]
+    assert [one.name for one in found if not one.passed] == []
+    assert len({one.name for one in found}) == 3
+
+
+@pytest.mark.slow
+def test_solvers_on_a_gpu_pass_the_check(gpu):
+    found = [*solver_checks(GPU)]
+    assert len(found) > 20
+    assert [one.name for one in found if not one.passed] == []
+
+
+def test_solver_that_differs_on_the_device_fails_the_check(gpu, monkeypatch):
+    def shifted(problem, *arguments, **options):
+        solution = solve(problem, *arguments, **options)
+        return (
+            solution
+            if problem.device == HERE
+            else type(solution)(solution.weight * 1.5, *list(vars(solution).values())[1:])
+        )
+
+    solve = iobs.solve
+    monkeypatch.setattr(iobs, "solve", shifted)
+    assert not next(solver_checks(GPU)).passed
+
+
+def test_block_is_timed_and_its_rates_are_positive():
+    found = Findings({})
+    rates = timed_block(HERE, 128, found)
+    assert min(rates.product, rates.solve, rates.transfer) > 0
+    names = {one.name for one in found.timings}
+    assert {"product in bfloat16", "inverse", "projection", "gradient step of a block"} <= names
+    assert found.notes
+
+
+@pytest.mark.parametrize(("passed", "status"), [(True, 0), (False, 1)])
+def test_findings_are_written_and_a_difference_is_the_exit_status(monkeypatch, tmp_path, capsys, passed, status):
+    def run(device):
+        return Findings(
+            {"device": str(device)}, [Check("solve", passed, "found")], predicted={"one-shot": {"Grams": 60.0}}
+        )
+
+    monkeypatch.setattr(check_gpu, "run", run)
+    assert check_gpu.main(["--device", "cpu", "--out", str(tmp_path / "found")]) == status
+    assert json.loads((tmp_path / "found.json").read_text())["checks"][0]["passed"] is passed
+    assert "one-shot: 1 min" in (tmp_path / "found.txt").read_text()
+    assert capsys.readouterr().out == (tmp_path / "found.txt").read_text()
+
+
+def test_missing_device_is_one_clear_line(tmp_path, capsys):
+    assert check_gpu.main(["--device", "cuda:7", "--out", str(tmp_path / "found")]) == 2
+    assert "give --device cpu" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,126 @@
+"""Solvers, pruning from files and scores on a simulated GPU: results equal those of the CPU."""
+
+import families
+import pytest
+import torch
+from menagerie import build
+from safetensors.torch import load_file
+from simulated_gpu import GPU, OnGpu, on_gpu
+
+import iobs
+from iobs.evaluate.scores import accuracy, perplexity
+from iobs.models.streamed import StreamedModel
+from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.recipe import BlockFit
+from iobs.solvers import REFINEMENTS, SOLVERS
+from iobs.solvers.families import GRID_SOLVERS
+
+PATTERNS = [iobs.Unstructured(0.5), iobs.Unstructured(0.5, per="row"), iobs.NM(2, 4)]
+READS_PER_LAYER = 40  # each waits for the GPU; 36 were counted
+COMPARED = 1e-6  # float64 sums in another order
+
+
+def problem(rows, columns):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(4 * columns, columns, generator=generator, dtype=torch.float64)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64), inputs.T @ inputs
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("refine", [None, *sorted(REFINEMENTS)])
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+def test_solve_on_a_gpu_gives_the_solution_of_the_cpu(gpu, solver, refine, pattern):
+    weight, hessian = problem(*((2, 8) if solver == "exact" else (6, 16)))
+    here = iobs.solve(iobs.Quadratic.at(weight, hessian), pattern, solver, refine=refine)
+    there = iobs.solve(iobs.Quadratic.at(weight.to(GPU), hessian.to(GPU)), pattern, solver, refine=refine)
+    assert isinstance(there.weight, OnGpu)
+    assert there.weight.device == there.mask.device == there.loss.device == GPU
+    assert torch.equal(there.mask.cpu(), here.mask)
+    assert torch.allclose(there.weight.cpu(), here.weight, rtol=COMPARED, atol=COMPARED)
+
+
+OTHER_FAMILIES = [
+    *((iobs.Groups(4, 2), name) for name in ("search", "greedy", "exact", "osscar", "magnitude", "wanda", "flap")),
+    *((iobs.Grid(4, 8), name) for name in sorted(GRID_SOLVERS) if name != "sparsegpt"),
+    *((iobs.Unstructured(0.5) & iobs.Grid(4, 8), name) for name in ("admm", "sparsegpt", "magnitude")),
+]
+
+
+@pytest.mark.parametrize(("pattern", "solver"), OTHER_FAMILIES, ids=str)
+def test_solve_groups_and_grids_on_a_gpu(gpu, pattern, solver):
+    weight, hessian = problem(6, 16)
+    here = iobs.solve(iobs.Quadratic.at(weight, hessian), pattern, solver)
+    there = iobs.solve(iobs.Quadratic.at(weight.to(GPU), hessian.to(GPU)), pattern, solver)
+    assert there.weight.device == GPU
+    assert torch.allclose(there.weight.cpu(), here.weight, rtol=COMPARED, atol=COMPARED)
+
+
+STREAMED = {
+    "layers": {},
+    "residual": {"target": "residual"},
+    "blocks": {
+        "target": "residual",
+        "blocks": BlockFit(masks=2, steps=2, between=1, lr=1e-3, network_steps=2, network_lr=1e-4),
+    },
+}
+
+
+@pytest.mark.parametrize("options", STREAMED.values(), ids=STREAMED)
+def test_prune_from_files_on_a_gpu_gives_the_weights_of_the_cpu(gpu, tmp_path, options):
+    families.saved("llama", tmp_path / "model")
+    found = []
+    for device in ("cpu", "cuda"):
+        with StreamedStore.open(
+            tmp_path / "model", tmp_path / device, device=device, arithmetic=torch.float32
+        ) as store:
+            data = families.language_batches(count=4)
+            report = iobs.prune(store, data, 0.5, "one-shot", holdout=0.25, solver="sparsegpt", **options)
+            if device == "cuda":
+                assert all(tensor.device in (GPU, torch.device("meta")) for tensor in store.model.parameters())
+        assert report.sparsity == pytest.approx(0.5, abs=0.01)
+        found.append(load_file(tmp_path / device / "model.safetensors"))
+    here, there = found
+    for name, value in here.items():
+        assert torch.equal(value == 0, there[name] == 0), name
+        assert torch.allclose(value, there[name], rtol=2**-7, atol=1e-4), name  # one step of bfloat16
+
+
+def test_evaluate_on_a_gpu(gpu):
+    text = families.LANGUAGE_MODELS["llama"][0]().eval()
+    windows = torch.cat([batch["input_ids"] for batch in families.language_batches()])
+    batches = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(2)]
+    network = torch.nn.Linear(6, 3)
+    here = perplexity(text, windows), accuracy(network, batches)
+    gpu.reads.clear()
+    there = perplexity(on_gpu(text), windows), accuracy(on_gpu(network), batches)
+    assert there == pytest.approx(here, rel=1e-6)
+    assert sum(gpu.reads.values()) <= 2 * (len(windows) + len(batches))
+
+
+def test_prune_on_a_gpu_reads_few_values_per_layer(gpu):
+    model, data = build("transformer")
+    report = iobs.prune(on_gpu(model), data, 0.5, iobs.Recipe(solver="sparsegpt"))
+    assert not gpu.reads["cpu"]
+    assert sum(gpu.reads.values()) <= READS_PER_LAYER * len(report.audit)
+
+
+@pytest.mark.parametrize("streams", ["memory", "disk"])
+def test_streams_outside_the_gpu_give_the_same_bits(gpu, tmp_path, streams):
+    families.saved("llama", tmp_path / "model")
+    found = []
+    fit = BlockFit(masks=1, steps=1, lr=1e-3, network_steps=1, network_lr=1e-4)
+    for place in ("device", streams):
+        with StreamedStore.open(tmp_path / "model", tmp_path / place, device="cuda", streams=place) as store:
+            data = families.language_batches(batch=2, count=2)
+            iobs.prune(store, data, 0.5, "one-shot", holdout=0.0, solver="magnitude", blocks=fit)
+        found.append(load_file(tmp_path / place / "model.safetensors"))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_streams_stay_on_a_gpu_with_room(gpu, tmp_path, monkeypatch):
+    families.saved("llama", tmp_path / "model")
+    data, recipe = families.language_batches(count=4), iobs.Recipe.preset("one-shot")
+    for free, place in ((2**40, "device"), (0, "memory")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None, free=free: (free, free))
+        store = StreamedStore(StreamedModel.open(tmp_path / "model", device="cuda"), tmp_path / place)
+        assert store.plan(store.select(None, None, False), data, recipe, 0.0).streams == place
