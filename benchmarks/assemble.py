@@ -31,7 +31,6 @@ import speakers
 import structured_families
 import structured_layers
 import structured_networks
-import structured_peers
 import structured_speed
 from rows import RESULTS, Row, read
 
@@ -61,7 +60,6 @@ SECTIONS = (
     Section("layer_shapes", layer_shapes.tables, "time and memory of large layers"),
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
     Section("structured_networks", structured_networks.tables, "whole networks with fewer channels, neurons and heads"),
-    Section("structured_peers", structured_peers.tables, "scores of Torch-Pruning on the same units"),
     Section("structured_speed", structured_speed.tables, "time of narrower networks in torch and ONNX Runtime"),
     Section("structured_families", structured_families.tables, "units of networks of every family"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
