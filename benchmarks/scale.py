@@ -33,7 +33,6 @@ from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.calibration import replay as stream
 from iobs.pruning.calibration.gram import Gram
-from iobs.pruning.cost import memory_plan as plan
 from iobs.pruning.layerwise import projection
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import resident
@@ -152,25 +151,6 @@ class Clock(iobs.Callback):
         return timed
 
 
-def expected(selected: Any, tokens: int, recipe: Recipe, blocks: int, device: str) -> str:
-    """What the plan's matrix products of a block would take at this machine's measured speed."""
-    size = 2048 if device == "cpu" else 8192
-    # Others' work on the machine does not count on a CPU: the time of all threads, each as fast as the others.
-    clock = (lambda: time.process_time() / torch.get_num_threads()) if device == "cpu" else time.perf_counter
-    square = torch.randn(size, size, device=device)
-    speeds = []
-    for _ in range(5):
-        began = clock()
-        float((square @ square)[0, 0])
-        speeds.append(2.0 * size**3 / (clock() - began))
-    products = plan._products(selected, tokens, recipe) / blocks
-    return (
-        f"The plan's products of a block, {products / 1e12:.1f} T multiplications and additions at most, those in "
-        f"float64 counted twice, are {products / max(speeds):.0f} s at the {max(speeds) / 1e9:,.0f} G a second of a "
-        "float32 product here."
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=SHAPES, default="1.1b")
@@ -195,9 +175,6 @@ def main() -> None:
     tokens = torch.randint(0, shape.vocabulary, (options.samples, options.length), generator=generator)
     batches = [{"input_ids": rows} for rows in tokens.split(options.batch)]
     recipe = Recipe(solver=iobs.ADMM(options.budget) if options.solver == "admm" else options.solver)
-    model = StreamedModel.open(folder / "model", device=options.device)
-    products = expected(model.select(None, None, False).layers, tokens.numel(), recipe, layers, options.device)
-    del model
     clock, used = Clock(options.device), time.process_time()
     with (
         clock.timing(),
@@ -227,7 +204,7 @@ def main() -> None:
         "sparsity": report.sparsity,
         "block_seconds": [after - before for before, after in itertools.pairwise(ends)],
         "parts": {part: seconds / layers for part, seconds in clock.parts.items()},
-        "expected": products,
+        "expected": "Planned: " + ", ".join(f"{name} {value:.0f} s" for name, value in planned.phases.items()) + ".",
     }
     print(json.dumps(measured, indent=1))
     work = f"{options.samples} x {options.length}, {measured['device']}"
