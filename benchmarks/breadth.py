@@ -107,7 +107,7 @@ def _problems(model: nn.Module, batch: Batch, report: iobs.Report, dense: dict[s
         if one.dtype != dense[name].dtype or one.shape != dense[name].shape:
             found.append(f"{name} has another dtype or shape")
         elif not torch.equal(one.detach(), dense[name]):
-            # Block reconstruction also fits biases and the scales of norms; the norms of weight norm follow their weight.
+            # Block reconstruction also fits biases and scales of norms; the norms of weight norm follow their weight.
             matrix = one.ndim > 1 and not name.endswith(("parametrizations.weight.original0", ".weight_g"))
             zeros, changed = zeros + int((one == 0).sum()) * matrix, changed + one.numel() * matrix
     if zeros != report.zeros:
