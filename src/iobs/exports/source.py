@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from iobs.errors import ModelError, NonFiniteError
 from iobs.models import LoadedModel, load
+from iobs.models.companions import copy_companions
 from iobs.pruning.network.layers import find_layers, library_class
 
 Example = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
@@ -46,6 +47,16 @@ class Source:
             if layer.expert is None and layer.view is None and layer.stored(self.module) is not head:
                 found[layer.key] = layer.transposed
         return found
+
+    def copy_files(self, directory: Path) -> None:
+        """Copy the configuration, the tokenizer and other companions of the weights, where the model has them."""
+        folder = Path(self.model.source)
+        if is_pretrained(self.module) and not (directory / "config.json").exists():
+            self.module.config.save_pretrained(directory)  # type: ignore[union-attr, operator]
+        if (self.model.task != "other" or self.model.tokenizer is not None) and folder.is_dir():
+            copy_companions(folder, directory)
+        elif self.model.tokenizer is not None:
+            self.model.tokenizer.save_pretrained(directory)
 
     def require_finite(self) -> None:
         """Check that all weights are finite.

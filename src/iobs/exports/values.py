@@ -13,6 +13,8 @@ from iobs.errors import PatternError
 
 _LEAST, _MOST = 2.0**-24, 65504.0  # positive float16 numbers: scales of all formats fit into them
 _FACTORS = 16  # scales that are tried for 4 bits
+_GROUP = 32  # columns that share a scale where weights are rounded to 4 bits
+_GRIDS = (128, 64, _GROUP)  # groups of grids that are looked for
 _FEW_ROWS = 4  # tried first: a matrix that is not on the grid fails in them
 
 
@@ -49,6 +51,26 @@ def codes_of(weight: Tensor, bits: int, group: int) -> Codes:
         group: columns that share a scale.
     """
     return exact_codes(weight, bits, group) or nearest_codes(weight, bits, group)
+
+
+def found_codes(matrix: Tensor, bits: int | None, whole: bool = False) -> Codes | None:
+    """The codes of a matrix for formats with any group: its own, or the nearest ones if bits are given.
+
+    Args:
+        matrix: (rows, columns), floating, finite.
+        bits: 8 gets one scale a row, 4 one for 32 columns; None: None is returned for a matrix on no grid.
+        whole: groups must divide the number of columns; a row is a group where none does.
+    """
+    columns = matrix.shape[1]
+    groups = [group for group in _GRIDS if group < columns and not (whole and columns % group)]
+    for count in (4, 8) if bits is None else (bits,):
+        for group in (columns, *groups):
+            found = exact_codes(matrix, count, group)
+            if found is not None:
+                return found
+    if bits is None:
+        return None
+    return nearest_codes(matrix, bits, columns if bits == 8 or groups[-1:] != [_GROUP] else _GROUP)
 
 
 def exact_codes(weight: Tensor, bits: int, group: int) -> Codes | None:

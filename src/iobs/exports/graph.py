@@ -1,0 +1,88 @@
+"""The graph of a model: one forward pass with tensors in and tensors out, and an example of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import ModelError
+from iobs.exports.source import Example, Source, is_pretrained
+
+_TOKENS = 8  # of the example of a language model; other lengths work too
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a graph.
+
+    Attributes:
+        tensors: by name.
+        moving: dimensions of each tensor, by name, whose size is free in the graph.
+        named: the model gets the tensors by name; otherwise by position.
+    """
+
+    tensors: dict[str, Tensor]
+    moving: dict[str, dict[int, str]]
+    named: bool = True
+
+
+class Graph(nn.Module):
+    """Forward pass of a model with plain tensors as outputs: logits, or the last hidden state."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        super().__init__()
+        self.model, self.names, self.named = model, tuple(inputs.tensors), inputs.named
+        self.fixed = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """The first output of the model for these inputs."""
+        if not self.named:
+            found = self.model(*tensors)
+        else:
+            found = self.model(**dict(zip(self.names, tensors, strict=True)), **self.fixed)
+        while not isinstance(found, Tensor):
+            found = next(iter(found.values() if isinstance(found, Mapping) else found))
+        return found
+
+
+def inputs_of(source: Source) -> Inputs:
+    """The inputs of a model: the example of the user, or one that the configuration tells.
+
+    Raises:
+        ModelError: neither is there.
+    """
+    if source.example is not None:
+        tensors = {name: _two(one) for name, one in _named(source.example).items()}
+        free = {name: {0: "batch"} if one.ndim else {} for name, one in tensors.items()}
+        return Inputs(tensors, free, isinstance(source.example, Mapping))
+    shape = (getattr(source.module, "pretrained_cfg", None) or {}).get("input_size")  # of timm
+    if shape is not None:
+        return Inputs({"input": torch.zeros(2, *shape)}, {"input": {0: "batch"}}, named=False)
+    config = getattr(source.module, "config", None)
+    if not is_pretrained(source.module) or config is None:
+        raise ModelError("The inputs of this model are unknown; give iobs.export an example of one forward pass.")
+    if hasattr(config, "image_size"):
+        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        return Inputs({"pixel_values": torch.zeros(2, config.num_channels, size, size)}, {"pixel_values": {0: "batch"}})
+    ids = torch.arange(2 * _TOKENS).reshape(2, _TOKENS) % config.vocab_size
+    words = {0: "batch", 1: "tokens"}
+    if source.model.task == "causal-lm":
+        return Inputs({"input_ids": ids}, {"input_ids": words})
+    return Inputs(
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, {"input_ids": words, "attention_mask": words}
+    )
+
+
+def _two(tensor: Tensor) -> Tensor:
+    """Repeat a batch of one sample: the tracer takes a dimension of size 1 for a constant."""
+    return tensor.repeat(2, *[1] * (tensor.ndim - 1)) if tensor.ndim and len(tensor) == 1 else tensor
+
+
+def _named(example: Example) -> dict[str, Tensor]:
+    if isinstance(example, Mapping):
+        return dict(example)
+    found = (example,) if isinstance(example, Tensor) else tuple(example)
+    return {"input" if len(found) == 1 else f"input_{place}": one for place, one in enumerate(found)}

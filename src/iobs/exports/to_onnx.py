@@ -1,0 +1,152 @@
+"""ONNX: graphs that ONNX Runtime and many other runtimes run.
+
+Matrices of 8 or 4 bits are integers behind a `DequantizeLinear` with scales and no zero point, so that a zero stays a
+zero. Activations stay floating point numbers. Blocks of columns with a scale each need opset 21.
+
+Operator: https://onnx.ai/onnx/operators/onnx__DequantizeLinear.html.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import ModelError, first_line
+from iobs.exports.graph import Graph, inputs_of
+from iobs.exports.record import Written
+from iobs.exports.requirements import needed
+from iobs.exports.source import Source, flat
+from iobs.exports.values import found_codes
+
+FILE = "model.onnx"
+_OPSET = 21
+_LARGE = 1_500_000_000  # bytes from which the weights lie in a file of their own: a graph holds 2 GB at most
+
+
+def write_onnx(source: Source, directory: Path) -> list[Written]:
+    """Write model.onnx, and the tokenizer and configuration of a model of transformers.
+
+    Raises:
+        ModelError: a package is not installed, the inputs of the model are unknown, or torch cannot trace it.
+    """
+    onnx = needed("onnx", "onnx")
+    graph = traced(source)
+    held = dict(source.module.named_parameters())
+    written = [
+        _replaced(onnx, graph, name, held[name].detach().cpu(), transposed, source.bits)
+        for name, transposed in source.matrices().items()
+    ]
+    large = graph.ByteSize() > _LARGE
+    onnx.save_model(graph, str(directory / FILE), save_as_external_data=large, location=f"{FILE}_data")
+    source.copy_files(directory)
+    return written
+
+
+def traced(source: Source) -> ModuleType:
+    """The graph of a model in ONNX with weights of 32 bits. A weight has the name of its parameter after "model.".
+
+    Raises:
+        ModelError: as `write_onnx`.
+    """
+    needed("onnxscript", "onnx")
+    inputs = inputs_of(source)
+    names = tuple(inputs.tensors)
+    modes = [(one, one.training) for one in source.module.modules()]
+    graph = Graph(_single(source.module), inputs).eval()
+    dims = {name: torch.export.Dim(name) for free in inputs.moving.values() for name in free.values()}
+    moving = tuple({place: dims[name] for place, name in inputs.moving[one].items()} for one in names)
+    with _silent():
+        try:
+            program = torch.onnx.export(
+                graph,
+                tuple(inputs.tensors.values()),
+                dynamic_shapes=(moving,),
+                input_names=names,
+                output_names=("output",),
+                opset_version=_OPSET,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+            )
+        except Exception as error:  # torch raises many types
+            raise ModelError(f"torch cannot trace {source.model.source} for ONNX: {first_line(error)}") from error
+        finally:
+            for one, mode in modes:
+                one.training = mode
+    assert program is not None
+    return program.model_proto  # type: ignore[no-any-return]
+
+
+def _single(module: nn.Module) -> nn.Module:
+    """The module on the CPU in float32, a copy where it is not: few runtimes have all operators in 16 bits."""
+    held = (*module.parameters(), *module.buffers())
+    wide = all(one.dtype == torch.float32 or not one.is_floating_point() for one in held)
+    return module if wide and all(one.is_cpu for one in held) else copy.deepcopy(module).cpu().float()
+
+
+def _replaced(
+    onnx: ModuleType, model: ModuleType, name: str, weight: Tensor, transposed: bool, bits: int | None
+) -> Written:
+    """Replace a matrix in the graph by integers and their scales, where it has such."""
+    stored = next((one for one in model.graph.initializer if one.name == f"model.{name}"), None)
+    found = None if stored is None else found_codes(flat(weight, transposed), bits)
+    if found is None or stored is None:
+        return Written.of(name, "float32", weight, weight)
+    model.graph.initializer.remove(stored)
+    axis = 0 if transposed else 1
+    codes = found.codes.t() if transposed else found.codes
+    scales = found.scales.t() if transposed else found.scales
+    whole = scales.shape[axis] == 1  # one scale for each output
+    kind = onnx.TensorProto.INT4 if found.bits == 4 else onnx.TensorProto.INT8
+    own = onnx.numpy_helper.from_array
+    model.graph.initializer.append(_integers(onnx, f"{stored.name}.codes", codes, kind))
+    scale = np.ascontiguousarray(scales.flatten().numpy() if whole else scales.numpy())
+    model.graph.initializer.append(own(scale.astype(np.float32), f"{stored.name}.scales"))
+    blocks = {"axis": 1 - axis} if whole else {"axis": axis, "block_size": found.group}
+    same = tuple(codes.shape) == tuple(weight.shape)
+    result = stored.name if same else f"{stored.name}.matrix"
+    nodes = [
+        onnx.helper.make_node("DequantizeLinear", [f"{stored.name}.codes", f"{stored.name}.scales"], [result], **blocks)
+    ]
+    if not same:  # a kernel of a convolution
+        shape = own(np.array(weight.shape, dtype=np.int64), f"{stored.name}.shape")
+        model.graph.initializer.append(shape)
+        nodes.append(onnx.helper.make_node("Reshape", [result, shape.name], [stored.name]))
+    for node in reversed(nodes):
+        model.graph.node.insert(0, node)
+    return Written.of(name, f"int{found.bits}", flat(weight, transposed), found.weight)
+
+
+def _integers(onnx: ModuleType, name: str, codes: Tensor, kind: int) -> ModuleType:
+    """Codes as a tensor of the file; two codes of 4 bits share a byte, the first one in its lower half."""
+    values = codes.contiguous().numpy().reshape(-1)
+    if kind == onnx.TensorProto.INT4:
+        padded = np.append(values, np.zeros(len(values) % 2, dtype=np.int8)).view(np.uint8) & 15
+        values = padded[::2] | (padded[1::2] << 4)
+    found = onnx.helper.make_tensor(name, kind, tuple(codes.shape), values.tobytes(), raw=True)
+    return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Hide the progress and the warnings of the tracer; its errors are raised."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,125 @@
+"""Export to ONNX: ONNX Runtime computes the same outputs as torch, and zeros stay zeros."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import iobs
+from iobs.errors import ModelError
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+def outputs(folder, **inputs):
+    """Outputs of ONNX Runtime for named tensors."""
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {name: one.numpy() for name, one in inputs.items()})[0])
+
+
+def network(columns):
+    torch.manual_seed(0)
+    convolutions = (nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, groups=2))
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(4 * 36, columns), nn.ReLU(), nn.Linear(columns, 5))
+    for one in model:
+        if isinstance(one, nn.Linear | nn.Conv2d):
+            one.weight.data[torch.rand_like(one.weight) < 0.5] = 0
+    return model.eval()
+
+
+def rounded(model, folder, bits):
+    """The model with the weights that the exported file holds."""
+    found = copy.deepcopy(model)
+    graph = onnx.load(folder / "model.onnx").graph
+    held = {one.name: torch.from_numpy(onnx.numpy_helper.to_array(one).astype("float32")) for one in graph.initializer}
+    for name, one in found.named_parameters():
+        codes = held.get(f"model.{name}.codes")
+        if codes is None:
+            continue
+        scales = held[f"model.{name}.scales"]
+        wide = scales[:, None] if scales.ndim == 1 else scales.repeat_interleave(32, 1)[:, : codes.shape[1]]
+        assert int(codes.abs().max()) <= 2 ** (bits - 1) - 1
+        one.data = (codes * wide).reshape(one.shape)
+    return found
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("columns", [64, 70])
+def test_convolutional_network_gives_the_outputs_of_its_rounded_weights(tmp_path, bits, columns):
+    model, example = network(columns), torch.randn(2, 3, 8, 8)
+    written = iobs.export(model, tmp_path / "out", "onnx", bits, example=example)
+    assert {one.form for one in written.matrices} == {f"int{bits}" if bits else "float32"}
+    assert written.zeros == written.kept_zeros > 0
+    assert written.bytes == (tmp_path / "out" / "model.onnx").stat().st_size
+    assert all(one.exact for one in written.matrices) == (bits is None)
+    more = torch.randn(5, 3, 8, 8)
+    expected = rounded(model, tmp_path / "out", bits or 8)(more)
+    assert torch.allclose(outputs(tmp_path / "out", input=more), expected, atol=1e-5)
+
+
+def test_llama_gives_the_same_logits_for_any_length(half_sparse, tokens, tmp_path):
+    written = iobs.export(half_sparse, tmp_path / "out", "onnx")
+    assert written.zeros == written.kept_zeros > 100_000
+    found = outputs(tmp_path / "out", input_ids=tokens)
+    assert torch.allclose(found, half_sparse.module(tokens).logits, atol=1e-3)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_grid_of_four_bits_is_written_as_it_is(four_bits, tokens, tmp_path):
+    written = iobs.export(four_bits, tmp_path / "out", "onnx")
+    assert {one.form for one in written.matrices} == {"int4"}
+    assert all(one.exact for one in written.matrices)
+    assert written.zeros == written.kept_zeros
+    found = outputs(tmp_path / "out", input_ids=tokens)
+    assert torch.allclose(found, four_bits.module(tokens).logits, atol=1e-3)
+
+
+def test_unknown_inputs_are_refused(tmp_path):
+    with pytest.raises(ModelError, match="an example of one forward pass"):
+        iobs.export(nn.Linear(4, 4), tmp_path / "out", "onnx")
+    assert not (tmp_path / "out").exists()
+
+
+def test_batch_of_one_and_half_precision_give_a_graph_of_any_batch(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).to(torch.bfloat16).train()
+    iobs.export(model, tmp_path / "out", "onnx", example=torch.randn(1, 6))
+    assert model.training
+    assert model[1].training
+    assert model[0].weight.dtype == torch.bfloat16
+    sample = torch.randn(5, 6)
+    expected = copy.deepcopy(model).eval().float()(sample)
+    assert torch.allclose(outputs(tmp_path / "out", input=sample), expected, atol=1e-5)
+
+
+def test_several_inputs_by_name_or_position(tmp_path):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(3, 4)
+
+        def forward(self, left, right):
+            return self.first(left) + self.second(right)
+
+    model, left, right = Both(), torch.randn(3, 4), torch.randn(3, 3)
+    iobs.export(model, tmp_path / "named", "onnx", example={"left": left, "right": right})
+    iobs.export(model, tmp_path / "placed", "onnx", example=(left, right))
+    with torch.no_grad():
+        assert torch.allclose(outputs(tmp_path / "named", left=left, right=right), model(left, right), atol=1e-5)
+        assert torch.allclose(outputs(tmp_path / "placed", input_0=left, input_1=right), model(left, right), atol=1e-5)
+
+
+def test_model_that_torch_cannot_trace_is_refused_with_the_reason(tmp_path):
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, sample):
+            return self.layer(sample) if sample.sum() > 0 else sample
+
+    with pytest.raises(ModelError, match="cannot trace"):
+        iobs.export(Branch(), tmp_path / "out", "onnx", example=torch.ones(2, 4))
+    assert not (tmp_path / "out").exists()
