@@ -34,6 +34,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "iobs export OUT --to gguf": "writes OUT.gguf/model.gguf for llama.cpp",
         "iobs export OUT --to gguf --bits 8 -o FILES": "with weights rounded to 8 bits",
         "iobs export OUT --to onnx --bits 8": "a graph for ONNX Runtime, weights rounded to 8 bits",
+        "iobs export OUT --to macko": "zeros left out, for the GPU kernels of MACKO",
     },
     "run": {
         "iobs run OUT.packed 'Once upon a time'": "a packed model, without unpacking",

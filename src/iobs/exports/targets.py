@@ -12,6 +12,7 @@ from iobs.errors import ModelError
 from iobs.exports.record import Export, Written
 from iobs.exports.source import Example, Source, source_of
 from iobs.exports.to_gguf import write_gguf
+from iobs.exports.to_macko import write_macko
 from iobs.exports.to_onnx import write_onnx
 from iobs.models import LoadedModel, output_directory
 from iobs.models.output import expanded
@@ -37,6 +38,7 @@ class Target:
 TARGETS = {
     "gguf": Target(write_gguf, (4, 8, 16, 32), ("*.gguf",), "llama.cpp"),
     "onnx": Target(write_onnx, (4, 8), ("*.onnx", "*.onnx_data"), "ONNX Runtime"),
+    "macko": Target(write_macko, (16,), ("*.pt",), "MACKO"),
 }
 
 
