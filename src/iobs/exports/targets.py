@@ -11,6 +11,7 @@ from torch import nn
 from iobs.errors import ModelError
 from iobs.exports.record import Export, Written
 from iobs.exports.source import Example, Source, source_of
+from iobs.exports.to_compressed_tensors import write_compressed_tensors
 from iobs.exports.to_gguf import write_gguf
 from iobs.exports.to_macko import write_macko
 from iobs.exports.to_onnx import write_onnx
@@ -39,6 +40,7 @@ TARGETS = {
     "gguf": Target(write_gguf, (4, 8, 16, 32), ("*.gguf",), "llama.cpp"),
     "onnx": Target(write_onnx, (4, 8), ("*.onnx", "*.onnx_data"), "ONNX Runtime"),
     "macko": Target(write_macko, (16,), ("*.pt",), "MACKO"),
+    "compressed-tensors": Target(write_compressed_tensors, (4, 8), ("*.safetensors",), "transformers, vLLM"),
 }
 
 
