@@ -36,6 +36,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "iobs export OUT --to onnx --bits 8": "a graph for ONNX Runtime, weights rounded to 8 bits",
         "iobs export OUT --to macko": "zeros left out, for the GPU kernels of MACKO",
         "iobs export OUT --to compressed-tensors --bits 4": "a directory for transformers and vLLM",
+        "iobs export OUT --to openvino": "a graph for OpenVINO",
     },
     "run": {
         "iobs run OUT.packed 'Once upon a time'": "a packed model, without unpacking",

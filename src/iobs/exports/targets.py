@@ -15,6 +15,7 @@ from iobs.exports.to_compressed_tensors import write_compressed_tensors
 from iobs.exports.to_gguf import write_gguf
 from iobs.exports.to_macko import write_macko
 from iobs.exports.to_onnx import write_onnx
+from iobs.exports.to_openvino import write_openvino
 from iobs.models import LoadedModel, output_directory
 from iobs.models.output import expanded
 
@@ -41,6 +42,7 @@ TARGETS = {
     "onnx": Target(write_onnx, (4, 8), ("*.onnx", "*.onnx_data"), "ONNX Runtime"),
     "macko": Target(write_macko, (16,), ("*.pt",), "MACKO"),
     "compressed-tensors": Target(write_compressed_tensors, (4, 8), ("*.safetensors",), "transformers, vLLM"),
+    "openvino": Target(write_openvino, (4, 8), ("openvino_model.*",), "OpenVINO"),
 }
 
 

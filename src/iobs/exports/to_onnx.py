@@ -62,14 +62,12 @@ def traced(source: Source) -> ModuleType:
     needed("onnxscript", "onnx")
     inputs = inputs_of(source)
     names = tuple(inputs.tensors)
-    modes = [(one, one.training) for one in source.module.modules()]
-    graph = Graph(_single(source.module), inputs).eval()
     dims = {name: torch.export.Dim(name) for free in inputs.moving.values() for name in free.values()}
     moving = tuple({place: dims[name] for place, name in inputs.moving[one].items()} for one in names)
-    with _silent():
+    with _silent(), evaluated(source.module):
         try:
             program = torch.onnx.export(
-                graph,
+                Graph(single(source.module), inputs).eval(),
                 tuple(inputs.tensors.values()),
                 dynamic_shapes=(moving,),
                 input_names=names,
@@ -81,14 +79,22 @@ def traced(source: Source) -> ModuleType:
             )
         except Exception as error:  # torch raises many types
             raise ModelError(f"torch cannot trace {source.model.source} for ONNX: {first_line(error)}") from error
-        finally:
-            for one, mode in modes:
-                one.training = mode
     assert program is not None
     return program.model_proto  # type: ignore[no-any-return]
 
 
-def _single(module: nn.Module) -> nn.Module:
+@contextmanager
+def evaluated(module: nn.Module) -> Iterator[None]:
+    """Give all modules their mode, training or not, back at the end."""
+    modes = [(one, one.training) for one in module.modules()]
+    try:
+        yield
+    finally:
+        for one, mode in modes:
+            one.training = mode
+
+
+def single(module: nn.Module) -> nn.Module:
     """The module on the CPU in float32, a copy where it is not: few runtimes have all operators in 16 bits."""
     held = (*module.parameters(), *module.buffers())
     wide = all(one.dtype == torch.float32 or not one.is_floating_point() for one in held)
