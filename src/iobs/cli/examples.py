@@ -37,6 +37,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "iobs export OUT --to macko": "zeros left out, for the GPU kernels of MACKO",
         "iobs export OUT --to compressed-tensors --bits 4": "a directory for transformers and vLLM",
         "iobs export OUT --to openvino": "a graph for OpenVINO",
+        "iobs export OUT --to coreml --bits 16": "a bit mask and 16-bit values, for Core ML",
     },
     "run": {
         "iobs run OUT.packed 'Once upon a time'": "a packed model, without unpacking",

@@ -11,7 +11,7 @@ import typer
 from iobs.cli import completion, console
 
 # In the order of the table of iobs.exports, which a test compares; the help page imports no torch.
-NAMES = ("gguf", "onnx", "macko", "compressed-tensors", "openvino")
+NAMES = ("gguf", "onnx", "macko", "compressed-tensors", "openvino", "coreml")
 
 
 @console.with_groups

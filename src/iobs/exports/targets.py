@@ -12,6 +12,7 @@ from iobs.errors import ModelError
 from iobs.exports.record import Export, Written
 from iobs.exports.source import Example, Source, source_of
 from iobs.exports.to_compressed_tensors import write_compressed_tensors
+from iobs.exports.to_coreml import write_coreml
 from iobs.exports.to_gguf import write_gguf
 from iobs.exports.to_macko import write_macko
 from iobs.exports.to_onnx import write_onnx
@@ -43,6 +44,7 @@ TARGETS = {
     "macko": Target(write_macko, (16,), ("*.pt",), "MACKO"),
     "compressed-tensors": Target(write_compressed_tensors, (4, 8), ("*.safetensors",), "transformers, vLLM"),
     "openvino": Target(write_openvino, (4, 8), ("openvino_model.*",), "OpenVINO"),
+    "coreml": Target(write_coreml, (16, 32), ("model.mlpackage", "model.mlpackage/**/*"), "Core ML"),
 }
 
 
