@@ -13,6 +13,7 @@ import blocks
 import breadth
 import chita_report
 import equal_bytes
+import exports
 import grid_layers
 import grid_report
 import layer_report
@@ -64,6 +65,7 @@ SECTIONS = (
     Section("structured_families", structured_families.tables, "units of networks of every family"),
     Section("grid_layers", grid_layers.tables, "four-bit weights of a single layer, dense and sparse"),
     Section("equal_bytes", equal_bytes.tables, "sparse and dense grids of whole networks at equal bytes"),
+    Section("exports", exports.tables, "files for other runtimes, read by them: bytes, zeros, outputs"),
     Section("running", running.tables, "speed of pruned networks on a CPU, beside torch"),
     Section("breadth", breadth.tables, "tiny networks of every family: coverage and exactness"),
     Section("speakers", speakers.tables, "a trained LSTM, pruned gate by gate"),

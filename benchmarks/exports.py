@@ -1,0 +1,205 @@
+"""Round trips of the exports: files of other runtimes, read by these runtimes, beside the pruned network in torch.
+
+    pip install 'iobs[export,export-coreml]'
+    python benchmarks/exports.py --data FOLDER [--again]
+
+ResNet-20 and a Llama of 260 thousand parameters, pruned in one shot. A row a network, pattern, target and number of
+bits is added to results/exports.jsonl.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import blocks
+import networks
+import torch
+from rows import Row, Rows, measured, parser, require_data, stamp
+from torch import Tensor
+
+import iobs
+from iobs import models
+from iobs.exports.to_macko import FILE as MACKO
+
+KEYS = ("network", "pattern", "target", "bits", "seed")
+HALF, GRID = "50%", "50%+int4"
+OWN = "own"  # the number of bits that holds the weights
+CASES: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "resnet20": (
+        (HALF, "onnx", OWN),
+        (HALF, "onnx", "8"),
+        (GRID, "onnx", OWN),
+        (HALF, "openvino", OWN),
+        (HALF, "openvino", "8"),
+        (GRID, "openvino", OWN),
+        (HALF, "coreml", "32"),
+        (HALF, "coreml", "16"),
+    ),
+    "llama_stories260K": (
+        (HALF, "gguf", "32"),
+        (HALF, "gguf", OWN),
+        (HALF, "gguf", "8"),
+        (GRID, "gguf", OWN),
+        (HALF, "onnx", OWN),
+        (HALF, "onnx", "8"),
+        (GRID, "onnx", OWN),
+        (HALF, "openvino", OWN),
+        (HALF, "openvino", "8"),
+        (GRID, "openvino", OWN),
+        (HALF, "compressed-tensors", "8"),
+        (GRID, "compressed-tensors", OWN),
+        (HALF, "macko", "16"),
+    ),
+}
+
+
+def onnx_runtime(folder: Path, given: Tensor, _: Any) -> Tensor:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: given.numpy()})[0])
+
+
+def openvino(folder: Path, given: Tensor, _: Any) -> Tensor:
+    """In 32 bits: by default OpenVINO rounds the inputs of products with integers to 8 bits."""
+    import openvino as runtime
+
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+    model = runtime.Core().compile_model(folder / "openvino_model.xml", "CPU", settings)
+    return torch.from_numpy(model([given.numpy()])[0].copy())
+
+
+def transformers(folder: Path, given: Tensor, _: Any) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    file = {"gguf_file": "model.gguf"} if (folder / "model.gguf").exists() else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file).eval()
+        return model(given).logits
+
+
+def reference(folder: Path, given: Tensor, module: torch.nn.Module) -> Tensor:
+    """MACKO's five tensors, read entry by entry, in the network of torch."""
+    stored = torch.load(folder / MACKO, weights_only=True)
+    state = {name: one for name, one in stored.items() if name.rpartition(".")[2][:2] != "c_"}
+    for name in {one.removesuffix("c_0") for one in stored if one.endswith(".c_0")}:
+        values, counts, starts, rows, columns = (stored[f"{name}c_{place}"].tolist() for place in range(5))
+        matrix = torch.zeros(rows[0], columns[0])
+        for row in range(rows[0]):
+            column = -1
+            for place in range(starts[row], starts[row + 1]):
+                column += 1 + (counts[place // 2] >> 4 * (place % 2) & 15)
+                matrix[row, column] = values[place]
+        state[f"{name}weight"] = matrix
+    again = copy.deepcopy(module)
+    again.load_state_dict(state)
+    return again(given).logits
+
+
+RUNTIMES: dict[str, tuple[str, Callable[[Path, Tensor, Any], Tensor] | None]] = {
+    "gguf": ("transformers", transformers),
+    "onnx": ("ONNX Runtime", onnx_runtime),
+    "openvino": ("OpenVINO", openvino),
+    "compressed-tensors": ("transformers", transformers),
+    "macko": ("slow reader, in torch", reference),
+    "coreml": ("coremltools reads the masks; not run", None),
+}
+
+
+def pruned(zoo: Any, folder: Path, name: str, pattern: str) -> tuple[Any, Tensor]:
+    """The network, pruned in one shot, and unseen inputs."""
+    if name == "resnet20":
+        case = networks.pictures("resnet20", "resnet20")(zoo, folder, 0)
+        model, batches, given = case.module, case.batches[:4], zoo.cifar10("test5000", "resnet20")[0][:64]
+    else:
+        case = blocks.llama(folder, zoo, folder)
+        model, batches = models.load(folder / name), case.batches[:8]
+        texts = model.tokenizer(zoo.stories("validation")[:4], verbose=False)["input_ids"]
+        given = torch.tensor([one[:64] for one in texts])
+    iobs.prune(getattr(model, "module", model), batches, pattern, "one-shot", seed=0)
+    return model, given
+
+
+@torch.no_grad()
+def measure(model: Any, given: Tensor, target: str, bits: str) -> Row:
+    """Export, read and compare; bytes are those of weights and graph."""
+    module = getattr(model, "module", model).eval()
+    wanted = module(given)
+    wanted = wanted if isinstance(wanted, Tensor) else wanted.logits
+    runtime, read = RUNTIMES[target]
+    with tempfile.TemporaryDirectory() as place, measured() as work:
+        folder = Path(place) / "out"
+        example = None if isinstance(model, models.LoadedModel) else given[:1]
+        found = iobs.export(model, folder, target, None if bits == OWN else int(bits), example=example)
+        outputs = None if read is None else read(folder, given, module)
+    forms = Counter(one.form for one in found.matrices)
+    return {
+        "target": target,
+        "bits": bits,
+        "bytes": found.bytes,
+        "dense_bytes": sum(one.nbytes for one in module.parameters()),
+        "zeros": found.zeros,
+        "kept": found.kept_zeros,
+        "rounded": sum(not one.exact for one in found.matrices),
+        "forms": dict(forms),
+        "runtime": runtime,
+        "difference": None if outputs is None else float((outputs - wanted).abs().max()),
+        "largest": float(wanted.abs().max()),
+        **work.fields(),
+    }
+
+
+def tables(rows: list[Row]) -> str:
+    """The section of RESULTS.md."""
+    text = [
+        "# Round trips of the exports",
+        "",
+        "`python benchmarks/exports.py`: networks pruned in one shot, written by `iobs export`, read by the named"
+        " runtime on the CPU in 32 bits, on unseen inputs. Bytes are those of weights and graph; those of the "
+        "dense weights in float32 stand above each table. The difference is the largest of any output entry to "
+        "the pruned network in torch, and holds the rounding of weights where there is some; the largest output "
+        "stands beside it. Core ML files cannot run on this system: coremltools wrote them, and their masks were "
+        "read back. GGUF files were read by transformers, not by llama.cpp. MACKO's files were read by a slow "
+        "reader, not by its GPU kernels. OpenVINO ran without its default rounding of inputs to 8 bits.",
+    ]
+    for name in CASES:
+        own = [row for row in rows if row["network"] == name]
+        if not own:
+            continue
+        text += ["", f"## {name}", "", f"Dense float32: {own[0]['dense_bytes']:,} bytes.", ""]
+        text += ["| format | pattern | matrices | rounded | bytes | zeros kept | largest difference (of) | read by |"]
+        text += ["|---" * 8 + "|"]
+        for row in own:
+            forms = ", ".join(f"{count} {form}" for form, count in row["forms"].items())
+            found = "-" if row["difference"] is None else f"{row['difference']:.1e} ({row['largest']:.0f})"
+            kept = f"{row['kept']:,} of {row['zeros']:,}"
+            text.append(
+                f"| {row['target']} | {row['pattern']} | {forms} | {row['rounded']} | {row['bytes']:,} | {kept} "
+                f"| {found} | {row['runtime']} |"
+            )
+    return "\n".join(text) + "\n"
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    zoo, rows = require_data(options.data), Rows("exports", KEYS, options.again)
+    for name, wanted in CASES.items():
+        made: dict[str, tuple[Any, Tensor]] = {}
+        for pattern, target, bits in wanted:
+            if rows.has(network=name, pattern=pattern, target=target, bits=bits, seed=0):
+                continue
+            if pattern not in made:
+                made[pattern] = pruned(zoo, options.data, name, pattern)
+            rows.put({**stamp(0), "network": name, "pattern": pattern, **measure(*made[pattern], target, bits)})
+
+
+if __name__ == "__main__":
+    main()
