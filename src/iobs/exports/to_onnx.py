@@ -80,7 +80,11 @@ def traced(source: Source) -> ModuleType:
         except Exception as error:  # torch raises many types
             raise ModelError(f"torch cannot trace {source.model.source} for ONNX: {first_line(error)}") from error
     assert program is not None
-    return program.model_proto  # type: ignore[no-any-return]
+    model = program.model_proto
+    for node in model.graph.node:  # stack traces: most of the bytes of a small model, and paths of this machine
+        node.ClearField("metadata_props")
+        node.ClearField("doc_string")
+    return model  # type: ignore[no-any-return]
 
 
 @contextmanager
