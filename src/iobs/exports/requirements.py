@@ -23,7 +23,8 @@ def needed(package: str, target: str) -> ModuleType:
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] != package.partition(".")[0]:
             raise  # the package is there, but is broken
+        missing = package.partition(".")[0]
         extra = "export-coreml" if target == "coreml" else "export"
         raise ModelError(
-            f"An export to {target} needs {package}, which is not installed; run: pip install 'iobs[{extra}]'"
+            f"An export to {target} needs {missing}, which is not installed; run: pip install 'iobs[{extra}]'"
         ) from error
