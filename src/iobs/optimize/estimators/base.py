@@ -16,12 +16,14 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from iobs.errors import ProblemError
+from iobs.optimize.estimators.checks import is_clean
 from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients
 from iobs.optimize.estimators.summary import Row, Summary
 from iobs.optimize.objectives.arguments import forced_columns
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
 from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, VectorLike
+from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.refit.fit import Fit
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
@@ -164,7 +166,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self.n_iter_ = len(sizes)
         self._keep(objective, fits[best])
         self._keep_errors(objective, fits[best], samples)
-        self._keep_spread(data.X, data.weights)
+        self._keep_spread(data, objective)
 
     def _entry(self, objective: Objective, fit: Fit, size: int, score: float, error: float) -> PathEntry:
         support = self._support(objective, fit)
@@ -190,10 +192,14 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             return values[: self.n_features_in_ * objective.outputs].reshape(-1, objective.outputs).T
         return values[: self.n_features_in_].reshape(np.shape(self.coef_))
 
-    def _keep_spread(self, X: Samples, weights: Array) -> None:
+    def _keep_spread(self, data: Observations, objective: Objective) -> None:
         """Standard deviations of the features on the path, for figures in units that can be compared."""
         self._seen: Indices = np.unique(np.concatenate([entry["support"] for entry in self.path_]))
-        self._spread: Array = np.sqrt(variances(X[:, self._seen], weights, True)) if self._seen.size else np.zeros(0)
+        if isinstance(objective, LeastSquares) and self.fit_intercept:  # the design of the objective is centred
+            spread = objective.column_squares[self._seen] / float(data.weights.sum())
+        else:
+            spread = variances(data.X[:, self._seen], data.weights, True) if self._seen.size else np.zeros(0)
+        self._spread: Array = np.sqrt(spread)
 
     def _get_support_mask(self) -> Booleans:
         check_is_fitted(self)
@@ -331,6 +337,14 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
     def _validated(
         self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, **checks: bool
     ) -> tuple[Samples, Labels, Array]:
+        if sample_weight is None and checks == {"y_numeric": True} and is_clean(X, y):
+            # What scikit-learn would do takes longer than a small fit.
+            assert isinstance(X, np.ndarray)
+            assert isinstance(y, np.ndarray)
+            self.n_features_in_ = X.shape[1]
+            if hasattr(self, "feature_names_in_"):
+                del self.feature_names_in_
+            return X, y, np.ones(X.shape[0])
         features, target = validate_data(
             self, X, y, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32], **checks
         )

@@ -13,7 +13,8 @@ The stages run until the whole gradient vanishes (no support can be better for a
    rate of the I-OBS theorem. For large problems and general functions the Newton step is computed by at most 300
    products with H, so there the rate holds as far as these converge.
 
-No stage raises f. Least squares with at least as many samples as columns is searched by its Gram matrix.
+No stage raises f. Least squares with at least as many samples as columns is searched by its Gram matrix. Where that
+matrix is whole, and no start is given, one compiled stage does all of this (`compiled`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit, newton_direction
 from iobs.optimize.refit.newton import on_data, refit
-from iobs.optimize.search import pursuits
+from iobs.optimize.search import compiled, pursuits
 from iobs.optimize.search.swaps import Swapper
 
 GLOBAL = "global minimum: the gradient vanishes, so for a convex f no support can be better"
@@ -83,7 +84,7 @@ def stages(
         return
     best: Fit | None = None
     optimal = False
-    for stage in _stages(replace(problem, objective=gram), theta, kicks, None):
+    for stage in _by_gram(replace(problem, objective=gram), gram, theta, kicks):
         if best is None or not np.array_equal(stage.fit.support, best.support):
             fit = on_data(problem.objective, stage.fit)
             best = fit if best is None or fit.value < best.value or best.support.size < fit.support.size else best
@@ -93,6 +94,15 @@ def stages(
         for stage in _stages(problem, best.theta, kicks, empty):
             best = stage.fit if stage.fit.value < best.value else best
             yield Stage(stage.name, best, stage.optimal)
+
+
+def _by_gram(problem: Problem, gram: GramLeastSquares, theta: Array | None, kicks: int) -> Iterator[Stage]:
+    """The stages on the Gram matrix; all of them as one compiled stage where the whole matrix is known."""
+    found = compiled.best_fit(problem, gram, kicks) if theta is None and gram.complete else None
+    if found is None:
+        yield from _stages(problem, theta, kicks, None)
+    else:
+        yield Stage("search by the Gram matrix", found, pursuits.solved(problem, found))
 
 
 def _stages(problem: Problem, theta: Array | None, kicks: int, empty: Fit | None) -> Iterator[Stage]:
