@@ -26,6 +26,7 @@ from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.refit.fit import Fit
+from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
 from iobs.optimize.search.path import Criterion, fit_path, information, standard_errors
 
@@ -97,6 +98,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         max_k: int | None = None,
         groups: npt.ArrayLike | None = None,
         forced: npt.ArrayLike | None = None,
+        lower: float | VectorLike | None = None,
+        upper: float | VectorLike | None = None,
         cv: int | BaseCrossValidator = 5,
         thorough: bool = True,
         random_state: int = 0,
@@ -107,6 +110,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self.max_k = max_k
         self.groups = groups
         self.forced = forced
+        self.lower = lower
+        self.upper = upper
         self.cv = cv
         self.thorough = thorough
         self.random_state = random_state
@@ -132,14 +137,15 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self._forced_features = forced_columns(self.forced, features)
         objective = self._objective(data)
         groups = self._groups(objective, features)
+        bounds = Bounds.of(self.lower, self.upper, features)
         choices = len(groups.members) - len(groups.forced) if groups else features - self._forced_features.size
         sizes = self._sizes(choices, samples)
         # The best known method runs for a single given k, or at the end for the chosen k; the path is warm started.
         fixed = len(sizes) == 1
-        fits = fit_path(objective, groups, sizes, self.thorough and fixed, self.random_state)
+        fits = fit_path(objective, groups, sizes, self.thorough and fixed, self.random_state, bounds=bounds)
         errors = [float("nan")] * len(sizes)
         if self.k in _BY_FOLDS:
-            scores, errors = self._cross_validate(data, sizes, sample_groups)
+            scores, errors = self._cross_validate(data, sizes, sample_groups, bounds)
         elif fixed:
             scores = [0.0]
         else:
@@ -154,7 +160,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         if self.thorough and not fixed and groups is None:
             fits[best] = min(
                 fits[best],
-                *fit_path(objective, None, [sizes[best]], True, self.random_state),
+                *fit_path(objective, None, [sizes[best]], True, self.random_state, bounds=bounds),
                 key=lambda fit: fit.value,
             )
         self.k_ = sizes[best]
@@ -165,7 +171,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self.support_ = self.path_[best]["support"]
         self.n_iter_ = len(sizes)
         self._keep(objective, fits[best])
-        self._keep_errors(objective, fits[best], samples)
+        self._keep_errors(objective, fits[best] if bounds is None else bounds.inside(fits[best]), samples)
         self._keep_spread(data, objective)
 
     def _entry(self, objective: Objective, fit: Fit, size: int, score: float, error: float) -> PathEntry:
@@ -179,7 +185,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         }  # fmt: skip
 
     def _keep_errors(self, objective: Objective, fit: Fit, samples: float) -> None:
-        """Standard errors of `coef_`, NaN outside the support; as if the support had been known beforehand."""
+        """Standard errors of `coef_`, NaN outside the support of the fit; as if it had been known beforehand."""
         found = standard_errors(objective, fit, samples, self.fit_intercept)
         errors = np.full(objective.dimension, np.nan)
         errors[fit.support] = found.errors
@@ -309,7 +315,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         return [int(self.k)]
 
     def _cross_validate(
-        self, data: Observations, sizes: list[int], sample_groups: npt.ArrayLike | None
+        self, data: Observations, sizes: list[int], sample_groups: npt.ArrayLike | None, bounds: Bounds | None
     ) -> tuple[list[float], list[float]]:
         """The mean held-out loss of every k over the samples, and its standard error over the folds."""
         folds = check_cv(self.cv, data.y, classifier=isinstance(self, ClassifierMixin))
@@ -324,7 +330,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
                 )
             objective, held_out = self._objective(data.rows(train)), data.rows(test)
             groups = self._groups(objective, data.X.shape[1])
-            fits = fit_path(objective, groups, sizes, False, self.random_state, exact=False)
+            fits = fit_path(objective, groups, sizes, False, self.random_state, exact=False, bounds=bounds)
             losses = np.array([self._held_out(held_out, fit, objective) for fit in fits])
             totals += losses
             mass += float(held_out.weights.sum())

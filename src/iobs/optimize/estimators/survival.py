@@ -30,6 +30,8 @@ class SparseCox(SparseEstimator):
         max_k: see `SparseRegressor`, with events as n.
         groups: see `SparseRegressor`.
         forced: see `SparseRegressor`.
+        lower: see `SparseRegressor`.
+        upper: see `SparseRegressor`.
         cv: see `SparseRegressor`.
         thorough: see `SparseRegressor`.
         random_state: seed of every random choice.
@@ -53,6 +55,8 @@ class SparseCox(SparseEstimator):
         max_k: int | None = None,
         groups: npt.ArrayLike | None = None,
         forced: npt.ArrayLike | None = None,
+        lower: float | VectorLike | None = None,
+        upper: float | VectorLike | None = None,
         cv: int | BaseCrossValidator = 5,
         thorough: bool = True,
         random_state: int = 0,
@@ -63,6 +67,8 @@ class SparseCox(SparseEstimator):
             max_k=max_k,
             groups=groups,
             forced=forced,
+            lower=lower,
+            upper=upper,
             cv=cv,
             thorough=thorough,
             random_state=random_state,

@@ -21,7 +21,9 @@ from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit, inverse_block
 from iobs.optimize.refit.newton import on_data, refit
+from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto, compiled
+from iobs.optimize.search.bounded import bounded_path
 from iobs.optimize.search.groups import CoordinateGroups, group_path
 from iobs.optimize.search.swaps import Swapper
 
@@ -85,8 +87,19 @@ def fit_path(
     thorough: bool,
     seed: int,
     exact: bool = True,
+    bounds: Bounds | None = None,
 ) -> list[Fit]:
-    """The path over groups if given, else over coordinates."""
+    """The path over groups if given, else over coordinates, within bounds if given.
+
+    Raises:
+        ProblemError: groups and bounds.
+    """
+    if bounds is not None:
+        if groups is not None:
+            raise ProblemError(
+                "Bounds on the coefficients do not work with groups, nor with several classes or responses."
+            )
+        return bounded_path(objective, bounds.extended(objective.dimension), sizes, seed=seed, thorough=thorough)
     if groups is not None:
         return group_path(groups, list(sizes))
     return path(objective, sizes, seed=seed, thorough=thorough, exact=exact)
