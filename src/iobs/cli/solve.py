@@ -12,6 +12,7 @@ import typer
 
 from iobs.cli import console
 from iobs.cli.columns import Columns
+from iobs.cli.limits import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,8 +46,10 @@ class Proofs:
         ),
     ] = None
 
-    def check(self, columns: Columns) -> None:
-        """Refuse numbers that are not finite, and proofs about whole categories."""
+    def check(self, columns: Columns, limits: Limits) -> None:
+        """Refuse numbers that are not finite, and proofs about whole categories or bounded coefficients."""
+        if limits.given and (self.certify is not None or self.near is not None):
+            raise typer.BadParameter("it proves nothing within bounds", param_hint="--certify or --near")
         if columns.whole_categories and (self.certify is not None or self.near is not None):
             raise typer.BadParameter("it proves nothing about --whole-categories", param_hint="--certify or --near")
         for value, name in ((self.certify, "--certify"), (self.near, "--near")):
@@ -70,8 +73,10 @@ def solve(
     loss: Annotated[
         str,
         typer.Option(
-            help="squared, logistic (classes), poisson, gamma, tweedie (power 1.5) or negative_binomial (alpha 1). "
-            "auto: logistic for text or 0 and 1, else squared."
+            "--loss",
+            "--family",
+            help="squared, logistic (classes), poisson, gamma, tweedie (power 1.5), negative_binomial (alpha 1) or cox "
+            "(times, with --status). auto: cox with --status, logistic for text or 0 and 1, else squared.",
         ),
     ] = "auto",
     ridge: Annotated[
@@ -81,6 +86,7 @@ def solve(
             help="Weight of half the squared coefficients, per standard deviation; the loss is summed over rows.",
         ),
     ] = 0.0,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
     proofs: Proofs = Proofs(),
     output: Annotated[
         Path | None,
@@ -102,10 +108,11 @@ def solve(
 
     The coefficients are for the columns as they are; scaling a column never changes the choice.
     """
-    from iobs.cli import near_optimal, solution
+    from iobs.cli import near_optimal, solution, solution_tables
+    from iobs.cli.sides import sides_of
     from iobs.data.tables import read_table
 
-    proofs.check(columns)
+    proofs.check(columns, limits)
     if columns.missing not in ("error", "drop", "mean"):
         raise typer.BadParameter("give error, drop or mean", param_hint="--missing")
     if plot is not None and not plot.suffix:
@@ -120,10 +127,10 @@ def solve(
         categories=columns.category or [],
         aside=columns.aside,
     )
-    table, loss = _with_loss(table, loss)
+    table, loss = _with_loss(table, loss, columns.status)
     if proofs.near is not None:
         near_optimal.require_squared(loss)
-    found = _solution(table, columns, loss, ridge, k, seed)
+    found = _solution(table, sides_of(table, columns, loss, limits), columns, loss, ridge, k, seed)
     model = solution.report(found)
     if proofs.certify is not None:
         model["certificate"] = _certificate(found.objective, found.size, found.best, proofs.certify)
@@ -135,26 +142,24 @@ def solve(
     if talk.as_json:
         console.print_json(model)
     else:
-        solution.show(found, model)
+        solution_tables.show(found, model)
     if output is not None:
         solution.write(output, model)
     if plot is not None:
         solution.draw(plot, found)
 
 
-def _solution(table: Table, columns: Columns, loss: str, ridge: float, k: str, seed: int) -> Solution:
+def _solution(table: Table, sides: Sides, columns: Columns, loss: str, ridge: float, k: str, seed: int) -> Solution:
     """Choose k if asked, then fit every k up to it; the last fit by the best known method."""
-    from iobs.cli.sides import sides_of
     from iobs.cli.solution import Solution
     from iobs.optimize.search.path import fit_path
 
     forced = _forced(table, columns.force or [])
-    sides = sides_of(table, columns, loss)
     objective, groups = _objective(table, loss, ridge, forced, sides)
     size, chooser = _size(table, loss, ridge, k, seed, forced, sides)
-    fits = fit_path(objective, groups, range(size + 1), False, seed)
+    fits = fit_path(objective, groups, range(size + 1), False, seed, bounds=sides.bounds)
     if groups is None:
-        thorough = fit_path(objective, None, [size], True, seed)[0]
+        thorough = fit_path(objective, None, [size], True, seed, bounds=sides.bounds)[0]
         fits[-1] = min(fits[-1], thorough, key=lambda fit: fit.value)
     return Solution(table, columns.target, loss, objective, fits, chooser, k, sides)
 
@@ -183,7 +188,7 @@ def _check_outputs(output: Path | None, plot: Path | None) -> None:
             )
 
 
-def _with_loss(table: Table, loss: str) -> tuple[Table, str]:
+def _with_loss(table: Table, loss: str, status: str | None) -> tuple[Table, str]:
     """The table with its target as classes where it has some, and the loss."""
     import numpy as np
 
@@ -191,10 +196,16 @@ def _with_loss(table: Table, loss: str) -> tuple[Table, str]:
     from iobs.errors import DataError
 
     values = np.unique(table.y)
+    if loss == "auto" and status is not None:
+        loss = "cox"
+    if (loss == "cox") != (status is not None):
+        raise DataError("--loss cox and --status COLUMN (1 for an event, 0 for a censored time) need each other.")
     if loss == "auto":
         loss = "logistic" if table.classes or np.isin(values, (0, 1)).all() else "squared"
     if loss not in LOSSES:
         raise DataError(f"--loss must be auto, {', '.join(LOSSES)}, got {loss!r}.")
+    if loss == "cox" and (table.classes or (table.y < 0).any()):
+        raise DataError("The target of --loss cox must be times: numbers of at least 0.")
     if table.classes and loss != "logistic":
         raise DataError(f"The target holds text ({', '.join(table.classes[:3])}); use --loss logistic.")
     if len(table.y) < 2:
@@ -229,6 +240,7 @@ def _objective(
 
     from iobs.optimize.estimators.regressor import FAMILIES
     from iobs.optimize.objectives.centring import variances
+    from iobs.optimize.objectives.cox import Cox
     from iobs.optimize.objectives.families import Logistic
     from iobs.optimize.objectives.linear import LeastSquares
     from iobs.optimize.objectives.multinomial import Multinomial
@@ -246,6 +258,18 @@ def _objective(
         rows = many.groups
         grouped = rows if members is None else [np.concatenate([rows[j] for j in member]) for member in members]
         return many, CoordinateGroups(many, grouped, always)
+    if sides.events is not None:
+        always_in = forced if members is None else ()
+        cox = Cox(
+            table.X,
+            table.y,
+            sides.events,
+            ridge=penalty,
+            sample_weight=weights,
+            offset=sides.offset,
+            forced=always_in,
+        )
+        return cox, None if members is None else CoordinateGroups(cox, members, always)
     choices: dict[str, Callable[..., Objective]] = {"squared": LeastSquares, "logistic": Logistic, **FAMILIES}
     objective = choices[loss](
         table.X,
@@ -268,8 +292,10 @@ def _size(
     table: Table, loss: str, ridge: float, k: str, seed: int, forced: list[int], sides: Sides
 ) -> tuple[int, SparseEstimator | None]:
     """k, and the estimator that chose it."""
+    import numpy as np
+
     from iobs.errors import DataError
-    from iobs.optimize.estimators import SparseClassifier, SparseRegressor
+    from iobs.optimize.estimators import SparseClassifier, SparseCox, SparseRegressor
 
     labels = list(range(len(table.names))) if sides.labels is None else sides.labels
     free = len(set(labels) - {labels[j] for j in forced})
@@ -277,16 +303,45 @@ def _size(
         choice = cast("Choice", k)
         _refuse_choice(table, loss, k)
         ridge = _ridge(loss, ridge)
+        low, high = (None, None) if sides.bounds is None else (sides.bounds.lower, sides.bounds.upper)
+        if sides.events is not None:
+            cox = SparseCox(
+                choice,
+                thorough=False,
+                random_state=seed,
+                forced=forced,
+                ridge=ridge,
+                groups=sides.labels,
+                lower=low,
+                upper=high,
+            )
+            times = np.column_stack([table.y, sides.events])
+            return int(cox.fit(table.X, times, sides.weights, offset=sides.offset).k_), cox
         if loss == "logistic":
             chooser = SparseClassifier(
-                choice, thorough=False, random_state=seed, forced=forced, ridge=ridge, groups=sides.labels
+                choice,
+                thorough=False,
+                random_state=seed,
+                forced=forced,
+                ridge=ridge,
+                groups=sides.labels,
+                lower=low,
+                upper=high,
             )
             if sides.offset is not None:
                 raise DataError(f"-k {k} cannot use an offset with the logistic loss; give a number.")
             return int(chooser.fit(table.X, table.y, sides.weights).k_), chooser
         kind = cast("Loss", loss)
         regressor = SparseRegressor(
-            choice, loss=kind, thorough=False, random_state=seed, forced=forced, ridge=ridge, groups=sides.labels
+            choice,
+            loss=kind,
+            thorough=False,
+            random_state=seed,
+            forced=forced,
+            ridge=ridge,
+            groups=sides.labels,
+            lower=low,
+            upper=high,
         )
         return int(regressor.fit(table.X, table.y, sides.weights, offset=sides.offset).k_), regressor
     if not (k.isascii() and k.isdecimal()) or int(k) > free:

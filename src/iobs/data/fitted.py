@@ -16,8 +16,9 @@ from iobs.data.tables import read_columns
 from iobs.errors import DataError, ModelError
 from iobs.optimize.objectives.design import Array
 
+_SURVIVAL = ("event_times", "cumulative_hazard")
 FORMAT = "iobs regression 1"
-LOSSES = ("squared", "logistic", "poisson", "gamma", "tweedie", "negative_binomial")  # a log link from the third on
+LOSSES = ("squared", "logistic", "poisson", "gamma", "tweedie", "negative_binomial", "cox")  # a log link from the third
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Fitted:
         constants: (1,) or (C,).
         offset: name of the column that is added to the linear predictor; "" without one.
         exposure: whether the logarithm of that column is added.
+        survival: of Cox's model the times of events, ascending, and the cumulative hazard of a linear predictor of 0.
     """
 
     target: str
@@ -43,6 +45,7 @@ class Fitted:
     constants: Array
     offset: str = ""
     exposure: bool = False
+    survival: tuple[Array, Array] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """The model as plain values for JSON."""
@@ -57,6 +60,7 @@ class Fitted:
             "coefficients": self.coefficients.tolist(),
             "constants": self.constants.tolist(),
             **({"offset": self.offset, "exposure": self.exposure} if self.offset else {}),
+            **({} if self.survival is None else dict(zip(_SURVIVAL, _lists(self.survival), strict=True))),
         }
 
     @classmethod
@@ -81,7 +85,10 @@ class Fitted:
             coefficients = np.array(plain["coefficients"], dtype=np.float64)
             constants = np.array(plain["constants"], dtype=np.float64)
             known = str(plain.get("offset", "")), bool(plain.get("exposure", False))
-            model = cls(str(plain["target"]), str(plain["loss"]), classes, codings, coefficients, constants, *known)
+            loss = str(plain["loss"])
+            steps = [np.array(plain[name], dtype=np.float64) for name in _SURVIVAL] if loss == "cox" else []
+            survival = (steps[0], steps[1]) if steps else None
+            model = cls(str(plain["target"]), loss, classes, codings, coefficients, constants, *known, survival)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(
                 f"The model is damaged ({error!r}); write it again with iobs solve ... -o MODEL."
@@ -155,6 +162,8 @@ class Fitted:
         margins = self.design(file) @ self.coefficients.T + self.constants + self._known(file)[:, None]
         if self.loss == "squared":
             return {self.target: margins[:, 0].tolist()}
+        if self.survival is not None:
+            return self._survival(margins[:, 0], *self.survival)
         if self.loss != "logistic":
             return {self.target: np.exp(np.minimum(margins[:, 0], 700.0)).tolist()}
         single = margins.shape[1] == 1
@@ -164,3 +173,14 @@ class Fitted:
             self.target: [classes[number] for number in shares.argmax(axis=1).tolist()]
         }
         return found | {f"probability of {name}": shares[:, j].tolist() for j, name in enumerate(classes)}
+
+    def _survival(self, margins: Array, times: Array, hazard: Array) -> dict[str, list[str] | list[float]]:
+        """The log hazard ratio against a row at the means, and the time at which half would have had the event."""
+        needed = np.log(2.0) * np.exp(np.clip(-margins, -700.0, 700.0))
+        place = np.searchsorted(hazard, needed)
+        median = np.append(times, np.inf)[place]  # infinite where the data end before
+        return {"log hazard ratio": margins.tolist(), f"median {self.target}": median.tolist()}
+
+
+def _lists(arrays: tuple[Array, Array]) -> list[list[float]]:
+    return [array.tolist() for array in arrays]
