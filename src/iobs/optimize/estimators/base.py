@@ -28,6 +28,7 @@ from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.refit.fit import Fit
 from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
+from iobs.optimize.search.hierarchy import Hierarchy
 from iobs.optimize.search.path import Criterion, fit_path, information, standard_errors
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         objective = self._objective(data)
         groups = self._groups(objective, features)
         bounds = Bounds.of(self.lower, self.upper, features)
-        choices = len(groups.members) - len(groups.forced) if groups else features - self._forced_features.size
+        choices = groups.choices if groups else features - self._forced_features.size
         sizes = self._sizes(choices, samples)
         # The best known method runs for a single given k, or at the end for the chosen k; the path is warm started.
         fixed = len(sizes) == 1
@@ -157,10 +158,10 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         best = int(np.argmin(scores))
         if self.k == "cv-1se":
             best = next(i for i, score in enumerate(scores) if score <= scores[best] + errors[best])
-        if self.thorough and not fixed and groups is None:
+        if self.thorough and not fixed and not isinstance(groups, CoordinateGroups):
             fits[best] = min(
                 fits[best],
-                *fit_path(objective, None, [sizes[best]], True, self.random_state, bounds=bounds),
+                *fit_path(objective, groups, [sizes[best]], True, self.random_state, bounds=bounds),
                 key=lambda fit: fit.value,
             )
         self.k_ = sizes[best]
@@ -279,7 +280,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             objective.table(fit.theta) if isinstance(objective, Tabled) else objective.split(fit.theta)
         )
 
-    def _groups(self, objective: Objective, features: int) -> CoordinateGroups | None:
+    def _groups(self, objective: Objective, features: int) -> CoordinateGroups | Hierarchy | None:
         if self.groups is None and not isinstance(objective, Tabled):
             return None
         members = labels_to_groups(np.arange(features) if self.groups is None else self.groups, features)

@@ -25,6 +25,7 @@ from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto, compiled
 from iobs.optimize.search.bounded import bounded_path
 from iobs.optimize.search.groups import CoordinateGroups, group_path
+from iobs.optimize.search.hierarchy import Hierarchy, hierarchical_path
 from iobs.optimize.search.swaps import Swapper
 
 Criterion = Literal["aic", "bic", "ebic"]
@@ -82,14 +83,14 @@ def _extend(problem: Problem, fit: Fit) -> Fit:
 
 def fit_path(
     objective: Objective,
-    groups: CoordinateGroups | None,
+    groups: CoordinateGroups | Hierarchy | None,
     sizes: Sequence[int],
     thorough: bool,
     seed: int,
     exact: bool = True,
     bounds: Bounds | None = None,
 ) -> list[Fit]:
-    """The path over groups if given, else over coordinates, within bounds if given.
+    """The path over groups or terms with a hierarchy if given, else over coordinates, within bounds if given.
 
     Raises:
         ProblemError: groups and bounds.
@@ -100,6 +101,8 @@ def fit_path(
                 "Bounds on the coefficients do not work with groups, nor with several classes or responses."
             )
         return bounded_path(objective, bounds.extended(objective.dimension), sizes, seed=seed, thorough=thorough)
+    if isinstance(groups, Hierarchy):
+        return hierarchical_path(groups, sizes, seed=seed, thorough=thorough)
     if groups is not None:
         return group_path(groups, list(sizes))
     return path(objective, sizes, seed=seed, thorough=thorough, exact=exact)
