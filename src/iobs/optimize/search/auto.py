@@ -52,6 +52,7 @@ _NEWTON_LIMIT = 1024  # most coordinates for which the Newton point is found by 
 _NEWTON_PRODUCTS = (
     300  # most products with H for the Newton point of larger problems, by conjugate gradients to a residual of 1e-6
 )
+_ROUGH_DAMPING = 0.2  # relative residual of the eigenvalue; its own error is about the square
 _ROUGH = 1e-5  # largest residual of the Newton equations, relative and scaled, that is accepted from single precision
 _GRAM_ACCURACY = 1e-8  # below this share of f(0) the Gram matrix no longer tells values of f apart
 _PASSING_LIMIT = 4_000_000  # most entries of a design for message passing, which reads it hundreds of times
@@ -186,7 +187,8 @@ def _newton_support(problem: Problem, best: Fit) -> Fit:
         else:
             centre = FullHessian().model(problem, best.theta, best.gradient).centre()
     else:
-        model = FullHessian().products(problem, best.theta, best.gradient)
+        # A dense spectrum takes many products to find the largest eigenvalue, and the damping needs only its size.
+        model = FullHessian().products(problem, best.theta, best.gradient, accuracy=_ROUGH_DAMPING)
         centre = model.centre(tolerance=1e-6, steps=_NEWTON_PRODUCTS)
     support = problem.top(np.abs(centre))
     if np.array_equal(support, best.support):
