@@ -85,7 +85,7 @@ def stages(
         return
     best: Fit | None = None
     optimal = False
-    for stage in _by_gram(replace(problem, objective=gram), gram, theta, kicks):
+    for stage in _by_gram(problem, gram, theta, kicks):
         if best is None or not np.array_equal(stage.fit.support, best.support):
             fit = on_data(problem.objective, stage.fit)
             best = fit if best is None or fit.value < best.value or best.support.size < fit.support.size else best
@@ -101,9 +101,9 @@ def _by_gram(problem: Problem, gram: GramLeastSquares, theta: Array | None, kick
     """The stages on the Gram matrix; all of them as one compiled stage where the whole matrix is known."""
     found = compiled.best_fit(problem, gram, kicks) if theta is None and gram.complete else None
     if found is None:
-        yield from _stages(problem, theta, kicks, None)
+        yield from _stages(replace(problem, objective=gram), theta, kicks, None)
     else:
-        yield Stage("search by the Gram matrix", found, pursuits.solved(problem, found))
+        yield Stage("search by the Gram matrix", found, False)
 
 
 def _stages(problem: Problem, theta: Array | None, kicks: int, empty: Fit | None) -> Iterator[Stage]:

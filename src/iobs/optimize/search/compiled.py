@@ -38,7 +38,7 @@ def best_fit(problem: Problem, gram: GramLeastSquares, kicks: int) -> Fit | None
     """The best fit of the search; None if some support has no unique refit, or nothing is to be chosen.
 
     Args:
-        problem: k and the candidates; its objective is the Gram form.
+        problem: k and the candidates.
         gram: the Gram form, whole.
         kicks: largest number of random restarts around the best support.
     """
