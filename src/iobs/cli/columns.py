@@ -54,6 +54,13 @@ class Columns:
         bool,
         typer.Option("--whole-categories", help="k counts columns of the file: a category enters with all levels."),
     ] = False
+    interactions: Annotated[
+        str | None,
+        typer.Option(
+            help="Products of two columns may enter too: strong (only with both columns) or weak (with one of them).",
+            show_default=False,
+        ),
+    ] = None
 
     @property
     def aside(self) -> list[str]:

@@ -236,17 +236,25 @@ def _path(found: Solution) -> list[PathRow]:
 
 def _fitted(found: Solution) -> dict[str, Any]:
     """The model on the columns of the file that it uses."""
+    from iobs.cli.sides import columns_of_file
     from iobs.data.fitted import Fitted
     from iobs.optimize.estimators.survival import baseline
+    from iobs.optimize.search.hierarchy import pairs_of
 
     theta, constants = found.coefficients(found.best.theta)
     kept, codings, start = [], [], 0
+    used = np.flatnonzero(theta.any(axis=0))
+    width = columns_of_file(found.table)
+    products = used[used >= width]
+    parents = pairs_of(width)[products - width]
     for coding in found.table.codings:
         columns = range(start, start + len(coding.names))
         start = columns.stop
-        if theta[:, list(columns)].any():
+        if np.isin(columns, used).any() or np.isin(columns, parents).any():
             codings.append(coding)
             kept += list(columns)
+    places = tuple((kept.index(left), kept.index(right)) for left, right in parents.tolist())
+    kept += products.tolist()
     sides, classes = found.sides, tuple(found.table.classes)
     survival = None
     if sides.events is not None:  # relative to a row at the means of the columns
@@ -264,6 +272,7 @@ def _fitted(found: Solution) -> dict[str, Any]:
         sides.name,
         sides.exposure,
         survival,
+        places,
     )
     return model.to_plain()
 

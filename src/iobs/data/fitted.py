@@ -30,11 +30,12 @@ class Fitted:
         loss: one of `LOSSES`.
         classes: of a text target, else empty.
         codings: how the columns of a table become columns of the design; only of columns that are used.
-        coefficients: (1, d), or (C, d) for C > 2 classes, over the design of `codings`.
+        coefficients: (1, d), or (C, d) for C > 2 classes, over the design of `codings`, then `products`.
         constants: (1,) or (C,).
         offset: name of the column that is added to the linear predictor; "" without one.
         exposure: whether the logarithm of that column is added.
         survival: of Cox's model the times of events, ascending, and the cumulative hazard of a linear predictor of 0.
+        products: positions in the design of `codings` of the two columns of every interaction.
     """
 
     target: str
@@ -46,6 +47,7 @@ class Fitted:
     offset: str = ""
     exposure: bool = False
     survival: tuple[Array, Array] | None = None
+    products: tuple[tuple[int, int], ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
         """The model as plain values for JSON."""
@@ -60,6 +62,7 @@ class Fitted:
             "coefficients": self.coefficients.tolist(),
             "constants": self.constants.tolist(),
             **({"offset": self.offset, "exposure": self.exposure} if self.offset else {}),
+            **({"products": [list(pair) for pair in self.products]} if self.products else {}),
             **({} if self.survival is None else dict(zip(_SURVIVAL, _lists(self.survival), strict=True))),
         }
 
@@ -86,14 +89,19 @@ class Fitted:
             constants = np.array(plain["constants"], dtype=np.float64)
             known = str(plain.get("offset", "")), bool(plain.get("exposure", False))
             loss = str(plain["loss"])
+            products = tuple((int(left), int(right)) for left, right in plain.get("products", []))
             steps = [np.array(plain[name], dtype=np.float64) for name in _SURVIVAL] if loss == "cox" else []
             survival = (steps[0], steps[1]) if steps else None
-            model = cls(str(plain["target"]), loss, classes, codings, coefficients, constants, *known, survival)
+            terms = coefficients, constants
+            model = cls(str(plain["target"]), loss, classes, codings, *terms, *known, survival, products)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(
                 f"The model is damaged ({error!r}); write it again with iobs solve ... -o MODEL."
             ) from None
-        width = sum(len(coding.names) for coding in codings)
+        own = sum(len(coding.names) for coding in codings)
+        width = own + len(products)
+        if any(not 0 <= place < own for pair in products for place in pair):
+            raise ModelError("The model is damaged: a product has no columns; write it again.")
         finite = np.isfinite(coefficients).all() and np.isfinite(constants).all()
         if coefficients.shape != (constants.size, width) or not finite or model.loss not in LOSSES:
             raise ModelError("The model is damaged: its coefficients do not fit its columns; write it again.")
@@ -135,7 +143,7 @@ class Fitted:
         there = [coding for coding in self.codings if coding.name in columns]
         matrix = encoded(there, columns, problems)[0] if there else np.zeros((rows, 0))
         problems.raise_if_any()
-        return matrix
+        return np.column_stack([matrix, *(matrix[:, left] * matrix[:, right] for left, right in self.products)])
 
     def _known(self, file: Path) -> Array:
         """The known part of the linear predictor (n,) or (1,).

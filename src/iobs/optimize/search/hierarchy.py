@@ -36,8 +36,8 @@ _KICKS = 8
 
 
 def pairs_of(features: int) -> Indices:
-    """The features (features (features - 1) / 2, 2) of every interaction, in the order of the coordinates."""
-    return np.array(list(itertools.combinations(range(features), 2)), dtype=np.int64).reshape(-1, 2)
+    """The features (features (features - 1) / 2, 2) of every interaction, in the order of `itertools.combinations`."""
+    return np.column_stack(np.triu_indices(features, 1)).astype(np.int64)
 
 
 @dataclass(frozen=True)
