@@ -48,11 +48,11 @@ def path(
     """
     searched = by_gram(objective) or objective
     if isinstance(searched, GramLeastSquares) and searched.complete and (not thorough or len(sizes) == 1):
-        problem = Problem(searched, max(sizes, default=0), rng=np.random.default_rng(seed))
+        problem = Problem(objective, max(sizes, default=0), rng=np.random.default_rng(seed))
         found = compiled.path_fits(problem, searched, sizes)
         if found is not None:
             if thorough:
-                better = list(auto.stages(replace(problem, objective=objective)))[-1].fit
+                better = list(auto.stages(problem))[-1].fit
                 return [better if better.value <= fit.value else on_data(objective, fit) for fit in found]
             return [on_data(objective, fit) for fit in found] if exact else found
     fits: list[Fit] = []
