@@ -132,7 +132,7 @@ def hierarchical_path(
         hierarchy: the terms and f.
         sizes: ascending values of k.
         seed: seed of random restarts.
-        thorough: restart at random around each fit.
+        thorough: start from many models for every size, and exchange two terms at a time too.
     """
     search = _Search(hierarchy, by_gram(hierarchy.objective) or hierarchy.objective, np.random.default_rng(seed))
     chosen: Terms = frozenset()
@@ -158,19 +158,19 @@ class _Search:
             found = self.enumerated(k)
             if found is not None:
                 return found
-        chosen, fit = self.improved(*self.filled(chosen, self.fitted(chosen), k), k)
+        chosen, fit = self.improved(*self.filled(chosen, self.fitted(chosen), k), k, thorough)
         nothing: Terms = frozenset()
         empty = self.fitted(nothing)
         for terms in itertools.chain.from_iterable(
             self._promising(nothing, empty, k, _STARTS).values() if thorough else ()
         ):
-            other, trial = self.improved(*self.filled(terms, self.fitted(terms), k), k)
+            other, trial = self.improved(*self.filled(terms, self.fitted(terms), k), k, True)
             if trial.value < fit.value:
                 chosen, fit = other, trial
         for _ in range(_KICKS if thorough and chosen else 0):
             gone = self.rng.choice(np.array(sorted(chosen)), max(1, len(chosen) // 2), replace=False)
             rest = self.hierarchy.closed(chosen - frozenset(gone.tolist()))
-            other, trial = self.improved(*self.filled(rest, self.fitted(rest), k), k)
+            other, trial = self.improved(*self.filled(rest, self.fitted(rest), k), k, True)
             if trial.value < fit.value:
                 chosen, fit = other, trial
         return chosen
@@ -225,13 +225,13 @@ class _Search:
                 ranked.setdefault(len(terms), []).append((-float(gain[list(terms)].sum()), sorted(terms)))
         return {size: [frozenset(terms) for _, terms in sorted(offers)[:count]] for size, offers in ranked.items()}
 
-    def improved(self, chosen: Terms, fit: Fit, k: int) -> tuple[Terms, Fit]:
-        """Remove one or two terms and fill up again, while that lowers f."""
+    def improved(self, chosen: Terms, fit: Fit, k: int, thorough: bool) -> tuple[Terms, Fit]:
+        """Remove one term, or two if `thorough`, and fill up again, while that lowers f."""
         better = True
         while better:
             better = False
             leaving = [{term} for term in sorted(chosen)]
-            if len(chosen) <= _PAIRED:
+            if thorough and len(chosen) <= _PAIRED:
                 leaving += [set(pair) for pair in itertools.combinations(sorted(chosen), 2)]
             for terms in leaving:
                 rest = self.hierarchy.closed(chosen - terms)
