@@ -99,11 +99,19 @@ def test_supports_and_additions_are_all_that_the_hierarchy_allows(kind):
         wanted = [chosen for chosen in itertools.combinations(range(10), k) if _obeys(kind, 4, chosen)]
         assert Counter(found) == Counter(wanted)
         assert hierarchy.count(k) == len(wanted)
+    pairs = list(itertools.combinations(range(4), 2))
     for chosen in (frozenset(), frozenset({0}), frozenset({0, 2, 5})):
-        for added in hierarchy.additions(chosen, 3):
-            assert len(added) <= 3
-            assert not added & chosen
-            assert _obeys(kind, 4, chosen | added)
+        wanted = {frozenset({term}) for term in range(10) if term not in chosen and _obeys(kind, 4, chosen | {term})}
+        for term in range(4, 10):
+            left, right = pairs[term - 4]
+            missing = {left, right} - chosen
+            if term not in chosen and kind == "strong" and missing:
+                wanted.add(frozenset({term, *missing}))
+            elif term not in chosen and len(missing) == 2:
+                wanted |= {frozenset({term, left}), frozenset({term, right})}
+        for room in (1, 2, 3):
+            found = [frozenset(terms) for rows in hierarchy.additions(chosen, room).values() for terms in rows.tolist()]
+            assert Counter(found) == Counter(terms for terms in wanted if len(terms) <= room)
 
 
 def test_main_effects_that_are_forced_are_free_of_k():
@@ -195,3 +203,12 @@ def test_proofs_say_nothing_about_interactions(tmp_path, rng):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "proves nothing" in " ".join(result.output.split())
+
+
+def test_criterion_recovers_interactions_among_a_thousand_terms():
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((500, 50))
+    y = X[:, 0] + X[:, 1] + X[:, 0] * X[:, 1] - X[:, 2] * X[:, 3] + 0.5 * rng.standard_normal(500)
+    model = SparseInteractions("ebic", max_k=8).fit(X, y)
+    names = np.array(model.get_term_names())[model.support_]
+    assert names.tolist() == ["x0", "x1", "x2", "x3", "x0:x1", "x2:x3"]

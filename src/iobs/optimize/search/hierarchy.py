@@ -88,21 +88,30 @@ class Hierarchy:
         """The chosen terms without the interactions that lack their main effects."""
         return frozenset(term for term in chosen if self.allowed(chosen, term))
 
-    def additions(self, chosen: Terms, room: int) -> Iterator[Terms]:
-        """Every term that is not chosen, with the main effects that it needs, of at most `room` terms in all."""
-        inside = chosen | self.forced
-        yield from (frozenset({term}) for term in range(self.features) if term not in inside)
-        for number, (left, right) in enumerate(self.pairs.tolist(), self.features):
-            if number in inside:
-                continue
-            missing = [parent for parent in (left, right) if parent not in inside]
-            if not missing or (self.kind == "weak" and len(missing) == 1):
-                yield frozenset({number})
-            elif self.kind == "strong" and len(missing) < room:
-                yield frozenset({number, *missing})
-            elif self.kind == "weak" and room >= 2:
-                yield frozenset({number, left})
-                yield frozenset({number, right})
+    def additions(self, chosen: Terms, room: int) -> dict[int, Indices]:
+        """Every term that is not chosen, with the main effects that it needs, of at most `room` terms in all.
+
+        Returns:
+            For each number of terms m the additions (count, m).
+        """
+        inside = np.zeros(self.terms, dtype=np.bool_)
+        inside[list(chosen | self.forced)] = True
+        d = self.features
+        left, right = self.pairs.T
+        numbers = np.arange(d, self.terms)
+        missing = 2 - inside[left].astype(np.int64) - inside[right]
+        free = ~inside[d:]
+        open_pairs = numbers[free & (missing == 0 if self.kind == "strong" else missing < 2)]
+        found = {1: np.concatenate([np.flatnonzero(~inside[:d]), open_pairs])[:, None]}
+        alone = free & (missing == 2)
+        if self.kind == "strong":
+            one = free & (missing == 1)
+            found[2] = np.column_stack([numbers, np.where(inside[left], right, left)])[one]
+            found[3] = np.column_stack([numbers, left, right])[alone]
+        else:
+            either = [np.column_stack([numbers, parent])[alone] for parent in (left, right)]
+            found[2] = np.concatenate(either)
+        return {size: terms for size, terms in found.items() if size <= room and len(terms)}
 
     def count(self, k: int) -> int:
         """The number of supports of exactly k terms, when no term is forced."""
@@ -132,7 +141,7 @@ def hierarchical_path(
         hierarchy: the terms and f.
         sizes: ascending values of k.
         seed: seed of random restarts.
-        thorough: start from many models for every size, and exchange two terms at a time too.
+        thorough: start from many models for every size.
     """
     search = _Search(hierarchy, by_gram(hierarchy.objective) or hierarchy.objective, np.random.default_rng(seed))
     chosen: Terms = frozenset()
@@ -158,19 +167,19 @@ class _Search:
             found = self.enumerated(k)
             if found is not None:
                 return found
-        chosen, fit = self.improved(*self.filled(chosen, self.fitted(chosen), k), k, thorough)
+        chosen, fit = self.improved(*self.filled(chosen, self.fitted(chosen), k), k)
         nothing: Terms = frozenset()
         empty = self.fitted(nothing)
         for terms in itertools.chain.from_iterable(
             self._promising(nothing, empty, k, _STARTS).values() if thorough else ()
         ):
-            other, trial = self.improved(*self.filled(terms, self.fitted(terms), k), k, True)
+            other, trial = self.improved(*self.filled(terms, self.fitted(terms), k), k)
             if trial.value < fit.value:
                 chosen, fit = other, trial
         for _ in range(_KICKS if thorough and chosen else 0):
             gone = self.rng.choice(np.array(sorted(chosen)), max(1, len(chosen) // 2), replace=False)
             rest = self.hierarchy.closed(chosen - frozenset(gone.tolist()))
-            other, trial = self.improved(*self.filled(rest, self.fitted(rest), k), k, True)
+            other, trial = self.improved(*self.filled(rest, self.fitted(rest), k), k)
             if trial.value < fit.value:
                 chosen, fit = other, trial
         return chosen
@@ -218,20 +227,21 @@ class _Search:
     def _promising(self, chosen: Terms, fit: Fit, room: int, count: int) -> dict[int, list[Terms]]:
         """The `count` additions of each size whose single steps promise most, best first."""
         gain = fit.gradient**2 / np.maximum(self.objective.hessian_diagonal(fit.theta), 1e-300)
-        dead = set(self.objective.constant_coordinates().tolist())
-        ranked: dict[int, list[tuple[float, list[int]]]] = {}
-        for terms in self.hierarchy.additions(chosen, room):
-            if not dead & terms:
-                ranked.setdefault(len(terms), []).append((-float(gain[list(terms)].sum()), sorted(terms)))
-        return {size: [frozenset(terms) for _, terms in sorted(offers)[:count]] for size, offers in ranked.items()}
+        gain[self.objective.constant_coordinates()] = -np.inf
+        found: dict[int, list[Terms]] = {}
+        for size, offers in self.hierarchy.additions(chosen, room).items():
+            scores = gain[offers].sum(axis=1)
+            order = np.argsort(-scores, kind="stable")[:count]
+            found[size] = [frozenset(offers[number].tolist()) for number in order if np.isfinite(scores[number])]
+        return found
 
-    def improved(self, chosen: Terms, fit: Fit, k: int, thorough: bool) -> tuple[Terms, Fit]:
-        """Remove one term, or two if `thorough`, and fill up again, while that lowers f."""
+    def improved(self, chosen: Terms, fit: Fit, k: int) -> tuple[Terms, Fit]:
+        """Remove one or two terms and fill up again, while that lowers f."""
         better = True
         while better:
             better = False
             leaving = [{term} for term in sorted(chosen)]
-            if thorough and len(chosen) <= _PAIRED:
+            if len(chosen) <= _PAIRED:
                 leaving += [set(pair) for pair in itertools.combinations(sorted(chosen), 2)]
             for terms in leaving:
                 rest = self.hierarchy.closed(chosen - terms)
