@@ -26,6 +26,7 @@ if _TYPE_CHECKING:
     from iobs.optimize.estimators import (
         SparseClassifier,
         SparseCox,
+        SparseInteractions,
         SparseMultiTaskRegressor,
         SparseRegressor,
         split_inference,
@@ -74,6 +75,7 @@ __all__ = [
     "SparseClassifier",
     "SparseCox",
     "SparseGPT",
+    "SparseInteractions",
     "SparseMultiTaskRegressor",
     "SparseRegressor",
     "Structured",
@@ -112,7 +114,7 @@ _HOMES = {
     "iobs.optimize.bounds.members": ("RashomonSet",),
     "iobs.optimize.bounds.rashomon": ("rashomon_set",),
     "iobs.optimize.estimators": (
-        *("SparseClassifier", "SparseCox", "SparseMultiTaskRegressor", "SparseRegressor"),
+        *("SparseClassifier", "SparseCox", "SparseInteractions", "SparseMultiTaskRegressor", "SparseRegressor"),
         *("split_inference", "stability_selection"),
     ),
     "iobs.optimize.minimize": ("MinimizeResult", "minimize"),

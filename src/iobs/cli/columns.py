@@ -41,12 +41,28 @@ class Columns:
         str | None,
         typer.Option(help="A column of exposures, such as years; its logarithm is the offset.", show_default=False),
     ] = None
+    status: Annotated[
+        str | None,
+        typer.Option(
+            "--status",
+            "--event",
+            help="For cox: the column with 1 where the event happened at the target's time, 0 where it was censored.",
+            show_default=False,
+        ),
+    ] = None
     whole_categories: Annotated[
         bool,
         typer.Option("--whole-categories", help="k counts columns of the file: a category enters with all levels."),
     ] = False
+    interactions: Annotated[
+        str | None,
+        typer.Option(
+            help="Products of two columns may enter too: strong (only with both columns) or weak (with one of them).",
+            show_default=False,
+        ),
+    ] = None
 
     @property
     def aside(self) -> list[str]:
         """The columns that are not in the design."""
-        return [name for name in (self.weight, self.offset, self.exposure) if name is not None]
+        return [name for name in (self.weight, self.offset, self.exposure, self.status) if name is not None]

@@ -51,6 +51,8 @@ EXAMPLES: dict[str, dict[str, str]] = {
     "solve": {
         "iobs solve data.csv --target price -k 5": "the best five columns",
         "iobs solve data.csv --target price -k cv --plot path.png": "the number chosen by cross-validation",
+        "iobs solve patients.csv --family cox --target time --event status -k 5": "times that may be censored",
+        "iobs solve houses.csv --target price --interactions strong": "with products of two columns",
     },
     "predict": {
         "iobs predict model.json new.csv": "predict the rows of a new table",

@@ -1,8 +1,8 @@
-"""Columns of a table beside the explanations: sample weights, offsets, and the categories that enter whole."""
+"""Weights, offsets, events, whole categories and bounds: all that a regression needs besides its explanations."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,13 +11,16 @@ from iobs.errors import DataError
 
 if TYPE_CHECKING:
     from iobs.cli.columns import Columns
+    from iobs.cli.limits import Limits
     from iobs.data.tables import Table
     from iobs.optimize.objectives.design import Array
+    from iobs.optimize.refit.within import Bounds
+    from iobs.optimize.search.hierarchy import Kind
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Columns of the table that are not explanations.
+    """Inputs of a regression besides its explanations.
 
     Attributes:
         weights: sample weights (n,), ones if there are none.
@@ -25,6 +28,9 @@ class Sides:
         name: the column of the offset or of the exposure; "" without one.
         exposure: whether the offset is the logarithm of that column.
         labels: for each column of the design the number of its column of the file, if categories enter whole.
+        events: 1 where the event happened, 0 where it was censored (n,); None unless the loss is "cox".
+        bounds: of the coefficients; None without any.
+        interactions: "strong" or "weak" hierarchy of the products of two columns; None without products.
     """
 
     weights: Array
@@ -32,29 +38,66 @@ class Sides:
     name: str
     exposure: bool
     labels: list[int] | None
+    events: Array | None = None
+    bounds: Bounds | None = None
+    interactions: Kind | None = None
 
 
-def sides_of(table: Table, columns: Columns, loss: str) -> Sides:
-    """The sample weights and the offset.
+def sides_of(table: Table, columns: Columns, loss: str, limits: Limits) -> Sides:
+    """The sample weights, the offset, the events and the bounds.
 
     Raises:
         DataError: an offset twice, or for more than two classes; an exposure that is not positive, or without a
-            log link.
+            log link; interactions with options that do not go with them; a status that is not 0 and 1; bounds with
+            whole categories or more than two classes.
     """
     weights = np.ones(len(table.y)) if columns.weight is None else table.aside[columns.weight]
     offset = None if columns.offset is None else table.aside[columns.offset]
     if columns.exposure is not None:
         exposure = table.aside[columns.exposure]
-        if loss in ("squared", "logistic") or offset is not None:
+        if loss in ("squared", "logistic", "cox") or offset is not None:
             raise DataError("--exposure needs a loss of counts or amounts, such as poisson, and no --offset.")
         if not (exposure > 0).all():
             raise DataError(f"The exposure {columns.exposure!r} must be positive, got {exposure.min():g}.")
         offset = np.log(exposure)
     if offset is not None and len(table.classes) > 2:
         raise DataError("An offset needs at most two classes.")
-    return Sides(
-        weights, offset, columns.exposure or columns.offset or "", columns.exposure is not None, _labels(table, columns)
-    )
+    events = None if columns.status is None else table.aside[columns.status]
+    if events is not None and not (np.isin(events, (0, 1)).all() and events.any()):
+        raise DataError(f"The status {columns.status!r} must be 0 or 1, with 1 at least once: the event happened.")
+    bounds = limits.bounds(table)
+    if bounds is not None and (len(table.classes) > 2 or columns.whole_categories):
+        raise DataError("Bounds on coefficients need at most two classes, and no --whole-categories.")
+    kind = _hierarchy(table, columns, loss, limits)
+    name, labels = columns.exposure or columns.offset or "", _labels(table, columns)
+    return Sides(weights, offset, name, columns.exposure is not None, labels, events, bounds, kind)
+
+
+def columns_of_file(table: Table) -> int:
+    """The number of columns of the design that are no products of two others."""
+    return sum(len(coding.names) for coding in table.codings)
+
+
+def with_interactions(table: Table) -> Table:
+    """The table with the product of every two columns of its design, named "a:b"."""
+    from iobs.optimize.estimators.interactions import with_products
+    from iobs.optimize.search.hierarchy import pairs_of
+
+    names = table.names
+    products = [f"{names[left]}:{names[right]}" for left, right in pairs_of(len(names)).tolist()]
+    return replace(table, X=with_products(table.X), names=[*names, *products])
+
+
+def _hierarchy(table: Table, columns: Columns, loss: str, limits: Limits) -> Kind | None:
+    if columns.interactions is None:
+        return None
+    if columns.whole_categories or limits.given or len(table.classes) > 2 or loss == "cox":
+        raise DataError("--interactions needs a target that is no time, at most two classes, no bounds and no groups.")
+    if columns.interactions == "strong":
+        return "strong"
+    if columns.interactions == "weak":
+        return "weak"
+    raise DataError(f"--interactions must be strong or weak, got {columns.interactions!r}.")
 
 
 def _labels(table: Table, columns: Columns) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""The result of `iobs solve`: its report, tables and figure."""
+"""The result of `iobs solve`: its report and figure; `solution_tables` prints it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import numpy as np
 
-from iobs.cli import console, near_optimal
+from iobs.cli import console
 
 if TYPE_CHECKING:
     from iobs.cli.near_optimal import NearOptimal
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from iobs.optimize.objectives.design import Array
     from iobs.optimize.refit.fit import Fit
 
-_BEYOND = 3  # values of k beyond the chosen one that the printed path shows
+_PAIRS = 1e9  # most pairs of rows that the concordance compares
 
 
 class FeatureRow(TypedDict):
@@ -33,6 +33,7 @@ class FeatureRow(TypedDict):
     standard_error: float | None
     z: float | None
     per_standard_deviation: float
+    hazard_ratio: NotRequired[float]
 
 
 class PathRow(TypedDict):
@@ -68,6 +69,7 @@ class ModelReport(FitReport):
     path: list[PathRow]
     model: dict[str, Any]
     rows_dropped: int
+    concordance: NotRequired[float]
     certificate: NotRequired[str]
     near_optimal: NotRequired[NearOptimal]
 
@@ -84,7 +86,7 @@ class Solution:
         fits: the best fits for k = 0, 1, ... up to the k that is used.
         chooser: the estimator that chose k; None if k was given.
         how: k as asked for.
-        sides: sample weights and offset.
+        sides: sample weights, offset, events and bounds.
     """
 
     table: Table
@@ -126,9 +128,11 @@ class Solution:
         from iobs.optimize.objectives.multinomial import Multinomial
         from iobs.optimize.search.path import standard_errors
 
-        found = standard_errors(self.objective, self.best, float(self.sides.weights.sum()), intercept=True)
+        bounds = self.sides.bounds
+        free = self.best if bounds is None else bounds.inside(self.best)
+        found = standard_errors(self.objective, free, float(self.sides.weights.sum()), intercept=True)
         values = np.full(self.objective.dimension, np.nan)
-        values[self.best.support] = found.errors
+        values[free.support] = found.errors
         if isinstance(self.objective, Multinomial):
             return self.objective.table(values)[0], found.noise
         return values[None, : len(self.table.names)], found.noise
@@ -148,7 +152,7 @@ def report(found: Solution) -> ModelReport:
     empty = unpenalised(objective, constant)
     constants = found.coefficients(best.theta)[1]
     noise = found.errors[1]
-    return {
+    model: ModelReport = {
         "loss": found.loss,
         "samples": len(table.y),
         "columns": len(table.names),
@@ -165,6 +169,10 @@ def report(found: Solution) -> ModelReport:
         "model": _fitted(found),
         "rows_dropped": table.dropped,
     }
+    pairs = _concordance(found)
+    if pairs is not None:
+        model["concordance"] = pairs
+    return model
 
 
 def _features(found: Solution) -> list[FeatureRow]:
@@ -184,8 +192,22 @@ def _features(found: Solution) -> list[FeatureRow]:
             }
             if label:
                 row["label"] = label
+            if found.loss == "cox":
+                row["hazard_ratio"] = float(np.exp(value))
             rows.append(row)
     return rows
+
+
+def _concordance(found: Solution) -> float | None:
+    """Harrell's concordance of Cox's model on the table; None for other losses, and where pairs are too many."""
+    from iobs.optimize.estimators.survival import concordance
+
+    events, times = found.sides.events, found.table.y
+    if events is None or len(times) * float(events.sum()) > _PAIRS:
+        return None
+    margin = found.table.X @ found.coefficients(found.best.theta)[0][0]
+    value = concordance(times, events, margin if found.sides.offset is None else margin + found.sides.offset)
+    return value if math.isfinite(value) else None
 
 
 def _path(found: Solution) -> list[PathRow]:
@@ -214,19 +236,43 @@ def _path(found: Solution) -> list[PathRow]:
 
 def _fitted(found: Solution) -> dict[str, Any]:
     """The model on the columns of the file that it uses."""
+    from iobs.cli.sides import columns_of_file
     from iobs.data.fitted import Fitted
+    from iobs.optimize.estimators.survival import baseline
+    from iobs.optimize.search.hierarchy import pairs_of
 
     theta, constants = found.coefficients(found.best.theta)
     kept, codings, start = [], [], 0
+    used = np.flatnonzero(theta.any(axis=0))
+    width = columns_of_file(found.table)
+    products = used[used >= width]
+    parents = pairs_of(width)[products - width]
     for coding in found.table.codings:
         columns = range(start, start + len(coding.names))
         start = columns.stop
-        if theta[:, list(columns)].any():
+        if np.isin(columns, used).any() or np.isin(columns, parents).any():
             codings.append(coding)
             kept += list(columns)
+    places = tuple((kept.index(left), kept.index(right)) for left, right in parents.tolist())
+    kept += products.tolist()
     sides, classes = found.sides, tuple(found.table.classes)
+    survival = None
+    if sides.events is not None:  # relative to a row at the means of the columns
+        constants = -found.table.X.mean(axis=0) @ theta.T
+        margin = found.table.X @ theta[0] + constants[0]
+        margin = margin if sides.offset is None else margin + sides.offset
+        survival = baseline(found.table.y, sides.events, sides.weights, margin)
     model = Fitted(
-        found.target, found.loss, classes, tuple(codings), theta[:, kept], constants, sides.name, sides.exposure
+        found.target,
+        found.loss,
+        classes,
+        tuple(codings),
+        theta[:, kept],
+        constants,
+        sides.name,
+        sides.exposure,
+        survival,
+        places,
     )
     return model.to_plain()
 
@@ -284,87 +330,3 @@ def draw(file: Path, found: Solution) -> None:
     except (OSError, ValueError) as error:
         raise OutputError(f"Cannot write {file}: {error}.") from error
     console.say(f"Wrote {file}")
-
-
-def show(found: Solution, model: ModelReport) -> None:
-    """Print the coefficients, the path and what a reader must know about both."""
-    from rich.table import Table as RichTable
-
-    out = console.output_console()
-    names = list(dict.fromkeys(row["name"] for row in model["features"]))  # k and the forced columns
-    many = len(found.table.classes) > 2
-    title = f"{len(names)} of {model['columns']} columns, {model['samples']:,} rows, {model['loss']} loss"
-    shown = RichTable(title=title, title_justify="left", header_style="bold")
-    shown.add_column("column")
-    if many:
-        shown.add_column("class")
-    for heading in ("coefficient", "standard error", "z", "per standard deviation"):
-        shown.add_column(heading, justify="right")
-    for row in model["features"]:
-        error, z = row["standard_error"], row["z"]
-        shown.add_row(
-            row["name"],
-            *([row.get("label", "")] if many else []),
-            f"{row['coefficient']:.5g}",
-            "–" if error is None else f"{error:.2g}",
-            "–" if z is None else f"{z:.1f}",
-            f"{row['per_standard_deviation']:.3g}",
-        )
-    intercepts = model["intercept"] if isinstance(model["intercept"], list) else [model["intercept"]]
-    for label, value in zip(found.table.classes if many else [""], intercepts, strict=True):
-        shown.add_row("(intercept)", *([label] if many else []), f"{value:.5g}", "", "", "")
-    out.print(shown)
-    out.print(_path_table(found, model))
-    for line in _remarks(found, model):
-        out.print(line)
-    if "near_optimal" in model:
-        for part in near_optimal.tables(model["near_optimal"]):
-            out.print(part)
-
-
-def _path_table(found: Solution, model: ModelReport) -> object:
-    from rich.table import Table as RichTable
-
-    shown = RichTable(title="best columns for every k", title_justify="left", header_style="bold")
-    for heading in ("k", "loss", *(["score"] if found.chooser is not None else [])):
-        shown.add_column(heading, justify="right")
-    shown.add_column("change")
-    before: set[str] = set()
-    for row in model["path"][: found.size + 1 + _BEYOND]:
-        after = set(row["features"])
-        change = [f"+{name}" for name in sorted(after - before)] + [f"-{name}" for name in sorted(before - after)]
-        before = after
-        score, error = row.get("score"), row.get("score_error")
-        cells = [str(row["k"]) + ("*" if row["k"] == found.size else ""), f"{row['value']:.6g}"]
-        if score is not None:
-            cells.append(f"{score:.6g}" + (f" ± {error:.2g}" if error is not None else ""))
-        shown.add_row(*cells, " ".join(change))
-    return shown
-
-
-def _remarks(found: Solution, model: ModelReport) -> list[str]:
-    lines = [f"* the k that is used{'' if found.chooser is None else f', chosen by {found.how}'}"]
-    empty, value = model["value_without_features"], model["value"]
-    share = "nothing to explain" if model["explained"] is None else f"{model['explained']:.1%} of it explained"
-    lines.append(f"loss {value:.6g}, {empty:.6g} without any column: {share}")
-    classes = found.table.classes
-    if model["loss"] == "squared":
-        noise = model["noise"]
-        known = "no rows are left to estimate the noise from"
-        lines.append(known if noise is None else f"noise {noise:.4g} (standard deviation)")
-    elif len(classes) == 2:
-        lines.append(f"coefficients are for {classes[1]!r} against {classes[0]!r}")
-    elif classes:
-        lines.append("coefficients of a column are differences from their mean over the classes")
-    used = {row["name"] for row in model["features"]}
-    for coding in found.table.codings:
-        if coding.levels and used & set(coding.names):
-            lines.append(f"{coding.name}: coefficients are against the reference level {coding.levels[0]!r}")
-        elif coding.fill is not None and used & set(coding.names):
-            lines.append(f"{coding.name}: missing values were replaced by the mean, {coding.fill:.5g}")
-    if found.table.dropped:
-        lines.append(f"{found.table.dropped:,} rows with missing values were left out")
-    lines.append(model["standard_errors"])
-    if "certificate" in model:
-        lines.append(f"certificate: {model['certificate']}")
-    return lines

@@ -12,18 +12,14 @@ import typer
 
 from iobs.cli import console
 from iobs.cli.columns import Columns
+from iobs.cli.limits import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from iobs.cli.sides import Sides
     from iobs.cli.solution import Solution
     from iobs.data.tables import Table
-    from iobs.optimize.estimators.base import Choice, SparseEstimator
-    from iobs.optimize.estimators.regressor import Loss
     from iobs.optimize.objectives.base import Objective
     from iobs.optimize.refit.fit import Fit
-    from iobs.optimize.search.groups import CoordinateGroups
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,12 @@ class Proofs:
         ),
     ] = None
 
-    def check(self, columns: Columns) -> None:
-        """Refuse numbers that are not finite, and proofs about whole categories."""
+    def check(self, columns: Columns, limits: Limits) -> None:
+        """Refuse numbers that are not finite, and proofs about whole categories or bounded coefficients."""
+        if columns.interactions is not None and (self.certify is not None or self.near is not None):
+            raise typer.BadParameter("it proves nothing about --interactions", param_hint="--certify or --near")
+        if limits.given and (self.certify is not None or self.near is not None):
+            raise typer.BadParameter("it proves nothing within bounds", param_hint="--certify or --near")
         if columns.whole_categories and (self.certify is not None or self.near is not None):
             raise typer.BadParameter("it proves nothing about --whole-categories", param_hint="--certify or --near")
         for value, name in ((self.certify, "--certify"), (self.near, "--near")):
@@ -70,8 +70,10 @@ def solve(
     loss: Annotated[
         str,
         typer.Option(
-            help="squared, logistic (classes), poisson, gamma, tweedie (power 1.5) or negative_binomial (alpha 1). "
-            "auto: logistic for text or 0 and 1, else squared."
+            "--loss",
+            "--family",
+            help="squared, logistic (classes), poisson, gamma, tweedie (power 1.5), negative_binomial (alpha 1) or cox "
+            "(times, with --status). auto: cox with --status, logistic for text or 0 and 1, else squared.",
         ),
     ] = "auto",
     ridge: Annotated[
@@ -81,6 +83,7 @@ def solve(
             help="Weight of half the squared coefficients, per standard deviation; the loss is summed over rows.",
         ),
     ] = 0.0,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
     proofs: Proofs = Proofs(),
     output: Annotated[
         Path | None,
@@ -102,10 +105,11 @@ def solve(
 
     The coefficients are for the columns as they are; scaling a column never changes the choice.
     """
-    from iobs.cli import near_optimal, solution
+    from iobs.cli import near_optimal, solution, solution_tables
+    from iobs.cli.sides import sides_of, with_interactions
     from iobs.data.tables import read_table
 
-    proofs.check(columns)
+    proofs.check(columns, limits)
     if columns.missing not in ("error", "drop", "mean"):
         raise typer.BadParameter("give error, drop or mean", param_hint="--missing")
     if plot is not None and not plot.suffix:
@@ -120,10 +124,13 @@ def solve(
         categories=columns.category or [],
         aside=columns.aside,
     )
-    table, loss = _with_loss(table, loss)
+    table, loss = _with_loss(table, loss, columns.status)
     if proofs.near is not None:
         near_optimal.require_squared(loss)
-    found = _solution(table, columns, loss, ridge, k, seed)
+    sides = sides_of(table, columns, loss, limits)
+    if sides.interactions is not None:
+        table = with_interactions(table)
+    found = _solution(table, sides, columns, loss, ridge, k, seed)
     model = solution.report(found)
     if proofs.certify is not None:
         model["certificate"] = _certificate(found.objective, found.size, found.best, proofs.certify)
@@ -135,26 +142,26 @@ def solve(
     if talk.as_json:
         console.print_json(model)
     else:
-        solution.show(found, model)
+        solution_tables.show(found, model)
     if output is not None:
         solution.write(output, model)
     if plot is not None:
         solution.draw(plot, found)
 
 
-def _solution(table: Table, columns: Columns, loss: str, ridge: float, k: str, seed: int) -> Solution:
+def _solution(table: Table, sides: Sides, columns: Columns, loss: str, ridge: float, k: str, seed: int) -> Solution:
     """Choose k if asked, then fit every k up to it; the last fit by the best known method."""
-    from iobs.cli.sides import sides_of
+    from iobs.cli.choice import forced_of, objective_of, size_of
     from iobs.cli.solution import Solution
+    from iobs.optimize.search.groups import CoordinateGroups
     from iobs.optimize.search.path import fit_path
 
-    forced = _forced(table, columns.force or [])
-    sides = sides_of(table, columns, loss)
-    objective, groups = _objective(table, loss, ridge, forced, sides)
-    size, chooser = _size(table, loss, ridge, k, seed, forced, sides)
-    fits = fit_path(objective, groups, range(size + 1), False, seed)
-    if groups is None:
-        thorough = fit_path(objective, None, [size], True, seed)[0]
+    forced = forced_of(table, columns.force or [])
+    objective, groups = objective_of(table, loss, ridge, forced, sides)
+    size, chooser = size_of(table, loss, ridge, k, seed, forced, sides)
+    fits = fit_path(objective, groups, range(size + 1), False, seed, bounds=sides.bounds)
+    if not isinstance(groups, CoordinateGroups):
+        thorough = fit_path(objective, groups, [size], True, seed, bounds=sides.bounds)[0]
         fits[-1] = min(fits[-1], thorough, key=lambda fit: fit.value)
     return Solution(table, columns.target, loss, objective, fits, chooser, k, sides)
 
@@ -183,7 +190,7 @@ def _check_outputs(output: Path | None, plot: Path | None) -> None:
             )
 
 
-def _with_loss(table: Table, loss: str) -> tuple[Table, str]:
+def _with_loss(table: Table, loss: str, status: str | None) -> tuple[Table, str]:
     """The table with its target as classes where it has some, and the loss."""
     import numpy as np
 
@@ -191,10 +198,16 @@ def _with_loss(table: Table, loss: str) -> tuple[Table, str]:
     from iobs.errors import DataError
 
     values = np.unique(table.y)
+    if loss == "auto" and status is not None:
+        loss = "cox"
+    if (loss == "cox") != (status is not None):
+        raise DataError("--loss cox and --status COLUMN (1 for an event, 0 for a censored time) need each other.")
     if loss == "auto":
         loss = "logistic" if table.classes or np.isin(values, (0, 1)).all() else "squared"
     if loss not in LOSSES:
         raise DataError(f"--loss must be auto, {', '.join(LOSSES)}, got {loss!r}.")
+    if loss == "cox" and (table.classes or (table.y < 0).any()):
+        raise DataError("The target of --loss cox must be times: numbers of at least 0.")
     if table.classes and loss != "logistic":
         raise DataError(f"The target holds text ({', '.join(table.classes[:3])}); use --loss logistic.")
     if len(table.y) < 2:
@@ -206,111 +219,6 @@ def _with_loss(table: Table, loss: str) -> tuple[Table, str]:
         numbers = np.searchsorted(values, table.y).astype(np.float64)
         table = replace(table, y=numbers, classes=[str(int(value)) for value in values])
     return table, loss
-
-
-def _forced(table: Table, names: list[str]) -> list[int]:
-    """The columns of the design that belong to forced columns of the file, all dummy columns of a category."""
-    from iobs.errors import DataError
-
-    owners = [coding.name for coding in table.codings for _ in coding.names]
-    unknown = [name for name in names if name not in owners and name not in table.names]
-    if unknown:
-        raise DataError(f"There is no column {', '.join(map(repr, unknown))} to force in.")
-    return [
-        j for j, (owner, name) in enumerate(zip(owners, table.names, strict=True)) if owner in names or name in names
-    ]
-
-
-def _objective(
-    table: Table, loss: str, ridge: float, forced: list[int], sides: Sides
-) -> tuple[Objective, CoordinateGroups | None]:
-    """The loss on the table, and the groups of coordinates that enter together, if there are any."""
-    import numpy as np
-
-    from iobs.optimize.estimators.regressor import FAMILIES
-    from iobs.optimize.objectives.centring import variances
-    from iobs.optimize.objectives.families import Logistic
-    from iobs.optimize.objectives.linear import LeastSquares
-    from iobs.optimize.objectives.multinomial import Multinomial
-    from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
-
-    spread = variances(table.X, sides.weights, True)  # so that units do not matter
-    penalty = _ridge(loss, ridge) * spread
-    members = None if sides.labels is None else labels_to_groups(sides.labels, len(table.names))
-    owned = [np.array([j]) for j in range(len(table.names))] if members is None else members
-    always = frozenset(number for number, columns in enumerate(owned) if np.isin(columns, forced).any())
-    weights = sides.weights if (sides.weights != 1).any() else None
-    if len(table.classes) > 2:
-        penalty = np.where(spread > 0, penalty, 1.0)
-        many = Multinomial(table.X, table.y, len(table.classes), ridge=penalty, sample_weight=weights)
-        rows = many.groups
-        grouped = rows if members is None else [np.concatenate([rows[j] for j in member]) for member in members]
-        return many, CoordinateGroups(many, grouped, always)
-    choices: dict[str, Callable[..., Objective]] = {"squared": LeastSquares, "logistic": Logistic, **FAMILIES}
-    objective = choices[loss](
-        table.X,
-        table.y,
-        ridge=penalty,
-        intercept=True,
-        sample_weight=weights,
-        offset=sides.offset,
-        forced=forced if members is None else (),
-    )
-    return objective, None if members is None else CoordinateGroups(objective, members, always)
-
-
-def _ridge(loss: str, ridge: float) -> float:
-    """The ridge; for the logistic loss at least a tiny one, without which separable classes have no finite fit."""
-    return max(ridge, 1e-6) if loss == "logistic" else ridge
-
-
-def _size(
-    table: Table, loss: str, ridge: float, k: str, seed: int, forced: list[int], sides: Sides
-) -> tuple[int, SparseEstimator | None]:
-    """k, and the estimator that chose it."""
-    from iobs.errors import DataError
-    from iobs.optimize.estimators import SparseClassifier, SparseRegressor
-
-    labels = list(range(len(table.names))) if sides.labels is None else sides.labels
-    free = len(set(labels) - {labels[j] for j in forced})
-    if k in ("cv", "cv-1se", "aic", "bic", "ebic"):
-        choice = cast("Choice", k)
-        _refuse_choice(table, loss, k)
-        ridge = _ridge(loss, ridge)
-        if loss == "logistic":
-            chooser = SparseClassifier(
-                choice, thorough=False, random_state=seed, forced=forced, ridge=ridge, groups=sides.labels
-            )
-            if sides.offset is not None:
-                raise DataError(f"-k {k} cannot use an offset with the logistic loss; give a number.")
-            return int(chooser.fit(table.X, table.y, sides.weights).k_), chooser
-        kind = cast("Loss", loss)
-        regressor = SparseRegressor(
-            choice, loss=kind, thorough=False, random_state=seed, forced=forced, ridge=ridge, groups=sides.labels
-        )
-        return int(regressor.fit(table.X, table.y, sides.weights, offset=sides.offset).k_), regressor
-    if not (k.isascii() and k.isdecimal()) or int(k) > free:
-        raise DataError(f"-k must be a number from 0 to {free}, or cv, cv-1se, aic, bic, ebic; got {k!r}.")
-    return int(k), None
-
-
-def _refuse_choice(table: Table, loss: str, k: str) -> None:
-    """Refuse a target that choosing k cannot handle.
-
-    Raises:
-        DataError: more than two values with the logistic loss, or too few rows for cross-validation.
-    """
-    from collections import Counter
-
-    from iobs.errors import DataError
-
-    counts = Counter(table.y.tolist())
-    if loss == "logistic" and len(counts) > 2 and not table.classes:
-        raise DataError(f"-k {k} with --loss logistic needs a target of two values, got {len(counts)}; give a number.")
-    most = max(counts.values()) if loss == "logistic" else len(table.y)
-    if k in ("cv", "cv-1se") and most < 5:
-        needed = "5 rows of one class" if loss == "logistic" else "5 rows"
-        raise DataError(f"-k {k} cuts the table into 5 parts and needs {needed}, there are {most}; give a number.")
 
 
 def _certificate(objective: Objective, size: int, best: Fit, seconds: float) -> str:

@@ -16,8 +16,9 @@ from iobs.data.tables import read_columns
 from iobs.errors import DataError, ModelError
 from iobs.optimize.objectives.design import Array
 
+_SURVIVAL = ("event_times", "cumulative_hazard")
 FORMAT = "iobs regression 1"
-LOSSES = ("squared", "logistic", "poisson", "gamma", "tweedie", "negative_binomial")  # a log link from the third on
+LOSSES = ("squared", "logistic", "poisson", "gamma", "tweedie", "negative_binomial", "cox")  # a log link from the third
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,12 @@ class Fitted:
         loss: one of `LOSSES`.
         classes: of a text target, else empty.
         codings: how the columns of a table become columns of the design; only of columns that are used.
-        coefficients: (1, d), or (C, d) for C > 2 classes, over the design of `codings`.
+        coefficients: (1, d), or (C, d) for C > 2 classes, over the design of `codings`, then `products`.
         constants: (1,) or (C,).
         offset: name of the column that is added to the linear predictor; "" without one.
         exposure: whether the logarithm of that column is added.
+        survival: of Cox's model the times of events, ascending, and the cumulative hazard of a linear predictor of 0.
+        products: positions in the design of `codings` of the two columns of every interaction.
     """
 
     target: str
@@ -43,6 +46,8 @@ class Fitted:
     constants: Array
     offset: str = ""
     exposure: bool = False
+    survival: tuple[Array, Array] | None = None
+    products: tuple[tuple[int, int], ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
         """The model as plain values for JSON."""
@@ -57,6 +62,8 @@ class Fitted:
             "coefficients": self.coefficients.tolist(),
             "constants": self.constants.tolist(),
             **({"offset": self.offset, "exposure": self.exposure} if self.offset else {}),
+            **({"products": [list(pair) for pair in self.products]} if self.products else {}),
+            **({} if self.survival is None else dict(zip(_SURVIVAL, _lists(self.survival), strict=True))),
         }
 
     @classmethod
@@ -81,12 +88,20 @@ class Fitted:
             coefficients = np.array(plain["coefficients"], dtype=np.float64)
             constants = np.array(plain["constants"], dtype=np.float64)
             known = str(plain.get("offset", "")), bool(plain.get("exposure", False))
-            model = cls(str(plain["target"]), str(plain["loss"]), classes, codings, coefficients, constants, *known)
+            loss = str(plain["loss"])
+            products = tuple((int(left), int(right)) for left, right in plain.get("products", []))
+            steps = [np.array(plain[name], dtype=np.float64) for name in _SURVIVAL] if loss == "cox" else []
+            survival = (steps[0], steps[1]) if steps else None
+            terms = coefficients, constants
+            model = cls(str(plain["target"]), loss, classes, codings, *terms, *known, survival, products)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(
                 f"The model is damaged ({error!r}); write it again with iobs solve ... -o MODEL."
             ) from None
-        width = sum(len(coding.names) for coding in codings)
+        own = sum(len(coding.names) for coding in codings)
+        width = own + len(products)
+        if any(not 0 <= place < own for pair in products for place in pair):
+            raise ModelError("The model is damaged: a product has no columns; write it again.")
         finite = np.isfinite(coefficients).all() and np.isfinite(constants).all()
         if coefficients.shape != (constants.size, width) or not finite or model.loss not in LOSSES:
             raise ModelError("The model is damaged: its coefficients do not fit its columns; write it again.")
@@ -128,7 +143,7 @@ class Fitted:
         there = [coding for coding in self.codings if coding.name in columns]
         matrix = encoded(there, columns, problems)[0] if there else np.zeros((rows, 0))
         problems.raise_if_any()
-        return matrix
+        return np.column_stack([matrix, *(matrix[:, left] * matrix[:, right] for left, right in self.products)])
 
     def _known(self, file: Path) -> Array:
         """The known part of the linear predictor (n,) or (1,).
@@ -155,6 +170,8 @@ class Fitted:
         margins = self.design(file) @ self.coefficients.T + self.constants + self._known(file)[:, None]
         if self.loss == "squared":
             return {self.target: margins[:, 0].tolist()}
+        if self.survival is not None:
+            return self._survival(margins[:, 0], *self.survival)
         if self.loss != "logistic":
             return {self.target: np.exp(np.minimum(margins[:, 0], 700.0)).tolist()}
         single = margins.shape[1] == 1
@@ -164,3 +181,14 @@ class Fitted:
             self.target: [classes[number] for number in shares.argmax(axis=1).tolist()]
         }
         return found | {f"probability of {name}": shares[:, j].tolist() for j, name in enumerate(classes)}
+
+    def _survival(self, margins: Array, times: Array, hazard: Array) -> dict[str, list[str] | list[float]]:
+        """The log hazard ratio against a row at the means, and the time at which half would have had the event."""
+        needed = np.log(2.0) * np.exp(np.clip(-margins, -700.0, 700.0))
+        place = np.searchsorted(hazard, needed)
+        median = np.append(times, np.inf)[place]  # infinite where the data end before
+        return {"log hazard ratio": margins.tolist(), f"median {self.target}": median.tolist()}
+
+
+def _lists(arrays: tuple[Array, Array]) -> list[list[float]]:
+    return [array.tolist() for array in arrays]

@@ -18,9 +18,11 @@ from iobs.errors import NonFiniteError, ProblemError
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.methods.base import Method, State
 from iobs.optimize.methods.registry import METHODS
+from iobs.optimize.methods.within_bounds import WithinBounds
 from iobs.optimize.objectives.base import Objective
-from iobs.optimize.objectives.design import Array, Indices, as_vector
+from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector
 from iobs.optimize.problem import Problem
+from iobs.optimize.refit.within import Bounds
 
 _ONE_THREAD = 4_000_000  # most entries of a design for which linear algebra uses a single thread
 
@@ -85,6 +87,8 @@ def minimize(
     tol: float = 1e-10,
     seed: int = 0,
     callback: Callable[[Record, Array], bool | None] | None = None,
+    lower: float | VectorLike | None = None,
+    upper: float | VectorLike | None = None,
 ) -> MinimizeResult:
     """Minimise a smooth function under a hard limit on the number of non-zeros.
 
@@ -100,12 +104,16 @@ def minimize(
         tol: stop once the norm of a step is at most `tol` times the norm of theta.
         seed: seed of every random choice.
         callback: called with the record and theta after every step; returning True stops the run.
+        lower: least value of every coefficient, a number or one for each (d,); at most 0, because a coefficient that is
+            not chosen is 0. 0 makes them non-negative. An intercept has no bound.
+        upper: largest value of every coefficient, at least 0. Bounds work with method "auto" only.
 
     Returns:
         The feasible iterate with the lowest loss after the start, and the history of all steps.
 
     Raises:
-        ProblemError: k outside [0, d], an unknown method, a start of the wrong length, tol or max_steps out of range.
+        ProblemError: k outside [0, d], an unknown method, a start of the wrong length, tol or max_steps out of range,
+            bounds that exclude zero, or bounds with another method.
         NonFiniteError: NaN or infinity in the start, or in f or its gradient at zero.
     """
     if isinstance(objective, Quadratic):
@@ -118,7 +126,9 @@ def minimize(
     limit = 1 if objective.rank * objective.dimension <= _ONE_THREAD else None
     with _blas().limit(limits=limit, user_api="blas"), np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         _require_finite(problem)
-        return run(problem, _method(method), _start(objective, theta0), max_steps, tol, callback)
+        bounds = Bounds.of(lower, upper, objective.split(np.zeros(objective.dimension))[0].size)
+        chosen = _method(method) if bounds is None else _bounded(method, bounds.extended(objective.dimension))
+        return run(problem, chosen, _start(objective, theta0), max_steps, tol, callback)
 
 
 def run(
@@ -175,6 +185,12 @@ def _method(method: str | Method) -> Method:
     if method not in METHODS:
         raise ProblemError(f"There is no method {method!r}; choose one of {', '.join(METHODS)}.")
     return METHODS[method]()
+
+
+def _bounded(method: str | Method, bounds: Bounds) -> Method:
+    if method != "auto":
+        raise ProblemError('Bounds on the coefficients work with method="auto" only; leave the method out.')
+    return WithinBounds(bounds)
 
 
 def _require_finite(problem: Problem) -> None:

@@ -57,10 +57,17 @@ class FullHessian:
         matrix[np.diag_indices_from(matrix)] += amount
         return QuadraticObjective(matrix, matrix @ theta - gradient, forced=problem.forced)
 
-    def products(self, problem: Problem, theta: Array, gradient: Array) -> ProductModel:
-        """The model that only multiplies with H, at any size."""
+    def products(self, problem: Problem, theta: Array, gradient: Array, *, accuracy: float = 1e-3) -> ProductModel:
+        """The model that only multiplies with H, at any size.
+
+        Args:
+            problem: f and the damping.
+            theta: point (d,).
+            gradient: of f at the point (d,).
+            accuracy: relative, of the largest eigenvalue to which the damping of a singular H is proportional.
+        """
         damping = problem.damping_or(self.damping)
-        return ProductModel(problem.objective, theta, gradient, _amount(problem.objective, theta, damping))
+        return ProductModel(problem.objective, theta, gradient, _amount(problem.objective, theta, damping, accuracy))
 
 
 @dataclass(frozen=True)
@@ -188,11 +195,11 @@ def largest_of_products(
     return max(estimate, float(np.finfo(float).tiny))
 
 
-def _amount(objective: Objective, theta: Array, damping: float | None) -> float:
+def _amount(objective: Objective, theta: Array, damping: float | None, accuracy: float = 1e-3) -> float:
     if damping is not None:
         return 0.0 if damping == 0 else damping * float(objective.hessian_diagonal(theta).mean())
     if objective.rank < objective.dimension:
-        return _SINGULAR_DAMPING * largest_eigenvalue(objective, theta, tolerance=1e-3)
+        return _SINGULAR_DAMPING * largest_eigenvalue(objective, theta, tolerance=accuracy)
     return 0.0
 
 

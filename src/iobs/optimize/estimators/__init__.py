@@ -1,6 +1,7 @@
 """scikit-learn estimators with exactly k features: regression and classification; inference about their choice."""
 
 from iobs.optimize.estimators.classifier import SparseClassifier
+from iobs.optimize.estimators.interactions import SparseInteractions
 from iobs.optimize.estimators.multi_task import SparseMultiTaskRegressor
 from iobs.optimize.estimators.regressor import SparseRegressor
 from iobs.optimize.estimators.splitting import split_inference
@@ -10,6 +11,7 @@ from iobs.optimize.estimators.survival import SparseCox
 __all__ = [
     "SparseClassifier",
     "SparseCox",
+    "SparseInteractions",
     "SparseMultiTaskRegressor",
     "SparseRegressor",
     "split_inference",

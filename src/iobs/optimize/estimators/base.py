@@ -16,15 +16,19 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from iobs.errors import ProblemError
+from iobs.optimize.estimators.checks import is_clean
 from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients
 from iobs.optimize.estimators.summary import Row, Summary
 from iobs.optimize.objectives.arguments import forced_columns
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
 from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, VectorLike
+from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.refit.fit import Fit
+from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
+from iobs.optimize.search.hierarchy import Hierarchy
 from iobs.optimize.search.path import Criterion, fit_path, information, standard_errors
 
 if TYPE_CHECKING:
@@ -95,6 +99,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         max_k: int | None = None,
         groups: npt.ArrayLike | None = None,
         forced: npt.ArrayLike | None = None,
+        lower: float | VectorLike | None = None,
+        upper: float | VectorLike | None = None,
         cv: int | BaseCrossValidator = 5,
         thorough: bool = True,
         random_state: int = 0,
@@ -105,6 +111,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self.max_k = max_k
         self.groups = groups
         self.forced = forced
+        self.lower = lower
+        self.upper = upper
         self.cv = cv
         self.thorough = thorough
         self.random_state = random_state
@@ -130,14 +138,15 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self._forced_features = forced_columns(self.forced, features)
         objective = self._objective(data)
         groups = self._groups(objective, features)
-        choices = len(groups.members) - len(groups.forced) if groups else features - self._forced_features.size
+        bounds = Bounds.of(self.lower, self.upper, features)
+        choices = groups.choices if groups else features - self._forced_features.size
         sizes = self._sizes(choices, samples)
         # The best known method runs for a single given k, or at the end for the chosen k; the path is warm started.
         fixed = len(sizes) == 1
-        fits = fit_path(objective, groups, sizes, self.thorough and fixed, self.random_state)
+        fits = fit_path(objective, groups, sizes, self.thorough and fixed, self.random_state, bounds=bounds)
         errors = [float("nan")] * len(sizes)
         if self.k in _BY_FOLDS:
-            scores, errors = self._cross_validate(data, sizes, sample_groups)
+            scores, errors = self._cross_validate(data, sizes, sample_groups, bounds)
         elif fixed:
             scores = [0.0]
         else:
@@ -149,10 +158,10 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         best = int(np.argmin(scores))
         if self.k == "cv-1se":
             best = next(i for i, score in enumerate(scores) if score <= scores[best] + errors[best])
-        if self.thorough and not fixed and groups is None:
+        if self.thorough and not fixed and not isinstance(groups, CoordinateGroups):
             fits[best] = min(
                 fits[best],
-                *fit_path(objective, None, [sizes[best]], True, self.random_state),
+                *fit_path(objective, groups, [sizes[best]], True, self.random_state, bounds=bounds),
                 key=lambda fit: fit.value,
             )
         self.k_ = sizes[best]
@@ -163,8 +172,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self.support_ = self.path_[best]["support"]
         self.n_iter_ = len(sizes)
         self._keep(objective, fits[best])
-        self._keep_errors(objective, fits[best], samples)
-        self._keep_spread(data.X, data.weights)
+        self._keep_errors(objective, fits[best] if bounds is None else bounds.inside(fits[best]), samples)
+        self._keep_spread(data, objective)
 
     def _entry(self, objective: Objective, fit: Fit, size: int, score: float, error: float) -> PathEntry:
         support = self._support(objective, fit)
@@ -177,7 +186,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         }  # fmt: skip
 
     def _keep_errors(self, objective: Objective, fit: Fit, samples: float) -> None:
-        """Standard errors of `coef_`, NaN outside the support; as if the support had been known beforehand."""
+        """Standard errors of `coef_`, NaN outside the support of the fit; as if it had been known beforehand."""
         found = standard_errors(objective, fit, samples, self.fit_intercept)
         errors = np.full(objective.dimension, np.nan)
         errors[fit.support] = found.errors
@@ -190,10 +199,14 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             return values[: self.n_features_in_ * objective.outputs].reshape(-1, objective.outputs).T
         return values[: self.n_features_in_].reshape(np.shape(self.coef_))
 
-    def _keep_spread(self, X: Samples, weights: Array) -> None:
+    def _keep_spread(self, data: Observations, objective: Objective) -> None:
         """Standard deviations of the features on the path, for figures in units that can be compared."""
         self._seen: Indices = np.unique(np.concatenate([entry["support"] for entry in self.path_]))
-        self._spread: Array = np.sqrt(variances(X[:, self._seen], weights, True)) if self._seen.size else np.zeros(0)
+        if isinstance(objective, LeastSquares) and self.fit_intercept:  # the design of the objective is centred
+            spread = objective.column_squares[self._seen] / float(data.weights.sum())
+        else:
+            spread = variances(data.X[:, self._seen], data.weights, True) if self._seen.size else np.zeros(0)
+        self._spread: Array = np.sqrt(spread)
 
     def _get_support_mask(self) -> Booleans:
         check_is_fitted(self)
@@ -267,7 +280,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             objective.table(fit.theta) if isinstance(objective, Tabled) else objective.split(fit.theta)
         )
 
-    def _groups(self, objective: Objective, features: int) -> CoordinateGroups | None:
+    def _groups(self, objective: Objective, features: int) -> CoordinateGroups | Hierarchy | None:
         if self.groups is None and not isinstance(objective, Tabled):
             return None
         members = labels_to_groups(np.arange(features) if self.groups is None else self.groups, features)
@@ -303,7 +316,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         return [int(self.k)]
 
     def _cross_validate(
-        self, data: Observations, sizes: list[int], sample_groups: npt.ArrayLike | None
+        self, data: Observations, sizes: list[int], sample_groups: npt.ArrayLike | None, bounds: Bounds | None
     ) -> tuple[list[float], list[float]]:
         """The mean held-out loss of every k over the samples, and its standard error over the folds."""
         folds = check_cv(self.cv, data.y, classifier=isinstance(self, ClassifierMixin))
@@ -318,7 +331,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
                 )
             objective, held_out = self._objective(data.rows(train)), data.rows(test)
             groups = self._groups(objective, data.X.shape[1])
-            fits = fit_path(objective, groups, sizes, False, self.random_state, exact=False)
+            fits = fit_path(objective, groups, sizes, False, self.random_state, exact=False, bounds=bounds)
             losses = np.array([self._held_out(held_out, fit, objective) for fit in fits])
             totals += losses
             mass += float(held_out.weights.sum())
@@ -331,6 +344,14 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
     def _validated(
         self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, **checks: bool
     ) -> tuple[Samples, Labels, Array]:
+        if sample_weight is None and checks == {"y_numeric": True} and is_clean(X, y):
+            # What scikit-learn would do takes longer than a small fit.
+            assert isinstance(X, np.ndarray)
+            assert isinstance(y, np.ndarray)
+            self.n_features_in_ = X.shape[1]
+            if hasattr(self, "feature_names_in_"):
+                del self.feature_names_in_
+            return X, y, np.ones(X.shape[0])
         features, target = validate_data(
             self, X, y, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32], **checks
         )

@@ -29,6 +29,8 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         max_k: as `SparseRegressor`.
         groups: as `SparseRegressor`.
         forced: as `SparseRegressor`.
+        lower: see `SparseRegressor`; with two classes only.
+        upper: see `SparseRegressor`; with two classes only.
         cv: as `SparseRegressor`, stratified.
         thorough: as `SparseRegressor`.
         random_state: as `SparseRegressor`.
@@ -52,6 +54,8 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         max_k: int | None = None,
         groups: npt.ArrayLike | None = None,
         forced: npt.ArrayLike | None = None,
+        lower: float | VectorLike | None = None,
+        upper: float | VectorLike | None = None,
         cv: int | BaseCrossValidator = 5,
         thorough: bool = True,
         random_state: int = 0,
@@ -63,6 +67,8 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
             max_k=max_k,
             groups=groups,
             forced=forced,
+            lower=lower,
+            upper=upper,
             cv=cv,
             thorough=thorough,
             random_state=random_state,

@@ -41,6 +41,10 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
         max_k: largest k that is tried when k is chosen; n / (2 log n), at most 50, if not given.
         groups: (d,) labels; features with the same label enter together, and k counts labels.
         forced: features (with their groups) that are always used and not counted in k; indices or a boolean mask.
+        lower: least value of the coefficients, a number or one for each feature (d,); at most 0, which makes them
+            non-negative.
+        upper: largest value of the coefficients, at least 0. The intercept is free, and coefficients at a bound have no
+            standard error; bounds do not work with groups.
         cv: number of folds, or a splitter of scikit-learn, such as `RepeatedKFold`.
         thorough: run the best known method, not only a warm start, at the k that is used.
         random_state: seed of every random choice.
@@ -65,6 +69,8 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
         max_k: int | None = None,
         groups: npt.ArrayLike | None = None,
         forced: npt.ArrayLike | None = None,
+        lower: float | VectorLike | None = None,
+        upper: float | VectorLike | None = None,
         cv: int | BaseCrossValidator = 5,
         thorough: bool = True,
         random_state: int = 0,
@@ -76,6 +82,8 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
             max_k=max_k,
             groups=groups,
             forced=forced,
+            lower=lower,
+            upper=upper,
             cv=cv,
             thorough=thorough,
             random_state=random_state,

@@ -19,6 +19,35 @@ from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_ve
 from iobs.optimize.refit.fit import Fit
 
 
+def concordance(times: Array, events: Array, hazard: Array) -> float:
+    """Harrell's concordance: the share of comparable pairs in which the earlier event has the larger hazard.
+
+    Args:
+        times: (n,) times.
+        events: (n,) 1 for an event, 0 for a censored time.
+        hazard: (n,) hazards or their logarithms; ties count one half.
+
+    Returns:
+        A number from 0 to 1; NaN without comparable pairs.
+    """
+    right, pairs = 0.0, 0
+    for i in np.flatnonzero(events == 1):
+        later = (times > times[i]) | ((times == times[i]) & (events == 0))
+        right += float((hazard[i] > hazard[later]).sum() + 0.5 * (hazard[i] == hazard[later]).sum())
+        pairs += int(later.sum())
+    return right / pairs if pairs else float("nan")
+
+
+def baseline(times: Array, events: Array, weights: Array, margin: Array) -> tuple[Array, Array]:
+    """Distinct times of events, ascending, and the cumulative hazard of a margin of zero at them (Breslow 1972)."""
+    order = np.argsort(-times, kind="stable")
+    found, first = np.unique(times[events == 1], return_inverse=True)
+    deaths = np.bincount(first, weights[events == 1], minlength=found.size)
+    at_risk = np.cumsum((weights * np.exp(margin))[order])  # of the samples with the largest times
+    last = np.searchsorted(-times[order], -found, side="right") - 1
+    return found, np.cumsum(deaths / at_risk[last])
+
+
 class SparseCox(SparseEstimator):
     """Cox's proportional hazards model on exactly k features, for times that may be censored.
 
@@ -30,6 +59,8 @@ class SparseCox(SparseEstimator):
         max_k: see `SparseRegressor`, with events as n.
         groups: see `SparseRegressor`.
         forced: see `SparseRegressor`.
+        lower: see `SparseRegressor`.
+        upper: see `SparseRegressor`.
         cv: see `SparseRegressor`.
         thorough: see `SparseRegressor`.
         random_state: seed of every random choice.
@@ -53,6 +84,8 @@ class SparseCox(SparseEstimator):
         max_k: int | None = None,
         groups: npt.ArrayLike | None = None,
         forced: npt.ArrayLike | None = None,
+        lower: float | VectorLike | None = None,
+        upper: float | VectorLike | None = None,
         cv: int | BaseCrossValidator = 5,
         thorough: bool = True,
         random_state: int = 0,
@@ -63,6 +96,8 @@ class SparseCox(SparseEstimator):
             max_k=max_k,
             groups=groups,
             forced=forced,
+            lower=lower,
+            upper=upper,
             cv=cv,
             thorough=thorough,
             random_state=random_state,
@@ -96,12 +131,8 @@ class SparseCox(SparseEstimator):
         known = None if offset is None else as_vector(offset, "offset", features.shape[0])
         data = Observations(features, np.asarray(target, dtype=np.float64), weights, known)
         self._fit_path(data, sample_groups)
-        hazard = weights * np.exp(data.margin(self.coef_, 0.0))
-        times, events = data.y.T
-        self.baseline_times_ = np.unique(times[events == 1])
-        deaths = np.array([weights[(times == time) & (events == 1)].sum() for time in self.baseline_times_])
-        at_risk = np.array([hazard[times >= time].sum() for time in self.baseline_times_])
-        self.baseline_hazard_ = np.cumsum(deaths / at_risk)
+        margin = data.margin(self.coef_, 0.0)
+        self.baseline_times_, self.baseline_hazard_ = baseline(data.y[:, 0], data.y[:, 1], weights, margin)
         return self
 
     def predict(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:
@@ -118,12 +149,7 @@ class SparseCox(SparseEstimator):
     def score(self, X: MatrixLike, y: npt.ArrayLike) -> float:
         """Harrell's concordance: the share of comparable pairs in which the earlier event has the larger hazard."""
         times, events = np.asarray(y, dtype=np.float64).T
-        hazard, right, pairs = self.predict(X), 0.0, 0
-        for i in np.flatnonzero(events == 1):
-            later = (times > times[i]) | ((times == times[i]) & (events == 0))
-            right += float((hazard[i] > hazard[later]).sum() + 0.5 * (hazard[i] == hazard[later]).sum())
-            pairs += int(later.sum())
-        return right / pairs if pairs else float("nan")
+        return concordance(times, events, self.predict(X))
 
     def summary(self) -> Summary:
         """The table of coefficients of the chosen features, without a constant: the baseline hazard takes it."""

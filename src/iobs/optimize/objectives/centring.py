@@ -42,12 +42,20 @@ def centre(design: Design, level: Array, mean: Array) -> Design:
         shift = mean.astype(dtype) if (level == 1).all() else np.outer(level, mean).astype(dtype)
         centred = design.matrix - shift
         # A constant column must become exactly zero, not rounding noise that later scaling would amplify.
-        constant = _largest(centred) <= 64 * np.finfo(dtype).eps * _largest(design.matrix)
-        if constant.any():
+        rounding = 64 * float(np.finfo(dtype).eps)
+        if _may_be_constant(centred, level, mean, rounding):
+            constant = _largest(centred) <= rounding * _largest(design.matrix)
             centred[:, constant] = 0
         return DenseDesign(centred)
     assert isinstance(design, (SparseDesign, TorchDesign))
     return CentredDesign(design, level, mean)
+
+
+def _may_be_constant(centred: Floats, level: Array, mean: Array, rounding: float) -> bool:
+    """A bound by sums of squares, in one pass: False if no column can be as small as rounding of the original one."""
+    squares = np.einsum("ij,ij->j", centred, centred, dtype=np.float64)
+    original = 2 * (squares + mean**2 * float(level @ level))  # at least the squares before centring
+    return not bool((squares > len(centred) * rounding**2 * original).all())
 
 
 def _largest(matrix: Floats) -> Floats:

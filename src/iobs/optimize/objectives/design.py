@@ -95,6 +95,8 @@ class DenseDesign:
         """Weighted sums of squares of the columns."""
         total = np.zeros(self.shape[1])
         rows = max(1, BLOCK_ELEMENTS // max(1, self.shape[1]))
+        if (weights == 1).all() and self.shape[0] <= rows:
+            return double(np.einsum("ij,ij->j", self.matrix, self.matrix, dtype=np.float64))
         for start in range(0, self.shape[0], rows):
             block = self.matrix[start : start + rows]
             total += np.einsum("i,ij,ij->j", weights[start : start + rows], block, block, dtype=np.float64)

@@ -11,11 +11,15 @@ import numpy as np
 from iobs.optimize.objectives.autodiff import TorchObjective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
+from iobs.optimize.objectives.families import Logistic, Poisson
 from iobs.optimize.objectives.gram import GramLeastSquares
-from iobs.optimize.objectives.linear import LeastSquares
+from iobs.optimize.objectives.linear import LeastSquares, LinearModel
+from iobs.optimize.refit import newton_numba
 from iobs.optimize.refit.fit import Fit, newton_direction
 from iobs.optimize.refit.quasi_newton import refit_exactly, refit_loosely
 
+_COMPILED: dict[type, int] = {Logistic: newton_numba.LOGISTIC, Poisson: newton_numba.POISSON}
+_SMALL = 200_000  # most entries of a restricted design for the compiled form
 _CHORD = 1e-3  # a Hessian is reused while each step with it lowers the decrement by this factor
 
 
@@ -47,9 +51,24 @@ def refit(
     elif support.size:
         part = objective.restricted(support)
         first = np.zeros(support.size) if start is None else start[support]
-        theta[support] = minimise_on_all(part, first, steps=50 if steps is None else steps)
+        most = 50 if steps is None else steps
+        found = _compiled(part, first, most)
+        theta[support] = minimise_on_all(part, first, steps=most) if found is None else found
     value, gradient = objective.value_and_gradient(theta)
     return Fit(support, theta, value, gradient)
+
+
+def _compiled(part: Objective, start: Array, steps: int) -> Array | None:
+    """The minimiser of a small logistic or Poisson model over all its coordinates; None for others."""
+    family = _COMPILED.get(type(part))
+    if family is None or not isinstance(part, LinearModel) or part.design.shape[0] * start.size > _SMALL:
+        return None
+    rows = np.ascontiguousarray(part.design.columns(np.arange(start.size)).T)
+    offset = np.zeros(part.target.size) if part.offset is None else part.offset
+    fine, theta = newton_numba.minimise(
+        family, rows, part.target, part.weights, part.ridge, offset, np.ascontiguousarray(start), steps
+    )
+    return theta if fine else None
 
 
 def _solve(block: Array, linear: Array) -> Array:

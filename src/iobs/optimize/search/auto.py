@@ -13,7 +13,8 @@ The stages run until the whole gradient vanishes (no support can be better for a
    rate of the I-OBS theorem. For large problems and general functions the Newton step is computed by at most 300
    products with H, so there the rate holds as far as these converge.
 
-No stage raises f. Least squares with at least as many samples as columns is searched by its Gram matrix.
+No stage raises f. Least squares with at least as many samples as columns is searched by its Gram matrix. Where that
+matrix is whole, and no start is given, one compiled stage does all of this (`compiled`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit, newton_direction
 from iobs.optimize.refit.newton import on_data, refit
-from iobs.optimize.search import pursuits
+from iobs.optimize.search import compiled, pursuits
 from iobs.optimize.search.swaps import Swapper
 
 GLOBAL = "global minimum: the gradient vanishes, so for a convex f no support can be better"
@@ -51,6 +52,7 @@ _NEWTON_LIMIT = 1024  # most coordinates for which the Newton point is found by 
 _NEWTON_PRODUCTS = (
     300  # most products with H for the Newton point of larger problems, by conjugate gradients to a residual of 1e-6
 )
+_ROUGH_DAMPING = 0.2  # relative residual of the eigenvalue; its own error is about the square
 _ROUGH = 1e-5  # largest residual of the Newton equations, relative and scaled, that is accepted from single precision
 _GRAM_ACCURACY = 1e-8  # below this share of f(0) the Gram matrix no longer tells values of f apart
 _PASSING_LIMIT = 4_000_000  # most entries of a design for message passing, which reads it hundreds of times
@@ -83,7 +85,7 @@ def stages(
         return
     best: Fit | None = None
     optimal = False
-    for stage in _stages(replace(problem, objective=gram), theta, kicks, None):
+    for stage in _by_gram(problem, gram, theta, kicks):
         if best is None or not np.array_equal(stage.fit.support, best.support):
             fit = on_data(problem.objective, stage.fit)
             best = fit if best is None or fit.value < best.value or best.support.size < fit.support.size else best
@@ -93,6 +95,15 @@ def stages(
         for stage in _stages(problem, best.theta, kicks, empty):
             best = stage.fit if stage.fit.value < best.value else best
             yield Stage(stage.name, best, stage.optimal)
+
+
+def _by_gram(problem: Problem, gram: GramLeastSquares, theta: Array | None, kicks: int) -> Iterator[Stage]:
+    """The stages on the Gram matrix; all of them as one compiled stage where the whole matrix is known."""
+    found = compiled.best_fit(problem, gram, kicks) if theta is None and gram.complete else None
+    if found is None:
+        yield from _stages(replace(problem, objective=gram), theta, kicks, None)
+    else:
+        yield Stage("search by the Gram matrix", found, False)
 
 
 def _stages(problem: Problem, theta: Array | None, kicks: int, empty: Fit | None) -> Iterator[Stage]:
@@ -176,7 +187,8 @@ def _newton_support(problem: Problem, best: Fit) -> Fit:
         else:
             centre = FullHessian().model(problem, best.theta, best.gradient).centre()
     else:
-        model = FullHessian().products(problem, best.theta, best.gradient)
+        # A dense spectrum takes many products to find the largest eigenvalue, and the damping needs only its size.
+        model = FullHessian().products(problem, best.theta, best.gradient, accuracy=_ROUGH_DAMPING)
         centre = model.centre(tolerance=1e-6, steps=_NEWTON_PRODUCTS)
     support = problem.top(np.abs(centre))
     if np.array_equal(support, best.support):

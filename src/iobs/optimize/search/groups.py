@@ -45,6 +45,11 @@ class CoordinateGroups:
         if any(not 0 <= number < len(self.members) for number in self.forced):
             raise ProblemError(f"Forced groups must lie in 0 ... {len(self.members) - 1}, got {sorted(self.forced)}.")
 
+    @property
+    def choices(self) -> int:
+        """The number of groups that k counts."""
+        return len(self.members) - len(self.forced)
+
     def support(self, chosen: frozenset[int]) -> Indices:
         """The coordinates of the chosen groups, the forced groups and the objective's forced coordinates."""
         parts = [self.members[number] for number in sorted(chosen | self.forced)]

@@ -13,7 +13,7 @@ from iobs.errors import ProblemError
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.cox import Cox
 from iobs.optimize.objectives.design import Array
-from iobs.optimize.objectives.gram import by_gram
+from iobs.optimize.objectives.gram import GramLeastSquares, by_gram
 from iobs.optimize.objectives.linear import LinearModel
 from iobs.optimize.objectives.multi_response import MultiResponse
 from iobs.optimize.objectives.multinomial import Multinomial
@@ -21,8 +21,11 @@ from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit, inverse_block
 from iobs.optimize.refit.newton import on_data, refit
-from iobs.optimize.search import auto
+from iobs.optimize.refit.within import Bounds
+from iobs.optimize.search import auto, compiled
+from iobs.optimize.search.bounded import bounded_path
 from iobs.optimize.search.groups import CoordinateGroups, group_path
+from iobs.optimize.search.hierarchy import Hierarchy, hierarchical_path
 from iobs.optimize.search.swaps import Swapper
 
 Criterion = Literal["aic", "bic", "ebic"]
@@ -43,10 +46,18 @@ def path(
         exact: refit least squares on the data; otherwise coefficients and values are exact up to rounding relative to
             f(0), as of the Gram matrix, which is enough to predict.
     """
+    searched = by_gram(objective) or objective
+    if isinstance(searched, GramLeastSquares) and searched.complete and (not thorough or len(sizes) == 1):
+        problem = Problem(objective, max(sizes, default=0), rng=np.random.default_rng(seed))
+        found = compiled.path_fits(problem, searched, sizes)
+        if found is not None:
+            if thorough:
+                better = list(auto.stages(problem))[-1].fit
+                return [better if better.value <= fit.value else on_data(objective, fit) for fit in found]
+            return [on_data(objective, fit) for fit in found] if exact else found
     fits: list[Fit] = []
     fit: Fit | None = None
     gram = None
-    searched = by_gram(objective) or objective
     for size in sizes:
         problem = Problem(searched, size, rng=np.random.default_rng(seed))
         swapper = Swapper(problem, gram=gram)
@@ -72,13 +83,26 @@ def _extend(problem: Problem, fit: Fit) -> Fit:
 
 def fit_path(
     objective: Objective,
-    groups: CoordinateGroups | None,
+    groups: CoordinateGroups | Hierarchy | None,
     sizes: Sequence[int],
     thorough: bool,
     seed: int,
     exact: bool = True,
+    bounds: Bounds | None = None,
 ) -> list[Fit]:
-    """The path over groups if given, else over coordinates."""
+    """The path over groups or terms with a hierarchy if given, else over coordinates, within bounds if given.
+
+    Raises:
+        ProblemError: groups and bounds.
+    """
+    if bounds is not None:
+        if groups is not None:
+            raise ProblemError(
+                "Bounds on the coefficients do not work with groups, nor with several classes or responses."
+            )
+        return bounded_path(objective, bounds.extended(objective.dimension), sizes, seed=seed, thorough=thorough)
+    if isinstance(groups, Hierarchy):
+        return hierarchical_path(groups, sizes, seed=seed, thorough=thorough)
     if groups is not None:
         return group_path(groups, list(sizes))
     return path(objective, sizes, seed=seed, thorough=thorough, exact=exact)

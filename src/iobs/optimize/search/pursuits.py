@@ -22,6 +22,8 @@ _SETTLED = 1e-3  # adaptive damping stops below this change of an iterate, relat
 def start(problem: Problem, theta: Array | None = None) -> Fit:
     """The fit of the forced coordinates alone, or on the support of the k largest scaled entries of a given theta."""
     if theta is None:
+        if not problem.forced.size:
+            return Fit(np.zeros(0, np.int64), np.zeros(problem.dimension), *problem.at_zero)
         return refit(problem.objective, np.sort(problem.forced))
     support = problem.top(np.abs(theta) * problem.scale, min(problem.size, int(np.count_nonzero(theta))))
     return refit(problem.objective, support, theta)

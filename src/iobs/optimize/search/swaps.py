@@ -53,7 +53,7 @@ class Swapper:
             if fit.support.tobytes() in self.optimal:
                 return fit, True
             better = self._improve_in_block(fit, limit)
-            if better is None and not self.whole:
+            if better is None and self.members(fit).size < self.problem.dimension:
                 better = self._improve_anywhere(fit)
             if better is None:
                 self.optimal.add(fit.support.tobytes())

@@ -1,0 +1,108 @@
+"""The printed tables of `iobs solve`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from iobs.cli import console, near_optimal
+
+if TYPE_CHECKING:
+    from iobs.cli.solution import ModelReport, Solution
+
+_BEYOND = 3  # values of k beyond the chosen one that the printed path shows
+
+
+def show(found: Solution, model: ModelReport) -> None:
+    """Print the coefficients, the path and what a reader must know about both."""
+    from rich.table import Table as RichTable
+
+    out = console.output_console()
+    names = list(dict.fromkeys(row["name"] for row in model["features"]))  # k and the forced columns
+    many = len(found.table.classes) > 2
+    title = f"{len(names)} of {model['columns']} columns, {model['samples']:,} rows, {model['loss']} loss"
+    shown = RichTable(title=title, title_justify="left", header_style="bold")
+    shown.add_column("column")
+    if many:
+        shown.add_column("class")
+    cox = model["loss"] == "cox"
+    for heading in ("coefficient", "standard error", "z", "per standard deviation", *(["hazard ratio"] if cox else [])):
+        shown.add_column(heading, justify="right")
+    for row in model["features"]:
+        error, z = row["standard_error"], row["z"]
+        shown.add_row(
+            row["name"],
+            *([row.get("label", "")] if many else []),
+            f"{row['coefficient']:.5g}",
+            "–" if error is None else f"{error:.2g}",
+            "–" if z is None else f"{z:.1f}",
+            f"{row['per_standard_deviation']:.3g}",
+            *([f"{row['hazard_ratio']:.3g}"] if cox else []),
+        )
+    intercepts = model["intercept"] if isinstance(model["intercept"], list) else [model["intercept"]]
+    for label, value in zip(found.table.classes if many else [""], intercepts, strict=True):
+        if cox:  # the baseline hazard takes the constant
+            break
+        shown.add_row("(intercept)", *([label] if many else []), f"{value:.5g}", "", "", "")
+    out.print(shown)
+    out.print(_path_table(found, model))
+    for line in _remarks(found, model):
+        out.print(line)
+    if "near_optimal" in model:
+        for part in near_optimal.tables(model["near_optimal"]):
+            out.print(part)
+
+
+def _path_table(found: Solution, model: ModelReport) -> object:
+    from rich.table import Table as RichTable
+
+    shown = RichTable(title="best columns for every k", title_justify="left", header_style="bold")
+    for heading in ("k", "loss", *(["score"] if found.chooser is not None else [])):
+        shown.add_column(heading, justify="right")
+    shown.add_column("change")
+    before: set[str] = set()
+    for row in model["path"][: found.size + 1 + _BEYOND]:
+        after = set(row["features"])
+        change = [f"+{name}" for name in sorted(after - before)] + [f"-{name}" for name in sorted(before - after)]
+        before = after
+        score, error = row.get("score"), row.get("score_error")
+        cells = [str(row["k"]) + ("*" if row["k"] == found.size else ""), f"{row['value']:.6g}"]
+        if score is not None:
+            cells.append(f"{score:.6g}" + (f" ± {error:.2g}" if error is not None else ""))
+        shown.add_row(*cells, " ".join(change))
+    return shown
+
+
+def _remarks(found: Solution, model: ModelReport) -> list[str]:
+    lines = [f"* the k that is used{'' if found.chooser is None else f', chosen by {found.how}'}"]
+    empty, value = model["value_without_features"], model["value"]
+    share = "nothing to explain" if model["explained"] is None else f"{model['explained']:.1%} of it explained"
+    lines.append(f"loss {value:.6g}, {empty:.6g} without any column: {share}")
+    classes = found.table.classes
+    if model["loss"] == "squared":
+        noise = model["noise"]
+        known = "no rows are left to estimate the noise from"
+        lines.append(known if noise is None else f"noise {noise:.4g} (standard deviation)")
+    elif found.sides.events is not None:
+        events = int(found.sides.events.sum())
+        lines.append(f"{events:,} events, {found.sides.events.size - events:,} censored times")
+        if "concordance" in model:
+            lines.append(f"concordance {model['concordance']:.3f} on these rows: 0.5 is chance, 1 is a perfect order")
+    elif len(classes) == 2:
+        lines.append(f"coefficients are for {classes[1]!r} against {classes[0]!r}")
+    elif classes:
+        lines.append("coefficients of a column are differences from their mean over the classes")
+    used = {row["name"] for row in model["features"]}
+    for coding in found.table.codings:
+        if coding.levels and used & set(coding.names):
+            lines.append(f"{coding.name}: coefficients are against the reference level {coding.levels[0]!r}")
+        elif coding.fill is not None and used & set(coding.names):
+            lines.append(f"{coding.name}: missing values were replaced by the mean, {coding.fill:.5g}")
+    at_bound = [row["name"] for row in model["features"] if row["standard_error"] is None]
+    if found.sides.bounds is not None and at_bound:
+        lines.append(f"at a bound, so without a standard error: {', '.join(at_bound)}")
+    if found.table.dropped:
+        lines.append(f"{found.table.dropped:,} rows with missing values were left out")
+    lines.append(model["standard_errors"])
+    if "certificate" in model:
+        lines.append(f"certificate: {model['certificate']}")
+    return lines

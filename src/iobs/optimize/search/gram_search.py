@@ -1,0 +1,312 @@
+"""The search of a least-squares problem on its Gram matrix, compiled as a whole with numba.
+
+On small problems a search by calls from Python spends most of its time between the calls. Here the stages of
+`search.auto` (pursuit, merging pursuit, kicks, each followed by exact swaps) are one call, and so is a path over k.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from iobs.optimize.objectives.design import Array, Booleans, Indices
+from iobs.optimize.search.gram_kernels import GramProblem, fitted, grown, improved, is_solved, state_at, value_at
+from iobs.optimize.search.kernels import SwapState, swap_until_optimal
+
+_DEPENDENT = 1e-9  # a column's square outside the span of the support, relative to its square, that counts as zero
+_FRESH = 8  # number of rank-one updates after which a state is computed anew
+_LIMIT = 1000  # most exchanges for one k
+
+
+@njit(cache=True, nogil=True)
+def _positions(inside: Booleans) -> Indices:
+    """The sorted positions of the true entries; compiles faster than `np.flatnonzero`."""
+    count = 0
+    for j in range(inside.size):
+        count += inside[j]
+    found = np.empty(count, dtype=np.int64)
+    count = 0
+    for j in range(inside.size):
+        if inside[j]:
+            found[count] = j
+            count += 1
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _marked(size: int, support: Indices) -> Booleans:
+    """(size,) true on the support."""
+    inside = np.zeros(size, dtype=np.bool_)
+    for j in support:
+        inside[j] = True
+    return inside
+
+
+@njit(cache=True, nogil=True)
+def _largest(scores: Array, usable: Booleans, count: int) -> Indices:
+    """The `count` largest scores among the usable coordinates, largest first; ties to the lower; fewer if none left."""
+    left = usable.copy()
+    found = np.empty(count, dtype=np.int64)
+    for number in range(count):
+        best = -1
+        for j in range(left.size):
+            if left[j] and (best < 0 or scores[j] > scores[best]):
+                best = j
+        if best < 0:
+            return found[:number]
+        found[number] = best
+        left[best] = False
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _top(problem: GramProblem, scores: Array, count: int) -> Indices:
+    """The support of the `count` largest scores among the candidates, and of the forced coordinates."""
+    inside = _marked(scores.size, problem.forced)
+    for j in _largest(scores, problem.candidates, count):
+        inside[j] = True
+    return _positions(inside)
+
+
+@njit(cache=True, nogil=True)
+def _slopes(problem: GramProblem, gradient: Array) -> Array:
+    """Absolute scaled gradient (d,)."""
+    slope = np.empty(gradient.size)
+    for j in range(gradient.size):
+        slope[j] = abs(gradient[j]) / problem.scale[j]
+    return slope
+
+
+@njit(cache=True, nogil=True)
+def _same(left: Indices, right: Indices) -> bool:
+    if left.size != right.size:
+        return False
+    different = 0
+    for i in range(left.size):
+        different += left[i] != right[i]
+    return different == 0
+
+
+@njit(cache=True, nogil=True)
+def _step_length(problem: GramProblem, support: Indices, gradient: Array, k: int) -> float:
+    """The exact step length along the k steepest coordinates outside the support, in scaled variables."""
+    outside = _slopes(problem, gradient)
+    for j in support:
+        outside[j] = 0.0
+    chosen = _largest(outside, problem.candidates, k)
+    size, curvature = 0.0, 0.0
+    for a in chosen:
+        if outside[a] > 0:
+            size += outside[a] * outside[a]
+            left = gradient[a] / problem.scale[a] ** 2
+            for b in chosen:
+                if outside[b] > 0:
+                    curvature += left * problem.hessian[a, b] * gradient[b] / problem.scale[b] ** 2
+    return size / curvature if curvature > 0 else 1.0
+
+
+@njit(cache=True, nogil=True)
+def _pursuit(problem: GramProblem, k: int, steps: int) -> Indices:
+    """The best support of hard thresholding pursuit from the forced coordinates alone."""
+    d = problem.linear.size
+    support = problem.forced.copy()
+    fine, _, theta, gradient = fitted(problem, support)
+    best, least = support, np.inf
+    seen = np.zeros((steps, k + problem.forced.size), dtype=np.int64)
+    moved = np.empty(d)
+    for number in range(steps):
+        length = _step_length(problem, support, gradient, k)
+        for j in range(d):
+            moved[j] = -length * gradient[j] / problem.scale[j]
+        for i in range(support.size):
+            moved[support[i]] += theta[i] * problem.scale[support[i]]
+        for j in range(d):
+            moved[j] = abs(moved[j])
+        support = _top(problem, moved, k)
+        for past in range(number):
+            if _same(seen[past], support):
+                return best
+        for i in range(support.size):
+            seen[number, i] = support[i]
+        fine, _, theta, gradient = fitted(problem, support)
+        if not fine:
+            return support
+        value = value_at(problem, support, theta, gradient)
+        if value < least:
+            best, least = support, value
+        if is_solved(problem, support, theta, gradient):
+            return support
+    return best
+
+
+@njit(cache=True, nogil=True)
+def _merged(problem: GramProblem, k: int, count: int, steps: int) -> Indices:
+    """The best support of the merging pursuit (CoSaMP) from the forced coordinates alone."""
+    support = problem.forced.copy()
+    fine, _, theta, gradient = fitted(problem, support)
+    best, least = support, np.inf
+    for _ in range(steps):
+        slope = _slopes(problem, gradient)
+        inside = _marked(slope.size, support)
+        for j in support:
+            slope[j] = 0.0
+        for j in _largest(slope, problem.candidates, count):
+            inside[j] = True
+        wide = _positions(inside)
+        fine, _, theta, gradient = fitted(problem, wide)
+        if not fine:
+            return best
+        scores = np.zeros(slope.size)
+        for i in range(wide.size):
+            scores[wide[i]] = abs(theta[i] * problem.scale[wide[i]])
+        support = _top(problem, scores, k)
+        fine, _, theta, gradient = fitted(problem, support)
+        if not fine:
+            return best
+        value = value_at(problem, support, theta, gradient)
+        if value >= least - 1e-9 * abs(least):
+            return best
+        best, least = support, value
+        if is_solved(problem, support, theta, gradient):
+            return best
+    return best
+
+
+@njit(cache=True, nogil=True)
+def _drawn(values: Indices, count: int, draws: Array) -> Indices:
+    """`count` of the values, without repetition, by uniform draws in [0, 1)."""
+    pool = values.copy()
+    for i in range(count):
+        other = i + min(int(draws[i] * (pool.size - i)), pool.size - i - 1)
+        pool[i], pool[other] = pool[other], pool[i]
+    return pool[:count]
+
+
+@njit(cache=True, nogil=True)
+def _kicked(problem: GramProblem, best: Indices, k: int, number: int, draws: Array) -> Indices:
+    """A support drawn anew, or the best one with part of it replaced by steep coordinates, as `auto._kick`."""
+    if number % 3 == 1 or best.size < k + problem.forced.size:
+        inside = _marked(problem.linear.size, problem.forced)
+        for j in _drawn(_positions(problem.candidates), k, draws[0]):
+            inside[j] = True
+        return _positions(inside)
+    inside = _marked(problem.linear.size, best)
+    usable = problem.candidates & ~inside
+    free = _positions(problem.candidates & inside)
+    count = max(1, k // (2 + number % 3 // 2))
+    for j in _drawn(free, count, draws[0]):
+        inside[j] = False
+    kept = _positions(inside)
+    fine, _, _, gradient = fitted(problem, kept)
+    slope = _slopes(problem, gradient)
+    for j in range(slope.size):
+        usable[j] = usable[j] and slope[j] > 0
+    pool = _largest(slope, usable, 4 * count)
+    if not fine or pool.size < count:
+        return best
+    for j in _drawn(pool, count, draws[1]):
+        inside[j] = True
+    return _positions(inside)
+
+
+@njit(cache=True, nogil=True)
+def search(
+    problem: GramProblem, k: int, merged: int, centre: Array, draws: Array, agreements: int
+) -> tuple[bool, Indices, float]:
+    """The best support of k candidates that the stages find: whether any start had a refit, the support, and f.
+
+    Args:
+        problem: f and the candidates, more than k of them.
+        k: number of candidates in the support, at least 1.
+        merged: number of coordinates that the merging pursuit adds.
+        centre: absolute values of the minimiser of f without a limit (d,); its k largest entries are a start; empty if
+            not known.
+        draws: uniform in [0, 1), (kicks, 2, k).
+        agreements: number of stages in a row that must agree on the support, after which the kicks end.
+    """
+    best, value, agreed = problem.forced, np.inf, 0
+    kicks = draws.shape[0]
+    for number in range(kicks + 3):
+        if 1 < number < kicks + 2 and agreed >= agreements:
+            continue
+        if number == 0:
+            proposal = _pursuit(problem, k, 12)
+        elif number == 1:
+            proposal = _merged(problem, k, merged, 20)
+        elif number < kicks + 2:
+            proposal = _kicked(problem, best, k, number - 2, draws[number - 2])
+        elif centre.size:
+            proposal = _top(problem, centre, k)
+        else:
+            break
+        if _same(proposal, best):
+            agreed += 1
+            continue
+        fine, proposal, new, minimal = improved(problem, proposal)
+        if not fine or proposal.size < k + problem.forced.size:
+            continue
+        agreed = agreed + 1 if _same(proposal, best) else 0
+        if new < value:
+            best, value = proposal, new
+        if minimal:
+            break
+    return value < np.inf, best, value
+
+
+@njit(cache=True, nogil=True)
+def path(problem: GramProblem, largest: int) -> tuple[int, Indices, Array]:
+    """Supports for k = 0, 1, ..., `largest`: the one before plus the steepest coordinate, improved by exact swaps.
+
+    Returns:
+        The number of sizes done, fewer if no independent column is left; row k of the second array holds the sorted
+        support, and row k of the third its refit, of its first k entries plus those of the forced coordinates.
+    """
+    forced, d = problem.forced.size, problem.linear.size
+    supports = np.zeros((largest + 1, largest + forced), dtype=np.int64)
+    thetas = np.zeros((largest + 1, largest + forced))
+    fine, state = state_at(problem, problem.forced)
+    if not fine:
+        return 0, supports, thetas
+    supports[0, :forced], thetas[0, :forced] = state.support, state.theta
+    updates = 0
+    for k in range(1, largest + 1):
+        entering, steepest = -1, -1.0
+        for j in range(d):
+            if state.allowed[j] > 0 and state.schur[j] > _DEPENDENT * problem.hessian[j, j]:
+                score = abs(state.gradient[j]) / problem.scale[j]
+                if score > steepest:
+                    entering, steepest = j, score
+        if entering < 0:
+            return k, supports, thetas
+        state = grown(state, entering)
+        updates += 1
+        while True:
+            value = value_at(problem, state.support, state.theta, state.gradient)
+            size = max(value, problem.constant - value, 1e-300)
+            if updates > _FRESH:
+                fine, fresh = state_at(problem, state.support)
+                if not fine:
+                    return k, supports, thetas
+                state, updates = fresh, 0
+            if is_solved(problem, state.support, state.theta, state.gradient):
+                break
+            count = swap_until_optimal(state, problem.tolerance * size, _LIMIT)
+            updates += 2 * count
+            if updates <= _FRESH or count == 0:
+                break
+        order = np.argsort(state.support)
+        supports[k, : k + forced], thetas[k, : k + forced] = state.support[order], _refined(problem, state)[order]
+    return largest + 1, supports, thetas
+
+
+@njit(cache=True, nogil=True)
+def _refined(problem: GramProblem, state: SwapState) -> Array:
+    """theta of a state (k,) after one step of iterative refinement."""
+    theta = state.theta.copy()
+    for i in range(theta.size):
+        slope = -problem.linear[state.support[i]]
+        for j in range(theta.size):
+            slope += problem.hessian[state.support[i], state.support[j]] * state.theta[j]
+        for j in range(theta.size):
+            theta[j] -= state.inverse[j, i] * slope
+    return theta

@@ -1,0 +1,110 @@
+"""The compiled search on Gram matrices against brute force, the general search, and its own plain form."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from sparse_problems import correlated_design, sparse_signal
+
+from iobs import minimize
+from iobs.optimize.objectives.gram import by_gram
+from iobs.optimize.objectives.linear import LeastSquares
+from iobs.optimize.problem import Problem
+from iobs.optimize.refit.newton import refit
+from iobs.optimize.search import auto, compiled, gram_kernels, gram_search
+from iobs.optimize.search import path as paths
+
+
+def _objective(seed, n=80, d=12, k=4, rho=0.5, **settings):
+    rng = np.random.default_rng(seed)
+    design = correlated_design(rng, n, d, rho)
+    return LeastSquares(design, design @ sparse_signal(rng, d, k) + rng.standard_normal(n), intercept=True, **settings)
+
+
+@pytest.mark.parametrize("forced", [(), (3,)])
+@pytest.mark.parametrize("ridge", [0.0, 2.0])
+def test_search_finds_the_best_of_all_supports(forced, ridge):
+    for seed in range(8):
+        objective = _objective(seed, rho=0.8, forced=forced, ridge=ridge)
+        gram = by_gram(objective)
+        fit = compiled.best_fit(Problem(gram, 4), gram, 18)
+        free = np.setdiff1d(np.arange(12), forced)
+        values = [
+            refit(objective, np.union1d(np.array(chosen, int), forced).astype(int)).value
+            for chosen in itertools.combinations(free, 4)
+        ]
+        assert fit.value == pytest.approx(min(values), rel=1e-9)
+        assert set(forced) <= set(fit.support.tolist())
+
+
+def test_no_exchange_improves_a_compiled_fit():
+    objective = _objective(5, n=150, d=40, k=8, rho=0.9)
+    gram = by_gram(objective)
+    fit = compiled.best_fit(Problem(gram, 8), gram, 0)
+    for leaving, entering in itertools.product(fit.support, np.setdiff1d(np.arange(40), fit.support)):
+        support = np.sort(np.append(np.setdiff1d(fit.support, leaving), entering))
+        assert refit(objective, support).value >= fit.value * (1 - 1e-9)
+
+
+def test_compiled_and_general_searches_are_equally_good():
+    compiled_total, general_total, equal = 0.0, 0.0, 0
+    for seed in range(12):
+        gram = by_gram(_objective(seed, n=150, d=60, k=10, rho=0.9))
+        ours = compiled.best_fit(Problem(gram, 10), gram, 18).value
+        general = list(auto._stages(Problem(gram, 10), None, 18, None))[-1].fit.value
+        compiled_total, general_total = compiled_total + ours, general_total + general
+        equal += ours == pytest.approx(general, rel=1e-9)
+    assert equal >= 9
+    assert compiled_total <= general_total * 1.002
+
+
+@pytest.mark.parametrize("forced", [(), (0, 7)])
+@pytest.mark.parametrize("exact", [True, False])
+def test_compiled_path_equals_the_general_path(forced, exact, monkeypatch):
+    objective = _objective(3, n=150, d=40, k=8, rho=0.9, forced=forced)
+    sizes = [0, 1, 2, 3, 5, 8, 13, 30]
+    found = paths.path(objective, sizes, exact=exact)
+    monkeypatch.setattr(compiled, "path_fits", lambda *arguments: None)
+    for ours, general in zip(found, paths.path(objective, sizes, exact=exact), strict=True):
+        assert ours.support.tolist() == general.support.tolist()
+        assert ours.theta == pytest.approx(general.theta, rel=1e-8, abs=1e-10)
+        assert ours.value == pytest.approx(general.value, rel=1e-9)
+
+
+def test_dependent_columns_are_left_to_the_general_search():
+    rng = np.random.default_rng(0)
+    design = rng.standard_normal((30, 4))
+    objective = LeastSquares(np.hstack([design, design]), design.sum(axis=1) + 0.1 * rng.standard_normal(30))
+    gram = by_gram(objective)
+    assert compiled.path_fits(Problem(gram, 8), gram, [8]) is None
+    result = minimize(objective, 4)
+    assert {j % 4 for j in result.support.tolist()} == {0, 1, 2, 3}
+
+
+def test_a_noiseless_model_is_found_and_called_optimal():
+    rng = np.random.default_rng(1)
+    design = correlated_design(rng, 200, 50, 0.5)
+    theta = sparse_signal(rng, 50, 5)
+    result = minimize(LeastSquares(design, design @ theta), 5)
+    assert result.theta == pytest.approx(theta, abs=1e-10)
+    assert result.message == auto.GLOBAL
+
+
+def test_compiled_kernels_equal_their_plain_form(monkeypatch):
+    gram = by_gram(_objective(2, n=60, d=10))
+    problem = compiled.gram_problem(Problem(gram, 3), gram)
+    draws = np.random.default_rng(0).random((6, 2, 3))
+    fast = gram_search.search(problem, 3, 6, np.abs(gram.linear), draws, 6)
+    fast_path = gram_search.path(problem, 6)
+    for module in (gram_kernels, gram_search):
+        for name, function in list(vars(module).items()):
+            if hasattr(function, "py_func"):
+                monkeypatch.setattr(module, name, function.py_func)
+    plain = gram_search.search(problem, 3, 6, np.abs(gram.linear), draws, 6)
+    plain_path = gram_search.path(problem, 6)
+    assert fast[1].tolist() == plain[1].tolist()
+    assert fast[2] == pytest.approx(plain[2], rel=1e-12)
+    assert fast_path[1].tolist() == plain_path[1].tolist()
+    assert fast_path[2] == pytest.approx(plain_path[2], rel=1e-9)
