@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from scipy.linalg.lapack import dposv
@@ -15,9 +17,20 @@ from iobs.optimize.refit.newton import refit
 from iobs.optimize.search import gram_search
 from iobs.optimize.search.gram_kernels import GramProblem
 
+_LOG = logging.getLogger("iobs")
 _TOLERANCE = 1e-10  # least relative decrease of f by a swap, as in `swaps.Swapper`
 _AGREEMENTS = 6  # stages in a row that must agree on a support
 _NEWTON_LIMIT = 1024  # most coordinates for which the minimiser without a limit is computed
+
+
+def announce_compilation(kernel: Callable[..., object]) -> bool:
+    """Log that `kernel`, a function of numba, is compiled now; True if neither this process nor the cache has it."""
+    signatures = getattr(kernel, "signatures", [True])
+    folder = Path(getattr(getattr(kernel, "stats", None), "cache_path", None) or ".")
+    new = not signatures and not any(folder.glob(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}-*.nbi"))
+    if new:
+        _LOG.warning("Compiling the search for this machine. It takes about 10 seconds, once per installation.")
+    return new
 
 
 def gram_problem(problem: Problem, gram: GramLeastSquares) -> GramProblem:
@@ -50,6 +63,7 @@ def best_fit(problem: Problem, gram: GramLeastSquares, kicks: int) -> Fit | None
     if gram.dimension <= _NEWTON_LIMIT:
         _, solution, info = dposv(gram.rows, gram.linear, lower=1)
         centre = np.abs(solution) if info == 0 and np.isfinite(solution).all() else centre
+    announce_compilation(gram_search.search)
     fine, support, _ = gram_search.search(
         gram_problem(problem, gram),
         k,
@@ -65,6 +79,7 @@ def path_fits(problem: Problem, gram: GramLeastSquares, sizes: Sequence[int]) ->
     """The fits of a path over ascending k by the Gram matrix; None if some k has no support of independent columns."""
     counts = [min(size, int(problem.candidates.sum())) for size in sizes]
     largest = max(counts, default=0)
+    announce_compilation(gram_search.path)
     done, supports, thetas = gram_search.path(gram_problem(problem, gram), largest)
     if done <= largest:
         return None

@@ -1,0 +1,29 @@
+"""The first use of the compiled search says that it compiles."""
+
+import logging
+from types import SimpleNamespace
+
+from iobs.optimize.search.compiled import announce_compilation
+
+
+def kernel(folder, signatures=()):
+    made = SimpleNamespace(signatures=list(signatures), stats=SimpleNamespace(cache_path=str(folder)))
+    made.__module__, made.__name__ = "package.module", "search"
+    return made
+
+
+def test_a_kernel_that_was_never_compiled_is_announced(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="iobs"):
+        assert announce_compilation(kernel(tmp_path))
+    assert "once per installation" in caplog.text
+
+
+def test_a_compiled_kernel_is_not_announced(tmp_path, caplog):
+    (tmp_path / "module.search-12.py311.nbi").write_bytes(b"")
+    assert not announce_compilation(kernel(tmp_path))
+    assert not announce_compilation(kernel(tmp_path / "other", signatures=["signature"]))
+    assert not caplog.records
+
+
+def test_a_function_that_is_not_compiled_is_not_announced():
+    assert not announce_compilation(lambda: None)
