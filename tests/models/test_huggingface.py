@@ -107,6 +107,7 @@ def test_hub_name_loads_from_the_cache_and_saves_companions(directory, tmp_path,
     command = [sys.executable, "-c", script, str(tmp_path / "out")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.stdout.strip() == "torch.float32", done.stderr
+    assert "no directory someone/small here" in done.stderr  # said before the wait for the hub
     assert {"preprocessor_config.json", "tokenizer.json"} <= {file.name for file in (tmp_path / "out").iterdir()}
 
 

@@ -6,6 +6,7 @@ initialise them at random.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+_LOG = logging.getLogger("iobs")
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -73,6 +75,8 @@ def load_pretrained(
     import transformers
 
     safe = {} if allow_pickle else {"use_safetensors": True}
+    if not is_directory and weights is None:  # without a network transformers tries for half a minute, in silence
+        _LOG.warning("There is no directory %s here; looking for it on the Hugging Face hub.", source)
     with _quiet(transformers):
         try:
             config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
