@@ -66,6 +66,7 @@ def export(
     if replaceable and target.resolve() == Path(model).expanduser().resolve():
         raise typer.BadParameter("this is the directory that is read; give another one", param_hint="--output / -o")
     loaded = load_model(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)
+    console.say(f"Writing {to}. For a large model this takes minutes.")
     found = export(loaded, target, to, bits, replaceable=replaceable)
     if talk.as_json:
         matrices = [asdict(one) for one in found.matrices]
