@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -12,8 +12,26 @@ if TYPE_CHECKING:
     from iobs.optimize.estimators.base import Choice, SparseEstimator
     from iobs.optimize.estimators.regressor import Loss
     from iobs.optimize.objectives.base import Objective
+    from iobs.optimize.objectives.design import Array
     from iobs.optimize.search.groups import CoordinateGroups
     from iobs.optimize.search.hierarchy import Hierarchy
+
+
+class _Search(TypedDict):
+    """Settings of every estimator that chooses k."""
+
+    thorough: bool
+    random_state: int
+    forced: list[int]
+    ridge: float
+
+
+class _Columns(_Search):
+    """Settings of the estimators whose terms are columns of the design."""
+
+    groups: list[int] | None
+    lower: Array | None
+    upper: Array | None
 
 
 def forced_of(table: Table, names: list[str]) -> list[int]:
@@ -104,58 +122,24 @@ def size_of(
         choice = cast("Choice", k)
         _refuse_choice(table, loss, k)
         ridge = _ridge(loss, ridge)
+        search: _Search = {"thorough": False, "random_state": seed, "forced": forced, "ridge": ridge}
         low, high = (None, None) if sides.bounds is None else (sides.bounds.lower, sides.bounds.upper)
+        columns: _Columns = {**search, "groups": sides.labels, "lower": low, "upper": high}
         if sides.events is not None:
-            cox = SparseCox(
-                choice,
-                thorough=False,
-                random_state=seed,
-                forced=forced,
-                ridge=ridge,
-                groups=sides.labels,
-                lower=low,
-                upper=high,
-            )
+            cox = SparseCox(choice, **columns)
             times = np.column_stack([table.y, sides.events])
             return int(cox.fit(table.X, times, sides.weights, offset=sides.offset).k_), cox
         if loss == "logistic":
-            chooser = SparseClassifier(
-                choice,
-                thorough=False,
-                random_state=seed,
-                forced=forced,
-                ridge=ridge,
-                groups=sides.labels,
-                lower=low,
-                upper=high,
-            )
             if sides.offset is not None or sides.interactions is not None:
                 raise DataError(f"-k {k} cannot use an offset or interactions with the logistic loss; give a number.")
+            chooser = SparseClassifier(choice, **columns)
             return int(chooser.fit(table.X, table.y, sides.weights).k_), chooser
         kind = cast("Loss", loss)
         if sides.interactions is not None:
-            products = SparseInteractions(
-                choice,
-                hierarchy=sides.interactions,
-                loss=kind,
-                thorough=False,
-                random_state=seed,
-                forced=forced,
-                ridge=ridge,
-            )
+            products = SparseInteractions(choice, hierarchy=sides.interactions, loss=kind, **search)
             own = table.X[:, : columns_of_file(table)]
             return int(products.fit(own, table.y, sides.weights, offset=sides.offset).k_), products
-        regressor = SparseRegressor(
-            choice,
-            loss=kind,
-            thorough=False,
-            random_state=seed,
-            forced=forced,
-            ridge=ridge,
-            groups=sides.labels,
-            lower=low,
-            upper=high,
-        )
+        regressor = SparseRegressor(choice, loss=kind, **columns)
         return int(regressor.fit(table.X, table.y, sides.weights, offset=sides.offset).k_), regressor
     if not (k.isascii() and k.isdecimal()) or int(k) > free:
         raise DataError(f"-k must be a number from 0 to {free}, or cv, cv-1se, aic, bic, ebic; got {k!r}.")

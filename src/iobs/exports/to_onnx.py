@@ -27,7 +27,7 @@ from iobs.exports.graph import Graph, inputs_of
 from iobs.exports.record import Written
 from iobs.exports.requirements import needed
 from iobs.exports.source import Source, flat
-from iobs.exports.values import found_codes
+from iobs.exports.values import found_codes, in_pairs
 
 FILE = "model.onnx"
 _OPSET = 21
@@ -139,11 +139,8 @@ def _replaced(
 
 
 def _integers(onnx: ModuleType, name: str, codes: Tensor, kind: int) -> ModuleType:
-    """Codes as a tensor of the file; two codes of 4 bits share a byte, the first one in its lower half."""
-    values = codes.contiguous().numpy().reshape(-1)
-    if kind == onnx.TensorProto.INT4:
-        padded = np.append(values, np.zeros(len(values) % 2, dtype=np.int8)).view(np.uint8) & 15
-        values = padded[::2] | (padded[1::2] << 4)
+    """Codes as a tensor of the file."""
+    values = in_pairs(codes) if kind == onnx.TensorProto.INT4 else codes.contiguous().numpy()
     found = onnx.helper.make_tensor(name, kind, tuple(codes.shape), values.tobytes(), raw=True)
     return found  # type: ignore[no-any-return]
 

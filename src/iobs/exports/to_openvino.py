@@ -21,7 +21,7 @@ from iobs.exports.requirements import needed
 from iobs.exports.source import Source, flat
 from iobs.exports.to_onnx import FILE as GRAPH
 from iobs.exports.to_onnx import traced
-from iobs.exports.values import Codes, found_codes
+from iobs.exports.values import Codes, found_codes, in_pairs
 
 FILE = "openvino_model.xml"
 
@@ -112,12 +112,9 @@ def _product(openvino: ModuleType, opset: ModuleType, matrix: _Matrix) -> Module
 
 
 def _integers(openvino: ModuleType, codes: Tensor, bits: int) -> ModuleType:
-    """A constant of codes; two codes of 4 bits share a byte, the first one in its lower half."""
-    values = codes.contiguous().numpy()
+    """A constant of codes."""
     if bits == 4:
-        pairs = values.reshape(-1).view(np.uint8) & 15
-        pairs = np.append(pairs, np.zeros(len(pairs) % 2, np.uint8))
-        tensor = openvino.Tensor(pairs[::2] | (pairs[1::2] << 4), openvino.Shape(values.shape), openvino.Type.i4)
+        tensor = openvino.Tensor(in_pairs(codes), openvino.Shape(codes.shape), openvino.Type.i4)
     else:
-        tensor = openvino.Tensor(np.ascontiguousarray(values))
+        tensor = openvino.Tensor(codes.contiguous().numpy())
     return openvino.op.Constant(tensor, shared_memory=False)  # type: ignore[no-any-return]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -107,3 +109,10 @@ def _half(scale: Tensor) -> Tensor:
 
 def _codes(table: Tensor, scale: Tensor, grid: Grid) -> Tensor:
     return (table / scale).round_().clamp_(-grid.levels, grid.levels)
+
+
+def in_pairs(codes: Tensor) -> npt.NDArray[np.uint8]:
+    """The int8 codes of 4 bits as bytes, ceil(entries / 2); two codes share a byte, the first one in its lower half."""
+    values: npt.NDArray[np.uint8] = codes.contiguous().numpy().reshape(-1).view(np.uint8) & np.uint8(15)
+    values = np.append(values, np.zeros(len(values) % 2, np.uint8))
+    return values[::2] | (values[1::2] << np.uint8(4))
