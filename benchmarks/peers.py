@@ -198,8 +198,8 @@ def tables(rows: list[Row]) -> str:
     text += ["", (__doc__ or "").rpartition("\n\n")[2].replace("\n", " ").strip()]
     text += [
         "",
-        "llama.cpp has its own quantisation, without an importance matrix; it takes other types where the columns are no "
-        "multiple of 256, as all of the small Llama. OpenVINO's weights are compressed by NNCF without data; "
+        "llama.cpp has its own quantisation, without an importance matrix; it takes other types where the columns are "
+        "no multiple of 256, as all of the small Llama. OpenVINO's weights are compressed by NNCF without data; "
         'ONNX Runtime\'s are blocks of 32 columns ("dynamic": products in int8, a scale a row). Bytes are those of the '
         "files, embedding included; ONNX Runtime and our packed file keep the embedding in float32.",
     ]
