@@ -14,12 +14,9 @@ process with one thread, elapsed time with more. Each runtime keeps its defaults
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # a second pool of threads would slow torch down
-
 import logging
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -266,6 +263,7 @@ def main() -> None:
     found.add_argument("--threads", type=int, default=1)
     found.add_argument("--recipes", nargs="*", choices=tuple(BATCHES), default=list(BATCHES))
     options = found.parse_args()
+    os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # a second pool of threads would slow torch down
     torch.set_num_threads(options.threads)
     logging.disable(logging.INFO)
     rows = Rows("peers", KEYS, options.again)
