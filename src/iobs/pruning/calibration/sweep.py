@@ -50,6 +50,10 @@ class Residency(Protocol):
         """Release the weights of a stage without keeping them; it will be entered again."""
         ...
 
+    def release_dense(self, stage: int) -> None:
+        """Release the dense weights of a stage: its dense outputs are known, and nothing else is needed of it."""
+        ...
+
     def keep(self, index: int, hidden: Tensor) -> Tensor:
         """Store a hidden state until the next block needs it; it replaces the one at the same `index`."""
         ...
@@ -75,6 +79,9 @@ class InMemory:
         """Do nothing."""
 
     def release(self, stage: int) -> None:
+        """Do nothing."""
+
+    def release_dense(self, stage: int) -> None:
         """Do nothing."""
 
     def keep(self, index: int, hidden: Tensor) -> Tensor:

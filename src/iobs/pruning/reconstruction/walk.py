@@ -85,6 +85,7 @@ class Walk:
             if stage in full:
                 other = 4 - self._place
                 wanted = self._prune_block(ahead, dense, stage, other)
+                sweep.residency.release_dense(stage)
                 last = stage == full[-1] and self.fit.last == "kl"
                 window = Window(self._streams(base, dense), range(first, stage + 1), wanted, last)
                 self._fit(window, self.fit.steps, f"window of block {stage}")
