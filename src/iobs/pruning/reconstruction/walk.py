@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -177,6 +178,9 @@ class Walk:
 
         def trial(rate: float) -> float:
             steps.undo()
+            self.work.callbacks.on_measure(
+                "rate of the whole network", NETWORK_RATES.index(rate) + 1, len(NETWORK_RATES)
+            )
             steps.run(count, rate)
             return steps.loss()
 
@@ -190,7 +194,8 @@ class Walk:
     def _after_network(self, steps: NetworkSteps, rate: float, key: str) -> float:
         """The held-out loss after steps of the whole network; infinite if they diverge."""
         try:
-            steps.run(self.fit.network_steps, rate, StepCheckpoint(self.work.checkpoint, f"{key} so far"))
+            told = partial(self.work.callbacks.on_measure, "steps of the whole network")
+            steps.run(self.fit.network_steps, rate, StepCheckpoint(self.work.checkpoint, f"{key} so far"), told)
             return steps.loss()
         except NonFiniteError:
             return math.inf
