@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from alps_like import ALPSLike
 from networks import BEST, FAST, NETWORKS, Case, dense_work
-from rows import Row, Rows, Work, measured, parser, require_data, stamp, warm_up
+from rows import Row, Rows, Work, level_name, measured, parser, require_data, stamp, warm_up
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
@@ -202,7 +202,7 @@ def main() -> None:
     options_of.add_argument("--networks", nargs="*", default=list(SQUARES), choices=list(SQUARES))
     options_of.add_argument("--solvers", nargs="*", default=list(SOLVERS), choices=list(SOLVERS))
     options_of.add_argument("--recipes", nargs="*", choices=RECIPES)
-    options_of.add_argument("--levels", nargs="*", help="sparsities; by default one a network")
+    options_of.add_argument("--levels", nargs="*", type=level_name, help="sparsities; by default one a network")
     options = options_of.parse_args()
     torch.set_num_threads(1)
     warm_up(*(iobs.Recipe(solver=solver) for solver in SOLVERS.values()))

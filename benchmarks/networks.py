@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, Rows, measured, parser, require_data, stamp, warm_up
+from rows import Row, Rows, level_name, measured, parser, require_data, stamp, warm_up
 from torch import Tensor, nn
 
 import iobs
@@ -222,7 +222,7 @@ def main() -> None:
     options_of.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
     options_of.add_argument("--methods", nargs="*", help="by name; ours and the peers' by default")
     options_of.add_argument("--ablations", action="store_true", help="also with one ingredient changed at a time")
-    options_of.add_argument("--levels", nargs="*", help="sparsities or N:M")
+    options_of.add_argument("--levels", nargs="*", type=level_name, help="sparsities or N:M")
     options = options_of.parse_args()
     torch.set_num_threads(1)
     warm_up(iobs.Recipe(), iobs.Recipe(solver="sparsegpt"))

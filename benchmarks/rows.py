@@ -176,6 +176,13 @@ def machine() -> str:
     return f"{name}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
 
 
+def level_name(text: str) -> str:
+    """One name for each level: "50%" and ".5" are "0.5"; N:M stays."""
+    if ":" in text:
+        return text
+    return str(float(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
+
+
 def parser(description: str | None, data: bool = True) -> argparse.ArgumentParser:
     """Options that all benchmarks share."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
