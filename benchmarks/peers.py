@@ -1,10 +1,11 @@
 """Text of a Llama on a CPU: ours beside llama.cpp, OpenVINO and ONNX Runtime.
 
     pip install 'iobs[export]' llama-cpp-python nncf
-    python benchmarks/peers.py --data FOLDER [--parts real random] [--threads 1]
+    python benchmarks/peers.py --data FOLDER [--parts real random] [--threads 1] [--recipes fast best]
 
 Part "real": a pretrained Llama of 260 thousand parameters; perplexity over that of the dense network on unseen stories,
-token by token through the form that is timed, the loss of pruning included. Part "random": a Llama of 522 million
+token by token through the form that is timed, the loss of pruning included. "fast" has 128 windows of 256 tokens,
+"best" 512. Part "random": a Llama of 522 million
 parameters, weights random, because speed does not depend on them; its accuracy is the change of the logits from float32
 with the same weights, without the loss of pruning. Peers hold the dense network. Each form is timed in turns with ours
 in int8 (random: with 50 % zeros): decoding after 8 tokens, and a prompt of 128 tokens. Medians; processor time of the
@@ -22,7 +23,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from rows import Row, Rows, parser, require_data, stamp
 import iobs
 from iobs import models
 
-KEYS = ("part", "name", "sparsity", "threads")
+KEYS = ("part", "name", "sparsity", "threads", "recipe")
+BATCHES = {"fast": 8, "best": 32}  # of 16 windows of calibration stories, for each recipe
 BASE = {"real": ("ours int8", 0.0), "random": ("ours int8", 0.5)}
 OURS = {
     "real": [("int8", 0.0), ("bf16", 0.0), ("int4", 0.0)]
@@ -53,16 +55,20 @@ SMALL = "stories260K"
 class Network:
     """The network of a part, its pruned forms, and the measure of accuracy."""
 
-    def __init__(self, part: str, data: Path) -> None:
-        self.part, self.data, self.zoo = part, data, require_data(data)
+    def __init__(self, part: str, data: Path, recipe: str) -> None:
+        self.part, self.data, self.zoo, self.recipe = part, data, require_data(data), recipe
         self.tokenizer = models.load(str(data / f"llama_{SMALL}")).tokenizer
         if part == "real":
             ids = [one for text in self.zoo.stories("validation") for one in self.tokenizer(text)["input_ids"]]
             self.windows = torch.tensor(ids[: WINDOWS * WINDOW]).view(WINDOWS, WINDOW)
 
-    @cache  # noqa: B019 (one object a run)
+    def recipe_of(self, sparsity: float) -> str:
+        """The recipe that pruned the network with this share of zeros."""
+        return "-" if not sparsity else "magnitude" if self.part == "random" else self.recipe
+
+    @lru_cache(maxsize=1)  # noqa: B019 (one object a run)
     def at(self, sparsity: float) -> models.LoadedModel:
-        """The network with this share of zeros, pruned by the recipe "fast" (random weights: by magnitude)."""
+        """The network with this share of zeros, pruned by the recipe (random weights: by magnitude)."""
         if self.part == "random":
             module = running.network(sparsity)
 
@@ -72,8 +78,8 @@ class Network:
             return models.LoadedModel(module, self.tokenizer, "random", "causal-lm", None, write)
         model = models.load(str(self.data / f"llama_{SMALL}"), dtype=torch.float32)
         if sparsity:
-            batches = blocks.llama(self.data, self.zoo, self.data).batches[:8]
-            iobs.prune(model.module, batches, sparsity, "fast", seed=0)
+            batches = blocks.llama(self.data, self.zoo, self.data).batches[: BATCHES[self.recipe]]
+            iobs.prune(model.module, batches, sparsity, self.recipe, seed=0)  # type: ignore[arg-type]
         return model
 
     @cache  # noqa: B019
@@ -163,7 +169,8 @@ def forms(network: Network, rows: Rows, threads: int) -> Iterator[tuple[str, flo
     part = network.part
 
     def missing(name: str, sparsity: float = 0.0) -> bool:
-        return not rows.has(part=part, name=name, sparsity=sparsity, threads=threads)
+        key = {"part": part, "name": name, "sparsity": sparsity, "recipe": network.recipe_of(sparsity)}
+        return not rows.has(**key, threads=threads)
 
     for precision, sparsity in OURS[part]:
         if missing(f"ours {precision}", sparsity) and (threads == 1 or precision == "int8"):
@@ -176,9 +183,10 @@ def forms(network: Network, rows: Rows, threads: int) -> Iterator[tuple[str, flo
             yield name, 0.0, Torch(network.at(0.0).module.to(dtype))
 
 
-def measure(part: str, data: Path, rows: Rows, threads: int) -> None:
+def measure(part: str, data: Path, rows: Rows, threads: int, recipe: str) -> None:
     """All forms of a part that have no row yet."""
-    network = Network(part, data)
+    network = Network(part, data, recipe)
+    network.wanted(0.0)
     base: Form | None = None
     for name, sparsity, form in forms(network, rows, threads):
         if base is None:
@@ -187,6 +195,7 @@ def measure(part: str, data: Path, rows: Rows, threads: int) -> None:
         row = race(part, form, base, threads) | {"accuracy": network.accuracy(form, sparsity), "bytes": form.bytes}
         rows.put(
             {"part": part, "name": name, "sparsity": sparsity, "threads": threads}
+            | {"recipe": network.recipe_of(sparsity)}
             | row
             | {"processor_seconds": time.process_time() - start, **stamp(0)}
         )
@@ -198,8 +207,8 @@ def tables(rows: list[Row]) -> str:
     text += ["", (__doc__ or "").rpartition("\n\n")[2].replace("\n", " ").strip()]
     text += [
         "",
-        "llama.cpp has its own quantisation, without an importance matrix; it takes other types where the columns are no "
-        "multiple of 256, as all of the small Llama. OpenVINO's weights are compressed by NNCF without data; "
+        "llama.cpp has its own quantisation, without an importance matrix; it takes other types where the columns are "
+        "no multiple of 256, as all of the small Llama. OpenVINO's weights are compressed by NNCF without data; "
         'ONNX Runtime\'s are blocks of 32 columns ("dynamic": products in int8, a scale a row). Bytes are those of the '
         "files, embedding included; ONNX Runtime and our packed file keep the embedding in float32.",
     ]
@@ -210,12 +219,13 @@ def tables(rows: list[Row]) -> str:
         base, zeros = BASE[part]
         text += ["", f"## {title} parameters, {threads} thread{'s' * (threads > 1)}", ""]
         text += [
-            f"| form | zeros | {loss} | bytes | tokens/s | ratio to {base} ({zeros:.0%}) | prompt tokens/s | ratio |"
+            f"| form | zeros | recipe | {loss} | bytes | tokens/s | ratio to {base} ({zeros:.0%}) "
+            "| prompt tokens/s | ratio |"
         ]
-        text += ["|---" * 8 + "|"]
+        text += ["|---" * 9 + "|"]
         for row in sorted(own, key=lambda one: one["accuracy"]):
             text.append(
-                f"| {row['name']} | {row['sparsity']:.0%} | {row['accuracy']:.4f} | {row['bytes']:,} "
+                f"| {row['name']} | {row['sparsity']:.0%} | {row['recipe']} | {row['accuracy']:.4f} | {row['bytes']:,} "
                 f"| {row['decode_per_second']:,.1f} | {row['decode_ratio']:.2f} "
                 f"| {row['prompt_per_second']:,.0f} | {row['prompt_ratio']:.2f} |"
             )
@@ -238,23 +248,30 @@ def verdicts(rows: list[Row]) -> list[str]:
             continue
         fast, small = max(found, key=lambda one: one["decode_ratio"]), min(found, key=lambda one: one["bytes"])
         text += [
-            f"| {row['name']} | {fast['name']}, {fast['sparsity']:.0%} zeros "
-            f"| {fast['decode_ratio'] / row['decode_ratio']:.2f} | {small['name']}, {small['sparsity']:.0%} zeros "
+            f"| {row['name']} | {described(fast)} "
+            f"| {fast['decode_ratio'] / row['decode_ratio']:.2f} | {described(small)} "
             f"| {small['bytes'] / row['bytes']:.2f} |"
         ]
     return text
+
+
+def described(row: Row) -> str:
+    """The name of one of our forms."""
+    return f"{row['name']}, {row['sparsity']:.0%} zeros" + (f" by {row['recipe']}" if row["sparsity"] else "")
 
 
 def main() -> None:
     found = parser(__doc__)
     found.add_argument("--parts", nargs="*", choices=tuple(BASE), default=list(BASE))
     found.add_argument("--threads", type=int, default=1)
+    found.add_argument("--recipes", nargs="*", choices=tuple(BATCHES), default=list(BATCHES))
     options = found.parse_args()
     torch.set_num_threads(options.threads)
     logging.disable(logging.INFO)
     rows = Rows("peers", KEYS, options.again)
     for part in ["real"] if options.quick else options.parts:
-        measure(part, options.data, rows, options.threads)
+        for recipe in options.recipes[:1] if options.quick or part == "random" else options.recipes:
+            measure(part, options.data, rows, options.threads, recipe)
 
 
 if __name__ == "__main__":
