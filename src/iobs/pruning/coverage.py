@@ -29,7 +29,7 @@ KINDS: dict[Kind, str] = {
     "output head": "output heads",
     "tied": "embeddings tied to an output head",
     "depthwise": "depthwise convolutions",
-    "recurrent": "projections of recurrent layers (LSTM with proj_size)",
+    "recurrent": "other parameters of recurrent layers",
     "convolution": "convolutions of a kind that is not supported",
     "transformed": "weights that the model transforms before it multiplies",
     "not multiplied": "layers that the model uses, but not in a product that can be observed",

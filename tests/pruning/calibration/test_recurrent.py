@@ -132,3 +132,47 @@ def test_second_order_pruning_of_an_lstm_changes_its_outputs_less_than_magnitude
         with torch.no_grad():
             changes[solver] = float((model(torch.cat(DATA)) - dense).norm())
     assert changes["admm"] < 0.8 * changes["magnitude"]
+
+
+PROJECTED = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+
+
+@PROJECTED
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@torch.no_grad()
+def test_inputs_of_projections_give_the_outputs_of_the_lstm(bias, packed):
+    module = made(nn.LSTM, num_layers=2, bidirectional=True, proj_size=2, bias=bias)
+    value, state = torch.randn(7, 3, 5), (torch.randn(4, 3, 2), torch.randn(4, 3, 4))
+    if packed:
+        sequences = [value[:length, index] for index, length in enumerate((7, 5, 3))]
+        found = matrix_inputs(module, (pack_sequence(sequences), state), {})
+        singles = [
+            module(one, tuple(part[:, index].contiguous() for part in state))[0] for index, one in enumerate(sequences)
+        ]
+        outputs = torch.cat(singles)
+    else:
+        found, outputs = matrix_inputs(module, (value, state), {}), module(value, state)[0]
+    last = [found[f"weight_hr_l1{side}"] @ getattr(module, f"weight_hr_l1{side}").T for side in ("", "_reverse")]
+    torch.testing.assert_close(torch.cat(last, -1), outputs)
+    if not packed:  # the outputs of the first layer are the inputs of the second
+        first = [found[f"weight_hr_l0{side}"] @ getattr(module, f"weight_hr_l0{side}").T for side in ("", "_reverse")]
+        torch.testing.assert_close(torch.cat(first, -1), found["weight_ih_l1"])
+
+
+@PROJECTED
+@pytest.mark.parametrize("recipe", ["one-shot", "fast"])
+def test_projections_of_an_lstm_are_pruned(recipe):
+    model = nn.Sequential(made(nn.LSTM, batch_first=True, proj_size=2, num_layers=2), First(), nn.Linear(2, 3))
+    report = iobs.prune(model, DATA, 0.5, recipe)
+    zeros = {row.name: row.zeros for row in report.audit}
+    assert {name for name in zeros if "weight_hr" in name} == {"0.weight_hr_l0", "0.weight_hr_l1"}
+    for number in (0, 1):
+        assert zeros[f"0.weight_hr_l{number}"] == int((getattr(model[0], f"weight_hr_l{number}") == 0).sum())
+    assert report.coverage.share == 1.0
+    assert not report.skipped
+
+
+class First(nn.Module):
+    def forward(self, pair):
+        return pair[0]

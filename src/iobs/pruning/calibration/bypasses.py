@@ -21,6 +21,8 @@ from iobs.pruning.calibration.hooks import Args, Kwargs
 from iobs.pruning.network.layers import Layer
 
 META = torch.device("meta")
+# Functions that are left to torch: attributes, changes in place, and moves to the device of a tensor.
+_UNCHANGED = frozenset({"__get__", "__set__", "__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "to"})
 
 
 @dataclass(frozen=True)
@@ -130,16 +132,13 @@ class _WithoutData(TorchFunctionMode):
         """Call the function."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _ATTRIBUTES or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
+        if name in _UNCHANGED or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
             return func(*args, **kwargs)
         found: list[bool] = []
         tree_map_only(Tensor, lambda value: found.append(value.device == META), (args, kwargs))
         if any(found) and not all(found):
             args, kwargs = tree_map_only(Tensor, lambda value: value.to(META), (args, kwargs))
         return func(*args, **kwargs)
-
-
-_ATTRIBUTES = frozenset({"__get__", "__set__", "__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "to"})
 
 
 @contextmanager

@@ -14,7 +14,7 @@ State: TypeAlias = tuple[Tensor, ...]
 
 
 def matrix_inputs(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Tensor]:
-    """The inputs of the input-hidden and hidden-hidden matrices in one call of a recurrent module.
+    """The inputs of the matrices in one call of a recurrent module: input-hidden, hidden-hidden and projections.
 
     Layers and directions are run one by one, with torch's own kernels.
 
@@ -86,6 +86,9 @@ def _layer_by_layer(module: nn.RNNBase, steps: Tensor, state: State) -> Iterator
             before = torch.cat([first[0], output[:-1]])
             yield f"weight_ih{suffix}", steps
             yield f"weight_hh{suffix}", before.flip(0) if direction else before
+            if module.proj_size:
+                unprojected = _unprojected(module, suffix, ordered, before, first[1])
+                yield f"weight_hr{suffix}", unprojected.flip(0) if direction else unprojected
             outputs.append(output.flip(0) if direction else output)
         steps = torch.cat(outputs, -1)
 
@@ -94,6 +97,30 @@ def _zeros(module: nn.RNNBase, steps: Tensor) -> State:
     """The initial state that torch takes by default."""
     hidden = steps.new_zeros(1, steps.shape[1], module.proj_size or module.hidden_size)
     return (hidden, steps.new_zeros(1, steps.shape[1], module.hidden_size)) if module.mode == "LSTM" else (hidden,)
+
+
+def _unprojected(module: nn.RNNBase, suffix: str, steps: Tensor, before: Tensor, cell: Tensor) -> Tensor:
+    """The inputs of an LSTM's projection, (steps, samples, hidden channels), which torch does not return.
+
+    They are output gate * tanh(cell state), by the equations in torch's documentation of LSTM.
+
+    Args:
+        module: an LSTM with `proj_size`.
+        suffix: of the names of the layer's parameters.
+        steps: the input in the order of the direction, (steps, samples, channels).
+        before: the projected hidden states before each step, (steps, samples, projected channels).
+        cell: the initial cell state, (1, samples, hidden channels).
+    """
+    weights = [getattr(module, name + suffix) for name in ("weight_ih", "weight_hh")]
+    biases = [getattr(module, name + suffix) if module.bias else None for name in ("bias_ih", "bias_hh")]
+    sums = nn.functional.linear(steps, weights[0], biases[0]) + nn.functional.linear(before, weights[1], biases[1])
+    enters, forgets, candidates, shown = sums.chunk(4, -1)
+    added = enters.sigmoid() * candidates.tanh()
+    states, state = [], cell[0]
+    for step, forget in enumerate(forgets.sigmoid()):
+        state = forget * state + added[step]
+        states.append(state)
+    return shown.sigmoid() * torch.stack(states).tanh()
 
 
 def _run(module: nn.RNNBase, suffix: str, steps: Tensor, state: State) -> Tensor:

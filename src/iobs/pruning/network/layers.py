@@ -189,8 +189,8 @@ def find_layers(model: nn.Module) -> list[Layer]:
     """Every prunable matrix of a model.
 
     These are the weights of Linear, Conv1d-3d, GPT-2's Conv1D and their subclasses, fused experts, the projections of
-    nn.MultiheadAttention, and the gates of LSTM, GRU and RNN and their cells. Matrices that an observed forward pass of
-    this model multiplied (`found_by_use`) come after them, in place of layers of the same parameters.
+    nn.MultiheadAttention, and the gates and projections of LSTM, GRU and RNN and their cells. Matrices that an observed
+    forward pass of this model multiplied (`found_by_use`) come after them, in place of layers of the same parameters.
     """
     names = {name for name, _ in model.named_parameters()}
     found = [layer for layer in _FOUND.get(model, ()) if layer.key in names]
@@ -251,12 +251,14 @@ def _projections_of(path: str, module: nn.MultiheadAttention) -> list[Layer]:
 
 
 def _gates_of(path: str, module: nn.RNNBase | nn.RNNCellBase) -> list[Layer]:
-    """The input-hidden and hidden-hidden matrices of a recurrent layer, one for each gate.
+    """The input-hidden and hidden-hidden matrices of a recurrent layer, one for each gate, and its projections.
 
-    The projection of an LSTM with `proj_size` is left out: torch does not return its input.
+    An LSTM with `proj_size` has one projection `weight_hr` for each layer and direction.
     """
     layers = []
     for name, weight in module.named_parameters(recurse=False):
+        if name.startswith("weight_hr") and weight.is_floating_point():
+            layers.append(Layer(path, (weight.shape[0], weight.shape[1]), name))
         if name.startswith(("weight_ih", "weight_hh")) and weight.is_floating_point():
             gates, shape = _GATES[weight.shape[0] // module.hidden_size], (module.hidden_size, weight.shape[1])
             parts = [Part(gate, index, len(gates)) for index, gate in enumerate(gates)]

@@ -55,7 +55,7 @@ def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return Reason("embedding", "embedding")
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return Reason("recurrent", f"projection of a recurrent layer, {kind}")
+        return Reason("recurrent", f"parameter of a recurrent layer, {kind}")
     if isinstance(module, _ConvTransposeNd):
         return Reason("convolution", f"weight of a transposed convolution, {kind}")
     if isinstance(module, (ParametrizationList, *linear_maps(), nn.MultiheadAttention)):
