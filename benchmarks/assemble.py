@@ -21,6 +21,7 @@ import layer_shapes
 import networks_report
 import paper_rounds
 import passes
+import peers
 import recovery_report
 import regression_race_report
 import resnet20_oneshot
@@ -67,6 +68,7 @@ SECTIONS = (
     Section("equal_bytes", equal_bytes.tables, "sparse and dense grids of whole networks at equal bytes"),
     Section("exports", exports.tables, "files for other runtimes, read by them: bytes, zeros, outputs"),
     Section("running", running.tables, "speed of pruned networks on a CPU, beside torch"),
+    Section("peers", peers.tables, "tokens/s and memory against torch and the peers, with the loss of accuracy"),
     Section("breadth", breadth.tables, "tiny networks of every family: coverage and exactness"),
     Section("speakers", speakers.tables, "a trained LSTM, pruned gate by gate"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),

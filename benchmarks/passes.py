@@ -66,7 +66,8 @@ def counted(module: nn.Module, suffix: str) -> Counter[str]:
     chosen = [one for name, one in module.named_modules() if name.endswith(suffix)]
 
     def hook(_: nn.Module, args: Any, output: Any) -> None:
-        total[phase()] += len(output) * (3 if output.requires_grad else 1) / len(chosen)
+        if not output.is_meta:  # otherwise nothing was computed
+            total[phase()] += len(output) * (3 if output.requires_grad else 1) / len(chosen)
 
     for one in chosen:
         one.register_forward_hook(hook)

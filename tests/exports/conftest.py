@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch import nn
 
 import iobs
 from iobs import models
@@ -28,3 +29,19 @@ def four_bits(shared_data):
 @pytest.fixture
 def tokens():
     return torch.randint(3, 500, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def network():
+    """A function: a small network with grouped convolutions and linear layers of so many columns, half of it zero."""
+
+    def make(columns):
+        torch.manual_seed(0)
+        convolutions = (nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, groups=2))
+        model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(4 * 36, columns), nn.ReLU(), nn.Linear(columns, 5))
+        for one in model:
+            if isinstance(one, nn.Linear | nn.Conv2d):
+                one.weight.data[torch.rand_like(one.weight) < 0.5] = 0
+        return model.eval()
+
+    return make

@@ -87,3 +87,12 @@ def test_command_writes_beside_the_model_and_says_so(embedded, tmp_path):
     assert again.exit_code == 2
     wrong = CliRunner().invoke(app, ["export", str(tmp_path / "model"), "--to", "tar"])
     assert wrong.exit_code == 2
+
+
+@pytest.mark.parametrize("target", ["onnx", "openvino"])
+def test_module_without_known_inputs_is_told_to_give_an_example(tmp_path, target):
+    for package in ("onnx", "onnxscript", "openvino"):
+        pytest.importorskip(package)
+    with pytest.raises(ModelError, match=r"iobs\.export\(model, directory, target, example=inputs\)"):
+        iobs.export(torch.nn.Linear(4, 4), tmp_path / "out", target)
+    assert not (tmp_path / "out").exists()

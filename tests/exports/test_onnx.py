@@ -22,16 +22,6 @@ def outputs(folder, **inputs):
     return torch.from_numpy(session.run(None, {name: one.numpy() for name, one in inputs.items()})[0])
 
 
-def network(columns):
-    torch.manual_seed(0)
-    convolutions = (nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, groups=2))
-    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(4 * 36, columns), nn.ReLU(), nn.Linear(columns, 5))
-    for one in model:
-        if isinstance(one, nn.Linear | nn.Conv2d):
-            one.weight.data[torch.rand_like(one.weight) < 0.5] = 0
-    return model.eval()
-
-
 def rounded(model, folder, bits):
     """The model with the weights that the exported file holds."""
     found = copy.deepcopy(model)
@@ -50,7 +40,7 @@ def rounded(model, folder, bits):
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("columns", [64, 70])
-def test_convolutional_network_gives_the_outputs_of_its_rounded_weights(tmp_path, bits, columns):
+def test_convolutional_network_gives_the_outputs_of_its_rounded_weights(tmp_path, network, bits, columns):
     model, example = network(columns), torch.randn(2, 3, 8, 8)
     written = iobs.export(model, tmp_path / "out", "onnx", bits, example=example)
     assert {one.form for one in written.matrices} == {f"int{bits}" if bits else "float32"}

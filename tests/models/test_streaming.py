@@ -227,11 +227,11 @@ def test_low_memory_option_prunes_block_by_block(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
         assert "MB left" in run("--dry-run").stderr
-    refused = run("--rounds", "3")
+    refused = run("--rounds", "3", "--recipe", "one-shot")
     assert refused.exit_code == 2
     assert "Error: rounds: not with one block in memory" in refused.stderr
     assert not (tmp_path / "out").exists()
-    done = run("--dtype", "float32")
+    done = run("--dtype", "float32", "--recipe", "one-shot")
     assert done.exit_code == 0, done.output
     assert "Predicted peak memory" in done.stderr  # printed beside the progress bar
     names = {file.name for file in (tmp_path / "out").iterdir()}

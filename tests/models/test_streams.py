@@ -13,6 +13,7 @@ from iobs.models.spill import Room, Storage, chosen
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.recipe import BlockFit
+from iobs.pruning.reconstruction.fitting import Fit
 
 STEPS = BlockFit(masks=2, steps=2, between=1, lr=1e-3, network_steps=2, network_lr=1e-4)
 
@@ -100,3 +101,22 @@ def test_plan_names_the_place_of_streams(tmp_path):
     assert memory.peak_bytes >= memory.streams_bytes
     assert {"solves", "steps of blocks", "steps of the network"} <= disk.phases.keys()
     assert disk.seconds == pytest.approx(sum(disk.phases.values()))
+
+
+def test_the_dense_weights_of_a_block_are_gone_while_its_window_is_fitted(tmp_path, monkeypatch):
+    families.saved("llama", tmp_path / "model", torch.float32)
+    fit = BlockFit(window=1, masks=1, steps=2, network_steps=2, lr=1e-3, network_lr=1e-4)
+    with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
+        loaded = []
+
+        def look(window, *_):
+            paths = [store.streamed.blocks[stage].path for stage in window.window.stages]
+            assert all(one.is_meta for path in paths for one in store.dense_model.get_submodule(path).parameters())
+            loaded.append(any(not one.is_meta for one in store.model.get_submodule(paths[0]).parameters()))
+
+        original = Fit.run
+        monkeypatch.setattr(Fit, "run", lambda *given: (look(given[0]), original(*given))[1])
+        data = families.language_batches()
+        iobs.prune(store, data, 0.5, solver="sparsegpt", target="residual", blocks=fit, holdout=0.0)
+    assert loaded
+    assert all(loaded)

@@ -2,12 +2,15 @@
 
 from types import SimpleNamespace
 
+import families
 import menagerie
 import pytest
 
 import iobs
+from iobs.pruning.cost import seconds
 from iobs.pruning.forecast import Forecast, Part, Remaining
 from iobs.pruning.progress import ProgressBar
+from iobs.pruning.recipe import BlockFit
 
 FORECAST = Forecast((Part("curves", 10, 2.0, once=True), Part("layers", 20, 1.0), Part("steps", 100, 0.5)))
 
@@ -87,3 +90,28 @@ def test_bar_ends_at_the_whole_with_no_time_left(recipe):
     share, left = shown[-1]
     assert left == pytest.approx(0, abs=1e-6)
     assert share == pytest.approx(1)
+
+
+@pytest.mark.parametrize("network_steps", [0, 30])
+def test_forecast_of_block_reconstruction_counts_its_passes(network_steps, monkeypatch):
+    # A machine on which only forward passes take time: a second per sample.
+    monkeypatch.setattr(seconds, "_OVERHEAD", 0.0)
+    monkeypatch.setattr(
+        "iobs.pruning.algorithm.measured_costs", lambda *_: seconds.Costs(1.0, 0.0, 12, dict.fromkeys(names, 0.0))
+    )
+    model = families.LANGUAGE_MODELS["llama"][0]().eval()
+    names = [name for name, _ in model.named_modules()]
+    blocks = model.model.layers
+    passes, foretold = [0.0], []
+
+    def count(module, args, output):
+        passes[0] += len(output) * (3 if output.requires_grad else 1) / len(blocks)
+
+    for block in blocks:
+        block.self_attn.q_proj.register_forward_hook(count)
+    bar = ProgressBar(SimpleNamespace(update=lambda *_: None))
+    monkeypatch.setattr(bar, "on_forecast", lambda forecast: foretold.append(forecast.seconds))
+    fit = BlockFit(window=1, masks=2, between=10, steps=20, lr=1e-3, network_steps=network_steps, network_lr=1e-4)
+    changes = {"solver": "sparsegpt", "target": "residual", "blocks": fit, "holdout": 0.0}
+    iobs.prune(model, families.language_batches(), 0.5, callbacks=[bar], **changes)
+    assert foretold[0] == pytest.approx(passes[0], rel=0.3)

@@ -72,6 +72,38 @@ def test_network_is_narrower_by_the_share_asked(share, recipe):
     assert model(pictures()[0]).shape == (20, 4)
 
 
+def test_chain_of_convolutions_is_narrowed_with_biases():
+    torch.manual_seed(4)
+    layers = [nn.Conv2d(3, 10, 3, bias=False), nn.BatchNorm2d(10), nn.ReLU()]
+    layers += [nn.Conv2d(10, 10, 3, groups=10, bias=False), nn.BatchNorm2d(10), nn.ReLU()]
+    layers += [nn.Conv2d(10, 12, 1, bias=False), nn.BatchNorm2d(12), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Conv2d(12, 6, 1, bias=False), nn.BatchNorm2d(6)).eval()
+    report = iobs.prune(model, pictures(), iobs.Structured(0.4), "fast")
+    assert {one.kind for one in report.widths} == {"channels"}
+    assert model[3].groups == model[0].out_channels < 10
+    assert model[9].in_channels == model[7].num_features < 12
+    assert model(pictures()[0]).shape == (20, 6, 4, 4)
+
+
+class UpAndDown(nn.Module):
+    """A transposed convolution, whose units are not told apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.up, self.last = nn.ConvTranspose2d(16, 8, 2, stride=2), nn.Conv2d(16, 2, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.last(torch.cat([x, self.up(torch.relu(self.down(x)))], 1))
+
+
+def test_network_whose_units_all_belong_together_is_refused():
+    model = UpAndDown().eval()
+    with pytest.raises(LayerSelectionError, match="No channels"):
+        iobs.prune(model, pictures(), iobs.Structured(0.3))
+
+
 def test_refit_is_closer_to_dense_than_magnitude():
     dense = network()
     ours, plain = copy.deepcopy(dense), copy.deepcopy(dense)

@@ -75,7 +75,7 @@ def prune(
         bool | None,
         typer.Option(
             "--low-memory/--no-low-memory",
-            help="One or two blocks in memory at a time (default recipe: one-shot); --dry-run shows what it takes.",
+            help="Two or three blocks in memory at a time, instead of the model; --dry-run shows what it takes.",
             show_default=False,
         ),
     ] = None,
@@ -133,7 +133,7 @@ def _asked(
 
     if wanted.pattern is not None and wanted.sparsity is not None:
         raise typer.BadParameter("give --sparsity or --pattern, not both", param_hint="--pattern")
-    usual = "one-shot" if low_memory or method.solver in NETWORK_SOLVERS else "fast"
+    usual = "one-shot" if method.solver in NETWORK_SOLVERS else "fast"
     changes: Changes = {}
     if method.solver is not None:
         changes["solver"] = method.solver

@@ -63,7 +63,10 @@ def inputs_of(source: Source) -> Inputs:
         return Inputs({"input": torch.zeros(2, *shape)}, {"input": {0: "batch"}}, named=False)
     config = getattr(source.module, "config", None)
     if not is_pretrained(source.module) or config is None:
-        raise ModelError("The inputs of this model are unknown; give iobs.export an example of one forward pass.")
+        raise ModelError(
+            "The inputs of this model are unknown. Export it in Python with an example of one forward pass: "
+            "iobs.export(model, directory, target, example=inputs)."
+        )
     if hasattr(config, "image_size"):
         size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
         return Inputs({"pixel_values": torch.zeros(2, config.num_channels, size, size)}, {"pixel_values": {0: "batch"}})

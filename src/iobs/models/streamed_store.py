@@ -87,6 +87,7 @@ class StreamedStore(Store):
         self._run = _Run()
         self._dense: StreamedModel | None = None  # the same blocks of the dense model, if the recipe compares with them
         self._storage = Storage("device", streamed.device, output)
+        self._known: set[int] = set()  # blocks whose dense weights are no longer needed
         self._ready = False  # for its only run, which lets the weights outside the blocks go
 
     @classmethod
@@ -252,7 +253,7 @@ class StreamedStore(Store):
         if 0 <= stage < len(self.streamed.blocks):
             block = self.streamed.blocks[stage]
             self.streamed.load(block)
-            if self._dense is not None:
+            if self._dense is not None and stage not in self._known:
                 self._dense.load(block)
             require_finite(self.model, [layer for layer in self._run.patterns if inside(layer, block.path)])
 
@@ -275,6 +276,12 @@ class StreamedStore(Store):
             self.streamed.drop(block)
             if self._dense is not None:
                 self._dense.drop(block)
+
+    def release_dense(self, stage: int) -> None:
+        """Drop the dense weights of a block for good."""
+        self._known.add(stage)
+        if self._dense is not None:
+            self._dense.drop(self.streamed.blocks[stage])
 
     def release(self, stage: int) -> None:
         """Drop a block without writing it."""
@@ -358,8 +365,9 @@ class StreamedStore(Store):
         outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
         vocabulary = int(getattr(getattr(self.model, "config", None), "vocab_size", 0))
         step = max(STEP_TOKENS, max(positions(batch) for batch in batches))
+        biased = any(f"{layer.path}.bias" in entries for layer in selection.layers)
         found = plan(
-            Sizes(selection.layers, max(numbers), itemsize, 0, step, vocabulary),
+            Sizes(selection.layers, max(numbers), itemsize, 0, step, vocabulary, biased),
             outside_bytes=0 if on_cpu or recipe.blocks is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
             batches=batches,

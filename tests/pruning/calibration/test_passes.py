@@ -6,15 +6,20 @@ import families
 import pytest
 import torch
 from menagerie import for_each_group
+from torch import nn
 
+import iobs
+from iobs.pruning.calibration.bypasses import Bypass
 from iobs.pruning.calibration.replay import exact_chain
+from iobs.pruning.calibration.shortcuts import Shortcuts
 from iobs.pruning.calibration.sweep import Moments, Sweep
+from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import select
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples
 
 
-def swept(with_reference, shortcuts=True):
+def swept(with_reference):
     """Samples through q of the last block per sample, and all Grams, in a sweep that halves every weight."""
     torch.manual_seed(0)
     model = families.LANGUAGE_MODELS["llama"][0]().eval()
@@ -52,3 +57,87 @@ def test_sweep_runs_attention_once_per_model(with_reference, monkeypatch):
     more, expected, _ = swept(with_reference)
     assert more > seen
     assert all(torch.equal(one, other) for one, other in zip(grams, expected, strict=True))
+
+
+class Block(nn.Module):
+    """A block whose attention is a function, with rotary factors; `reads` uses an output of q behind attention."""
+
+    def __init__(self, width=8, reads=""):
+        super().__init__()
+        self.reads = reads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        factors = torch.linspace(0.5, 1.5, x.shape[-1])
+        if self.reads == "in place":
+            x = x.clone()
+            x += 0.1 * q
+        if self.reads == "branch" and bool((q > 0).any()):
+            x = x + 1
+        mixed = nn.functional.scaled_dot_product_attention(q * factors, k * factors, v)
+        x = self.norm1(x + self.proj(mixed))
+        if self.reads == "value":
+            x = x + 0.1 * q
+        return self.norm2(x + self.fc2(torch.relu(self.fc1(x))))
+
+
+def pruned(reads, monkeypatch=None, **settings):
+    """Samples through qkv of the last block per sample, and the pruned weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(reads=reads) for _ in range(3))).eval()
+    data = [torch.randn(10, 5, 8) for _ in range(6)]
+    if monkeypatch is not None:
+        monkeypatch.setattr("iobs.pruning.calibration.inputs.bypasses", lambda *_: [])
+    seen = 0
+
+    def count(module, args, output):
+        nonlocal seen
+        seen += 0 if output.is_meta else len(output)
+
+    model[-1].qkv.register_forward_hook(count)
+    iobs.prune(model, data, "50%", holdout=0.0, **settings)
+    return seen / 60, model.state_dict()
+
+
+@pytest.mark.parametrize("target", ["layer", "residual"])
+def test_attention_that_is_a_function_runs_once(target, monkeypatch):
+    fewer, found = pruned("", target=target)
+    more, expected = pruned("", monkeypatch, target=target)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    # Of every model, qkv runs for the inputs of proj, and no longer for those of fc1 and fc2, and the block's output.
+    models = 2 if target == "residual" else 1
+    assert more - fewer > 2.5 * models
+
+
+@pytest.mark.parametrize("reads", ["value", "in place", "branch"])
+def test_no_bypass_is_taken_if_the_rest_of_the_block_reads_a_skipped_output(reads, monkeypatch):
+    _, found = pruned(reads, target="residual")
+    _, expected = pruned(reads, monkeypatch, target="residual")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_bypass_gives_hooks_the_known_input_and_restores_the_modules():
+    torch.manual_seed(0)
+    block = Block().eval()
+    x, seen, computed = torch.randn(2, 5, 8), [], []
+    handles = [
+        block.proj.register_forward_pre_hook(lambda _, args: seen.append(args[0])),
+        block.qkv.register_forward_hook(lambda _, args, output: computed.append(not output.is_meta)),
+    ]
+    layer = Layer("proj", (8, 8))
+    with torch.no_grad():
+        expected = block(x)
+        shortcuts = Shortcuts([Bypass(layer, ("proj",), ("qkv",))], lambda place, index, value: value)
+        shortcuts.note([layer], 0, seen[0], x)
+        with shortcuts.taken(block, 0):
+            assert torch.equal(block(x), expected)
+        assert torch.equal(block(x), expected)
+    assert computed == [True, False, True]
+    assert all(torch.equal(one, seen[0]) for one in seen)
+    assert len(block.proj._forward_pre_hooks) == 1
+    assert "forward" not in vars(block.qkv)
+    for handle in handles:
+        handle.remove()

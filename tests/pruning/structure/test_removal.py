@@ -65,6 +65,17 @@ def test_biases_go_to_the_batch_norm_that_follows_or_to_the_layer():
     assert torch.equal(biased[10].bias, biases["10"])
 
 
+def test_bias_of_a_reader_loses_the_rows_that_write_removed_units():
+    model = network()
+    together, apart = copy.deepcopy(model), copy.deepcopy(model)
+    biases = {"6": torch.linspace(-1, 1, 6), "10": torch.arange(5.0)}
+    kept = {"6": [0, 2], "10": [1, 3, 4]}
+    remove(together, find_sites(model, PICTURES), kept, biases)
+    remove(apart, find_sites(model, PICTURES), {}, biases)
+    remove(apart, find_sites(model, PICTURES), kept)
+    torch.testing.assert_close(together(PICTURES), apart(PICTURES))
+
+
 def test_gradients_and_state_follow():
     model = network()
     model[0].weight.requires_grad_(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from iobs.pruning.calibration.additions import captured_additions
 from iobs.pruning.calibration.blocks import Tracer
+from iobs.pruning.calibration.bypasses import Bypass, bypasses, without_state
 from iobs.pruning.calibration.hooks import captured_inputs, version_of
 from iobs.pruning.calibration.replay import StopForward, Stream
 from iobs.pruning.calibration.shortcuts import Shortcut, Shortcuts, find_shortcuts, same_output
@@ -43,7 +45,7 @@ class Order:
     """
 
     groups: list[SharedInput]
-    shortcuts: list[Shortcut]
+    shortcuts: Sequence[Shortcut | Bypass]
 
 
 def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[Layer, bool], residuals: bool) -> Order:
@@ -59,7 +61,7 @@ def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[
     counts: dict[str, int] = {}
     alive: list[Tensor] = []  # keeps tensors that are compared by identity from being freed
     adding: Counter[str] = Counter()
-    shortcuts: list[Shortcut] | None = None  # found in the first run
+    shortcuts: Sequence[Shortcut | Bypass] | None = None  # found in the first run
     tracer = Tracer()
 
     def note(layer: Layer, module: nn.Module, value: Tensor) -> None:
@@ -88,7 +90,8 @@ def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[
                 stack.enter_context(tracer.recording(stream.model, stream.chain[stage].path))
             output = stream.run(stage, index)
         if shortcuts is None:
-            shortcuts = _exact_shortcuts(stream, stage, index, tracer, layers, output)
+            alike = [shared.layers for shared in order.values()]
+            shortcuts = _exact_shortcuts(stream, stage, index, tracer, alike, output)
     groups = []
     for shared in order.values():
         once = [layer for layer in shared.layers if counts[layer.name] == 1]
@@ -100,17 +103,41 @@ def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[
 
 
 def _exact_shortcuts(
-    stream: Stream, stage: int, index: int, tracer: Tracer, layers: list[Layer], output: object
-) -> list[Shortcut]:
-    """The shortcuts of a traced block that give the same output on the batch at `index`; none outside the blocks."""
+    stream: Stream, stage: int, index: int, tracer: Tracer, groups: list[list[Layer]], output: object
+) -> Sequence[Shortcut | Bypass]:
+    """The shortcuts of a traced block that give the same output on the batch at `index`; none outside the blocks.
+
+    Args:
+        stream: the model at the block.
+        stage: of the block.
+        index: of the batch.
+        tracer: calls of the block on the batch.
+        groups: layers with the same input, in execution order.
+        output: of the block on the batch.
+    """
     if not tracer.calls:
         return []
-    found = find_shortcuts(stream.model, tracer.calls, stream.chain[stage].path, layers)
-    return found if found and _is_exact(stream, stage, index, found, output) else []
+    layers = [layer for group in groups for layer in group]
+    found: list[Shortcut | Bypass] = [*find_shortcuts(stream.model, tracer.calls, stream.chain[stage].path, layers)]
+    counts = Counter(call.path for call in tracer.calls)
+    # A cache of keys and values among the arguments would keep tensors without data.
+    plain = without_state(stream.arguments[index][stage])
+    others = bypasses(groups, {path for path, count in counts.items() if count == 1}) if plain else []
+    tried: list[list[Shortcut | Bypass]] = [found]
+    tried += [[one] for one in others if all(one.layer != other.layer for other in found)]
+    known = _known_inputs(stream, stage, index, [one for some in tried for one in some])
+    exact: list[Shortcut | Bypass] = []
+    for some in tried:
+        usable = [one for one in some if one.layer in known]
+        if usable and _is_exact(stream, stage, index, [*exact, *usable], known, output):
+            exact += usable
+    return exact
 
 
-def _is_exact(stream: Stream, stage: int, index: int, found: list[Shortcut], output: object) -> bool:
-    """Check that a block with shortcuts gives the same hidden state on a batch, bit for bit."""
+def _known_inputs(stream: Stream, stage: int, index: int, found: Sequence[Shortcut | Bypass]) -> dict[Layer, Tensor]:
+    """The inputs of the layers of shortcuts on a batch, as far as a sweep stores them."""
+    if not found:
+        return {}
     shortcuts = Shortcuts(found, lambda place, index, value: value.clone())
     with captured_inputs(
         stream.model,
@@ -118,8 +145,20 @@ def _is_exact(stream: Stream, stage: int, index: int, found: list[Shortcut], out
         lambda layer, module, value: shortcuts.note([layer], index, value, stream.hidden[index]),
     ):
         stream.run(stage, index)
-    if not shortcuts.known:
-        return False
+    return {layer: value for (layer, _), value in shortcuts.known.items()}
+
+
+def _is_exact(
+    stream: Stream,
+    stage: int,
+    index: int,
+    found: Sequence[Shortcut | Bypass],
+    known: dict[Layer, Tensor],
+    output: object,
+) -> bool:
+    """Check that a block with shortcuts gives the same hidden state on a batch, bit for bit."""
+    shortcuts = Shortcuts(found, lambda place, index, value: value)
+    shortcuts.known = {(one.layer, index): known[one.layer] for one in found}
     try:
         with shortcuts.taken(stream.model, index):
             given = stream.run(stage, index)

@@ -1,20 +1,23 @@
 """Shortcuts through a block: modules that need not run again once the input of one layer is known.
 
 After q, k and v are pruned, attention is computed once, up to the input of the output projection. The layers behind it
-need only this input: the attention module returns the output projection of it, and computes nothing else.
+need only this input. Either a whole module is replaced: the attention module returns the output projection of the
+input, and computes nothing else. Or, where attention is a function, only layers are replaced, as in `bypasses`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from iobs.pruning.calibration.blocks import Call, hidden_of, with_hidden
+from iobs.pruning.calibration.bypasses import Bypass, replaced_forward
 from iobs.pruning.network.layers import Layer
 
 
@@ -34,6 +37,24 @@ class Shortcut:
     applied: bool
     rest: tuple[object, ...] | None
 
+    @contextmanager
+    def taken(self, model: nn.Module, value: Callable[[], Tensor]) -> Iterator[None]:
+        """Replace the forward of the module; restored on exit.
+
+        Args:
+            model: the model.
+            value: returns the input of the layer; a copy, since the model may change it in place.
+        """
+
+        def forward(*_: object, **__: object) -> object:
+            found = value()
+            if self.applied:
+                found = model.get_submodule(self.layer.path)(found)
+            return with_hidden(found, self.rest)
+
+        with replaced_forward(model.get_submodule(self.path), forward):
+            yield
+
 
 @dataclass
 class Shortcuts:
@@ -48,7 +69,7 @@ class Shortcuts:
         known: inputs by layer and index of the batch.
     """
 
-    found: list[Shortcut]
+    found: Sequence[Shortcut | Bypass]
     keep: Callable[[int, int, Tensor], Tensor]
     fetch: Callable[[Tensor], Tensor] = Tensor.clone
     known: dict[tuple[Layer, int], Tensor] = field(default_factory=dict, init=False)
@@ -66,29 +87,12 @@ class Shortcuts:
 
     @contextmanager
     def taken(self, model: nn.Module, index: int) -> Iterator[None]:
-        """Replace the forward of modules by their shortcuts on a batch; restored on exit."""
-        ready = [one for one in self.found if (one.layer, index) in self.known]
-        modules = [model.get_submodule(one.path) for one in ready]
-        own = [vars(module).get("forward") for module in modules]  # set on the instance by an adapter or a user
-        for module, shortcut in zip(modules, ready, strict=True):
-            module.forward = self._forward(model, shortcut, self.known[shortcut.layer, index])
-        try:
+        """Take the shortcuts whose inputs are known on a batch; modules are restored on exit."""
+        with ExitStack() as stack:
+            for one in self.found:
+                if (known := self.known.get((one.layer, index))) is not None:
+                    stack.enter_context(one.taken(model, partial(self.fetch, known)))
             yield
-        finally:
-            for module, forward in zip(modules, own, strict=True):
-                if forward is None:
-                    del module.forward
-                else:
-                    module.forward = forward
-
-    def _forward(self, model: nn.Module, shortcut: Shortcut, known: Tensor) -> Callable[..., object]:
-        def forward(*_: object, **__: object) -> object:
-            found = self.fetch(known)  # a copy, since the model may change the tensor in place
-            if shortcut.applied:
-                found = model.get_submodule(shortcut.layer.path)(found)
-            return with_hidden(found, shortcut.rest)
-
-        return forward
 
 
 def find_shortcuts(model: nn.Module, calls: Sequence[Call], block: str, layers: Sequence[Layer]) -> list[Shortcut]:
@@ -138,4 +142,4 @@ def _holds_more(model: nn.Module, path: str, layer: Layer) -> bool:
 def same_output(given: object, expected: object) -> bool:
     """Check that two outputs of a block have the same hidden state, bit for bit."""
     one, other = hidden_of(given), hidden_of(expected)
-    return one is not None and other is not None and torch.equal(one, other)
+    return one is not None and other is not None and one.device == other.device and torch.equal(one, other)

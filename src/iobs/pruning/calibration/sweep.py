@@ -50,6 +50,10 @@ class Residency(Protocol):
         """Release the weights of a stage without keeping them; it will be entered again."""
         ...
 
+    def release_dense(self, stage: int) -> None:
+        """Release the dense weights of a stage: its dense outputs are known, and nothing else is needed of it."""
+        ...
+
     def keep(self, index: int, hidden: Tensor) -> Tensor:
         """Store a hidden state until the next block needs it; it replaces the one at the same `index`."""
         ...
@@ -75,6 +79,9 @@ class InMemory:
         """Do nothing."""
 
     def release(self, stage: int) -> None:
+        """Do nothing."""
+
+    def release_dense(self, stage: int) -> None:
         """Do nothing."""
 
     def keep(self, index: int, hidden: Tensor) -> Tensor:
@@ -178,8 +185,8 @@ class Sweep:
         streams = self.streams()
         for stage in streams[0].stages:
             self.residency.enter(stage)
-            with self._taking_shortcuts(streams):
-                yield from self._groups_of(streams, stage)
+            with self.taking_shortcuts(streams):
+                yield from self.groups_of(streams, stage)
                 if self.without_input or stage < len(self.chain) - 1:
                     self.advance([*streams, *(self.followers or ())], stage)
             (self.residency.leave if self.followers is None else self.residency.release)(stage)
@@ -213,16 +220,8 @@ class Sweep:
         dtype = self.residency.arithmetic
         return self.residency.keep(first + index, hidden if dtype is None else hidden.to(dtype))
 
-    def groups_of(self, streams: list[Stream], stage: int) -> Iterator[Group]:
-        """The groups of one stage, with layers that have received no input so far.
-
-        Between two groups only the weights of the layers of this stage may change.
-        """
-        with self._taking_shortcuts(streams):
-            yield from self._groups_of(streams, stage)
-
     @contextmanager
-    def _taking_shortcuts(self, streams: Sequence[Stream]) -> Iterator[None]:
+    def taking_shortcuts(self, streams: Sequence[Stream]) -> Iterator[None]:
         """Context of one stage, at whose end the streams forget its shortcuts."""
         try:
             yield
@@ -230,7 +229,11 @@ class Sweep:
             for stream in streams:
                 stream.shortcuts = None
 
-    def _groups_of(self, streams: list[Stream], stage: int) -> Iterator[Group]:
+    def groups_of(self, streams: list[Stream], stage: int) -> Iterator[Group]:
+        """The groups of one stage, with layers that have received no input so far; inside `taking_shortcuts`.
+
+        Between two groups only the weights of the layers of this stage may change.
+        """
         wanted = streams[0].layers_of(stage, [*self.without_input])
         with torch.no_grad():
             found = execution_order(streams[0], stage, wanted, self.without_input, self._pairs)

@@ -19,7 +19,8 @@ from iobs.pruning.samples.batches import Batch
 
 _CODE = 100 * 2**20  # bytes that compiled kernels and the linear algebra library allocate at their first use
 _MASTER_BYTES = 9  # per fitted weight: a float32 master, its copy before the steps, and an entry of the mask
-_FIT_BYTES = 17  # per weight of a fit: a float32 master, two moments, the gradient, and an entry of the mask
+_FIT_BYTES = 13  # per weight of a fit: a float32 master, two moments, and an entry of the mask
+_GRADIENT_BYTES = 4  # per weight of a fit during the update, when logits are gone
 _SCORES = (
     6  # tensors of (tokens, vocabulary) in the dtype of the model, or in float32, in a divergence and its gradient
 )
@@ -100,6 +101,7 @@ class Sizes:
         tokens: most tokens of a forward pass.
         step_tokens: tokens of a gradient step.
         vocabulary: number of outputs of the model per token.
+        biased: True if layers have biases.
     """
 
     layers: Sequence[Matrix]
@@ -108,6 +110,33 @@ class Sizes:
     tokens: int
     step_tokens: int
     vocabulary: int
+    biased: bool = False
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The Gram matrices of a sweep.
+
+    Args:
+        parts: 2 if held-out samples have Grams of their own, otherwise 1.
+        pairs: a dense model runs beside the pruned one, so that there are three Grams instead of one.
+        width: columns of the residual stream; layers with this number of rows have moments of its drift. 0: no drift.
+        centred: a bias is refitted, so that Grams have a copy without means.
+    """
+
+    parts: int
+    pairs: bool = False
+    width: int = 0
+    centred: bool = False
+
+    def drift(self, layer: Matrix) -> int:
+        """Bytes of the moments of the drift, or 0: two matrices of float64 (rows, columns) in each part."""
+        return 16 * self.parts * layer.weights if self.pairs and layer.shape[0] == self.width else 0
+
+    @property
+    def squares(self) -> int:
+        """Number of Grams of one layer."""
+        return self.parts * (3 if self.pairs else 1)
 
 
 def peaks(sizes: Sizes, recipe: Recipe, holdout: bool) -> dict[str, int]:
@@ -119,18 +148,29 @@ def peaks(sizes: Sizes, recipe: Recipe, holdout: bool) -> dict[str, int]:
         holdout: True if samples are held out, which have Grams of their own; so have those that judge an allocation.
     """
     fit, held, layers, itemsize = recipe.blocks, held_blocks(recipe), sizes.layers, sizes.itemsize
-    grams = 2 if holdout or as_allocation(recipe.allocation).criterion != "uniform" else 1
-    weights = held.blocks * itemsize * sizes.block
-    gathering = max(gathering_bytes(layer, grams, sizes.tokens, itemsize) for layer in layers)
-    solving = max(solving_bytes(layer, recipe, grams) for layer in layers)
-    found = {"Grams": weights + gathering + forward_bytes(layers, sizes.tokens, itemsize), "solves": weights + solving}
+    width = min(layer.shape[1] for layer in layers)
+    pairs = recipe.target != "layer"
+    centred = sizes.biased and recipe.refits_biases
+    kind = Kind(2 if holdout else 1, pairs, width if recipe.target == "residual" else 0, centred)
+    weights, forward = held.blocks * itemsize * sizes.block, forward_bytes(layers, sizes.tokens, itemsize)
+    found = {
+        "Grams": weights + forward + max(gathering_bytes(layer, kind, sizes.tokens, itemsize) for layer in layers),
+        "solves": weights + max(solving_bytes(layer, recipe, kind) for layer in layers),
+    }
+    if as_allocation(recipe.allocation).criterion != "uniform":
+        curves = Kind(2)  # other samples judge the solutions, which match their own outputs
+        gathering = max(gathering_bytes(layer, curves, sizes.tokens, itemsize) for layer in layers)
+        solving = max(solving_bytes(layer, recipe, curves) for layer in layers)
+        found["allocation"] = weights + max(forward + gathering, solving)
     step = 2 * forward_bytes(layers, sizes.step_tokens, itemsize)
     scores = sizes.step_tokens * sizes.vocabulary
     logits = _SCORES * min(4 * scores, itemsize * scores + 4 * PIECE)
     if fit is not None:
-        before = itemsize if itemsize >= 4 else 2 * itemsize  # the start of the fit, and gradients in 16 bits
-        fitted = held.fitted * sizes.block * (_FIT_BYTES + before)
-        found["steps of blocks"] = weights + fitted + step + (logits if fit.last == "kl" else 0)
+        # The fitted blocks without their dense weights, their parameters at the start, and gradients.
+        fitted = held.fitted * sizes.block
+        kept = fitted * (_FIT_BYTES + itemsize) + (held.blocks - 1) * itemsize * sizes.block
+        passes = itemsize * fitted + step + (logits if fit.last == "kl" else 0)
+        found["steps of blocks"] = kept + max(passes, (itemsize + _GRADIENT_BYTES) * fitted)
     if fit is not None and fit.network_steps:
         # The block with its masters and gradients, and the input of every block for one batch.
         found["steps of the network"] = (itemsize + 8) * sizes.block + step + logits
@@ -183,31 +223,42 @@ def forward_bytes(layers: Sequence[Matrix], tokens: int, itemsize: int) -> int:
     return itemsize * _ACTIVATIONS * tokens * max(layer.shape[1] for layer in layers)
 
 
-def gathering_bytes(layer: Matrix, grams: int, tokens: int, itemsize: int) -> int:
-    """Bytes to compute Grams: float64 sums, the float32 product of a batch, and its inputs, stored and in float32."""
-    square, columns = layer.shape[1] ** 2, layer.shape[1]
-    return 8 * grams * layer.groups * square + 4 * layer.groups * square + (4 + itemsize) * tokens * columns
+def gathering_bytes(layer: Matrix, kind: Kind, tokens: int, itemsize: int) -> int:
+    """Bytes to compute Grams: float64 sums, a float32 product, and inputs of a batch, stored and in float32.
+
+    Drift has moments in float64, a product in float32 with its copy in float64, and residuals of the batch.
+    """
+    rows, columns = layer.shape
+    square, drift = layer.groups * columns**2, kind.drift(layer)
+    product = max(4 * square, 12 * layer.weights if drift else 0)
+    inputs = (4 + itemsize) * tokens * ((2 if kind.pairs else 1) * columns + (rows if drift else 0))
+    return 8 * kind.squares * square + drift + product + inputs
 
 
-def solving_bytes(layer: Matrix, recipe: Recipe, grams: int) -> int:
+def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
     """Bytes of a solve: squares (columns, columns) and matrices (rows, columns) that are in memory at once.
 
-    All solvers need the Gram means and a damped copy, in float64 or float32, and the weights in float32, as anchor
-    and as linear term.
+    Grams stay, and the current weights with those of the target. Then come, one after another:
 
-    ADMM's search adds squares in float32: the scaled Hessian, the last inverse, and the next inverse with three
-    temporary squares. It adds matrices: the scaled linear term, three iterates and a mask, or seven in the refit.
-
-    Exact elimination adds a factor of the Hessian and two temporary copies, its weights, their changes and a mask.
+    - with a dense model and held-out samples the ridge regression: the damped Hessian, its factor and eight matrices;
+    - the solver, with a damped Hessian, the linear term and the anchor in float32. ADMM's search has three more squares
+      with the masks of four, and five matrices; its refit one square and seven matrices. Exact elimination has the
+      Hessian, its factor and a copy in float64, or one square and six matrices;
+    - the errors: products of matrices in the dtype of the Grams.
     """
     square, matrix = layer.shape[1] ** 2, layer.weights // layer.groups
     wide = layer.shape[1] >= WIDE
     number = 4 if wide else 8
-    squares = number * square * (grams * layer.groups + 1)
-    matrices = (4 + number + (0 if wide else number)) * matrix
+    grams = (2 if kind.centred else 1) * number * kind.squares * layer.groups * square
+    given = (8 if kind.pairs else 4) * matrix
+    regression = number * (2 * square + 8 * matrix) if kind.pairs and kind.parts > 1 else 0
+    problem = (4 if wide else 8) * square + (16 if kind.pairs else 4) * matrix
     if is_admm(recipe):
-        return squares + matrices + max((6 * 4) * square + 17 * matrix, 4 * square + 29 * matrix)
-    return squares + matrices + 3 * number * square + (2 * number + 1) * matrix
+        search = max(16 * square + 21 * matrix, 4 * square + 29 * matrix)
+    else:
+        search = max(24 * square, 6 * square + 21 * matrix)
+    errors = 12 * matrix if wide else 4 * square + 44 * matrix
+    return grams + kind.drift(layer) + given + max(regression, problem + search, errors)
 
 
 def speed(device: torch.device) -> float:

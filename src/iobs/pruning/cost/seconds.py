@@ -30,7 +30,10 @@ from iobs.pruning.decisions.learning_rate import candidates, trial_steps
 from iobs.pruning.finetune.trainer import samples_a_step
 from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
-from iobs.pruning.recipe import FineTune, as_allocation
+from iobs.pruning.recipe import BlockFit, FineTune, as_allocation
+from iobs.pruning.reconstruction.step_sizes import samples_a_step as samples_of_fit
+from iobs.pruning.reconstruction.walk import NETWORK_RATES, RATES, network_trial_steps
+from iobs.pruning.reconstruction.walk import trial_steps as blocks_trial_steps
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
@@ -99,13 +102,22 @@ def forecast(
     usual = _SOLVE_CUBES if is_admm(recipe) else _OTHER_CUBES
     solves = {layer.name: _solve_seconds(layer, costs, usual) for layer in layers}
     grams = {layer.name: _gram_seconds(layer, costs, fit.samples * (2 * streams - 1)) for layer in layers}
-    shared = streams * passes * one_pass / len(layers)
-    seconds = {layer.name: shared + solves[layer.name] + grams[layer.name] for layer in layers}
+    reconstruction = decided.blocks if blocks else None
+    projections, fits, step = 1, 0.0, 0.0
+    if reconstruction is not None:
+        steps_a_pass = _step_batches(reconstruction, fit)
+        reconstruction = reconstruction.within(steps_a_pass)
+        projections, fits = reconstruction.masks, _fit_passes(reconstruction) / len(layers)
+        step = costs.forward * fit.samples / steps_a_pass
+    shared = projections * streams * passes * one_pass / len(layers) + fits * step
+    seconds = {layer.name: shared + projections * (solves[layer.name] + grams[layer.name]) for layer in layers}
     mean = sum(seconds.values()) / len(layers)
     rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count  # "auto" seldom adds rounds
     parts = [
         *_allocation_parts(request, costs, layers, fit, passes * one_pass),
+        *_rate_parts(reconstruction, blocks, step),
         Part("layers", rounds * len(layers), mean),
+        *_network_parts(reconstruction, step),
         *_step_parts(decided, rounds, fit, _STEP_PASSES * costs.forward),
     ]
     return Forecast(tuple(parts), {name: value / mean for name, value in seconds.items()})
@@ -152,6 +164,35 @@ def _allocation_parts(
         move = 2 * solves / len(layers) + probe * costs.forward
         parts.append(Part("moves of weights between layers", allocation.generations, move, once=True))
     return parts
+
+
+def _step_batches(blocks: BlockFit, fit: Samples) -> int:
+    """Number of gradient steps of block reconstruction in one pass over the calibration samples."""
+    return sum(math.ceil(batches.size(batch) / samples_of_fit(batch, blocks)) for batch in fit.batches)
+
+
+def _fit_passes(blocks: BlockFit) -> float:
+    """Passes of the whole network on the samples of one step, in all fits: forward, and twice as much backward."""
+    return 3.0 * (blocks.window * blocks.steps + (blocks.masks - 1) * blocks.between)
+
+
+def _rate_parts(blocks: BlockFit | None, count: int, step: float) -> list[Part]:
+    """The trials of the rate of block reconstruction, on the first window; `step` are seconds of a forward pass."""
+    if blocks is None or blocks.lr != "auto" or not blocks.steps:
+        return []
+    trial = 3.0 * step * blocks_trial_steps(blocks) * min(1.0, blocks.window / count)
+    return [Part("rate of block reconstruction", len(RATES), trial, once=True)]
+
+
+def _network_parts(blocks: BlockFit | None, step: float) -> list[Part]:
+    """The steps of the whole network, each forward, recomputed and backward, and the trials of their rate."""
+    if blocks is None or not blocks.network_steps:
+        return []
+    found = [Part("steps of the whole network", blocks.network_steps, 5.0 * step)]  # with the head of the dense model
+    if blocks.network_lr == "auto":
+        trial = 5.0 * step * network_trial_steps(blocks)
+        found.insert(0, Part("rate of the whole network", len(NETWORK_RATES), trial, once=True))
+    return found
 
 
 def _step_parts(decided: Decisions, rounds: int, fit: Samples, sample: float) -> list[Part]:

@@ -123,26 +123,33 @@ class Fit:
         Raises:
             NonFiniteError: the loss became NaN or infinite.
         """
-        parameters, optimizer = self.masters.parameters, Adam(self.masters.values.values())
-        order = self._endless()
+        optimizer, order = Adam(self.masters.values.values()), self._endless()
         with reusing_memory():
             for step in range(steps):
-                index = next(order)
-                with torch.enable_grad():
-                    loss = self.window.loss(index)
-                    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-                given = [loss.detach()]
-                for master, gradient in zip(self.masters.values.values(), found, strict=True):
-                    given.append(torch.zeros_like(master) if gradient is None else gradient.to(master.dtype))
-                weight = self.window.weight(index) if self.ranks.size > 1 else 1.0
-                mean, *gradients = self.ranks.means(given, weight)
-                del found, given  # one gradient per parameter is in memory
-                self._require_finite(float(mean))  # of all ranks, so that all of them stop
-                for place, name in enumerate(self.masters.values):
-                    if name in self.masters.masks:
-                        gradients[place] = gradients[place] * self.masters.masks[name]
-                optimizer.step(gradients, rate * (rate_at(step, steps) if decay else 1.0))
+                optimizer.step(self._gradients(next(order)), rate * (rate_at(step, steps) if decay else 1.0))
                 self.masters.copy_to_model()
+
+    def _gradients(self, index: int) -> list[Tensor]:
+        """The gradients of the masters on the batch at `index` of every rank; the step is their only holder.
+
+        Raises:
+            NonFiniteError: the loss is NaN or infinite.
+        """
+        with torch.enable_grad():
+            loss = self.window.loss(index)
+            found = [*torch.autograd.grad(loss, self.masters.parameters, allow_unused=True)]
+        given = [loss.detach()]
+        for master in self.masters.values.values():
+            gradient = found.pop(0)  # so that the gradient in the dtype of the model is freed at once
+            given.append(torch.zeros_like(master) if gradient is None else gradient.to(master.dtype))
+        weight = self.window.weight(index) if self.ranks.size > 1 else 1.0
+        mean, *gradients = self.ranks.means(given, weight)
+        del given
+        self._require_finite(float(mean))  # of all ranks, so that all of them stop
+        for place, name in enumerate(self.masters.values):
+            if name in self.masters.masks:
+                gradients[place] = gradients[place] * self.masters.masks[name]
+        return gradients
 
     @torch.no_grad()
     def loss(self) -> float:

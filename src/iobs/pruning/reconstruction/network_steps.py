@@ -7,7 +7,7 @@ recomputes it, and updates it at once. A store of a model in memory loads nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -100,13 +100,20 @@ class NetworkSteps:
         for one, values in zip(self.masters, self.start, strict=True):
             one.replace(values)
 
-    def run(self, steps: int, rate: float, saved: StepCheckpoint | None = None) -> None:
+    def run(
+        self,
+        steps: int,
+        rate: float,
+        saved: StepCheckpoint | None = None,
+        on_step: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
         """Take steps on the calibration batches.
 
         Args:
             steps: their number.
             rate: learning rate.
             saved: where the steps begin if they were interrupted; None: at the first one, and nothing is stored.
+            on_step: called with (done, total) after every step.
 
         Raises:
             NonFiniteError: the loss became NaN or infinite.
@@ -120,6 +127,7 @@ class NetworkSteps:
             self._step(next(order), optimizers, rate * rate_at(step, steps))
             if saved is not None and (step + 1) % saved.every == 0 and step + 1 < steps:
                 saved.save(step + 1, self.masters, optimizers)
+            on_step(step + 1, steps)
 
     def _step(self, index: int, optimizers: list[Factored], rate: float) -> None:
         """One step on the batch at `index`."""

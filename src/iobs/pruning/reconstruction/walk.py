@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from iobs.core.grids import grid_of
 from iobs.errors import NonFiniteError
+from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.callbacks import Callback
@@ -83,8 +85,8 @@ class Walk:
             sweep.residency.enter(stage)
             if stage in full:
                 other = 4 - self._place
-                wanted = self._outputs(dense, stage, other)
-                self._prune_block(ahead, dense, stage, wanted)
+                wanted = self._prune_block(ahead, dense, stage, other)
+                sweep.residency.release_dense(stage)
                 last = stage == full[-1] and self.fit.last == "kl"
                 window = Window(self._streams(base, dense), range(first, stage + 1), wanted, last)
                 self._fit(window, self.fit.steps, f"window of block {stage}")
@@ -96,7 +98,9 @@ class Walk:
                     self._move(base, ahead, range(first, stage + 1))
                 dense.hidden, dense.keep, self._place = wanted, sweep.place(other), other
                 continue
-            self._project(sweep, [ahead if stage >= 0 else base, dense], stage, self.projection)
+            streams = [ahead if stage >= 0 else base, dense]
+            with sweep.taking_shortcuts(streams):
+                self._project(sweep, streams, stage, self.projection)
             if stage < 0:
                 sweep.advance([base, dense], stage)
                 sweep.residency.leave(stage)
@@ -174,6 +178,9 @@ class Walk:
 
         def trial(rate: float) -> float:
             steps.undo()
+            self.work.callbacks.on_measure(
+                "rate of the whole network", NETWORK_RATES.index(rate) + 1, len(NETWORK_RATES)
+            )
             steps.run(count, rate)
             return steps.loss()
 
@@ -187,7 +194,8 @@ class Walk:
     def _after_network(self, steps: NetworkSteps, rate: float, key: str) -> float:
         """The held-out loss after steps of the whole network; infinite if they diverge."""
         try:
-            steps.run(self.fit.network_steps, rate, StepCheckpoint(self.work.checkpoint, f"{key} so far"))
+            told = partial(self.work.callbacks.on_measure, "steps of the whole network")
+            steps.run(self.fit.network_steps, rate, StepCheckpoint(self.work.checkpoint, f"{key} so far"), told)
             return steps.loss()
         except NonFiniteError:
             return math.inf
@@ -203,8 +211,13 @@ class Walk:
         ]
 
     # ---- projections of one block
-    def _prune_block(self, ahead: Stream, dense: Stream, stage: int, wanted: list[Tensor]) -> None:
-        """Project the layers of a block at growing sparsity, with steps on the block alone in between."""
+    def _prune_block(self, ahead: Stream, dense: Stream, stage: int, place: int) -> list[Tensor]:
+        """Project the layers of a block at growing sparsity, with steps on the block alone in between.
+
+        Returns:
+            The outputs of the dense block by batch, stored in the place with the number `place`.
+        """
+        wanted: list[Tensor] = []
         recipe, patterns = self.projection.recipe, self.projection.patterns
         layers = ahead.layers_of(stage, [*self.sweep.without_input])
         grown = {layer: growing(patterns[layer], layer, self.fit.masks) for layer in layers}
@@ -220,13 +233,17 @@ class Walk:
                 projection = replace(projection, callback=Callback(), level=f"level {level} ")
             projection.patterns, projection.recipe = {**patterns, **own}, given
             sweep.without_input = dict.fromkeys(layers, False) if level else self.sweep.without_input
-            self._project(sweep, [ahead, dense] if drifted else [ahead], stage, projection)
-            if level == 0:
-                self.sweep.without_input = sweep.without_input
+            streams = [ahead, dense] if drifted else [ahead]
+            with sweep.taking_shortcuts(streams):
+                self._project(sweep, streams, stage, projection)
+                if level == 0:
+                    self.sweep.without_input = sweep.without_input
+                    wanted = self._outputs(dense, stage, place)  # the dense stream may take its shortcuts
             if level < levels - 1:
                 window = Window(self._streams(ahead, dense), range(stage, stage + 1), wanted, final=False)
                 self._fit(window, self.fit.between, f"block {stage} at level {level}", decay=False)
         self.projection.recipe, self.projection.patterns = recipe, patterns
+        return wanted
 
     def _project(self, sweep: Sweep, streams: list[Stream], stage: int, projection: Projection) -> None:
         """Prune the groups of one stage."""
@@ -246,8 +263,8 @@ class Walk:
     def _outputs(self, dense: Stream, stage: int, place: int) -> list[Tensor]:
         """The outputs of a block of the dense model, stored in another place than the inputs, which stay."""
         keep = self.sweep.place(place)
-        found = (dense.through([stage], index, dense.fetch(hidden)) for index, hidden in enumerate(dense.hidden))
-        return [keep(index, hidden) for index, hidden in enumerate(found)]
+        found = (hidden_of(dense.run(stage, index)) for index in range(len(dense.hidden)))
+        return [keep(index, hidden) for index, hidden in enumerate(found) if hidden is not None]
 
     @torch.no_grad()
     def _move(self, source: Stream, goal: Stream, stages: range) -> None:

@@ -55,7 +55,9 @@ def remove(
         for attribute in known[name].attributes:
             _set_number(model.get_submodule(attribute.path), attribute.name, attribute.each * len(units))
     for path, bias in (biases or {}).items():
-        _add_bias(model, readers[path], bias)
+        weight = readers[path].weight
+        removed = gone[weight.path, weight.parameter][1 - weight.axis]  # rows that write units of another site
+        _add_bias(model, readers[path], bias[[row for row in range(len(bias)) if row not in removed]])
 
 
 def _set_number(module: nn.Module, name: str, value: int) -> None:

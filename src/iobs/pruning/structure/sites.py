@@ -42,7 +42,7 @@ def traced_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Sit
     sites = [_site(model, traced, reads, columns, group) for group in graph.groups()]
     shared = [site.name for site in sites]
     named = [_renamed(site) if shared.count(site.name) > 1 else site for site in sites]
-    return [site for site in named if site.inner or not inner]
+    return [site for site in named if site.count > 1 and (site.inner or not inner)]
 
 
 @dataclass(frozen=True)

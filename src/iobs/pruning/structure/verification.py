@@ -165,7 +165,9 @@ def _zero_columns(owner: nn.Module, site: Site, keep: Sequence[int]) -> None:
     gone = set(range(site.count)) - set(keep)
     for reader in site.readers:
         weight = reader.weight.stored(owner)
-        weight.index_fill_(reader.weight.axis, torch.tensor(reader.weight.of(gone), device=weight.device), 0)
+        weight.index_fill_(
+            reader.weight.axis, torch.tensor(reader.weight.of(gone), dtype=torch.int64, device=weight.device), 0
+        )
 
 
 def _outputs(module: nn.Module, call: Call) -> list[Tensor]:

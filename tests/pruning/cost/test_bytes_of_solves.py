@@ -1,0 +1,78 @@
+"""Bytes of Grams and solves in the plan, against counted bytes of tensors."""
+
+import pytest
+import torch
+from tensor_bytes import TensorBytes
+
+from iobs.core.patterns import Unstructured
+from iobs.pruning.calibration import gram
+from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_error
+from iobs.pruning.cost import memory_plan
+from iobs.pruning.cost.memory_plan import Kind, Sizes, gathering_bytes, peaks, solving_bytes
+from iobs.pruning.layerwise import problem
+from iobs.pruning.layerwise.problem import Task, solve_layer
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import BlockFit, Recipe
+
+TOKENS, WIDTH = 64, 256
+
+
+def counted(layer, kind, recipe):
+    """The peaks of the bytes of tensors while Grams are computed, and while a layer is solved."""
+    torch.manual_seed(0)
+    drifts = kind.drift(layer) > 0
+    rows, columns = layer.shape
+    weight = torch.randn(rows, columns)
+    with TensorBytes() as gathering:
+        grams = [Gram.empty(layer, weight.device, kind.pairs, False, drifts) for _ in range(kind.parts)]
+        for one in grams * 2:
+            own = torch.randn(1, TOKENS, columns)
+            dense = own + 0.1 * torch.randn(1, TOKENS, columns) if kind.pairs else None
+            one.add(own, dense, torch.randn(1, TOKENS, rows) if drifts else None)
+        for one in grams:
+            one.finish()
+    found = Statistics(grams[0], grams[1] if kind.parts == 2 else None)
+    tensors = [tensor for one in grams for tensor in (one.own, one.cross, one.dense)]
+    tensors += [tensor for one in grams if one.drift is not None for tensor in (one.drift.own, one.drift.dense)]
+    with TensorBytes().hold(*(tensor for tensor in tensors if tensor is not None)) as solving:
+        task = Task(layer, Unstructured(0.5), weight.clone(), weight.clone() if kind.pairs else None, recipe)
+        solved = torch.cat([one.weight for one in solve_layer(task, found)])
+        relative_output_error(found.calibration, solved, weight)
+    return gathering.peak, solving.peak
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("solver", ["sparsegpt", "admm"])
+@pytest.mark.parametrize("shape", [(WIDTH, 704), (704, WIDTH)])
+def test_plan_foretells_the_bytes_of_grams_and_solves(shape, solver, pairs, parts, wide, monkeypatch):
+    for module in (gram, problem, memory_plan):
+        monkeypatch.setattr(module, "WIDE", 64 if wide else 10_000)
+    recipe = Recipe(solver=solver, target="residual" if pairs else "layer")
+    layer, kind = Layer("a", shape), Kind(parts, pairs, WIDTH)
+    gathered, solved = counted(layer, kind, recipe)
+    assert 0.95 < gathering_bytes(layer, kind, TOKENS, 4) / gathered < 1.1
+    assert 0.95 < solving_bytes(layer, recipe, kind) / solved < 1.3
+
+
+def test_two_streams_raise_the_peaks_of_grams_and_solves():
+    sizes = Sizes([Layer("a", (WIDTH, 704)), Layer("b", (704, WIDTH))], 10**6, 2, 512, 512, 1000)
+    own, residual = (peaks(sizes, Recipe(target=target), False) for target in ("layer", "residual"))
+    # Of the layer that writes into the residual stream: two more Grams, and the moments of the drift.
+    grams, moments = 2 * 8 * 704**2, 16 * WIDTH * 704
+    assert residual["Grams"] - own["Grams"] > grams + moments
+    assert residual["solves"] - own["solves"] > 2 * 8 * 704**2
+
+
+def test_biases_raise_the_peak_of_solves():
+    sizes = [Sizes([Layer("a", (64, 64))], 10**4, 2, 512, 512, 1000, biased) for biased in (False, True)]
+    plain, biased = (peaks(one, Recipe(target="residual"), False)["solves"] for one in sizes)
+    assert biased - plain == 3 * 8 * 64**2
+
+
+def test_an_allocation_has_grams_of_held_out_samples():
+    sizes = Sizes([Layer("a", (WIDTH, WIDTH))], 10**5, 2, 512, 512, 1000)
+    recipe = Recipe(allocation="block", blocks=BlockFit(window=1))
+    found = peaks(sizes, recipe, False)
+    assert found["allocation"] - found["solves"] == 8 * WIDTH**2
