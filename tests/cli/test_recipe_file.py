@@ -1,7 +1,6 @@
 """recipe.yaml repeats a run; `--set` and recipe files are checked before any work."""
 
 import pytest
-import torch
 from checks import one_error
 from safetensors.torch import load_file
 from short_options import QUICK
@@ -59,7 +58,8 @@ def test_recipe_file_repeats_a_run_with_low_memory(run, tmp_path):
     run("prune", models.EMBEDDED, "-o", tmp_path / "B", "--recipe", tmp_path / "A" / "recipe.yaml")
     assert_same_bytes(tmp_path / "A", tmp_path / "B")
     dense, pruned = (load_file(folder / "model.safetensors") for folder in (models.EMBEDDED, tmp_path / "A"))
-    assert sum(not torch.equal(pruned[name], dense[name]) for name in dense) == 2
+    new_zeros = [name for name in dense if int((pruned[name] == 0).sum()) > int((dense[name] == 0).sum())]
+    assert new_zeros == ["model.layers.0.mlp.up_proj.weight", "model.layers.3.mlp.down_proj.weight"]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["A", "B", "text.txt"]
 
 
