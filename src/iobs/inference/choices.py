@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from functools import partial
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from iobs.errors import ProblemError
 from iobs.inference import cpu
-from iobs.inference.formats import FormatName
-from iobs.inference.modules import StoredLinear, can_store, matrix_of, stored
+from iobs.inference.formats import FormatName, store
+from iobs.inference.modules import StoredLinear, can_store, matrix_of, stored, with_matrix
 
 Precision = Literal["bf16", "int8", "int4"]
 FORMATS_OF: dict[Precision, tuple[FormatName, ...]] = {
@@ -23,6 +24,16 @@ FORMATS_OF: dict[Precision, tuple[FormatName, ...]] = {
 }
 _Candidate = FormatName | Literal["dense"]
 _Timing = tuple[dict[str, float], _Candidate, int, int | None]  # see `_Timings._timed`
+
+
+class _Way(NamedTuple):
+    """A candidate: format, threads, and the most tokens that the kernels of few tokens take."""
+
+    format: _Candidate
+    threads: int = 1
+    most: int | None = None
+
+
 _Key = TypeVar("_Key")
 PRECISIONS: tuple[Precision, ...] = tuple(FORMATS_OF)
 _NO_INDEX_BELOW = 0.75  # share of zeros; below it an index takes more bytes than a mask
@@ -30,7 +41,8 @@ _NO_MASK_BELOW = 0.05  # share of zeros; below it a mask takes more than it save
 _TIE = 1.1  # the form with the fewest bytes wins among those within this factor of the least time
 _SMALLEST = 1 << 14  # entries; the calls of smaller layers cost more than their products
 _REPETITIONS, _LONGEST = 9, 0.3  # of a timing: number, and seconds for one candidate
-_MANY = 64  # tokens that decide between kernels and unpacked rows
+_COUNTS = (2, 4, 8, 16, 64)  # tokens that decide between the kernels of few and of many tokens
+_ANY = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -226,33 +238,43 @@ class _Timings:
         return Choice(name, shape, sparsity, best, seconds, tokens, threads, before, after, error), form
 
     def _timed(self, layer: nn.Module, sparsity: float, tokens: int) -> _Timing:
-        """Seconds of each candidate, the best one, its threads, and the most tokens of its kernel."""
-        forms: dict[tuple[_Candidate, int], nn.Module] = {("dense", 1): layer}
+        """Seconds of each candidate, the best one, its threads, and the most tokens of its kernel for few tokens."""
+        forms: dict[_Way, nn.Module] = {_Way("dense"): layer}
         for name in self.formats if cpu.level() != "none" else ():
             if name == "index-bf16" and (sparsity < _NO_INDEX_BELOW or matrix_of(layer).shape[1] > 1 << 16):
                 continue
             if name.startswith("bitmask") and sparsity < _NO_MASK_BELOW:
                 continue
+            matrix = store(matrix_of(layer), name)
             for threads in self.threads:
-                forms[name, threads] = stored(layer, name, threads, max(tokens, 16))
+                for few in {tokens, max(tokens - 1, 1)}:
+                    forms[_Way(name, threads, few)] = with_matrix(layer, matrix, threads, few)
         given = _activations(layer, tokens)
-        seconds = _best_seconds({key: lambda form=form: form(given) for key, form in forms.items()})  # type: ignore[misc]
+        seconds = _best_seconds({key: partial(form, given) for key, form in forms.items()})
         near = [key for key, value in seconds.items() if value <= _TIE * min(seconds.values())]
-        best, threads = min(near, key=lambda key: (_bytes(forms[key]), seconds[key]))
-        most = None
-        if best != "dense":
-            most = self._most_tokens(layer, best, threads, tokens)
+        best = min(near, key=lambda key: (_bytes(forms[key]), seconds[key]))
+        most: int | None = None
+        if best.format != "dense":
+            counts = [one for one in _COUNTS if (one > tokens) == (best.most == tokens)]
+            most = _most_tokens(forms[best], layer, counts, tokens if best.most == tokens else 1)
         least: dict[str, float] = {}
-        for (form, _), value in seconds.items():
-            least[form] = min(value, least.get(form, value))
-        return least, best, threads, most
+        for way, value in seconds.items():
+            least[way.format] = min(value, least.get(way.format, value))
+        return least, best.format, best.threads, most
 
-    def _most_tokens(self, layer: nn.Module, name: FormatName, threads: int, tokens: int) -> int:
-        """The number of tokens above which unpacked rows are faster: 16 or any number."""
-        given = _activations(layer, _MANY)
-        ways = {most: stored(layer, name, threads, most) for most in (16, 1 << 30)}
-        seconds = _best_seconds({most: lambda form=form: form(given) for most, form in ways.items()})  # type: ignore[misc]
-        return max(tokens, *(most for most in ways if seconds[most] == min(seconds.values())))
+
+def _most_tokens(form: nn.Module, layer: nn.Module, counts: list[int], least: int) -> int:
+    """The most tokens, of ascending counts, that the kernels of few tokens multiply faster; at least `least`."""
+    assert isinstance(form, StoredLinear)
+    most = least
+    for count in counts:
+        given = _activations(layer, count)
+        ways = {one: with_matrix(layer, form.matrix, form.threads, one) for one in (count, count - 1)}
+        seconds = _best_seconds({one: partial(way, given) for one, way in ways.items()})
+        if seconds[count - 1] < seconds[count]:
+            return most
+        most = _ANY if count == _COUNTS[-1] else count
+    return most
 
 
 def _bytes(form: nn.Module) -> int:

@@ -22,7 +22,6 @@ from iobs.inference.vectors import Value, read_real
 
 Reals = NDArray[np.float32]
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer, in this order
-CODES = {"bf16": 0, "bitmask-bf16": 1, "index-bf16": 2, "int8": 3, "bitmask-int8": 4, "bitmask-int4": 5}
 FIELDS = (*Addresses._fields, "rows", "columns", "code", "bias")  # of a matrix, int64 each
 
 

@@ -157,7 +157,7 @@ class Decoder:
 
     def _fields(self, layer: nn.Module, form: FormatName) -> list[int]:
         """The fields of one matrix for the compiled step."""
-        from iobs.inference.decode_step import CODES
+        from iobs.inference.kernels_avx512 import CODES
 
         module = layer if isinstance(layer, StoredLinear) else stored(layer, form)
         matrix = module.matrix
