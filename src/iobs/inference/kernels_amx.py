@@ -6,6 +6,7 @@ piece by all tokens before the next. So weights are read from main memory once, 
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ _AHEAD = 512  # bytes of values that are fetched ahead
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _short = types.uint32
 _THREAD = threading.local()
+_SETTINGS = amx.settings()
 _BYTES_A_GROUP = {False: 8 * REGISTER, True: 4 * REGISTER}  # of 32 dense rows, by quantised
 
 
@@ -61,13 +63,29 @@ class Scratch(NamedTuple):
     settings: NDArray[np.uint8]
 
 
-class Given(NamedTuple):
-    """Activations and output.
+class Layout(NamedTuple):
+    """Activations as the kernels read them, in memory of a thread that its next call of `laid_out` writes again.
 
     Args:
         place: address of the activations in the order of `in_registers`.
+        count: number of tokens.
         pairs: number of pairs of 16 tokens.
         scales: (32 * pairs) float32, a factor of each token.
+    """
+
+    place: int
+    count: int
+    pairs: int
+    scales: NDArray[np.float32]
+
+
+class Given(NamedTuple):
+    """Activations and output of a kernel.
+
+    Args:
+        place: see `Layout`.
+        pairs: see `Layout`.
+        scales: see `Layout`.
         corrections: (rows) float32, subtracted from the sums of each row.
         found: (tokens, rows) float32, written.
     """
@@ -79,33 +97,35 @@ class Given(NamedTuple):
     found: NDArray[np.float32]
 
 
-def laid_out(matrix: StoredMatrix, given: Tensor) -> Given:
-    """Lay out activations for the kernels, in memory of this thread that the next call writes again.
+def laid_out(given: Tensor, blocks: int, quantised: bool) -> Layout:
+    """Lay out activations for matrices with `blocks` words of mask in a row.
 
     Args:
-        matrix: the stored matrix.
         given: float32 (tokens, columns), contiguous.
-
-    Returns:
-        What the kernels read and write.
+        blocks: words of 64 columns.
+        quantised: round to 8 bits, else to bfloat16.
     """
-    count, pairs = len(given), -(-len(given) // STRIP)
-    wide = 64 * matrix.blocks
+    (count, columns), pairs, wide = given.shape, -(-len(given) // STRIP), 64 * blocks
     scales = np.ones(STRIP * pairs, np.float32)
-    corrections = np.zeros(matrix.rows, np.float32)
-    kind = torch.uint8 if matrix.quantised else torch.bfloat16
+    kind = torch.uint8 if quantised else torch.bfloat16
     layout = torch.from_numpy(_memory("layout", (STRIP * pairs, wide * kind.itemsize), np.uint8)).view(kind)
-    if matrix.quantised:
+    if quantised:
         activations.rounded(given.numpy(), layout[:count].numpy(), scales)
-        corrections = matrix.tensors["corrections"].numpy()
     else:
-        layout[:count, : matrix.columns] = given
-        layout[:count, matrix.columns :] = 0
+        layout[:count, :columns] = given
+        layout[:count, columns:] = 0
     layout[count:] = 0
     words = layout.view(torch.int32)
     placed = torch.from_numpy(_memory("placed", (len(words) // SIDE, words.shape[1] // SIDE, SIDE, SIDE), np.int32))
     placed.copy_(in_registers(words))
-    return Given(placed.data_ptr(), pairs, scales, corrections, np.empty((count, matrix.rows), np.float32))
+    return Layout(placed.data_ptr(), count, pairs, scales)
+
+
+def work_of(layout: Layout, matrix: StoredMatrix) -> Given:
+    """Activations and a new output for one matrix."""
+    less = matrix.tensors["corrections"].numpy() if matrix.quantised else np.zeros(matrix.rows, np.float32)
+    found = np.empty((layout.count, matrix.rows), np.float32)
+    return Given(layout.place, layout.pairs, layout.scales, less, found)
 
 
 def in_registers(words: Tensor) -> Tensor:
@@ -124,20 +144,23 @@ def scratch_for(matrix: StoredMatrix, pairs: int) -> Scratch:
         _memory("integers", (STRIP, STRIP), np.int32),
         _memory("sums", (ROWS // STRIP, pairs, STRIP, STRIP), np.float32),
         _memory("scales", (ROWS // STRIP, matrix.blocks // 2, STRIP), np.float32),
-        np.zeros(ROWS, np.int64),
-        amx.settings(),
+        _memory("places", (ROWS,), np.int64),
+        _SETTINGS,
     )
 
 
 def _memory(name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Value]:
     """Memory of this thread, used again by the next call; its address is a multiple of 64."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    held: dict[str, NDArray[np.uint8]] = _THREAD.__dict__
-    if name not in held or len(held[name]) < size + 64:
-        held[name] = np.zeros(size + 64, np.uint8)
-    start = -held[name].ctypes.data % 64
-    found: NDArray[Value] = held[name][start : start + size].view(dtype).reshape(shape)
-    return found
+    held: dict[str, NDArray[Value]] = _THREAD.__dict__
+    if name in held and held[name].shape == shape and held[name].dtype == dtype:
+        return held[name]
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    whole = f"{name} bytes"
+    if whole not in held or len(held[whole]) < size + 64:
+        held[whole] = np.zeros(size + 64, np.uint8)
+    start = -held[whole].ctypes.data % 64
+    held[name] = held[whole][start : start + size].view(dtype).reshape(shape)
+    return held[name]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

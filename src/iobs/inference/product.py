@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -17,6 +17,7 @@ from iobs.inference import cpu
 from iobs.inference.formats import StoredMatrix, blocks_of
 
 if TYPE_CHECKING:
+    from iobs.inference.kernels_amx import Layout
     from iobs.inference.kernels_avx512 import Addresses
 
 _MOST_TOKENS: dict[cpu.Level, int] = {"avx512": 16, "avx2": 4, "none": 0}  # more are multiplied another way
@@ -69,8 +70,10 @@ class Product:
         count = len(given)
         if self._kernel is None or not count:
             return self._by_torch(given)
+        if self.by_amx(count):
+            return products_by_amx([self], given)[0].to(given.dtype)
         if count > self.most_tokens:
-            return self._by_amx(given) if self.amx else self._by_torch(given)
+            return self._by_torch(given)
         found, values = torch.empty(count, self.matrix.rows), given.float().contiguous()
         step = _LARGEST_TILE[self.matrix.quantised]
         for start in range(0, count, step):
@@ -85,23 +88,23 @@ class Product:
             found[:, first:last] = given @ self.dense(first, last).to(given.dtype).t()
         return found
 
-    def _by_amx(self, given: Tensor) -> Tensor:
-        """Multiply by AMX: activations are rounded to 8 bits or to bfloat16, as the format stores weights."""
+    def by_amx(self, count: int) -> bool:
+        """Check that `count` tokens are multiplied by AMX."""
+        return self._kernel is not None and self.amx and count > self.most_tokens
+
+    def _by_layout(self, layout: Layout) -> Tensor:
+        """Multiply by AMX; the activations are rounded to 8 bits or to bfloat16, as the format stores weights."""
         from iobs.inference import kernels_amx as kernels
         from iobs.inference.kernels_avx512 import CODES
 
         kernel = kernels.quantised if self.matrix.quantised else kernels.bfloats
-        code, parts = CODES[self.matrix.format], []
-        for piece in torch.split(given.float(), _PIECE_TOKENS):
-            work = kernels.laid_out(self.matrix, piece.contiguous())
+        code, work = CODES[self.matrix.format], kernels.work_of(layout, self.matrix)
 
-            def rows(first: int, last: int, work: kernels.Given = work) -> None:
-                scratch = kernels.scratch_for(self.matrix, work.pairs)
-                kernel(self._addresses, code, work, scratch, first, last)
+        def rows(first: int, last: int) -> None:
+            kernel(self._addresses, code, work, kernels.scratch_for(self.matrix, work.pairs), first, last)
 
-            self._in_parts(rows, _STRIP)
-            parts.append(torch.from_numpy(work.found))
-        return torch.cat(parts).to(given.dtype) if len(parts) > 1 else parts[0].to(given.dtype)
+        self._in_parts(rows, _STRIP)
+        return torch.from_numpy(work.found)
 
     def dense(self, first: int, last: int) -> Tensor:
         """Rows `first` to `last` as float32, (last - first, columns)."""
@@ -154,6 +157,25 @@ class Product:
         task(0, bounds[1])
         for other in others:
             other.result()
+
+
+def products_by_amx(products: Sequence[Product], given: Tensor) -> list[Tensor]:
+    """Multiply several matrices by the same activations, which are laid out once.
+
+    Args:
+        products: of matrices with equal columns, all quantised or none.
+        given: (tokens, columns), any floating dtype.
+
+    Returns:
+        (tokens, rows) of each, in float32.
+    """
+    from iobs.inference.kernels_amx import laid_out
+
+    matrix, parts = products[0].matrix, []
+    for piece in torch.split(given.float(), _PIECE_TOKENS):
+        layout = laid_out(piece.contiguous(), matrix.blocks, matrix.quantised)
+        parts.append([one._by_layout(layout) for one in products])
+    return parts[0] if len(parts) == 1 else [torch.cat(some) for some in zip(*parts, strict=True)]
 
 
 def round_activations(given: Tensor) -> Tensor:

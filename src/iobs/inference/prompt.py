@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from iobs.inference.decode_step import MATRICES, Network, normalise, rotate
-from iobs.inference.modules import StoredLinear
+from iobs.inference.modules import StoredLinear, outputs_of
 from iobs.inference.vectors import Value
 
 Reals = NDArray[np.float32]
@@ -60,7 +60,7 @@ def read_prompt(
     for layer in range(layers):
         query, key, value, output, gate, up, down = modules[len(MATRICES) * layer :][: len(MATRICES)]
         _normalise_rows(hidden, network.norms[2 * layer], network.epsilon, normed)
-        queries, new_keys = query(given).numpy(), key(given).numpy()
+        queries, new_keys, new_values = (one.numpy() for one in outputs_of((query, key, value), given))
         if len(network.head_norms):
             for number, vectors in enumerate((queries, new_keys)):
                 flat = vectors.reshape(-1, size)
@@ -68,12 +68,12 @@ def read_prompt(
         for vectors in (queries, new_keys):
             _rotate_tokens(vectors.reshape(count, -1, size), *rotation)
         keys[layer, :, :count] = new_keys.reshape(count, heads, size).swapaxes(0, 1)
-        values[layer, :, :count] = value(given).numpy().reshape(count, heads, size).swapaxes(0, 1)
+        values[layer, :, :count] = new_values.reshape(count, heads, size).swapaxes(0, 1)
         places = (torch.from_numpy(held[layer, :, :count]) for held in (keys, values))
         stream += output(_attend(torch.from_numpy(queries), *places, network.scaling))
         _normalise_rows(hidden, network.norms[2 * layer + 1], network.epsilon, normed)
-        gated = torch.nn.functional.silu(gate(given), inplace=True).mul_(up(given))
-        stream += down(gated)
+        gates, ups = outputs_of((gate, up), given)
+        stream += down(torch.nn.functional.silu(gates, inplace=True).mul_(ups))
     _normalise_rows(hidden[-1:], network.norms[2 * layers], network.epsilon, normed[-1:])
     logits: Reals = modules[-1](given[-1:])[0].numpy()
     return logits
