@@ -68,13 +68,13 @@ class Layout(NamedTuple):
 
     Args:
         place: address of the activations in the order of `in_registers`.
-        count: number of tokens.
+        tokens: number of tokens.
         pairs: number of pairs of 16 tokens.
         scales: (32 * pairs) float32, a factor of each token.
     """
 
     place: int
-    count: int
+    tokens: int
     pairs: int
     scales: NDArray[np.float32]
 
@@ -124,7 +124,7 @@ def laid_out(given: Tensor, blocks: int, quantised: bool) -> Layout:
 def work_of(layout: Layout, matrix: StoredMatrix) -> Given:
     """Activations and a new output for one matrix."""
     less = matrix.tensors["corrections"].numpy() if matrix.quantised else np.zeros(matrix.rows, np.float32)
-    found = np.empty((layout.count, matrix.rows), np.float32)
+    found = np.empty((layout.tokens, matrix.rows), np.float32)
     return Given(layout.place, layout.pairs, layout.scales, less, found)
 
 

@@ -138,7 +138,7 @@ class StoredConv(StoredLinear):
 
 @torch.no_grad()
 def outputs_of(modules: Sequence[StoredLinear], given: Tensor) -> list[Tensor]:
-    """The outputs of several layers with the same float32 activations (tokens, in_features), which AMX lays out once."""
+    """The outputs of several layers with the same float32 activations (tokens, in_features); AMX lays them out once."""
     products = [one.product for one in modules]
     alike = len({one.matrix.quantised for one in products}) == 1
     if not (alike and all(one.by_amx(len(given)) for one in products)):

@@ -69,8 +69,8 @@ def read_prompt(
             _rotate_tokens(vectors.reshape(count, -1, size), *rotation)
         keys[layer, :, :count] = new_keys.reshape(count, heads, size).swapaxes(0, 1)
         values[layer, :, :count] = new_values.reshape(count, heads, size).swapaxes(0, 1)
-        places = (torch.from_numpy(held[layer, :, :count]) for held in (keys, values))
-        stream += output(_attend(torch.from_numpy(queries), *places, network.scaling))
+        past = torch.from_numpy(keys[layer, :, :count]), torch.from_numpy(values[layer, :, :count])
+        stream += output(_attend(torch.from_numpy(queries), past, network.scaling))
         _normalise_rows(hidden, network.norms[2 * layer + 1], network.epsilon, normed)
         gates, ups = outputs_of((gate, up), given)
         stream += down(torch.nn.functional.silu(gates, inplace=True).mul_(ups))
@@ -79,15 +79,15 @@ def read_prompt(
     return logits
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+def _attend(queries: Tensor, past: tuple[Tensor, Tensor], scaling: float) -> Tensor:
     """Causal attention of all tokens: (tokens, query heads * head size).
 
     Args:
         queries: (tokens, query heads * head size).
-        keys: (key heads, tokens, head size).
-        values: (key heads, tokens, head size).
+        past: keys and values, (key heads, tokens, head size) each.
         scaling: factor of the scores.
     """
+    keys, values = past
     heads, count, size = keys.shape
     found = torch.empty_like(queries)
     grouped = queries.view(count, heads, -1, size)
