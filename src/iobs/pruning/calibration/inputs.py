@@ -127,7 +127,9 @@ def _exact_shortcuts(
     known = _known_inputs(stream, stage, index, [*found, *others])
     place = {layer: number for number, group in enumerate(groups) for layer in group}
     exact: list[Shortcut | Bypass] = []
-    for some in [found, *([one] for one in others)]:
+    tried: list[list[Shortcut | Bypass]] = [found]
+    tried += [[one] for one in others]
+    for some in tried:
         usable = [one for one in some if one.layer in known]
         # A bypass is in force before the inputs of later shortcuts are known: the block must be exact without these.
         last = max((place[one.layer] for one in usable), default=0)
