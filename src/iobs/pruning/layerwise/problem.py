@@ -10,7 +10,7 @@ from torch import Tensor
 
 from iobs.core.column_groups import Groups
 from iobs.core.grids import grid_of
-from iobs.core.patterns import Pattern
+from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.pruning.calibration.gram import WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected
@@ -39,6 +39,7 @@ class Task:
         recipe: solver, refinement and damping.
         zeros: (rows, columns) weights whose zeros stay zero; None: any entry may be kept.
         bias: (rows,) bias that belongs to the target weights, if the layer's bias is refitted; otherwise None.
+        importance: (rows,) positive weights of the rows' errors; None: all rows count equally.
     """
 
     layer: Layer
@@ -48,6 +49,7 @@ class Task:
     recipe: Recipe
     zeros: Tensor | None = None
     bias: Tensor | None = None
+    importance: Tensor | None = None
 
     def statistics(self, given: Statistics) -> Statistics:
         """The statistics of the problem: of inputs without their means if the bias is refitted."""
@@ -73,14 +75,16 @@ def solve_layer(task: Task, statistics: Statistics) -> list[Solution]:
             problem = problem.to(torch.float32)
         refine = task.recipe.refine if task.zeros is None else keeping(task.zeros[own], task.recipe.refine)
         assert task.recipe.network_solver is None
+        scale = _row_scale(task, problem, own)
         solution = solve(
-            problem,
+            problem if scale is None else problem.scaled(scale),
             pattern,
             _solver_of(task),
             refine=refine,
             damping=task.recipe.damping,
             name=task.layer.name,
         )
+        solution = solution if scale is None else unscaled(solution, problem, scale)
         solution.stats["drift_damping"] = drift_damping
         solutions.append(solution)
     return solutions
@@ -115,17 +119,36 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics) -> list[Soluti
         hessian = problems[0].matrix.to(torch.float32)  # the solver recognises the shared Hessian by its identity
         problems = [_in_float32(problem, hessian) for problem in problems]
     recipe = tasks[0].recipe
+    scales = [_row_scale(task, problem, slice(None)) for task, problem in zip(tasks, problems, strict=True)]
     solutions = solve_many(
-        problems,
+        [one if scale is None else one.scaled(scale) for one, scale in zip(problems, scales, strict=True)],
         [task.pattern for task in tasks],
         _solver_of(tasks[0]),
         refine=recipe.refine,
         damping=recipe.damping,
         name=", ".join(task.layer.name for task in tasks),
     )
-    for solution, (_, drift_damping) in zip(solutions, found, strict=True):
-        solution.stats["drift_damping"] = drift_damping
+    for place, (problem, scale, (_, drift_damping)) in enumerate(zip(problems, scales, found, strict=True)):
+        if scale is not None:
+            solutions[place] = unscaled(solutions[place], problem, scale)
+        solutions[place].stats["drift_damping"] = drift_damping
     return solutions
+
+
+def _row_scale(task: Task, problem: Quadratic, own: slice) -> Tensor | None:
+    """Square roots of the weights of the rows of a group, (rows, 1); None if all rows count equally.
+
+    Weights of rows change nothing where every row has a count of its own, and nothing in the result of magnitude.
+    """
+    competing = isinstance(task.pattern, Unstructured) and task.pattern.per == "layer"
+    if task.importance is None or not competing or task.recipe.reads_weights_only:
+        return None
+    return task.importance[own].sqrt()[:, None].to(problem.dtype)
+
+
+def unscaled(solution: Solution, problem: Quadratic, scale: Tensor) -> Solution:
+    """The solution of a problem, from that of the problem with scaled rows."""
+    return Solution(solution.weight / scale, solution.mask, problem, solution.stats)
 
 
 def _solver_of(task: Task) -> str | Solver | None:
