@@ -151,3 +151,11 @@ def test_card_holds_tags_library_and_scores():
     local = report.render_card(make_report(), "/home/me/model", "transformers")
     assert "/home" not in local
     assert "base_model" not in local
+
+
+def test_card_says_what_gradient_steps_were_taken():
+    made = make_report(rounds=1)
+    assert "block reconstruction" not in report.render_card(made, "mine", None)
+    made.settings["decided"] = {"blocks": {"window": 2, "steps": 100, "network_steps": 1200}}
+    card = report.render_card(made, "mine", None)
+    assert "at most 100 gradient steps in each window of 2 blocks, then at most 1,200 of the whole network" in card

@@ -61,9 +61,9 @@ class Summary:
             [
                 *([row.label] if labelled else []),
                 row.name,
-                f"{row.coefficient:.5g}",
-                _number(row.error, ".2g"),
-                _number(row.z, ".1f"),
+                _number(row.coefficient, 5),
+                _number(row.error, 2),
+                f"{row.z:.1f}" if math.isfinite(row.z) else "–",
             ]
             for row in self.rows
         ]
@@ -117,5 +117,7 @@ class Summary:
         return frame if any(row.label for row in self.rows) else frame.drop(columns="class")
 
 
-def _number(value: float, how: str) -> str:
-    return format(value, how) if math.isfinite(value) else "–"
+def _number(value: float, digits: int) -> str:
+    """Significant digits, without an exponent for values that a person reads at a glance: 240, not 2.4e+02."""
+    text = f"{value:#.{digits}g}" if math.isfinite(value) else "–"
+    return f"{value:,.0f}" if "e+" in text and abs(value) < 1e7 else text.rstrip(".")
