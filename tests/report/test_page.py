@@ -1,6 +1,8 @@
 """The HTML page of a report and the model card."""
 
+import csv
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -96,7 +98,17 @@ def test_report_is_saved_by_suffix(tmp_path, suffix):
     if suffix == ".json":
         assert report.read_report(tmp_path / "report.json").coverage == made.coverage
     if suffix == ".csv":
-        assert text.splitlines()[0].startswith("name,shape,asked,zeros")
+        heading, first = list(csv.reader(text.splitlines()))[:2]
+        assert (heading[:4], first[:4]) == (
+            ["name", "shape", "asked", "zeros"],
+            ["model.layers.0.<mlp>", "(8, 6)", "0.5", "24"],
+        )
+
+
+def test_data_frame_without_pandas_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"pip install 'iobs\[tables\]'"):
+        make_report().to_frame()
 
 
 def test_report_is_saved_in_known_forms_only(tmp_path):

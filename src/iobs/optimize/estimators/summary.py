@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from iobs.core.optional import pandas_module
+
 if TYPE_CHECKING:
     import pandas
 
@@ -103,9 +105,11 @@ class Summary:
         )
 
     def to_frame(self) -> pandas.DataFrame:
-        """The table as a pandas DataFrame; needs pandas (`pip install iobs[tables]`)."""
-        import pandas
+        """The table as a pandas DataFrame.
 
+        Raises:
+            ImportError: pandas is not installed; the message has the command that installs it.
+        """
         columns = {
             "class": [row.label for row in self.rows],
             "feature": [row.name for row in self.rows],
@@ -113,7 +117,7 @@ class Summary:
             "standard_error": [row.error for row in self.rows],
             "z": [row.z for row in self.rows],
         }
-        frame = pandas.DataFrame(columns)
+        frame = pandas_module().DataFrame(columns)
         return frame if any(row.label for row in self.rows) else frame.drop(columns="class")
 
 
