@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -240,6 +240,15 @@ class Statistics:
         """The statistics of inputs without their means, for a layer whose bias is refitted."""
         heldout = None if self.heldout is None else self.heldout.centred()
         return Statistics(self.calibration.centred(), heldout, self.tokens, self.rule)
+
+
+def of_rows(given: Statistics, own: slice) -> Statistics:
+    """The statistics of some rows of a layer without groups: only the drift of the residual has rows."""
+
+    def part(gram: Gram | None) -> Gram | None:
+        return gram if gram is None or gram.drift is None else replace(gram, drift=gram.drift.rows(own))
+
+    return replace(given, calibration=part(given.calibration), heldout=part(given.heldout))
 
 
 def of_called(calibration: Gram, heldout: Gram | None) -> Statistics:

@@ -101,3 +101,7 @@ class Drift:
         return Drift(
             self.own - products[0], self.dense - products[1], self.mean, self.energy - self.mean.square().sum()
         )
+
+    def rows(self, own: slice) -> Drift:
+        """The moments of some rows of a layer without groups; `energy` stays that of all rows."""
+        return Drift(self.own[:, own], self.dense[:, own], self.mean[:, own], self.energy)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from iobs.pruning.allocation.sensitivity import CURVE_LEVELS, CURVE_TOKENS
 from iobs.pruning.calibration.gram import WIDE
+from iobs.pruning.layerwise.problem import solves_by_rows
 from iobs.pruning.recipe import BlockFit, Recipe, as_allocation
 from iobs.pruning.reconstruction.walk import NETWORK_RATES, RATES, network_trial_steps, trial_steps
 from iobs.solvers.admm import ADMM, SCHEDULES
@@ -77,8 +78,8 @@ class Work:
         layers: the layers to prune.
         tokens: number of calibration tokens, including held-out ones.
         model_bytes: size of all weights.
-        ranks: number of processes, each with its share of the tokens. Layers with one input are solved at a time, one
-            on each rank.
+        ranks: number of processes, each with its share of the tokens and of the rows of a layer; with solvers that
+            cannot divide rows, layers with one input are solved at a time, one on each rank.
     """
 
     layers: Sequence[Matrix]
@@ -108,7 +109,10 @@ def phases(work: Work, recipe: Recipe, rates: Rates) -> dict[str, float]:
     fit = recipe.blocks and recipe.blocks.within(math.ceil(work.tokens / STEP_TOKENS / work.ranks))
     projections = 1 if fit is None else fit.masks
     streams = 1 if recipe.target == "layer" and fit is None else 2
-    solves = sum(solve_operations(layer, recipe) for layer in work.layers) / _speed_up(work)
+    ranks = work.ranks if solves_by_rows(recipe) else 1
+    solves = sum(solve_operations(layer, recipe, ranks) for layer in work.layers)
+    if ranks < work.ranks:
+        solves /= _speed_up(work)
     found = {
         "reading and writing": (streams + 1) * work.model_bytes / rates.transfer,
         "Grams": projections * sum(2.0 * work.tokens * layer.shape[1] ** 2 for layer in work.layers) / rates.solve,
@@ -179,8 +183,8 @@ def _speed_up(work: Work) -> float:
     return max(1.0, len(work.layers) / blocks / max(1, turns))
 
 
-def solve_operations(layer: Matrix, recipe: Recipe) -> float:
-    """Operations of a solve: inverses, and products of the weights with a square of columns.
+def solve_operations(layer: Matrix, recipe: Recipe, ranks: int = 1) -> float:
+    """Operations of a solve on each rank: inverses, and products of its rows with a square of columns.
 
     One product is needed per iteration, one for the linear term and two for the error; float64 counts twice.
     """
@@ -190,4 +194,4 @@ def solve_operations(layer: Matrix, recipe: Recipe) -> float:
         iterations, stages = 1, 2
     square = layer.shape[1] ** 2
     other = 3 if layer.shape[1] >= WIDE else 6
-    return 2.0 * layer.shape[0] * square * (iterations + other) + 2.0 * layer.shape[1] * square * stages
+    return 2.0 * layer.shape[0] / ranks * square * (iterations + other) + 2.0 * layer.shape[1] * square * stages

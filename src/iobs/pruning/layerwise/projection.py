@@ -26,13 +26,13 @@ from iobs.pruning.calibration.sweep import Group, batched
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.layerwise.grids import stored_weight
 from iobs.pruning.layerwise.patterns import asked, share_of
-from iobs.pruning.layerwise.problem import Task, can_share, refitted_bias, solve_layer, solve_together
+from iobs.pruning.layerwise.problem import Task, can_divide, can_share, refitted_bias, solve_layer, solve_together
 from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import LayerRecord, RoundRecord, layer_record
 from iobs.pruning.runtime.checkpoint import Checkpoint
-from iobs.pruning.runtime.ranks import Ranks
+from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.store import Store
 
 
@@ -74,7 +74,11 @@ class Projection:
 
     @torch.no_grad()
     def project(self, group: Group) -> None:
-        """Prune the layers of a group, one per rank at a time; layers in the checkpoint are read from there."""
+        """Prune the layers of a group; layers in the checkpoint are read from there.
+
+        With several ranks every rank solves some rows of each layer; or one layer for each rank is solved at a time, if
+        that leaves no rank without a layer, or if the rows of a layer cannot be divided.
+        """
         left = [layer for layer in group.layers if self._key(layer) not in self.checkpoint]
         for layer in group.layers:
             if layer not in left:
@@ -85,6 +89,11 @@ class Projection:
         if self.ranks.size == 1:
             self._project_on_one_rank(left, statistics)
             return
+        if len(left) % self.ranks.size:
+            divided = [layer for layer in left if self._can_divide(layer)]
+            for solved in self._solve_group(divided, statistics):
+                self._add(self._measured(solved, statistics, 0))
+            left = [layer for layer in left if layer not in divided]
         for layers in batched(left, self.ranks.size):
             solved = [self._solve_if_owner(layer, statistics, owner) for owner, layer in enumerate(layers)]
             for owner, one in enumerate(solved):
@@ -95,23 +104,27 @@ class Projection:
         for solved in self._solve_group(layers, statistics):
             self._add(self._measured(solved, statistics, 0))
 
+    def _can_divide(self, layer: Layer) -> bool:
+        """Check that the ranks can solve a layer together."""
+        return can_divide(layer, self.recipe.for_layer(layer.name), self.patterns[layer], self.ranks)
+
     def _solve_group(self, layers: Sequence[Layer], statistics: Statistics) -> Iterator[_Solved]:
-        """Solve the layers, together if they can share factorisations, otherwise one by one."""
+        """Solve the layers on all ranks, together if they can share factorisations, otherwise one by one."""
         if not can_share(layers, [self.recipe.for_layer(layer.name) for layer in layers]):
-            yield from (self._solve(self._task(layer), statistics) for layer in layers)
+            yield from (self._solve(self._task(layer), statistics, self.ranks) for layer in layers)
             return
         began = time.perf_counter()
         tasks = [self._task(layer) for layer in layers]
-        solutions = solve_together(tasks, statistics)
+        solutions = solve_together(tasks, statistics, self.ranks)
         seconds = (time.perf_counter() - began) / len(tasks)
         pairs = zip(tasks, solutions, strict=True)
-        yield from (self._written(task, [solution], statistics, seconds) for task, solution in pairs)
+        yield from (self._written(task, [solution], statistics, seconds, self.ranks) for task, solution in pairs)
 
-    def _solve(self, task: Task, statistics: Statistics) -> _Solved:
-        """Solve one layer."""
+    def _solve(self, task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> _Solved:
+        """Solve one layer; with several ranks each solves some rows."""
         began = time.perf_counter()
-        solutions = solve_layer(task, statistics)
-        return self._written(task, solutions, statistics, time.perf_counter() - began)
+        solutions = solve_layer(task, statistics, ranks)
+        return self._written(task, solutions, statistics, time.perf_counter() - began, ranks)
 
     def _task(self, layer: Layer) -> Task:
         """The task of a layer: its pattern, its settings, and its current, target and given weights."""
@@ -145,10 +158,26 @@ class Projection:
         task = self._task(layer)
         return self._solve(task, statistics) if owner == self.ranks.rank else _Solved.empty(task)
 
-    def _written(self, task: Task, solutions: Sequence[Solution], statistics: Statistics, seconds: float) -> _Solved:
-        """Write the solutions of a layer, one per group of its rows, and its refitted bias into the model."""
+    def _written(
+        self,
+        task: Task,
+        solutions: Sequence[Solution],
+        statistics: Statistics,
+        seconds: float,
+        ranks: Ranks = ALONE,
+    ) -> _Solved:
+        """Write the solutions of a layer and its refitted bias into the model.
+
+        Args:
+            task: the layer.
+            solutions: one per group of its rows, or one of the rows of this rank.
+            statistics: Grams of its inputs.
+            seconds: of the solve.
+            ranks: processes that have the other rows.
+        """
         dtype = self.store.stored_dtype(task.layer)
-        self.store.write(task.layer, torch.cat([stored_weight(one, task.pattern, dtype) for one in solutions]))
+        weight = torch.cat([stored_weight(one, task.pattern, dtype) for one in solutions])
+        self.store.write(task.layer, weight if ranks.size == 1 else ranks.gather(weight, task.layer.shape[0]))
         bias = refitted_bias(task, task.layer.read(self.store.model), statistics.calibration)
         if bias is not None:
             self.store.write_tensor(self.biases[task.layer], bias)
