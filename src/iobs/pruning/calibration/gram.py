@@ -245,10 +245,11 @@ class Statistics:
 def of_rows(given: Statistics, own: slice) -> Statistics:
     """The statistics of some rows of a layer without groups: only the drift of the residual has rows."""
 
-    def part(gram: Gram | None) -> Gram | None:
-        return gram if gram is None or gram.drift is None else replace(gram, drift=gram.drift.rows(own))
+    def part(gram: Gram) -> Gram:
+        return gram if gram.drift is None else replace(gram, drift=gram.drift.rows(own))
 
-    return replace(given, calibration=part(given.calibration), heldout=part(given.heldout))
+    heldout = None if given.heldout is None else part(given.heldout)
+    return replace(given, calibration=part(given.calibration), heldout=heldout)
 
 
 def of_called(calibration: Gram, heldout: Gram | None) -> Statistics:

@@ -91,8 +91,8 @@ class Projection:
             return
         if len(left) % self.ranks.size:
             divided = [layer for layer in left if self._can_divide(layer)]
-            for solved in self._solve_group(divided, statistics):
-                self._add(self._measured(solved, statistics, 0))
+            for one in self._solve_group(divided, statistics):
+                self._add(self._measured(one, statistics, 0))
             left = [layer for layer in left if layer not in divided]
         for layers in batched(left, self.ranks.size):
             solved = [self._solve_if_owner(layer, statistics, owner) for owner, layer in enumerate(layers)]
