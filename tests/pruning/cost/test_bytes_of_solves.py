@@ -24,13 +24,14 @@ def counted(layer, kind, recipe):
     rows, columns = layer.shape
     weight = torch.randn(rows, columns)
     with TensorBytes() as gathering:
-        grams = [Gram.empty(layer, weight.device, kind.pairs, False, drifts) for _ in range(kind.parts)]
-        for one in grams * 2:
-            own = torch.randn(1, TOKENS, columns)
-            dense = own + 0.1 * torch.randn(1, TOKENS, columns) if kind.pairs else None
-            one.add(own, dense, torch.randn(1, TOKENS, rows) if drifts else None)
-        for one in grams:
-            one.finish()
+        grams = []
+        for _ in range(kind.parts):
+            grams.append(Gram.empty(layer, weight.device, kind.pairs, False, drifts))
+            for _ in range(2):
+                own = torch.randn(1, TOKENS, columns)
+                dense = own + 0.1 * torch.randn(1, TOKENS, columns) if kind.pairs else None
+                grams[-1].add(own, dense, torch.randn(1, TOKENS, rows) if drifts else None)
+            grams[-1].finish()
     found = Statistics(grams[0], grams[1] if kind.parts == 2 else None)
     tensors = [tensor for one in grams for tensor in (one.own, one.cross, one.dense)]
     tensors += [tensor for one in grams if one.drift is not None for tensor in (one.drift.own, one.drift.dense)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from iobs.pruning.calibration.moments import Drift, Means
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
-from iobs.pruning.runtime.ranks import Ranks
+from iobs.pruning.runtime.ranks import ALONE, Ranks
 
 POSITIONS = 64  # output positions per sample that enter the Gram of a convolution; more gave no visible gain
 EXPERT_TOKENS = 16  # an expert with fewer tokens has no usable Hessian
@@ -287,7 +287,7 @@ def by_magnitude(
     return Statistics(Gram(identity, count=1), heldout, seen, f"pruned by magnitude: {why}")
 
 
-def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:
+def relative_output_error(gram: Gram, weight: Tensor, target: Tensor, ranks: Ranks = ALONE) -> float:
     """||V X - T D||^2 / ||T D||^2 over all groups, from the Grams alone; T D + E in place of T D with a drift E.
 
     It is 0 if the target's output is zero, and NaN if a weight or a Gram holds NaN.
@@ -296,13 +296,20 @@ def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:
         gram: of the inputs X, and of dense inputs D (X itself without them).
         weight: V, (rows, columns).
         target: T, (rows, columns).
+        ranks: processes that all hold these matrices, and each compute the terms of some rows.
     """
     parts, dtype = gram.own.shape[0], gram.own.dtype
+    if parts > 1:
+        ranks = ALONE
+    elif ranks.size > 1:
+        own = ranks.part(len(weight))
+        weight, target = weight[own], target[own]
+        gram = gram if gram.drift is None else replace(gram, drift=gram.drift.rows(own))
     weight, target = (matrix.to(dtype).reshape(parts, -1, matrix.shape[1]) for matrix in (weight, target))
     energy = _product(target, gram.target_energy(), target)
     if gram.drift is not None:
         pull = _inner(gram.drift.own, weight)
-        energy += float(gram.drift.energy) + 2 * _inner(gram.drift.dense, target)
+        energy += float(gram.drift.energy) * ranks.first + 2 * _inner(gram.drift.dense, target)
     else:
         pull = 0.0
     if gram.cross is None:
@@ -310,6 +317,7 @@ def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:
         error = _product(difference, gram.own, difference)
     else:
         error = _product(weight, gram.own, weight) - 2 * (_product(target, gram.cross, weight) + pull) + energy
+    error, energy = ranks.total(error), ranks.total(energy)
     return 0.0 if energy <= 0 else max(error / energy, 0.0)  # in this order NaN stays NaN
 
 

@@ -26,7 +26,15 @@ from iobs.pruning.calibration.sweep import Group, batched
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.layerwise.grids import stored_weight
 from iobs.pruning.layerwise.patterns import asked, share_of
-from iobs.pruning.layerwise.problem import Task, can_divide, can_share, refitted_bias, solve_layer, solve_together
+from iobs.pruning.layerwise.problem import (
+    SEARCH_COLUMNS,
+    Task,
+    can_divide,
+    can_share,
+    refitted_bias,
+    solve_layer,
+    solve_together,
+)
 from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
@@ -210,15 +218,16 @@ class Projection:
             )
         target = task.current if task.target is None else task.target
         dense = self.store.dense(layer)
-        error = relative_output_error(gram, written, target)
+        ranks = self.ranks if layer.shape[1] >= SEARCH_COLUMNS else ALONE  # small layers take no time
+        error = relative_output_error(gram, written, target, ranks)
         entry = LayerRecord(
             name=layer.name,
             shape=layer.shape,
             asked=share_of(self.patterns[layer], layer),
             zeros=int((written == 0).sum()),
             error_calibration=error,
-            error_heldout=None if heldout is None else relative_output_error(heldout, written, target),
-            error_dense=error if dense is None else relative_output_error(gram, written, dense),
+            error_heldout=None if heldout is None else relative_output_error(heldout, written, target, ranks),
+            error_dense=error if dense is None else relative_output_error(gram, written, dense, ranks),
             damping=damping,
             dead_columns=int(dead_columns),
             inputs=gram.count if statistics.tokens is None else statistics.tokens,
