@@ -255,7 +255,8 @@ def gathering_bytes(layer: Matrix, kind: Kind, tokens: int, itemsize: int) -> in
 def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
     """Bytes of a solve: squares (columns, columns) and matrices (rows, columns) that are in memory at once.
 
-    Grams stay, and the current weights with those of the target. Then come, one after another:
+    Grams stay but for those of the target's energy, and the current weights with those of the target. Then come, one
+    after another:
 
     - with a dense model and held-out samples the ridge regression: the damped Hessian, its factor and eight matrices;
     - the solver, with a damped Hessian, the linear term and the anchor in float32. ADMM's search has three more squares
@@ -266,7 +267,8 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
     square, matrix = layer.shape[1] ** 2, layer.weights // layer.groups
     wide = layer.shape[1] >= WIDE
     number = 4 if wide else 8
-    grams = (2 if kind.centred else 1) * number * kind.squares * layer.groups * square
+    kept = kind.parts * (2 if kind.pairs else 1)
+    grams = (2 if kind.centred else 1) * number * kept * layer.groups * square
     given = (8 if kind.pairs else 4) * matrix
     regression = number * (2 * square + 8 * matrix) if kind.pairs and kind.parts > 1 else 0
     problem = (4 if wide else 8) * square + (16 if kind.pairs else 4) * matrix
@@ -275,7 +277,7 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
     else:
         search = max(24 * square, 6 * square + 21 * matrix)
     errors = 12 * matrix if wide else 4 * square + 44 * matrix
-    return grams + kind.drift(layer) + given + max(regression, problem + search, errors)
+    return grams + kind.drift(layer) // 2 + given + max(regression, problem + search, errors)
 
 
 def speed(device: torch.device, dtype: torch.dtype = torch.float32) -> float:

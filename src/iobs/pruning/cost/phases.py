@@ -142,7 +142,7 @@ def solve_load(work: Work, recipe: Recipe) -> Load:
     """The solves of all layers, and their errors for the report."""
     pairs = recipe.target != "layer"
     ranks = work.ranks if solves_by_rows(recipe) else 1
-    errors = (2 if pairs else 1) + (1 if work.held_out else 0)
+    errors = 2 if work.held_out else 1
     solves, measures = Load(), Load()
     for layer in work.layers:
         solves += problem_load(layer, pairs, ranks) + search_load(layer, recipe, ranks)

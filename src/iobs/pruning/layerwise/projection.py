@@ -21,7 +21,7 @@ from torch import Tensor
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Solution
 from iobs.errors import NonFiniteError
-from iobs.pruning.calibration.gram import Statistics, relative_output_error
+from iobs.pruning.calibration.gram import Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.sweep import Group, batched
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.layerwise.grids import stored_weight
@@ -76,6 +76,7 @@ class Projection:
     biases: Mapping[Layer, str] = field(default_factory=dict)
     level: str = ""
     record: RoundRecord = field(init=False)
+    _energies: dict[Layer, _Energies] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.record = RoundRecord(self.index, asked(self.patterns), None, None, [])
@@ -94,6 +95,8 @@ class Projection:
         if not left:
             return
         statistics = group.statistics()
+        self._energies = {layer: self._energies_of(layer, statistics) for layer in left}
+        statistics.forget_energy()  # a third of the memory of Grams, which the solves need
         if self.ranks.size == 1:
             self._project_on_one_rank(left, statistics)
             return
@@ -106,6 +109,23 @@ class Projection:
             solved = [self._solve_if_owner(layer, statistics, owner) for owner, layer in enumerate(layers)]
             for owner, one in enumerate(solved):
                 self._add(self._measured(one, statistics, owner))
+
+    def _sharing(self, layer: Layer) -> Ranks:
+        """The ranks that share the errors of a layer; small layers take no time."""
+        return self.ranks if layer.shape[1] >= SEARCH_COLUMNS else ALONE
+
+    def _energies_of(self, layer: Layer, statistics: Statistics) -> _Energies:
+        """The energies of the layer's target and of its dense weights."""
+        task, ranks, dense = self._task(layer), self._sharing(layer), self.store.dense(layer)
+        target, used = task.current if task.target is None else task.target, task.statistics(statistics)
+        own = target_energy(used.calibration, target, ranks)
+        # A target other than the current weights is the dense layer.
+        known = dense is None or task.target is not None
+        return _Energies(
+            own,
+            0.0 if used.heldout is None else target_energy(used.heldout, target, ranks),
+            own if known or dense is None else target_energy(used.calibration, dense, ranks),
+        )
 
     def _project_on_one_rank(self, layers: Sequence[Layer], statistics: Statistics) -> None:
         """Prune the layers in the only process of the run."""
@@ -218,16 +238,20 @@ class Projection:
             )
         target = task.current if task.target is None else task.target
         dense = self.store.dense(layer)
-        ranks = self.ranks if layer.shape[1] >= SEARCH_COLUMNS else ALONE  # small layers take no time
-        error = relative_output_error(gram, written, target, ranks)
+        ranks, energies = self._sharing(layer), self._energies[layer]
+        error = relative_output_error(gram, written, target, ranks, energies.calibration)
+        of_dense = error
+        if dense is not None and task.target is None:
+            of_dense = relative_output_error(gram, written, dense, ranks, energies.dense)
+        held = None if heldout is None else relative_output_error(heldout, written, target, ranks, energies.heldout)
         entry = LayerRecord(
             name=layer.name,
             shape=layer.shape,
             asked=share_of(self.patterns[layer], layer),
             zeros=int((written == 0).sum()),
             error_calibration=error,
-            error_heldout=None if heldout is None else relative_output_error(heldout, written, target, ranks),
-            error_dense=error if dense is None else relative_output_error(gram, written, dense, ranks),
+            error_heldout=held,
+            error_dense=of_dense,
             damping=damping,
             dead_columns=int(dead_columns),
             inputs=gram.count if statistics.tokens is None else statistics.tokens,
@@ -262,6 +286,15 @@ class Projection:
         """Add the record of a layer to the record of the round, and tell the callback."""
         self.record.layers.append(entry)
         self.callback.on_layer(entry, self.index)
+
+
+@dataclass(frozen=True)
+class _Energies:
+    """Energies of the outputs of a layer: of its target, on calibration and held-out samples, and of dense weights."""
+
+    calibration: float
+    heldout: float
+    dense: float
 
 
 @dataclass(frozen=True)
