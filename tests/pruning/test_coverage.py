@@ -123,13 +123,13 @@ def test_coverage_is_counted_in_at_least_40_families():
 
 
 def test_coverage_names_the_true_reasons():
-    names = ("einsum", "scaled", "unfed", "tied")
+    names = ("einsum", "squared", "unfed", "tied")
     kinds = {name: {one.name: one.kind for one in check(name).coverage.dense} for name in names}
     assert kinds["einsum"] == {}
-    assert kinds["scaled"] == {"other": "not multiplied"}
+    assert kinds["squared"] == {"other": "not multiplied"}
     assert kinds["unfed"] == {"unused": "unreached"}
     assert kinds["tied"] == {"second": "shared", "head": "tied"}
-    assert set(kinds["scaled"].values()) <= set(KINDS)
+    assert set(kinds["squared"].values()) <= set(KINDS)
 
 
 def test_coverage_of_a_streamed_model_equals_the_resident_one(tmp_path):
@@ -148,7 +148,7 @@ def test_coverage_of_a_streamed_model_equals_the_resident_one(tmp_path):
 
 
 def test_dense_share_of_20_percent_warns_once():
-    model, batches = build("scaled")
+    model, batches = build("squared")
     with pytest.warns(CoverageWarning, match=r"Only \d+% of the weight entries.*can be observed .other.") as caught:
         report = iobs.prune(model, batches, 0.5, "one-shot", solver="magnitude", holdout=0.0)
     assert len(caught) == 1

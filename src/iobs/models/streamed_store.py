@@ -374,6 +374,7 @@ class StreamedStore(Store):
             recipe=recipe,
             holdout=holdout,
             device=self.device,
+            dtype=self.streamed.arithmetic,
         )
         return found.placed(chosen(self.streams, on_cpu, found.streams_bytes, self._room(found)), self.device)
 

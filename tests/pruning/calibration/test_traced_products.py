@@ -105,6 +105,43 @@ def test_bilinear_is_pruned_as_a_linear_on_the_products_of_its_inputs():
     torch.testing.assert_close(pairs.both.weight.flatten(1), flat.both.weight, atol=1e-5, rtol=1e-4)
 
 
+def test_a_weight_among_three_factors_is_pruned_as_a_linear_on_the_products_of_the_others():
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = nn.Parameter(torch.randn(5, 3, 4))
+
+        def forward(self, x):
+            return torch.einsum("be,bi,oei->bo", x[:, :3].softmax(1), x[:, 3:], self.w)
+
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Linear(12, 5, bias=False)
+            self.w.weight.data = Mixture().w.data.flatten(1).clone()
+
+        def forward(self, x):
+            return self.w((x[:, :3, None].softmax(1) * x[:, None, 3:]).flatten(1))
+
+    mixture, flat = Mixture(), Flat()
+    for model in (mixture, flat):
+        assert iobs.prune(model, data(60, 7), 0.5, "one-shot").zeros == 30
+    torch.testing.assert_close(mixture.w.flatten(1), flat.w.weight, atol=1e-5, rtol=1e-4)
+
+
+def test_a_quotient_by_a_weight_is_no_scaled_weight():
+    class Quotient(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.head = nn.Parameter(torch.rand(12, 12) + 1), nn.Linear(12, 4)
+
+        def forward(self, x):
+            return self.head(x @ (torch.div(2.0, self.w) + torch.div(self.w, 2.0, rounding_mode="floor")))
+
+    assert [row.name for row in iobs.prune(Quotient(), data(), 0.5, "one-shot").audit] == ["head"]
+
+
 class Fused(nn.Module):
     """Four experts in one parameter, in several layouts; the sign of two inputs routes a sample."""
 
@@ -196,7 +233,7 @@ def test_parameters_that_no_product_multiplies_stay_dense_with_this_reason():
             self.head = nn.Linear(12, 4)
 
         def forward(self, x):
-            return self.head((x[:, None] + self.place) @ (self.both * 2))
+            return self.head((x[:, None] + self.place) @ self.both.sin())
 
     report = iobs.prune(Positions(), data(), 0.5, "one-shot")
     assert [row.name for row in report.audit] == ["head"]

@@ -72,3 +72,11 @@ def test_include_skip_and_depthwise_select_layers():
     assert {row.name.split(".")[-1] for row in report.audit} == {"conv1", "conv2", "head"}
     assert report.skipped["stem"] == "not among the included names"
     assert report.skipped["stages.0.0.short"] == "ignored by name"
+
+
+def test_lazy_layers_that_were_never_called_are_refused_until_they_are():
+    model, batch = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(4)), torch.randn(8, 6)
+    with pytest.raises(LayerSelectionError, match=r"'0\.weight' has no shape yet; call the model"):
+        iobs.prune(model, [batch], 0.5)
+    model(batch)
+    assert iobs.prune(model, [batch], 0.5).coverage.share == 1

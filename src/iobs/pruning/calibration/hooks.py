@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch as functorch
 from torch.overrides import TorchFunctionMode
 
+from iobs.pruning.calibration.products import outside_vmap
 from iobs.pruning.calibration.recurrent import matrix_inputs
 from iobs.pruning.calibration.uses import captured_products
 from iobs.pruning.network.layers import CONVOLUTIONS, RECURRENT, Layer, projections
@@ -179,14 +179,6 @@ class _DirectUses(TorchFunctionMode):
         # A new object only if necessary, because layers with the same input are recognised by its identity.
         value = outside_vmap(value.detach() if value.requires_grad else value)
         self.note(layer, self.model.get_submodule(layer.path), value)
-
-
-def outside_vmap(value: Tensor) -> Tensor:
-    """The tensor behind a value inside `torch.vmap`, with the mapped dimensions in front; other values unchanged."""
-    while functorch.is_batchedtensor(value):
-        dimension = functorch.maybe_get_bdim(value)
-        value = functorch.get_unwrapped(value).movedim(dimension, 0)
-    return value
 
 
 def version_of(value: Tensor) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.nn import functional
 
 from iobs.pruning.calibration.gram import POSITIONS
@@ -20,6 +22,14 @@ from iobs.pruning.calibration.gram import POSITIONS
 Argument: TypeAlias = Any  # an argument of a function of torch, which takes several types
 Labels: TypeAlias = list[object]
 Index: TypeAlias = tuple[int, ...]
+
+
+def outside_vmap(value: Tensor) -> Tensor:
+    """The tensor behind a value inside `torch.vmap`, with the mapped dimensions in front; other values unchanged."""
+    while functorch.is_batchedtensor(value):
+        dimension = functorch.maybe_get_bdim(value)
+        value = functorch.get_unwrapped(value).movedim(dimension, 0)
+    return value
 
 
 @dataclass(frozen=True)
@@ -62,11 +72,15 @@ def _factors(left: Tensor, left_labels: Labels, right: Tensor, right_labels: Lab
         (right, right_labels, left, left_labels),
         (left, left_labels, right, right_labels),
     ):
-        if (found := _arranged(weight, own, value, others, kept)) is not None:
+        if (found := _arranged(weight, own, partial(_itself, value), others, kept)) is not None:
             yield found
 
 
-def _arranged(weight: Tensor, own: Labels, value: Tensor, others: Labels, kept: Labels) -> Product | None:
+def _itself(value: Tensor) -> Tensor:
+    return value
+
+
+def _arranged(weight: Tensor, own: Labels, value: Callable[[], Tensor], others: Labels, kept: Labels) -> Product | None:
     """One factor with its dimensions in order; None if it is not a stack of matrices, each with its own input."""
     if len(set(own)) < len(own) or len(set(others)) < len(others):
         return None
@@ -81,12 +95,15 @@ def _arranged(weight: Tensor, own: Labels, value: Tensor, others: Labels, kept: 
     if not rows or not columns or any(one not in kept for one in (*rows, *rest)):
         return None
     factor = weight.permute([own.index(one) for one in (*batch, *rows, *columns)])
-    inputs = value
-    if [*batch, *rest, *columns] != others:
-        inputs = value.permute([others.index(one) for one in (*batch, *rest, *columns)])
-    if len(columns) > 1:
-        inputs = inputs.flatten(-len(columns))
-    return Product(factor, len(batch), len(rows), lambda index: inputs[index] if index else inputs)
+
+    def inputs(index: Index) -> Tensor:
+        found = value()
+        if [*batch, *rest, *columns] != others:
+            found = found.permute([others.index(one) for one in (*batch, *rest, *columns)])
+        found = found.flatten(-len(columns)) if len(columns) > 1 else found
+        return found[index] if index else found
+
+    return Product(factor, len(batch), len(rows), inputs)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Product]:
@@ -113,6 +130,11 @@ def _reversed_matmul(input: Tensor, other: Tensor) -> Iterator[Product]:
     yield from _matmul(other, input)
 
 
+def _inner(input: Tensor, other: Tensor) -> Iterator[Product]:
+    if other.ndim <= 2:
+        yield from _matmul(input, other.mT if other.ndim == 2 else other)
+
+
 def _added_matmul(
     input: Tensor, *factors: Tensor, beta: object = 1, alpha: object = 1, **named: Tensor
 ) -> Iterator[Product]:
@@ -123,7 +145,7 @@ def _added_matmul(
 def _einsum(equation: str, *operands: Argument) -> Iterator[Product]:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    if len(operands) != 2:
+    if len(operands) < 2:
         return
     terms, _, result = equation.replace(" ", "").partition("->")
     given = terms.split(",")
@@ -134,7 +156,21 @@ def _einsum(equation: str, *operands: Argument) -> Iterator[Product]:
         letters = [one for term in labels for one in term if isinstance(one, str)]
         kept = [one for one in letters if letters.count(one) == 1]
     dots = [one for term in labels for one in term if isinstance(one, int)]
-    yield from _factors(operands[0], labels[0], operands[1], labels[1], [*kept, *dots])
+    if len(operands) == 2:
+        yield from _factors(operands[0], labels[0], operands[1], labels[1], [*kept, *dots])
+    elif not dots:
+        yield from _one_of_several(given, operands, kept)
+
+
+def _one_of_several(terms: list[str], operands: tuple[Tensor, ...], kept: Labels) -> Iterator[Product]:
+    """Each operand of an einsum as the weight; its input is the product of the others."""
+    for place, (weight, own) in enumerate(zip(operands, terms, strict=True)):
+        others = [*operands[:place], *operands[place + 1 :]]
+        their = [*terms[:place], *terms[place + 1 :]]
+        left = [one for one in dict.fromkeys("".join(their)) if one in own or one in kept]
+        value = partial(torch.einsum, f"{','.join(their)}->{''.join(left)}", others)
+        if (found := _arranged(weight, [*own], value, [*left], kept)) is not None:
+            yield found
 
 
 def _letters(term: str, dimensions: int) -> Labels:
@@ -258,9 +294,10 @@ def _windows(value: Tensor, kernel: torch.Size, steps: list[int], gaps: list[int
 
 _READERS: dict[str, Callable[..., Iterator[Product]]] = {
     "linear": _linear,
-    **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__"), _matmul),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "__matmul__"), _matmul),
     "__rmatmul__": _reversed_matmul,
-    **dict.fromkeys(("addmm", "baddbmm", "addmm_", "baddbmm_"), _added_matmul),
+    "inner": _inner,
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addmm_", "baddbmm_", "addmv_"), _added_matmul),
     "einsum": _einsum,
     "tensordot": _tensordot,
     "bilinear": _bilinear,

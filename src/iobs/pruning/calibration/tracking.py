@@ -2,12 +2,13 @@
 
 Views of a parameter share its storage, so that the offset and the strides tell the entries. Copies do not, such as the
 result of `cat`, `contiguous` or a change of dtype. For a copy the same function is applied to an int64 tensor with the
-numbers of the parameters' entries.
+numbers of the parameters' entries. A copy may be a multiple of the parameter by one number.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from iobs.pruning.network.layers import Axes, View
 
+_TIMES = frozenset({"mul", "multiply", "__mul__", "__rmul__", "div", "divide", "__truediv__"})
 _FOREIGN = -1  # number of an entry that comes from no parameter
 _MATRICES = 4096  # most matrices in a stack that are looked at
 _SAME = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"})
@@ -35,7 +37,8 @@ class Tracker:
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self._homes: dict[int, list[tuple[int, int, str, int]]] = {}  # by storage: begin, end, name, first number
         self._numbers: list[tuple[int, str, int]] = []  # first number, name, entries
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by storage: the copy, and the numbers in its storage
+        # By storage: the copy, the numbers in its storage, and the number by which it is multiplied.
+        self._copies: dict[int, tuple[Tensor, Tensor, float]] = {}
         total = 0
         for name, parameter in parameters.items():
             if parameter.is_contiguous() and parameter.numel() and (place := _storage(parameter)):
@@ -54,23 +57,34 @@ class Tracker:
     def follow(self, name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: object) -> None:
         """Number the entries of the result of a function that copies entries of parameters."""
         results = [result] if isinstance(result, Tensor) else []
-        if not results or name not in _SAME | _MOVED or self.holds(result):
+        if not results or name not in _SAME | _MOVED | _TIMES or self.holds(result):
             return
-        if not any(self.holds(value) for value in _tensors((args, kwargs))):
+        scales = {self.scale(value) for value in _tensors((args, kwargs)) if self.holds(value)}
+        if len(scales) != 1:
             return
+        scale = scales.pop()
         try:
-            if name in _SAME:
+            if name in _TIMES:
+                in_order = "div" in name or self.holds(args[0])
+                weight, factor = _scaled(name, *(args if in_order else reversed(args)), **kwargs)
+                numbers, scale = self._numbered(weight), scale * factor
+            elif name in _SAME:
                 numbers = self._numbered(args[0])
             else:
                 numbers = func(*_replaced(args, self._numbered), **_replaced(kwargs, self._numbered))
-        except (RuntimeError, TypeError, IndexError):
+        except (RuntimeError, TypeError, IndexError, ValueError, OverflowError, ZeroDivisionError):
             return
         for value in results:
             if (place := _storage(value)) and numbers.shape == value.shape:
                 size = value.untyped_storage().nbytes() // value.element_size()
                 whole = torch.full((size,), _FOREIGN, dtype=torch.int64, device=value.device)
                 whole.as_strided(value.shape, value.stride(), value.storage_offset()).copy_(numbers)
-                self._copies[place] = value, whole
+                self._copies[place] = value, whole, scale
+
+    def scale(self, value: Tensor) -> float:
+        """The number by which the entries of parameters in a tensor are multiplied."""
+        copy = self._copies.get(_storage(value) or 0)
+        return 1.0 if copy is None else copy[2]
 
     def _numbered(self, value: Tensor) -> Tensor:
         """The numbers of a tensor's entries; tensors of integers, such as indices, are returned themselves."""
@@ -103,7 +117,7 @@ class Tracker:
         for index in itertools.product(*map(range, sizes)):
             matrix = factor[index] if index else factor
             if place in self._copies:
-                numbers = self._numbered(matrix).flatten(rows).flatten(0, rows - 1)
+                numbers = self._numbered(matrix).flatten(rows).flatten(0, rows - 1).contiguous()
                 yield from ((index, *found) for found in self._blocks(numbers))
                 continue
             for begin, end, name, _ in self._homes[place or 0]:
@@ -131,6 +145,14 @@ class Tracker:
                 step = (block[:, :1] - block[0, 0]) + (block[:1] - block[0, 0]) + block[0, 0]
                 if bool((step == block).all()):
                     yield name, View(int(block[0, 0]) - first, down, across), (left, right)
+
+
+def _scaled(name: str, weight: Tensor, factor: float | Tensor) -> tuple[Tensor, float]:
+    """A weight and the number that a function multiplies it by; ValueError if it is no such number."""
+    number = float(factor) ** (-1 if "div" in name else 1)
+    if not number or not math.isfinite(number):
+        raise ValueError("no scale")
+    return weight, number
 
 
 def _storage(value: Tensor) -> int | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from iobs.pruning.calibration.products import Index, Product, products
+from iobs.pruning.calibration.products import Index, Product, outside_vmap, products
 from iobs.pruning.calibration.tracking import Tracker
 from iobs.pruning.network.layers import Layer, View, layers_by_class
 
@@ -62,10 +62,11 @@ class Products(TorchFunctionMode):
     def _tell(self, product: Product) -> None:
         """Tell of the matrices of a product; matrices with the same input get the same tensor."""
         values: dict[tuple[Index, tuple[int, int]], Tensor] = {}
+        scale = self.tracker.scale(product.factor)  # (scale W) x = W (scale x)
 
         def value(index: Index, columns: tuple[int, int]) -> Tensor:
             if (index, columns) not in values:
-                found = product.inputs(index)
+                found = product.inputs(index) if scale == 1 else product.inputs(index) * scale
                 whole = columns == (0, found.shape[-1])
                 values[index, columns] = found if whole else found[..., slice(*columns)]
             return values[index, columns]
@@ -85,7 +86,7 @@ def captured_products(model: nn.Module, layers: Sequence[Layer], note: Note) -> 
 
     def heard(name: str, view: View, value: Callable[[], Tensor], stacked: bool) -> None:
         if (layer := known.get((name, view))) is not None:
-            found = value()
+            found = outside_vmap(value())
             note(layer, _PRODUCT, found.detach() if found.requires_grad else found)
 
     with Products(parameters, heard):
@@ -136,7 +137,7 @@ class Observer:
         def heard(name: str, view: View, value: Callable[[], Tensor], stacked: bool) -> None:
             if name not in called:
                 seen = self._seen.setdefault(name, _Seen())
-                seen.views[view] += max(1, value().numel() // max(1, view.shape[1]))
+                seen.views[view] += max(1, outside_vmap(value()).numel() // max(1, view.shape[1]))
                 seen.stacked |= stacked
 
         return Products(self._parameters, heard)

@@ -65,8 +65,15 @@ def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
 
 def may_be_found(model: nn.Module) -> bool:
     """Check that a parameter is left in which an observed forward pass may find a layer."""
+    if _without_shape(model):
+        return False
     kinds = {_reason_of(module, one).kind for _, module, one in other_parameters(model, find_layers(model))}
     return bool(kinds & {"parameter", "convolution"})
+
+
+def _without_shape(model: nn.Module) -> list[str]:
+    """The names of parameters of lazy layers that were never called."""
+    return [name for name, one in model.named_parameters() if isinstance(one, nn.UninitializedParameter)]
 
 
 def select(
@@ -95,9 +102,8 @@ def select(
         NonFiniteError: a weight holds NaN or infinity.
     """
     _require_module(model)
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise LayerSelectionError(f"{name!r} has no shape yet; call the model on a batch first.")
+    if without := _without_shape(model):
+        raise LayerSelectionError(f"{without[0]!r} has no shape yet; call the model on a batch first.")
     if include is None:
         _require_merged(model)
     found = find_layers(model)

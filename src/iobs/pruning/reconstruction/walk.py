@@ -284,7 +284,7 @@ class Walk:
         if key in work.checkpoint:
             fit.masters.restore(work.checkpoint.get(key)[0])
         else:
-            rate, before = self._rate(window), fit.loss()
+            rate, before = self._rate(window, fit), fit.loss()
             after = self._after(fit, steps, rate, decay)
             if not after < before:
                 fit.undo()
@@ -329,23 +329,22 @@ class Walk:
         except NonFiniteError:
             return math.inf
 
-    def _rate(self, window: Window) -> float:
+    def _rate(self, window: Window, fit: Fit) -> float:
         """The learning rate, chosen by trials on the first window, and again on the first with values on a grid."""
         patterns = self.projection.patterns.values()
         on_grids = window.final and any(grid_of(pattern) is not None for pattern in patterns)
         if on_grids not in self.rates:
             values = " on grids" if on_grids else ""
             found = self.work.checkpoint.remembered(
-                f"round {self.projection.index} rate of blocks{values}", lambda: self._trials(window)
+                f"round {self.projection.index} rate of blocks{values}", lambda: self._trials(fit)
             )
             self.rates[on_grids] = float(found["rate"])
             self.work.note(f"Learning rate of block reconstruction{values}: {found['rate']:g} ({found['text']}).")
         return self.rates[on_grids]
 
-    def _trials(self, window: Window) -> JsonObject:
-        """The largest rate with about the least held-out loss after a short fit of the first window."""
+    def _trials(self, fit: Fit) -> JsonObject:
+        """The largest rate with about the least held-out loss after a short fit, which is undone."""
         steps = trial_steps(self.fit)
-        fit = self._new(window)
 
         def trial(rate: float) -> float:
             fit.undo()
