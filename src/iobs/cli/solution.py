@@ -48,7 +48,7 @@ class PathRow(TypedDict):
 
 
 class KnockoffReport(TypedDict):
-    """What the knockoff filter found: its limit, the estimate of the false share, and W of every column."""
+    """Result of the knockoff filter: its limit, the estimate of the false share, and W of every column."""
 
     fdr: float
     kind: str
