@@ -321,10 +321,9 @@ def draw(file: Path, found: Solution) -> None:
         OutputError: the file cannot be written.
     """
     import matplotlib as mpl
-    from matplotlib.figure import Figure
 
     from iobs.errors import OutputError
-    from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients
+    from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients, new_figure
 
     columns = np.arange(len(found.table.names))
     tables = [found.coefficients(fit.theta)[0] for fit in found.fits]
@@ -338,7 +337,7 @@ def draw(file: Path, found: Solution) -> None:
             wide[:, entry["support"]] = entry["coef"]
             tables.append(wide)
     table = largest_coefficients([columns] * len(tables), tables, columns) * found.spread
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = new_figure()
     left, right = figure.subplots(1, 2)
     draw_scores(left, range(len(scores)), scores, errors, found.size, what)
     draw_coefficients(right, range(len(tables)), table, found.table.names, found.size)

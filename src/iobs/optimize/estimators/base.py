@@ -17,7 +17,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.checks import is_clean
-from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients
+from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients, new_figure
 from iobs.optimize.estimators.summary import Row, Summary
 from iobs.optimize.objectives.arguments import forced_columns
 from iobs.optimize.objectives.base import Objective
@@ -256,9 +256,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             raise ProblemError(
                 'There is no path for a given k; fit with k="cv", "cv-1se", "aic", "bic" or "ebic" to draw one.'
             )
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(11, 4), layout="constrained")
+        figure = new_figure()
         left, right = figure.subplots(1, 2)
         sizes = [entry["k"] for entry in self.path_]
         errors = np.array([entry["score_error"] for entry in self.path_])
