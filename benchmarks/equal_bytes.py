@@ -115,8 +115,8 @@ def tables(rows: list[Row]) -> str:
         "Made by `python benchmarks/equal_bytes.py`. The level counts the bits of values and masks (one bit for each "
         "entry of a layer with zeros); 16-bit scales of each row and 128 columns come on top, the same for every "
         "method. A budget chooses sparsity and bits of each layer within the bytes of the level. Dense grids: "
-        f"{_named(DENSE)}; int2 has fewer bytes than its level, since nothing is dense at 1.5 and 2.5 bits. Sparse grids: "
-        f'{_named(SPARSE)}. GPTQ and SparseGPT\'s joint pass are one-shot and uniform. "Polished" takes '
+        f"{_named(DENSE)}; int2 has fewer bytes than its level, since nothing is dense at 1.5 and 2.5 bits. Sparse "
+        f'grids: {_named(SPARSE)}. GPTQ and SparseGPT\'s joint pass are one-shot and uniform. "Polished" takes '
         f"{POLISH.steps} gradient steps on the KL divergence with values kept on the grid. Seed 0, test files.",
     ]
     for name, title in SCORES.items():
@@ -146,7 +146,7 @@ def verdict(found: dict[tuple[str, str, str], Row]) -> list[str]:
                 [found[name, level, f"{kind}{ending}"]["score"] for kind in ("dense grid", "sparse grid", "budget")],
             )
             for name in SCORES
-            for level in DENSE
+            for level in SPARSE
             if all((name, level, f"{kind}{ending}") in found for kind in ("dense grid", "sparse grid", "budget"))
         ]
         signed = [(name, level, [-one if name in LOWER else one for one in own]) for name, level, own in cells]
