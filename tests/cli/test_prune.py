@@ -183,10 +183,20 @@ def test_prune_reports_fewer_windows_than_requested(run, tmp_path):
 
 def test_low_memory_takes_the_same_recipe_by_default(run, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    data = ("--data", tmp_path / "text.txt", "--samples", "4", "--seq-len", "16", "--include", "*layers.0.mlp.up_proj")
+    data = ("--data", tmp_path / "text.txt", "--samples", "10", "--seq-len", "16", "--include", "*layers.0.mlp.up_proj")
     short = ("--set", "blocks.steps=2", "--set", "allocation=uniform", "--set", "blocks.lr=1e-3")
     for name, more in (("whole", ()), ("streamed", ("--low-memory",))):
         run("prune", models.EMBEDDED, "-o", tmp_path / name, "--dtype", "float32", *data, *short, *more)
     whole, streamed = (Recipe.from_yaml(tmp_path / name / "recipe.yaml") for name in ("whole", "streamed"))
     assert whole == streamed
     assert whole.blocks is not None
+    one, two = (read_report(tmp_path / name / "report.json").settings for name in ("whole", "streamed"))
+    assert (one["holdout"], one["samples"]) == (two["holdout"], two["samples"]) == (0.1, 9)
+
+
+def test_low_memory_holds_no_samples_out_where_none_judges(run, tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    data = ("--data", tmp_path / "text.txt", "--samples", "10", "--seq-len", "16", "--include", "*layers.0.mlp.up_proj")
+    run("prune", models.EMBEDDED, "-o", tmp_path / "out", "--low-memory", "--recipe", "one-shot", *data)
+    settings = read_report(tmp_path / "out" / "report.json").settings
+    assert (settings["holdout"], settings["samples"]) == (0.0, 10)

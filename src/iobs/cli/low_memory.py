@@ -103,7 +103,8 @@ def _show_machines(directory: Path, asked: Asked, as_json: bool) -> None:
     options, recipe = asked.options, asked.recipe
     network = shapes_of(directory, options.include, options.ignore, recipe.depthwise)
     machines = [replace(gpu, count=count) for count in (1, 8) for gpu in GPUS]
-    needs = [need(network, recipe, options.samples, options.seq_len, options.batch_size, one) for one in machines]
+    asked_for = network, recipe, options.samples, options.seq_len, options.batch_size
+    needs = [need(*asked_for, one, options.holdout) for one in machines]
     if as_json:
         console.print_json([{**asdict(one), "fits": one.fits, "streams": one.streams} for one in needs])
         return

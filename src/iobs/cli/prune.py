@@ -155,7 +155,7 @@ def _asked(
         "dtype": dtype,
         "low_memory": low_memory,
     }
-    options = RunOptions.of(given, run)
+    options = RunOptions.of(given, run, judged=recipe.blocks is not None)
     under_pattern(as_allocation(recipe.allocation), options.pattern)
     return Asked(recipe, options)
 

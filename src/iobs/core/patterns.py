@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from iobs.core.partition import Partition
+from iobs.core.shared_rows import is_spanning, spanning_mask
 from iobs.core.structured import Structured
 from iobs.errors import PatternError, is_a
 
@@ -281,6 +282,8 @@ def top_mask(scores: Tensor, pattern: Pattern) -> Tensor:
 def top_mask_of(scores: Tensor, groups: Partition) -> Tensor:
     """`top_mask` for the groups of a pattern."""
     shape = scores.shape
+    if is_spanning(groups, scores.numel()):
+        return spanning_mask(scores, groups)
     table = scores.reshape(groups.count, groups.size)
     if groups.keep == 0:
         return torch.zeros(shape, dtype=torch.bool, device=scores.device)

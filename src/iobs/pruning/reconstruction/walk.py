@@ -277,30 +277,30 @@ class Walk:
     # ---- fits
     def _fit(self, window: Window, steps: int, key: str, decay: bool = True) -> None:
         """Fit a window, or read the result from the checkpoint; undo a fit that raises the held-out loss."""
-        work, key = self.work, f"round {self.projection.index} {key}"
+        work, name, key = self.work, key, f"round {self.projection.index} {key}"
         fit = self._new(window)
-        if not steps or not fit.masters.values or not self._has_gradient(fit, key):
+        if not steps or not fit.masters.values or not self._has_gradient(fit, name):
             return
         if key in work.checkpoint:
             fit.masters.restore(work.checkpoint.get(key)[0])
         else:
-            rate, before = self._rate(window), fit.loss()
+            rate, before = self._rate(window, fit), fit.loss()
             after = self._after(fit, steps, rate, decay)
             if not after < before:
                 fit.undo()
                 after = self._after(fit, steps, rate / _RETREAT, decay)
             if not after < before:
                 fit.undo()
-                work.note(f"The fit of the {key} is left out: it raises the held-out loss {before:.3g}.")
+                work.note(f"Gradient steps of the {name} are left out: they raise the held-out loss of {before:.3g}.")
             work.checkpoint.put(key, fit.masters.snapshot(), {})
         fit.masters.keep()
 
-    def _has_gradient(self, fit: Fit, key: str) -> bool:
+    def _has_gradient(self, fit: Fit, name: str) -> bool:
         """Check that a fit has a gradient; its window is projected only if it has none, with a note."""
         found = fit.has_gradient()
         if not found:
             self._gradient = False
-            self.work.note(f"The fit of the {key} is left out: the model computes without gradients.")
+            self.work.note(f"Gradient steps of the {name} are left out: the model computes without gradients.")
         return found
 
     def _new(self, window: Window) -> Fit:
@@ -329,23 +329,22 @@ class Walk:
         except NonFiniteError:
             return math.inf
 
-    def _rate(self, window: Window) -> float:
+    def _rate(self, window: Window, fit: Fit) -> float:
         """The learning rate, chosen by trials on the first window, and again on the first with values on a grid."""
         patterns = self.projection.patterns.values()
         on_grids = window.final and any(grid_of(pattern) is not None for pattern in patterns)
         if on_grids not in self.rates:
             values = " on grids" if on_grids else ""
             found = self.work.checkpoint.remembered(
-                f"round {self.projection.index} rate of blocks{values}", lambda: self._trials(window)
+                f"round {self.projection.index} rate of blocks{values}", lambda: self._trials(fit)
             )
             self.rates[on_grids] = float(found["rate"])
             self.work.note(f"Learning rate of block reconstruction{values}: {found['rate']:g} ({found['text']}).")
         return self.rates[on_grids]
 
-    def _trials(self, window: Window) -> JsonObject:
-        """The largest rate with about the best gain of held-out loss in a short fit of the first window."""
+    def _trials(self, fit: Fit) -> JsonObject:
+        """The largest rate with about the best gain of held-out loss in a short fit, which is undone."""
         steps = trial_steps(self.fit)
-        fit = self._new(window)
 
         def trial(rate: float) -> float:
             fit.undo()
