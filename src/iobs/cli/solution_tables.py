@@ -56,7 +56,8 @@ def show(found: Solution, model: ModelReport) -> None:
 def _path_table(found: Solution, model: ModelReport) -> object:
     from rich.table import Table as RichTable
 
-    shown = RichTable(title="best columns for every k", title_justify="left", header_style="bold")
+    title = "best columns for every k" if found.knockoffs is None else "columns in the order of the filter"
+    shown = RichTable(title=title, title_justify="left", header_style="bold")
     for heading in ("k", "loss", *(["score"] if found.chooser is not None else [])):
         shown.add_column(heading, justify="right")
     shown.add_column("change")
@@ -73,8 +74,21 @@ def _path_table(found: Solution, model: ModelReport) -> object:
     return shown
 
 
+def _chosen(found: Solution) -> str:
+    knockoffs = found.knockoffs
+    if knockoffs is None:
+        return f"* the k that is used{'' if found.chooser is None else f', chosen by {found.how}'}"
+    if not knockoffs.support.size:
+        needed = f"{1 / knockoffs.fdr:.0f} columns or more must do so together; a larger --fdr asks for fewer"
+        return f"* knockoff filter ({knockoffs.kind}): no column stands out from its knockoff. {needed}"
+    return (
+        f"* knockoff filter ({knockoffs.kind}): the expected share of false columns is at most {knockoffs.fdr:.0%}, "
+        f"estimated {knockoffs.false_share:.0%}; k follows the order of its statistic"
+    )
+
+
 def _remarks(found: Solution, model: ModelReport) -> list[str]:
-    lines = [f"* the k that is used{'' if found.chooser is None else f', chosen by {found.how}'}"]
+    lines = [_chosen(found)]
     empty, value = model["value_without_features"], model["value"]
     share = "nothing to explain" if model["explained"] is None else f"{model['explained']:.1%} of it explained"
     lines.append(f"loss {significant(value, 6)}, {significant(empty, 6)} without any column: {share}")
