@@ -309,7 +309,7 @@ def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool) ->
 
 
 def _about_the_division(request: Request) -> str:
-    """What the run itself decides about the zeros of the layers; empty if nothing."""
+    """Sentence about the zeros that the run itself chooses; empty if it chooses none."""
     from iobs.core.budget import Budget
     from iobs.pruning.allocation.counts import under_pattern
     from iobs.pruning.recipe import as_allocation
