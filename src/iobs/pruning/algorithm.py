@@ -267,7 +267,8 @@ def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:
     teacher = None if work.scoring is None else TARGETS[recipe.target].teacher(work.scoring, dense)
     heldout, blocks = work.heldout, recipe.blocks if work.chain else None
     if blocks is not None:
-        samples, heldout = in_steps(samples, blocks), in_steps(heldout, blocks)
+        model = work.store.model
+        samples, heldout = in_steps(model, samples, blocks), in_steps(model, heldout, blocks)
     if work.scoring is None:
         teacher = work.store.dense_model
     elif teacher is None and (recipe.inputs == "dense" or blocks is not None):

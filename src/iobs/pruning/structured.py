@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from iobs.core.column_groups import Groups
 from iobs.core.structured import Runtime, Structured
 from iobs.errors import AuditError, LayerSelectionError, ModelError, ProblemError
 from iobs.pruning.algorithm import run
@@ -35,6 +34,7 @@ from iobs.pruning.store import Store
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.units import Site
+from iobs.pruning.structure.units_of_layers import SitesOfLayers
 from iobs.pruning.structure.widths import Widths, configure, widths_of
 from iobs.pruning.structured_report import SECONDS, CostRecord, StructuredReport, WidthRecord
 from iobs.pruning.widths.clock import NAMES, require_runtime
@@ -72,16 +72,18 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
     require_runtime(asked.pattern.runtime)
     model = store.model
     with evaluating(model) as frozen, seeded(model, asked.seed):
-        sites = _readers(model, collected[0], asked)
-        form = widths_of(model, list(sites.values()))
+        store.observe(collected, asked.seed)  # finds transposed convolutions
+        sites = _sites(model, collected[0], asked)
+        form = widths_of(model, sites.sites)
         loadable = asked.pattern.uniform is not False
         if loadable:
             sites = _loadable(sites, form, told)
-        dense = Products.count(model, collected[0], tuple(sites.values()))
+        dense = Products.count(model, collected[0], sites.sites)
         with _added_biases(model, sites, form, loadable) as added:
             selection = store.checked(collected, _selection(model, sites))
-            patterns = {layer: _groups(layer, sites[layer]) for layer in selection.layers}
-            tied = _tied(sites.values(), form, asked.pattern.uniform)
+            patterns = {layer: sites.groups(layer) for layer in selection.layers}
+            sites = sites.read_by(selection.layers)
+            tied = _tied(sites.sites, form, asked.pattern.uniform)
             request = Request(
                 asked.recipe,
                 patterns,
@@ -93,18 +95,18 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
                 tied,
                 form.offered() if loadable else {},
             )
-            report = run(Workspace.of(store, request, selection, collected, told, frozen))
-            kept = {sites[layer].name: kept_units(model, layer, patterns[layer], report) for layer in patterns}
+            work = Workspace.of(store, request, selection, collected, told, frozen)
+            report = run(work)
+            kept = {site.name: kept_units(model, site, sites, work.widths[site.name]) for site in sites.sites}
     before = _outputs(model, collected[0])
     wide = copy.deepcopy(model) if can_copy(model) else None  # its zeros take the time of the dense network
-    remove(model, sites.values(), {name: units.tolist() for name, units in kept.items()}, _taken(model, added))
+    remove(model, sites.sites, {name: units.tolist() for name, units in kept.items()}, _taken(model, added))
     if loadable:
-        counts = {site.name: len(kept[site.name]) for site in sites.values() if site.name in kept}
-        counts = {site.name: counts[site.name] for site in sites.values() if counts.get(site.name, 0) < site.count}
-        given = [site.name for site in sites.values() if site.reader in added and not site.can_bias]
+        counts = {site.name: len(kept[site.name]) for site in sites.sites if len(kept[site.name]) < site.count}
+        given = [site.name for site in sites.sites if site.reader in added and not site.can_bias]
         configure(model, form, counts, given)
     _require_same(before, _outputs(model, collected[0]))
-    found = reported(report, {layer: sites[layer] for layer in patterns}, kept, dense)
+    found = reported(report, sites, kept, dense)
     return replace(found, costs=[*found.costs, *_seconds(wide, model, collected[0], asked.pattern.runtime, told)])
 
 
@@ -123,25 +125,19 @@ def _seconds(
     return [CostRecord(SECONDS, before, after, f"of one sample in {NAMES[runtime]}")]
 
 
-def _readers(model: nn.Module, batch: Batch, asked: Asked) -> dict[Layer, Site]:
-    """The sites of a model by the layer that reads their units, as far as the names of the readers are asked for."""
-    sites = find_sites(model, batch)
-    layers = {layer.path: layer for layer in find_layers(model) if layer.is_called}
-    found = {layers[site.reader]: site for site in sites if site.reader in layers and _is_whole(layers, site)}
-    if not found:
+def _sites(model: nn.Module, batch: Batch, asked: Asked) -> SitesOfLayers:
+    """The sites of a model with the layers that read them, as far as the names of the readers are asked for."""
+    layers = {layer.path: layer for layer in find_layers(model) if layer.parameter == "weight" and layer.groups == 1}
+    every = [site for site in find_sites(model, batch) if all(one.path in layers for one in site.readers)]
+    read = {layers[one.path]: site for site in every for one in site.readers}
+    if not read:
         raise LayerSelectionError("No channels, neurons or heads were found that can be removed from this model.")
-    chosen = set(found) if asked.include is None else _named(found, asked.include, "include")
-    chosen -= set() if asked.ignore is None else _named(found, asked.ignore, "ignore")
-    if not chosen:
+    chosen = set(read) if asked.include is None else _named(read, asked.include, "include")
+    chosen -= set() if asked.ignore is None else _named(read, asked.ignore, "ignore")
+    found = tuple(site for site in every if all(layers[one.path] in chosen for one in site.readers))
+    if not found:
         raise LayerSelectionError("include= and ignore= leave no layer whose units can be removed.")
-    return {layer: site for layer, site in found.items() if layer in chosen}
-
-
-def _is_whole(layers: Mapping[str, Layer], site: Site) -> bool:
-    """Check that one layer reads the units of a site and nothing else, so that its columns fall into units."""
-    layer = layers[site.reader]
-    columns = sum(map(len, site.columns))
-    return len(site.readers) == 1 and layer.groups == 1 and columns == layer.shape[1]
+    return SitesOfLayers(found, layers)
 
 
 def _named(found: Mapping[Layer, Site], names: str | Sequence[str], argument: str) -> set[Layer]:
@@ -150,32 +146,25 @@ def _named(found: Mapping[Layer, Site], names: str | Sequence[str], argument: st
     return {layer for layer in found if layer.name in wanted}
 
 
-def _selection(model: nn.Module, sites: Mapping[Layer, Site]) -> Selection:
+def _selection(model: nn.Module, sites: SitesOfLayers) -> Selection:
     """The readers of units as the selected layers."""
-    written = {writer.path for site in sites.values() for writer in site.writers}
+    read = {reader.path for site in sites.sites for reader in site.readers}
+    written = {writer.path for site in sites.sites for writer in site.writers}
     skipped = {
         layer.name: Reason("asked", "its rows go with units" if layer.path in written else "reads no units")
         for layer in find_layers(model)
-        if layer not in sites
+        if layer.path not in read
     }
-    return Selection(tuple(sites), skipped)
+    return Selection(tuple(layer for layer in find_layers(model) if layer.path in read), skipped)
 
 
-def _groups(layer: Layer, site: Site) -> Groups:
-    """Columns of the units of a site; all are kept until widths are chosen."""
-    labels = torch.zeros(layer.shape[1], dtype=torch.int64)
-    for unit, columns in enumerate(site.columns):
-        labels[list(columns)] = unit
-    return Groups(tuple(labels.tolist()), keep=site.count)
-
-
-def _loadable(sites: Mapping[Layer, Site], form: Widths, told: Callbacks) -> dict[Layer, Site]:
+def _loadable(sites: SitesOfLayers, form: Widths, told: Callbacks) -> SitesOfLayers:
     """The sites whose number of units the model's class can say; the others keep all units, with a note.
 
     Raises:
         LayerSelectionError: there are none.
     """
-    found = {layer: site for layer, site in sites.items() if site.name not in form.refused}
+    found = tuple(site for site in sites.sites if site.name not in form.refused)
     for name, reason in form.refused.items():
         told.on_note(f"{name} keeps all units: {reason}.")
     if not found:
@@ -184,7 +173,7 @@ def _loadable(sites: Mapping[Layer, Site], form: Widths, told: Callbacks) -> dic
             f"A narrower model of this class could not be loaded again: {reason}. With uniform=False it is pruned "
             "nevertheless, to be exported or stored as a whole."
         )
-    return found
+    return replace(sites, sites=found)
 
 
 def _tied(sites: Iterable[Site], form: Widths, uniform: bool | None) -> tuple[tuple[str, ...], ...]:
@@ -199,20 +188,22 @@ def _tied(sites: Iterable[Site], form: Widths, uniform: bool | None) -> tuple[tu
 
 
 @contextmanager
-def _added_biases(model: nn.Module, sites: Mapping[Layer, Site], form: Widths, loadable: bool) -> Iterator[list[str]]:
+def _added_biases(model: nn.Module, sites: SitesOfLayers, form: Widths, loadable: bool) -> Iterator[list[str]]:
     """Give readers a bias of zeros for the run, where the narrower network has a place for it.
 
     Yields:
         The paths of these readers. Their biases are still there afterwards if the run succeeded.
     """
     added = []
-    for layer, site in sites.items():
-        module = model.get_submodule(layer.path)
-        possible = site.can_bias or not loadable or form.bias(site)
-        if possible and "bias" in module._parameters and module._parameters["bias"] is None:
-            weight = layer.stored(model)
-            module.bias = nn.Parameter(torch.zeros(layer.shape[0], dtype=weight.dtype, device=weight.device))
-            added.append(layer.path)
+    for site in sites.sites:
+        for reader, layer in zip(site.readers, sites.readers(site), strict=True):
+            module = model.get_submodule(layer.path)
+            first = reader is site.readers[0]  # the class of a model says a bias of this layer only
+            possible = reader.bias or reader.norm is not None or not loadable or (first and form.bias(site))
+            if possible and "bias" in module._parameters and module._parameters["bias"] is None:
+                weight = layer.stored(model)
+                module.bias = nn.Parameter(torch.zeros(layer.shape[0], dtype=weight.dtype, device=weight.device))
+                added.append(layer.path)
     try:
         yield added
     except BaseException:
@@ -248,28 +239,26 @@ def _require_same(before: Tensor, after: Tensor) -> None:
 
 
 @torch.no_grad()
-def kept_units(model: nn.Module, layer: Layer, groups: Groups, report: Report) -> Tensor:
-    """Numbers of the units that a reader keeps, int64, ascending.
+def kept_units(model: nn.Module, site: Site, sites: SitesOfLayers, width: int) -> Tensor:
+    """Numbers of the units of a site that its readers keep, int64, ascending.
 
     A kept unit whose weights are all zero, because it is always off, fills the count like any other.
     """
-    labels = groups.labels(layer.shape[1])
-    energy = torch.zeros(int(labels.max()) + 1, dtype=torch.float64)
-    energy.index_add_(0, labels, layer.read(model).double().square().sum(0).cpu())
-    record = next(one for one in report.layers if one.name == layer.name)
-    width = round((1 - record.asked) * len(energy))
+    energy = torch.zeros(site.count, dtype=torch.float64)
+    for layer in sites.readers(site):
+        squares = layer.read(model).double().square().sum(0).cpu()
+        energy += torch.stack([squares[list(columns)].sum() for columns in sites.columns(site, layer)])
     return energy.sort(descending=True, stable=True).indices[:width].sort().values
 
 
-def reported(
-    report: Report, sites: Mapping[Layer, Site], kept: Mapping[str, Tensor], dense: Products
-) -> StructuredReport:
+def reported(report: Report, sites: SitesOfLayers, kept: Mapping[str, Tensor], dense: Products) -> StructuredReport:
     """The report of a run with widths and costs."""
     records: dict[str, LayerRecord] = {one.name: one for one in report.layers}
-    widths = [
-        WidthRecord(site.name, site.kind, layer.path, site.count, len(kept[site.name]), records[layer.name].error_dense)
-        for layer, site in sites.items()
-    ]
+    widths = []
+    for site in sites.sites:
+        layer = sites.readers(site)[0]
+        error = records[layer.name].error_dense if layer.name in records else 0.0  # no sample reached it
+        widths.append(WidthRecord(site.name, site.kind, layer.path, site.count, len(kept[site.name]), error))
     after = {one.name: one.after for one in widths}
     costs = []
     for where, products in (("in the layers that hold units", dense.held), ("in all layers", dense)):

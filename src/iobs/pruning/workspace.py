@@ -32,7 +32,7 @@ from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples, divide, split
 from iobs.pruning.store import Store
-from iobs.pruning.structure.units import Site
+from iobs.pruning.structure.units_of_layers import SitesOfLayers
 
 SAVED_EVERY = 120.0  # seconds between snapshots of gradient steps
 
@@ -48,7 +48,7 @@ class Request:
         holdout: share of the samples that is held out.
         seed: seed of every random choice.
         checkpoint: directory of the checkpoint, or None.
-        sites: the units that each layer reads, if whole units are removed.
+        sites: the units that layers read, if whole units are removed.
         tied: names of sites that keep equal numbers of units.
         offered: numbers of units, by name of the site, for sites that cannot keep every number.
     """
@@ -59,7 +59,7 @@ class Request:
     holdout: float
     seed: int
     checkpoint: str | Path | None
-    sites: Mapping[Layer, Site] = field(default_factory=dict)
+    sites: SitesOfLayers = field(default_factory=SitesOfLayers)
     tied: tuple[tuple[str, ...], ...] = ()
     offered: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -119,6 +119,7 @@ class Workspace:
         scoring: losses of the model; None if the model cannot be run as a whole.
         decided: rounds and fine-tuning as decided so far.
         memory: watch of the peak memory.
+        widths: number of units that are kept, by name of the site, after an allocation of widths.
     """
 
     store: Store
@@ -132,6 +133,7 @@ class Workspace:
     scoring: Scoring | None = field(init=False)
     decided: Decisions = field(init=False)
     memory: MemoryWatch = field(init=False)
+    widths: dict[str, int] = field(default_factory=dict, init=False)
     _chain: list[Block] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from iobs.core.column_groups import Groups
 from iobs.core.patterns import Pattern
 from iobs.core.structured import Structured
 from iobs.errors import PatternError
+from iobs.pruning.layerwise.problem import solver_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
@@ -18,54 +19,64 @@ from iobs.pruning.widths.curves import Curves, SiteCurve
 from iobs.pruning.widths.knapsack import Choice
 from iobs.pruning.widths.latency import Latency, can_copy, measure, narrowed, shares_of
 from iobs.pruning.widths.plan import choices_of, chosen_widths, widths_of
+from iobs.pruning.widths.readers import joined
 from iobs.pruning.workspace import Workspace
+from iobs.solvers import solve
+from iobs.solvers.grouped.system import kept_groups
 
 _TIMINGS = 4  # measurements of the whole network in an allocation by time
 _CLOSE = 1.01  # measured times differ by this factor from run to run
 
 
 def allocate_widths(work: Workspace, pattern: Structured) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
-    """Groups of every reader with the number of units to keep; for an allocation also the measurements behind it."""
-    patterns = {layer: one for layer, one in work.request.patterns.items() if isinstance(one, Groups)}
+    """Groups of every reader with the number of units to keep; for an allocation also the measurements behind it.
+
+    Units that several layers read, or that share a reader with others, are chosen here, by their joint quadratic on
+    the inputs of the dense model. All others are chosen by the solver of their reader.
+    """
+    sites = work.request.sites
 
     def planned() -> JsonObject:
-        widths, records = _planned(work, pattern, patterns)
-        return {"widths": widths, "records": [asdict(record) for record in records]}
+        widths, records, curves = _planned(work, pattern)
+        chosen = _chosen_units(work, widths, curves)
+        return {"widths": widths, "chosen": chosen, "records": [asdict(record) for record in records]}
 
     found = work.checkpoint.remembered("allocation", planned)
-    names = {layer: site.name for layer, site in work.request.sites.items()}
-    plan: dict[Layer, Pattern] = {
-        layer: replace(one, keep=found["widths"][names[layer]], sparsity=None, multiple_of=1)
-        for layer, one in patterns.items()
-    }
+    widths, chosen = found["widths"], found["chosen"]
+    work.widths = {**widths, **{name: len(units) for name, units in chosen.items()}}
+    plan: dict[Layer, Pattern] = {}
+    for layer, one in work.request.patterns.items():
+        assert isinstance(one, Groups)
+        own = sites.of(layer)
+        if any(site.name in chosen for site in own):
+            plan[layer] = sites.chosen(layer, chosen)
+        else:
+            plan[layer] = replace(one, keep=widths[own[0].name], sparsity=None, multiple_of=1)
     return plan, [allocation_record(record) for record in found["records"]]
 
 
-def _planned(
-    work: Workspace, pattern: Structured, patterns: dict[Layer, Groups]
-) -> tuple[dict[str, int], list[AllocationRecord]]:
-    sites = {layer: work.request.sites[layer] for layer in patterns}
-    every = tuple(sites.values())
+def _planned(work: Workspace, pattern: Structured) -> tuple[dict[str, int], list[AllocationRecord], Curves]:
+    every = work.request.sites.sites
     latency, offered = None, dict(work.request.offered)
     if pattern.of == "latency":
         latency, offered = _timed(work, pattern, every)
     equal = as_allocation(work.recipe.allocation).criterion == "uniform"
-    curves = {} if equal else _curves(work, patterns).measured()
-    named = {sites[layer].name: curve for layer, curve in curves.items()}
-    choices = choices_of(every, pattern, work.request.tied, None if equal else named, offered)
+    measuring = _curves(work)
+    curves = {} if equal else measuring.measured()
+    choices = choices_of(every, pattern, work.request.tied, None if equal else curves, offered)
     if latency is not None:
         widths = _within_time(work, pattern, Timed(every, choices, latency, equal))
     else:
         cost = Products.count(work.store.model, work.fit.batches[0], every).held
         cost = cost.entries if pattern.of == "parameters" else cost
         widths = chosen_widths(choices, cost, (1 - pattern.sparsity) * cost.of({}), equal)
-    return widths, [_record(curve, widths[sites[layer].name]) for layer, curve in curves.items()]
+    return widths, [_record(curve, widths[name]) for name, curve in curves.items()], measuring
 
 
-def _curves(work: Workspace, patterns: dict[Layer, Groups]) -> Curves:
+def _curves(work: Workspace) -> Curves:
     return Curves(
         work.store.model,
-        patterns,
+        work.request.sites,
         work.biases,
         work.chain,
         work.fit,
@@ -74,6 +85,30 @@ def _curves(work: Workspace, patterns: dict[Layer, Groups]) -> Curves:
         work.request.seed,
         work.callbacks.on_measure,
     )
+
+
+def _chosen_units(work: Workspace, widths: dict[str, int], curves: Curves) -> dict[str, list[int]]:
+    """Units that are kept, by name of the site, for the sites whose units no reader can choose alone.
+
+    The sites are chosen one after another; columns of units that an earlier site lost are gone for the later ones.
+    """
+    sites = work.request.sites
+    several = [site for site in sites.sites if not sites.single(site)]
+    unread = [site for site in several if any(layer not in curves.readers for layer in sites.readers(site))]
+    for _ in curves.read(unread):
+        pass
+    removed: dict[str, list[int]] = {}
+    kept: dict[str, list[int]] = {}
+    for site in several:
+        width = widths[site.name]
+        if width == site.count or any(layer not in curves.readers for layer in sites.readers(site)):
+            kept[site.name] = list(range(site.count))
+            continue
+        problem, labels = joined(curves.parts(site, removed))
+        solution = solve(problem, Groups(tuple(labels.tolist()), keep=width), solver_of_groups(work.recipe))
+        kept[site.name] = kept_groups(solution.mask, labels).nonzero().flatten().tolist()
+        removed[site.name] = sorted(set(range(site.count)) - set(kept[site.name]))
+    return kept
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,10 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.network_solvers import NetworkSolver
 from iobs.pruning.runtime.ranks import ALONE, Ranks
+from iobs.pruning.structure.units_of_layers import ChosenGroups
 from iobs.solvers import ADMM, Solver, SparseGPT, solve, solve_many
-from iobs.solvers.families import family_of
+from iobs.solvers.families import GROUP_SOLVERS, family_of
+from iobs.solvers.grouped.scores import KEEPING, GivenScores
 
 SEARCH_COLUMNS = 256  # columns from which a problem is solved in float32, in half of the time
 _LEAST_ROWS = 16  # of each rank, if ranks divide the rows of a layer
@@ -83,11 +85,14 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
         if problem.shape[1] >= SEARCH_COLUMNS and not isinstance(pattern, Groups):
             problem = problem.to(torch.float32)
         refine = task.recipe.refine if task.zeros is None else keeping(task.zeros[own], task.recipe.refine)
+        solver = _solver_of(task)
+        if isinstance(pattern, ChosenGroups):
+            solver, refine = _given(pattern, solver)
         assert task.recipe.network_solver is None
         solution = solve(
             problem,
             pattern,
-            _solver_of(task),
+            solver,
             refine=refine,
             damping=task.recipe.damping,
             name=task.layer.name,
@@ -141,6 +146,7 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
     if ranks.size > 1:
         patterns = [RowsOf(task.pattern, task.layer.shape[0], ranks) for task in tasks]
     one_kind = all(family_of(task.pattern) is family_of(tasks[0].pattern) for task in tasks)
+    one_kind = one_kind and not any(isinstance(task.pattern, ChosenGroups) for task in tasks)
     one_hessian = problems[0].hessian is hessian and all(task.statistics(statistics) is used for task in tasks)
     if not (one_kind and one_hessian):
         return [solution for task in tasks for solution in solve_layer(task, statistics, ranks)]
@@ -162,12 +168,25 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
 
 
 def _solver_of(task: Task) -> str | Solver | None:
-    """The solver of a task; None, the best solver of the pattern's kind, for "admm" with groups of columns."""
-    solver = task.recipe.solver
-    assert not isinstance(solver, NetworkSolver)
-    if solver == "admm" and isinstance(task.pattern, Groups):
-        return None
-    return solver_for(solver, task.pattern)
+    """The solver of a task."""
+    if isinstance(task.pattern, Groups):
+        return solver_of_groups(task.recipe)
+    assert not isinstance(task.recipe.solver, NetworkSolver)
+    return solver_for(task.recipe.solver, task.pattern)
+
+
+def solver_of_groups(recipe: Recipe) -> str | Solver | None:
+    """The solver for groups of columns; None, the best solver of the kind, for "admm", which has no form for groups."""
+    assert not isinstance(recipe.solver, NetworkSolver)
+    return None if recipe.solver == "admm" else recipe.solver
+
+
+def _given(pattern: ChosenGroups, solver: str | Solver | None) -> tuple[GivenScores, str | None]:
+    """The solver and the refinement for groups that are chosen already: weights change unless a baseline is asked."""
+    scores = torch.zeros(int(torch.tensor(pattern.index).max()) + 1)
+    scores[list(pattern.chosen)] = 1
+    kept = isinstance(solver, KEEPING) or (isinstance(solver, str) and GROUP_SOLVERS[solver] in KEEPING)
+    return GivenScores(scores), None if kept else "refit"
 
 
 def _in_float32(problem: Quadratic, hessian: Tensor) -> Quadratic:

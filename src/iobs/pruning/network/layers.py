@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 # Layers that an observed forward pass has shown, by model; no class tells them.
@@ -163,7 +164,8 @@ def biases_of(model: nn.Module, layers: Sequence[Layer]) -> dict[Layer, str]:
     uses = Counter(id(value) for value in parameters.values())
     found = {}
     for layer in layers:
-        bias = parameters.get(joined(layer.path, "bias")) if layer.is_called else None
+        direct = layer.is_called or isinstance(model.get_submodule(layer.path), TRANSPOSED)
+        bias = parameters.get(joined(layer.path, "bias")) if direct else None
         if bias is not None and uses[id(bias)] == 1 and bias.is_floating_point() and bias.shape == layer.shape[:1]:
             found[layer] = joined(layer.path, "bias")
     return found

@@ -277,9 +277,9 @@ class Walk:
     # ---- fits
     def _fit(self, window: Window, steps: int, key: str, decay: bool = True) -> None:
         """Fit a window, or read the result from the checkpoint; undo a fit that raises the held-out loss."""
-        work, key = self.work, f"round {self.projection.index} {key}"
+        work, name, key = self.work, key, f"round {self.projection.index} {key}"
         fit = self._new(window)
-        if not steps or not fit.masters.values or not self._has_gradient(fit, key):
+        if not steps or not fit.masters.values or not self._has_gradient(fit, name):
             return
         if key in work.checkpoint:
             fit.masters.restore(work.checkpoint.get(key)[0])
@@ -291,16 +291,16 @@ class Walk:
                 after = self._after(fit, steps, rate / _RETREAT, decay)
             if not after < before:
                 fit.undo()
-                work.note(f"The fit of the {key} is left out: it raises the held-out loss {before:.3g}.")
+                work.note(f"Gradient steps of the {name} are left out: they raise the held-out loss of {before:.3g}.")
             work.checkpoint.put(key, fit.masters.snapshot(), {})
         fit.masters.keep()
 
-    def _has_gradient(self, fit: Fit, key: str) -> bool:
+    def _has_gradient(self, fit: Fit, name: str) -> bool:
         """Check that a fit has a gradient; its window is projected only if it has none, with a note."""
         found = fit.has_gradient()
         if not found:
             self._gradient = False
-            self.work.note(f"The fit of the {key} is left out: the model computes without gradients.")
+            self.work.note(f"Gradient steps of the {name} are left out: the model computes without gradients.")
         return found
 
     def _new(self, window: Window) -> Fit:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
-from iobs.pruning.network.layers import CONVOLUTIONS, library_class
+from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, library_class
 from iobs.pruning.structure.units import Reader, Site
 
 CONFIG = "config."  # prefix of names of attributes that are fields of a module's configuration
@@ -124,6 +124,9 @@ def _resize(module: nn.Module, name: str, old: tuple[int, ...], new: tuple[int, 
     elif isinstance(module, CONVOLUTIONS):
         module.groups = module.groups * new[0] // old[0] if module.groups > 1 else 1
         module.out_channels, module.in_channels = new[0], new[1] * module.groups
+    elif isinstance(module, TRANSPOSED):
+        module.groups = module.groups * new[0] // old[0] if module.groups > 1 else 1
+        module.in_channels, module.out_channels = new[0], new[1] * module.groups
     elif isinstance(module, nn.Embedding):
         module.embedding_dim = new[1]
     elif isinstance(module, library_class("transformers.pytorch_utils", "Conv1D")):

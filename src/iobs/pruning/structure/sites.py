@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from iobs.pruning.network.layers import CONVOLUTIONS
+from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.coupling import SHARED, Columns, Dependencies
 from iobs.pruning.structure.trace import Read, Source, Trace, trace
@@ -23,8 +23,8 @@ def find_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]
     Args:
         model: any network; it is unchanged.
         batch: a batch that the model accepts. Its values play no role.
-        inner: only units inside a block, which one layer reads; False: also channels that several layers read, such as
-            the residual stream of a network with batch norms.
+        inner: only units that all of their writers finish before a layer reads them; False: also channels that are
+            written again after they were read, such as the residual stream of a network with batch norms.
     """
     return verify(model, batch, traced_sites(model, batch, inner)).sites
 
@@ -161,7 +161,8 @@ def _site(model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Seque
     kind = _kind(model, found[0], writers)
     order = {key: number for number, key in enumerate(traced.reads)}
     last = max(order.get(one.key, -1) for one in writers)
-    inner = last < order[found[0].weight.key] and all(_reads_averages(one, traced.samples) for one in found[1:])
+    first = min(order[one.weight.key] for one in found if one is found[0] or not _reads_averages(one, traced.samples))
+    inner = last < first
     return Site(found[0].path, kind, found, tuple(writers), _common(paths), inner)
 
 
@@ -187,7 +188,7 @@ def _rows(model: nn.Module, source: Source, entries: Index) -> list[Slices]:
 
 def _kind(model: nn.Module, reader: Reader, writers: Iterable[Slices]) -> Kind:
     modules = [model.get_submodule(one.path) for one in writers]
-    if isinstance(model.get_submodule(reader.path), CONVOLUTIONS) or any(isinstance(m, CONVOLUTIONS) for m in modules):
+    if any(isinstance(one, (*CONVOLUTIONS, *TRANSPOSED)) for one in (model.get_submodule(reader.path), *modules)):
         return "channels"
     return "heads" if len(reader.weight.index[0]) > 1 else "neurons"
 

@@ -104,8 +104,8 @@ class Site:
         readers: layers that read the units, the layer with the most multiplications first.
         writers: rows of every parameter and buffer that only serves these units.
         owner: path of the smallest module that holds all readers and writers.
-        inner: True if one layer reads the units, after all writers; others may read one average of each sample, as
-            the gate of a squeeze-and-excitation block does.
+        inner: True if the units are read after all of their writers. Layers that read one average of each sample, as
+            the gate of a squeeze-and-excitation block does, may come before.
         attributes: numbers in modules that follow the number of units.
     """
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from iobs.pruning.network.layers import CONVOLUTIONS, linear_maps
+from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, linear_maps
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -129,7 +129,7 @@ class Products:
             kernel = weight[0, 0].numel()
             rows, inputs = weight.shape[axis], weight.shape[1 - axis]
             row = Side(rows, tuple(shares.get((path, axis), ())))
-            within = 1 if getattr(module, "groups", 1) > 1 else None  # a channel of a group has its own inputs
+            within = getattr(module, "groups", 1) > 1 and not isinstance(module, TRANSPOSED)  # has inputs of its own
             column = Side(inputs * kernel, () if within else _times(shares.get((path, 1 - axis), ()), kernel))
             found.append(Product(path, used / samples, row, column))
         return cls(tuple(found))
@@ -154,15 +154,21 @@ def positions_of(model: nn.Module, batch: Batch) -> dict[str, int]:
     """Number of vectors that the weight of every linear map or convolution multiplies on a batch, by path."""
     counts: dict[str, int] = {}
 
-    def count(path: str, module: nn.Module, output: object) -> None:
-        if isinstance(output, Tensor) and output.numel():
-            rows = module.out_channels if isinstance(module, CONVOLUTIONS) else output.shape[-1]
-            counts[path] = counts.get(path, 0) + math.prod(output.shape) // rows
+    def count(path: str, module: nn.Module, given: tuple[object, ...], output: object) -> None:
+        value = given[0] if isinstance(module, TRANSPOSED) and given else output  # its kernel meets every input once
+        if isinstance(value, Tensor) and value.numel():
+            width = value.shape[-1]
+            if isinstance(module, CONVOLUTIONS):
+                width = module.out_channels
+            elif isinstance(module, TRANSPOSED):
+                width = module.in_channels
+            counts[path] = counts.get(path, 0) + math.prod(value.shape) // width
 
+    kinds: tuple[type[nn.Module], ...] = (*linear_maps(), *TRANSPOSED)
     handles = [
-        module.register_forward_hook(lambda module, _, output, path=path: count(path, module, output))
+        module.register_forward_hook(lambda module, given, output, path=path: count(path, module, given, output))
         for path, module in model.named_modules()
-        if isinstance(module, linear_maps())
+        if isinstance(module, kinds)
     ]
     try:
         with keeping_buffers(model):

@@ -6,28 +6,28 @@ widths of one site alone, and interpolated between them as a power of the error,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from iobs.core.column_groups import Groups
-from iobs.core.quadratic import Quadratic
 from iobs.pruning.allocation.sensitivity import CURVE_TOKENS, PROBE, PROBE_TOKENS
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.gram import Statistics
 from iobs.pruning.calibration.losses import answered, mean_loss
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LossFunction
 from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.structure.units import Site
+from iobs.pruning.structure.units_of_layers import SitesOfLayers
+from iobs.pruning.widths.readers import Part, ReaderProblem, Solved, joined
 from iobs.pruning.widths.softened import softened, temperature_of
 from iobs.solvers.grouped.removal import RemovalPath, removal_path
-from iobs.solvers.grouped.system import GroupSystem, refitted
+from iobs.solvers.grouped.system import GroupSystem
 
 LEVELS = (0.25, 0.5, 0.75, 0.9)  # removed shares at which the divergence is measured
 _EVALUATION_SHARE = 0.2  # share of the calibration samples that only measure divergences
@@ -37,13 +37,14 @@ _POSITIONS = 16  # positions per sample of a convolution
 
 @dataclass(frozen=True)
 class SiteCurve:
-    """Error of a reader and effect on the loss at every width of its site.
+    """Error of the readers and effect on the loss at every width of a site.
 
     Attributes:
-        layer: the reader.
-        errors: (units + 1,), squared output error of the reader per input row after 0, 1, ... removals.
+        layer: the first reader.
+        errors: (units + 1,), squared output error of the reader per input row after 0, 1, ... removals. For several
+            readers the sum of their relative errors.
         effects: (units + 1,), KL divergence from the dense network in nats.
-        energy: squared output per input row.
+        energy: squared output per input row, or the number of readers.
     """
 
     layer: Layer
@@ -57,40 +58,22 @@ class SiteCurve:
 
 
 @dataclass(frozen=True)
-class _Solved:
-    """A reader at one width."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass
-class _Site:
-    """Site that is solved at several widths.
+class _Path:
+    """Greedy removal of the units of a site.
 
     Attributes:
-        problem: damped, of the dense reader on its dense inputs.
-        labels: group of every column.
-        path: greedy removal.
-        mean: mean inputs, if the bias is free; otherwise None.
-        bias: of the dense reader, or None.
+        site: the site.
+        removal: its units in the order of their removal.
+        parts: its readers.
     """
 
-    problem: Quadratic
-    labels: Tensor
-    path: RemovalPath
-    mean: Tensor | None
-    bias: Tensor | None
+    site: Site
+    removal: RemovalPath
+    parts: tuple[Part, ...]
 
-    def at(self, width: int) -> _Solved:
-        """Exact weights and bias with `width` units left."""
-        count = len(self.path.order)
-        if width == count:
-            return _Solved(self.problem.centre(), self.bias)
-        weight = refitted(self.problem, self.labels, self.path.kept(count, width)).weight
-        if self.mean is None or self.bias is None:
-            return _Solved(weight, self.bias)
-        return _Solved(weight, self.bias.double() + (self.problem.centre().double() - weight.double()) @ self.mean)
+    def gone(self, width: int) -> list[int]:
+        """The removed units with `width` units left."""
+        return self.removal.order[: self.site.count - width]
 
 
 @dataclass
@@ -99,7 +82,7 @@ class Curves:
 
     Args:
         model: the dense model; restored after every trial.
-        patterns: groups of the columns of every reader.
+        sites: with the layers that read them.
         biases: names of the biases that are refitted, by reader.
         chain: blocks along which the model can be run.
         calibration: calibration samples.
@@ -110,7 +93,7 @@ class Curves:
     """
 
     model: nn.Module
-    patterns: Mapping[Layer, Groups]
+    sites: SitesOfLayers
     biases: Mapping[Layer, str]
     chain: list[Block]
     calibration: Samples
@@ -118,7 +101,8 @@ class Curves:
     damping: float
     seed: int
     on_progress: Callable[[str, int, int], None]
-    _sites: dict[Layer, _Site] = field(default_factory=dict, init=False)
+    readers: dict[Layer, ReaderProblem] = field(default_factory=dict, init=False)
+    _paths: dict[str, _Path] = field(default_factory=dict, init=False)
 
     @cached_property
     def _parts(self) -> tuple[Samples, Samples]:
@@ -138,53 +122,73 @@ class Curves:
         return softened(temperature_of(self._answered))
 
     @torch.no_grad()
-    def measured(self) -> dict[Layer, SiteCurve]:
-        """The curve of every reader that receives input."""
-        fit = self._parts[0]
+    def measured(self) -> dict[str, SiteCurve]:
+        """The curve of every site whose readers receive input, by its name."""
         untouched = self.damage({})
+        found: dict[str, SiteCurve] = {}
+        for layer in self.read(self.sites.sites):
+            for site in self.sites.of(layer):
+                if all(one in self.readers for one in self.sites.readers(site)):
+                    found[site.name] = self._curve(site, untouched)
+                    self.on_progress("effects of widths", len(found), len(self.sites.sites))
+        return found
+
+    @torch.no_grad()
+    def read(self, sites: Iterable[Site]) -> Iterator[Layer]:
+        """Collect the problems of the readers of some sites, and name each layer once its problem is known."""
+        wanted = dict.fromkeys(layer for site in sites for layer in self.sites.readers(site))
+        if not wanted:
+            return
+        fit = self._parts[0]
         sweep = Sweep(
             self.model,
             fit.first(fit.samples, CURVE_TOKENS),
             Samples([], []),
-            tuple(self.patterns),
+            tuple(wanted),
             self.chain,
             moments=Moments(self.seed, _POSITIONS, means=True),
         )
-        found: dict[Layer, SiteCurve] = {}
         for group in sweep.groups():
             statistics = group.statistics()
             for layer in group.layers:
-                found[layer] = self._curve(layer, statistics, untouched)
-                self.on_progress("effects of widths", len(found), len(self.patterns))
-        return found
+                bias = self.biases.get(layer)
+                self.readers[layer] = ReaderProblem.of(self.model, layer, statistics, self.damping, bias)
+                yield layer
 
-    def damage(self, widths: Mapping[Layer, int]) -> float:
-        """KL divergence from the dense model if some readers have other widths, each solved alone."""
-        with self._written({layer: self._sites[layer].at(width) for layer, width in widths.items()}):
+    def damage(self, widths: Mapping[str, int]) -> float:
+        """KL divergence from the dense model if some sites, by name, have other widths; readers are solved alone."""
+        removed = {name: self._paths[name].gone(width) for name, width in widths.items()}
+        parts = [part.reader for name in widths for part in self._paths[name].parts]
+        solved = {one.layer: one.on(self.sites.mask(one.layer, removed)) for one in parts}
+        with self._written(solved):
             return mean_loss(self.model, self._answered, self._loss)
 
-    def _curve(self, layer: Layer, statistics: Statistics, untouched: float) -> SiteCurve:
-        pattern, weight = self.patterns[layer], layer.read(self.model).double()
-        free = layer in self.biases and statistics.calibration.means is not None
-        gram = (statistics.centred if free else statistics).calibration
-        hessian = gram.own[0].double().clone()
-        hessian.diagonal().add_(max(self.damping, 1e-6) * float(hessian.diagonal().mean()) + 1e-30)
-        problem = Quadratic.at(weight, hessian)
-        labels = pattern.labels(layer.shape[1])
+    def parts(self, site: Site, removed: Mapping[str, Iterable[int]]) -> tuple[Part, ...]:
+        """The readers of a site, after the removal of units of other sites."""
+        return tuple(
+            Part(self.readers[layer], self.sites.columns(site, layer), self.sites.mask(layer, removed))
+            for layer in self.sites.readers(site)
+        )
+
+    def _curve(self, site: Site, untouched: float) -> SiteCurve:
+        parts = self.parts(site, {})
+        reader = parts[0].reader
+        if self.sites.single(site):
+            problem, labels = reader.problem, self.sites.groups(reader.layer).labels(reader.layer.shape[1])
+        else:
+            problem, labels = joined(parts)
         path = removal_path(GroupSystem.of(problem, labels))
-        mean = gram.means.own[0] if free and gram.means is not None else None
-        bias = self.model.get_parameter(self.biases[layer]).detach().clone() if layer in self.biases else None
-        self._sites[layer] = _Site(problem, labels, path, mean, bias)
+        self._paths[site.name] = _Path(site, path, parts)
         errors = [0.0, *path.losses]
         count = len(path.order)
         points = [(0.0, 0.0)]
         for removed in sorted({min(count - 1, round(share * count)) for share in LEVELS} - {0}):
-            points.append((errors[removed], max(0.0, self.damage({layer: count - removed}) - untouched)))
-        energy = float(((weight @ hessian) * weight).sum())
-        return SiteCurve(layer, errors, interpolated(errors, points), energy)
+            points.append((errors[removed], max(0.0, self.damage({site.name: count - removed}) - untouched)))
+        energy = reader.energy if self.sites.single(site) else float(len(parts))
+        return SiteCurve(reader.layer, errors, interpolated(errors, points), energy)
 
     @contextmanager
-    def _written(self, solved: Mapping[Layer, _Solved]) -> Iterator[None]:
+    def _written(self, solved: Mapping[Layer, Solved]) -> Iterator[None]:
         """Write other weights and biases into readers; those of the model are restored on exit."""
         kept = {layer: layer.tensor(self.model).clone() for layer in solved}
         biases = {layer: self.model.get_parameter(self.biases[layer]) for layer in solved if layer in self.biases}

@@ -93,6 +93,9 @@ class GivenScores:
         return _highest(problem, labels, self.scores, keep)
 
 
+KEEPING = GroupMagnitude, GroupWanda, Flap, RandomGroups, GivenScores  # solvers that do not change kept weights
+
+
 @dataclass(frozen=True)
 class GroupRefit:
     """Keep the groups and solve for all weights on them, with one Cholesky factor for all rows."""
