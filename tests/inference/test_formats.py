@@ -107,6 +107,14 @@ def test_columns_outside_the_matrix_are_refused():
         require_valid(altered(matrix, indices=torch.full_like(matrix.tensors["indices"], 100)))
 
 
+def test_columns_that_do_not_ascend_are_refused():
+    matrix = store(torch.ones(2, 40), "index-bf16")
+    indices = matrix.tensors["indices"].clone()
+    indices[[3, 4]] = indices[[4, 3]]
+    with pytest.raises(ModelError, match="indices"):
+        require_valid(altered(matrix, indices=indices))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_parts_that_are_missing_short_or_of_another_dtype_are_refused(name):
     matrix = store(sparse(4, 100), name)

@@ -226,6 +226,8 @@ def parse(text: str) -> Pattern:
         if ":" in text:
             keep, of = map(int, text.split(":"))
             return NM(keep, of)
+    except PatternError:  # it says what is wrong with these numbers
+        raise
     except ValueError:
         raise _unreadable(text) from None
     return Unstructured(share(text))

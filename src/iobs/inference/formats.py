@@ -329,4 +329,9 @@ def require_valid(matrix: StoredMatrix) -> None:
         return
     require(bool((starts % (2 * _INDEX_STEP) == 0).all()), "starts")
     require(2 * (len(given["indices"]) - PADDING // 2) == length, "indices")
-    require(int((given["indices"].int() & 0xFFFF).max()) < matrix.columns, "indices")
+    columns = given["indices"].long() & 0xFFFF
+    require(int(columns.max()) < matrix.columns, "indices")
+    entries = given["values"][:length].view(torch.bfloat16) != 0
+    row = torch.repeat_interleave(torch.arange(rows), starts.diff() // 2)
+    places = (row * _MOST_COLUMNS + columns[: length // 2])[entries]
+    require(bool((places.diff() > 0).all()), "indices")  # the columns of a row ascend

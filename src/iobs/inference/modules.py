@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from iobs.errors import ProblemError
 from iobs.inference.formats import FormatName, StoredMatrix, store
-from iobs.inference.product import Product
+from iobs.inference.product import Product, products_by_amx
 
 
 class Settings(TypedDict, total=False):
@@ -77,9 +77,14 @@ class StoredLinear(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # numba code is opaque to the compiler
     @torch.no_grad()
     def _multiply(self, given: Tensor) -> Tensor:
+        return self.product(given)
+
+    @property
+    def product(self) -> Product:
+        """The product of the stored matrix."""
         if self._product is None:
             self._product = Product(self.matrix, threads=self.threads, most_tokens=self.most_tokens)
-        return self._product(given)
+        return self._product
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLinear:
         """Apply `.to(...)` to the bias alone.
@@ -129,6 +134,17 @@ class StoredConv(StoredLinear):
         for dimension, stride in enumerate(self.stride, start=2):
             given = given[(slice(None),) * dimension + (slice(None, None, stride),)]
         return super().forward(given.movedim(1, -1)).movedim(-1, 1)
+
+
+@torch.no_grad()
+def outputs_of(modules: Sequence[StoredLinear], given: Tensor) -> list[Tensor]:
+    """The outputs of several layers with the same float32 activations (tokens, in_features); AMX lays them out once."""
+    products = [one.product for one in modules]
+    alike = len({one.matrix.quantised for one in products}) == 1
+    if not (alike and all(one.by_amx(len(given)) for one in products)):
+        return [one(given) for one in modules]
+    found = products_by_amx(products, given)
+    return [one if layer.bias is None else one + layer.bias for layer, one in zip(modules, found, strict=True)]
 
 
 def can_store(module: nn.Module) -> bool:

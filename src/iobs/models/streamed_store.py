@@ -166,7 +166,7 @@ class StreamedStore(Store):
             ProblemError: names the settings.
         """
         usual = Recipe()
-        whole = ["inputs", "batch_norm"]
+        whole = ["inputs", "batch_norm", "curvature"]
         if recipe.blocks is None or not recipe.blocks.network_steps:  # on text, which take the place of both
             whole += ["rounds", "finetune"]
         names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]

@@ -44,6 +44,7 @@ class Task:
         recipe: solver, refinement and damping.
         zeros: (rows, columns) weights whose zeros stay zero; None: any entry may be kept.
         bias: (rows,) bias that belongs to the target weights, if the layer's bias is refitted; otherwise None.
+        importance: (rows,) positive weights of the rows' errors; None: all rows count equally.
     """
 
     layer: Layer
@@ -53,6 +54,7 @@ class Task:
     recipe: Recipe
     zeros: Tensor | None = None
     bias: Tensor | None = None
+    importance: Tensor | None = None
 
     def statistics(self, given: Statistics) -> Statistics:
         """The statistics of the problem: of inputs without their means if the bias is refitted."""
@@ -89,14 +91,16 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
         if isinstance(pattern, ChosenGroups):
             solver, refine = _given(pattern, solver)
         assert task.recipe.network_solver is None
+        scale = _row_scale(task, problem, own)
         solution = solve(
-            problem,
+            problem if scale is None else problem.scaled(scale),
             pattern,
             solver,
             refine=refine,
             damping=task.recipe.damping,
             name=task.layer.name,
         )
+        solution = solution if scale is None else unscaled(solution, problem, scale)
         solution.stats["drift_damping"] = drift_damping
         solutions.append(solution)
     return solutions
@@ -154,17 +158,36 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
         hessian = problems[0].matrix.to(torch.float32)  # the solver recognises the shared Hessian by its identity
         problems = [_in_float32(problem, hessian) for problem in problems]
     recipe = tasks[0].recipe
+    scales = [_row_scale(*one) for one in zip(tasks, problems, rows, strict=True)]
     solutions = solve_many(
-        problems,
+        [one if scale is None else one.scaled(scale) for one, scale in zip(problems, scales, strict=True)],
         patterns,
         _solver_of(tasks[0]),
         refine=recipe.refine,
         damping=recipe.damping,
         name=", ".join(task.layer.name for task in tasks),
     )
-    for solution, (_, drift_damping) in zip(solutions, found, strict=True):
-        solution.stats["drift_damping"] = drift_damping
+    for place, (problem, scale, (_, drift_damping)) in enumerate(zip(problems, scales, found, strict=True)):
+        if scale is not None:
+            solutions[place] = unscaled(solutions[place], problem, scale)
+        solutions[place].stats["drift_damping"] = drift_damping
     return solutions
+
+
+def _row_scale(task: Task, problem: Quadratic, own: slice) -> Tensor | None:
+    """Square roots of the weights of the rows `own`, (rows, 1); None if all rows count equally.
+
+    Weights of rows change nothing where every row has a count of its own, and nothing in the result of magnitude.
+    """
+    competing = isinstance(task.pattern, Unstructured) and task.pattern.per == "layer"
+    if task.importance is None or not competing or task.recipe.reads_weights_only:
+        return None
+    return task.importance[own].sqrt()[:, None].to(problem.dtype)
+
+
+def unscaled(solution: Solution, problem: Quadratic, scale: Tensor) -> Solution:
+    """The solution of a problem, from that of the problem with scaled rows."""
+    return Solution(solution.weight / scale, solution.mask, problem, solution.stats)
 
 
 def _solver_of(task: Task) -> str | Solver | None:

@@ -59,6 +59,7 @@ class Projection:
             weights in the model.
         callback: called after every layer.
         biases: names of the biases that are refitted, by layer.
+        importance: weights of the rows' errors, (rows,), by layer; layers without weights count all rows equally.
         level: prefix of the keys in the checkpoint, if a round projects a layer several times.
 
     Attributes:
@@ -74,6 +75,7 @@ class Projection:
     masters: dict[str, Tensor]
     callback: Callback
     biases: Mapping[Layer, str] = field(default_factory=dict)
+    importance: Mapping[Layer, Tensor] = field(default_factory=dict)
     level: str = ""
     record: RoundRecord = field(init=False)
     _energies: dict[Layer, _Energies] = field(default_factory=dict, init=False)
@@ -166,6 +168,7 @@ class Projection:
             self.recipe.for_layer(layer.name),
             self._given(layer, current) if self.recipe.keep_zeros else None,
             self._bias(layer),
+            self.importance.get(layer),
         )
 
     def _bias(self, layer: Layer) -> Tensor | None:
