@@ -153,29 +153,35 @@ def vit(data: Path, zoo: Any, _: Path) -> Case:
 CASES = {"llama": llama, "llama-512": llama_long, "encoder": encoder, "vit": vit}
 
 
-def counted(module: nn.Module, suffix: str) -> tuple[list[float], int]:
-    """Count samples through all modules with a suffix, three times inside gradient steps; also their number."""
+def counted(module: nn.Module, suffix: str) -> list[float]:
+    """Count positions through all modules with a suffix, three times inside gradient steps.
+
+    A run may join windows of text, so that samples are no measure of its work.
+    """
     total = [0.0]
 
     def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
-        total[0] += len(first) * (3 if first.requires_grad else 1)
+        total[0] += first[..., 0].numel() * (3 if first.requires_grad else 1)
 
-    chosen = [one for name, one in module.named_modules() if name.endswith(suffix)]
-    for one in chosen:
-        one.register_forward_hook(hook, with_kwargs=True)
-    return total, len(chosen)
+    for name, one in module.named_modules():
+        if name.endswith(suffix):
+            one.register_forward_hook(hook, with_kwargs=True)
+    return total
 
 
 def measure(case: Case, name: str, row: str, level: str, seed: int) -> dict[str, Any]:
     """Prune a copy of a network by one recipe, and score it."""
     module = copy.deepcopy(case.module)
-    total, count = counted(module, case.counted)
-    samples = sum(batches.size(batch) for batch in case.batches)
+    total = counted(module, case.counted)
+    with torch.no_grad():
+        for batch in case.batches:
+            batches.forward(module, batch)
+    one_pass, total[0] = total[0], 0.0
     began = time.process_time()
     report = iobs.prune(module, case.batches, level, ROWS[row], seed=seed)
     seconds = time.process_time() - began
-    passes = total[0] / count / samples
+    passes = total[0] / one_pass
     return {
         "network": name,
         "row": row,

@@ -26,9 +26,9 @@ import iobs
 from iobs.pruning.recipe import FineTune, Recipe
 
 KEYS = ("network", "method", "level", "seed")
-# Dense and sparse patterns by bits a weight. Nothing is dense at 2.5 bits: int2 has fewer bytes, and is shown beside.
-DENSE = {"2.5": "int2", "3": "int3", "4": "int4"}
-SPARSE = {"2.5": "50%+int3", "3": "50%+int4", "4": "25%+int4"}
+# Patterns by bits a weight. Nothing is dense at 1.5 and 2.5 bits: int2 has fewer bytes than 2.5, and is shown there.
+DENSE = {"2.5": "int2", "3": "int3", "4": "int4", "8": "int8"}
+SPARSE = {"1.5": "75%+int2", "2.5": "50%+int3", "3": "50%+int4", "4": "25%+int4", "8": "12.5%+int8"}
 POLISH = FineTune(
     lr="auto", optimizer="adam", steps=120, loss="kl", decay=True, batch_size="auto", augment="auto", parameters="all"
 )
@@ -73,7 +73,7 @@ def measure(case: Any, name: str, method: str, level: str) -> Row:
     kind, recipe = METHODS[method]
     ignore = IGNORED.get(name)
     pattern: Any = {"dense": DENSE, "sparse": SPARSE}[kind][level] if kind != "budget" else None
-    if pattern is None:
+    if kind == "budget":
         pattern = iobs.Budget(float(level) + overhead(case, ignore))
     module = copy.deepcopy(case.module)
     dense = case.score(module)
@@ -115,12 +115,12 @@ def tables(rows: list[Row]) -> str:
         "Made by `python benchmarks/equal_bytes.py`. The level counts the bits of values and masks (one bit for each "
         "entry of a layer with zeros); 16-bit scales of each row and 128 columns come on top, the same for every "
         "method. A budget chooses sparsity and bits of each layer within the bytes of the level. Dense grids: "
-        f"{_named(DENSE)}; int2 has fewer bytes than its level, since nothing is dense at 2.5 bits. Sparse grids: "
-        f'{_named(SPARSE)}. GPTQ and SparseGPT\'s joint pass are one-shot and uniform. "Polished" takes '
+        f"{_named(DENSE)}; int2 has fewer bytes than its level, since nothing is dense at 1.5 and 2.5 bits. Sparse "
+        f'grids: {_named(SPARSE)}. GPTQ and SparseGPT\'s joint pass are one-shot and uniform. "Polished" takes '
         f"{POLISH.steps} gradient steps on the KL divergence with values kept on the grid. Seed 0, test files.",
     ]
     for name, title in SCORES.items():
-        levels = [level for level in DENSE if any(key[:2] == (name, level) for key in found)]
+        levels = [level for level in SPARSE if any(key[:2] == (name, level) for key in found)]
         if not levels:
             continue
         dense = next(row["dense"] for key, row in found.items() if key[0] == name)
@@ -146,7 +146,7 @@ def verdict(found: dict[tuple[str, str, str], Row]) -> list[str]:
                 [found[name, level, f"{kind}{ending}"]["score"] for kind in ("dense grid", "sparse grid", "budget")],
             )
             for name in SCORES
-            for level in DENSE
+            for level in SPARSE
             if all((name, level, f"{kind}{ending}") in found for kind in ("dense grid", "sparse grid", "budget"))
         ]
         signed = [(name, level, [-one if name in LOWER else one for one in own]) for name, level, own in cells]
@@ -180,7 +180,8 @@ def run(options: argparse.Namespace) -> None:
         case = replace(case, batches=case.batches[: BATCHES.get(name)])
         for level in options.levels:
             for method in options.methods:
-                if not rows.has(network=name, method=method, level=level, seed=0):
+                possible = METHODS[method][0] != "dense" or level in DENSE
+                if possible and not rows.has(network=name, method=method, level=level, seed=0):
                     rows.put(measure(case, name, method, level))
 
 
@@ -189,7 +190,7 @@ def main() -> None:
     options.add_argument("--minilm", type=Path, help="folder of all-MiniLM-L6-v2; without it the network is left out")
     options.add_argument("--networks", nargs="*", help="by name; all by default")
     options.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
-    options.add_argument("--levels", nargs="*", default=list(DENSE), choices=list(DENSE))
+    options.add_argument("--levels", nargs="*", default=["2.5", "3", "4"], choices=list(SPARSE))
     run(options.parse_args())
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import networks
 import torch
+from rows import require_data
 
 import iobs
 from iobs.pruning.cost import memory_plan, seconds
@@ -69,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for module in (seconds, memory_plan):
         module.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[attr-defined]
-    zoo = networks.load_zoo(arguments.data)
+    zoo = require_data(arguments.data)
     print(f"| network | recipe | seconds | {' | '.join(f'at {share:.0%}' for share in SHARES)} |")
     print(f"| --- | --- |{' ---: |' * (len(SHARES) + 1)}")
     for name in arguments.networks:

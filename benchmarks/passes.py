@@ -61,16 +61,16 @@ def phase() -> str:
 
 
 def counted(module: nn.Module, suffix: str) -> Counter[str]:
-    """Samples through all modules whose name ends with `suffix`, by phase, divided by the number of these modules."""
+    """Positions through all modules whose name ends with `suffix`, by phase; a run may join windows of text."""
     total: Counter[str] = Counter()
-    chosen = [one for name, one in module.named_modules() if name.endswith(suffix)]
 
     def hook(_: nn.Module, args: Any, output: Any) -> None:
         if not output.is_meta:  # otherwise nothing was computed
-            total[phase()] += len(output) * (3 if output.requires_grad else 1) / len(chosen)
+            total[phase()] += output[..., 0].numel() * (3 if output.requires_grad else 1)
 
-    for one in chosen:
-        one.register_forward_hook(hook)
+    for name, one in module.named_modules():
+        if name.endswith(suffix):
+            one.register_forward_hook(hook)
     return total
 
 
@@ -82,17 +82,22 @@ def measure(case: blocks.Case, name: str, recipe: str, level: str, seed: int) ->
         batches.forward(module, case.batches[0])
     whole = one.forward / batches.size(case.batches[0]) * samples
     total = counted(module, QUERIES[name])
+    with torch.no_grad():
+        for batch in case.batches:
+            batches.forward(module, batch)
+    one_pass = sum(total.values())
+    total.clear()
     began = time.process_time()
     with measured() as work:
         iobs.prune(module, case.batches, level, RECIPES[recipe], seed=seed)
     seconds = time.process_time() - began
-    phases = {part: round(count / samples, 2) for part, count in sorted(total.items())}
+    phases = {part: round(count / one_pass, 2) for part, count in sorted(total.items())}
     return {
         "network": name,
         "recipe": recipe,
         "level": level,
         "seed": seed,
-        "passes": round(sum(total.values()) / samples, 2),
+        "passes": round(sum(total.values()) / one_pass, 2),
         "phases": phases,
         "products": round((work.forward + 2 * work.backward) / whole, 2),
         "score": round(case.score(module), 4),

@@ -7,6 +7,7 @@ continued. `--again` measures every row anew that is not of the present commit. 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import platform
 import subprocess
@@ -64,15 +65,24 @@ class Rows:
         """Add a row in place of the older one with the same keys, and write the file."""
         missing = [name for name in (*REQUIRED, *self.keys) if row.get(name) is None]
         assert not missing, f"a row without {', '.join(missing)}"
-        self.all = [old for old in read(self.name) if not self._same(old, row)] + [row]
-        text = "".join(json.dumps(one) + "\n" for one in self.all)
-        (RESULTS / f"{self.name}.jsonl").write_text(text, encoding="utf8")
+        with _alone(self.name):
+            self.all = [old for old in read(self.name) if not self._same(old, row)] + [row]
+            text = "".join(json.dumps(one) + "\n" for one in self.all)
+            (RESULTS / f"{self.name}.jsonl").write_text(text, encoding="utf8")
         shown = " ".join(str(row[key]) for key in self.keys)
         score = f": {row['score']:.3f}" if isinstance(row.get("score"), float) else ""
         print(f"{shown}{score}, {row['processor_seconds']:.1f} s", flush=True)
 
     def _same(self, row: Row, key: Row) -> bool:
         return all(row.get(name) == key[name] for name in self.keys)
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Let one process at a time change the rows of a benchmark."""
+    with (RESULTS / f"{name}.jsonl").open("a", encoding="utf8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @dataclass

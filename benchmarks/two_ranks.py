@@ -1,8 +1,10 @@
-"""Two processes against one, on the embedded language model: speed, the share spent in communication, equal masks.
+"""Several processes against one: speed, the share spent in communication, solve seconds of each rank, equal masks.
 
-    python benchmarks/two_ranks.py
+    python benchmarks/two_ranks.py                # two ranks, on the embedded language model
+    python benchmarks/two_ranks.py --solves       # solves of one block of 1,024 columns, on one, two and four ranks
 
-Every process has one thread. Each prunes twice, and the second time counts, so that nothing is cold.
+Every process has one thread. On the language model each prunes twice, and the second time counts, so that nothing is
+cold. Solve seconds are processor time of a rank, which another load of the machine does not change.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,8 +28,10 @@ from safetensors.torch import load_file, save_file
 from scale_report import record
 
 import iobs
+from iobs.core.quadratic import Quadratic
 from iobs.data import calibration_batches, open_source
 from iobs.models import load
+from iobs.pruning.layerwise import projection
 from iobs.pruning.runtime.ranks import Ranks, joined
 
 STEP = iobs.FineTune(lr=1e-4, optimizer="adam", steps=10, loss="task")
@@ -35,6 +40,8 @@ RUNS: dict[str, iobs.Recipe] = {
     "one shot, ADMM": iobs.Recipe(solver="admm"),
     "three rounds, 10 Adam steps between": iobs.Recipe(solver="sparsegpt", rounds=iobs.Rounds(3, finetune=STEP)),
 }
+
+SOLVES = {"layers": False, "rows": True}  # ways of dividing the work: True if ranks divide the rows of a layer
 
 
 def run(name: str, folder: Path) -> None:
@@ -71,7 +78,50 @@ def run(name: str, folder: Path) -> None:
             save_file({key: value.clone() for key, value in matrices.items()}, folder / "weights.safetensors")
 
 
-def launched(name: str, ranks: int) -> tuple[float, float, dict[str, torch.Tensor]]:
+def never(*args: Any) -> bool:
+    """Divide the rows of no layer."""
+    return False
+
+
+def run_solves(divided: bool, folder: Path) -> None:
+    """One rank: prune one block, and note the processor seconds of its solves; `divided`: ranks divide rows."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 1, "num_attention_heads": 16}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=1000)).eval()
+    data = [{"input_ids": torch.randint(0, 1000, (4, 256))} for _ in range(4)]
+    used = 0.0
+
+    def timed(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            nonlocal used
+            began = time.process_time()
+            try:
+                return function(*args)
+            finally:
+                used += time.process_time() - began
+
+        return call
+
+    with joined() as ranks, ExitStack() as stack:
+        for name in ("solve_layer", "solve_together"):
+            stack.enter_context(mock.patch.object(projection, name, timed(getattr(projection, name))))
+        if not divided:
+            stack.enter_context(mock.patch.object(projection, "can_divide", never))
+        iobs.solve(Quadratic.at(torch.randn(64, 256), torch.eye(256)), iobs.Unstructured(0.5))  # compiles
+        iobs.prune(model, data, 0.5, "one-shot", holdout=0.0)
+        spent = torch.zeros(ranks.size, dtype=torch.float64)
+        spent[ranks.rank] = used
+        ranks.sum(spent)
+        if ranks.first:
+            (folder / "times.json").write_text(json.dumps([max(spent.tolist()), spent.tolist()]))
+            matrices = {key: value.contiguous() for key, value in model.state_dict().items() if "proj" in key}
+            save_file({key: value.clone() for key, value in matrices.items()}, folder / "weights.safetensors")
+
+
+def launched(name: str, ranks: int) -> tuple[float, Any, dict[str, torch.Tensor]]:
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         shared = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
@@ -86,12 +136,33 @@ def launched(name: str, ranks: int) -> tuple[float, float, dict[str, torch.Tenso
         return seconds, spent, load_file(Path(folder) / "weights.safetensors")
 
 
+def solves() -> None:
+    """Solve seconds of one block on several ranks, with a layer for each rank and with divided rows."""
+    before = os.times()
+    alone, _, reference = launched("rows", 1)
+    for ranks in (2, 4):
+        found = {name: launched(name, ranks) for name in SOLVES}
+        weights = found["rows"][2]
+        same = sum(int(((reference[key] == 0) == (weights[key] == 0)).sum()) for key in reference)
+        equal = same / sum(value.numel() for value in reference.values())
+        after = os.times()
+        used = after.children_user + after.children_system - before.children_user - before.children_system
+        values = {"one": alone, "layers": found["layers"][0], "rows": found["rows"][0], "by_rank": found["rows"][1]}
+        record("solves", f"{ranks} ranks", used, ranks=ranks, equal=equal, **values)
+        print(f"{ranks} ranks: {values}, {equal:.4%} equal")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--child", nargs=2)
+    parser.add_argument("--solves", action="store_true")
     options = parser.parse_args()
+    if options.child and options.child[0] in SOLVES:
+        return run_solves(SOLVES[options.child[0]], Path(options.child[1]))
     if options.child:
         return run(options.child[0], Path(options.child[1]))
+    if options.solves:
+        return solves()
     for name in RUNS:
         before = os.times()
         one, _, alone = launched(name, 1)

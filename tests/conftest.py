@@ -3,6 +3,8 @@ from pathlib import Path
 
 # Compiled kernels are kept between runs and shared by parallel workers; numba reads the variable when it is imported.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".numba_cache"))
+# Triton's kernels run in its interpreter on the CPU; the variable is read when triton is imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

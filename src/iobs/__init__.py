@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
         SparseInteractions,
         SparseMultiTaskRegressor,
         SparseRegressor,
+        knockoff_filter,
         split_inference,
         stability_selection,
     )
@@ -87,6 +88,7 @@ __all__ = [
     "export",
     "fold",
     "keep_sparse",
+    "knockoff_filter",
     "load",
     "load_packed",
     "minimize",
@@ -115,7 +117,7 @@ _HOMES = {
     "iobs.optimize.bounds.rashomon": ("rashomon_set",),
     "iobs.optimize.estimators": (
         *("SparseClassifier", "SparseCox", "SparseInteractions", "SparseMultiTaskRegressor", "SparseRegressor"),
-        *("split_inference", "stability_selection"),
+        *("knockoff_filter", "split_inference", "stability_selection"),
     ),
     "iobs.optimize.minimize": ("MinimizeResult", "minimize"),
     "iobs.pruning": (

@@ -27,6 +27,7 @@ import iobs
 from iobs.core.patterns import NM, Grid, Pattern, Unstructured
 from iobs.core.quadratic import Quadratic
 from iobs.errors import IOBSError, ProblemError, is_out_of_memory
+from iobs.inference import gpu
 from iobs.pruning.cost.phases import Rates, Shape, Work, phases, solve_operations
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.solvers import SOLVERS
@@ -37,6 +38,7 @@ from iobs.solvers.kernels.project import project
 _CLOSE = 0.01  # relative difference of errors; ADMM searches in float32, where near ties may fall either way
 _MASKS = 0.97  # share of equal mask entries of two pruned networks; near ties may fall either way
 _LOSS = 0.05  # relative difference of their losses
+_PRODUCTS = 20  # repetitions of a product with zeros
 _TIMED = 3  # repetitions of a timing; the median counts
 _BLOCKS, _SAMPLES, _LENGTH = 32, 128, 2048  # of the predicted run
 _BLOCK_8B = (
@@ -110,6 +112,10 @@ def run(device: torch.device) -> Findings:
         found.notes.append("One block of 8 billion parameters does not fit; it was timed at half its width.")
         torch.cuda.empty_cache()
         rates = timed_block(device, 2, found)
+    if device.type == "cuda":
+        sparse_products(device, torch.cuda.get_device_capability(device), _BLOCK_8B[0].columns, found)
+    else:
+        found.notes.append("Products with zeros left out were not run: iobs.accelerate has other forms on a CPU.")
     weights = _BLOCKS * sum(shape.weights for shape in _BLOCK_8B) + _OUTSIDE_8B
     work = Work(_BLOCK_8B * _BLOCKS, _SAMPLES * _LENGTH, 2 * weights)
     blocks = Recipe.preset("one-shot").but(target="residual", blocks=BlockFit(network_steps=300))
@@ -280,6 +286,29 @@ def kernel_times(shape: Shape, clock: Clock, drawn: Callable[[int, int], Tensor]
     }
     for name, (operations, task) in tasks.items():
         found.timings.append(clock.timed(name, operations, task))
+
+
+@torch.no_grad()
+def sparse_products(device: torch.device, capability: tuple[int, int], side: int, found: Findings) -> None:
+    """Compare and time the forms of `iobs.accelerate` on a GPU, in bfloat16: one token and 1,024 tokens."""
+    clock, generator = Clock(device), torch.Generator().manual_seed(0)
+    for pattern in (NM(2, 4), Unstructured(0.5), Unstructured(0.7), Unstructured(0.9)):
+        weight = torch.randn(side, side, generator=generator) / side**0.5
+        weight = iobs.solve(Quadratic.at(weight, torch.eye(side)), pattern, "magnitude").weight
+        layer = nn.Linear(side, side, bias=False)
+        layer.weight.data = weight
+        layer.to(device, torch.bfloat16)
+        makers, notes = gpu.forms(layer, capability)
+        for tokens in (1, 1024):
+            given = torch.randn(tokens, side, generator=generator).to(device, torch.bfloat16)
+            forms, more = gpu.usable(makers, given)
+            found.notes += [f"{pattern}: {note}." for note in notes + more if f"{pattern}: {note}." not in found.notes]
+            wanted = layer(given).float()
+            for name, form in {"dense": layer, **forms}.items():
+                title = f"{name} product of {pattern}, {side} x {side}, {tokens} token(s)"
+                apart = float((form(given).float() - wanted).norm() / wanted.norm())
+                found.checks += [Check(title, apart <= _CLOSE, f"{apart:.1e} from dense")] if name != "dense" else []
+                found.timings.append(clock.timed(title, 2.0 * tokens * side**2, partial(form, given), repeat=_PRODUCTS))
 
 
 def timed_step(shapes: list[Shape], device: torch.device, clock: Clock) -> Timing:

@@ -159,6 +159,25 @@ def test_prune_to_a_budget_of_bits(run, tmp_path):
     assert "--bits-per-weight" in refused
 
 
+def test_dry_run_of_a_budget_shows_what_the_run_chooses(run, tmp_path):
+    shown = run("prune", "-o", tmp_path / "out", "--bits-per-weight", "3", "--dry-run", *QUICK).output
+    assert shown.count("chosen") == 2
+    assert "at most" in shown
+    assert "even division" not in shown
+    shown = run("prune", "-o", tmp_path / "out", "--bits", "4", "--dry-run", *QUICK).output
+    assert "bits a weight" in shown
+    assert "4.1" in shown or "4.2" in shown
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_budget_of_bits_with_one_block_in_memory_is_refused_first(run, tmp_path, dry):
+    options = "--bits-per-weight", "3", "--low-memory", *dry
+    message = one_error(run("prune", "-o", tmp_path / "out", *options, *QUICK, code=2))
+    assert "budget of bits" in message
+    assert "--bits 3" in message
+    assert not (tmp_path / "out").exists()
+
+
 def test_bits_are_given_once(run, tmp_path):
     assert "has bits already" in run(
         "prune", "-o", tmp_path / "out", "--pattern", "int4", "--bits", "3", *QUICK, code=2
@@ -183,10 +202,20 @@ def test_prune_reports_fewer_windows_than_requested(run, tmp_path):
 
 def test_low_memory_takes_the_same_recipe_by_default(run, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    data = ("--data", tmp_path / "text.txt", "--samples", "4", "--seq-len", "16", "--include", "*layers.0.mlp.up_proj")
+    data = ("--data", tmp_path / "text.txt", "--samples", "10", "--seq-len", "16", "--include", "*layers.0.mlp.up_proj")
     short = ("--set", "blocks.steps=2", "--set", "allocation=uniform", "--set", "blocks.lr=1e-3")
     for name, more in (("whole", ()), ("streamed", ("--low-memory",))):
         run("prune", models.EMBEDDED, "-o", tmp_path / name, "--dtype", "float32", *data, *short, *more)
     whole, streamed = (Recipe.from_yaml(tmp_path / name / "recipe.yaml") for name in ("whole", "streamed"))
     assert whole == streamed
     assert whole.blocks is not None
+    one, two = (read_report(tmp_path / name / "report.json").settings for name in ("whole", "streamed"))
+    assert (one["holdout"], one["samples"]) == (two["holdout"], two["samples"]) == (0.1, 9)
+
+
+def test_low_memory_holds_no_samples_out_where_none_judges(run, tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    data = ("--data", tmp_path / "text.txt", "--samples", "10", "--seq-len", "16", "--include", "*layers.0.mlp.up_proj")
+    run("prune", models.EMBEDDED, "-o", tmp_path / "out", "--low-memory", "--recipe", "one-shot", *data)
+    settings = read_report(tmp_path / "out" / "report.json").settings
+    assert (settings["holdout"], settings["samples"]) == (0.0, 10)

@@ -27,9 +27,28 @@ def test_pictures_have_the_labels_of_both_models():
         assert image.size == (8, 8)
 
 
+def in_numbers(tokens, skip_special_tokens):
+    assert skip_special_tokens
+    return " ".join(map(str, tokens))
+
+
+def test_prompts_begin_where_texts_begin():
+    long, tail = torch.arange(10, 50), torch.arange(60, 100)
+    middle = torch.cat([long[:7], torch.tensor([1]), long[:32]])
+    for rows, expected in (
+        ([middle, tail], [[1, *range(10, 33)], [1, *range(60, 83)]]),
+        ([long, tail], [[1, *range(10, 33)], [1, *range(60, 83)]]),
+    ):
+        shown = BeforeAfter([{"input_ids": torch.stack(rows)}], SimpleNamespace(bos_token_id=1))
+        found = [prompt.tolist() for prompt in shown._prompts()]
+        assert found == expected[: len(found)]
+    unmarked = BeforeAfter([{"input_ids": torch.stack([long, tail])}], SimpleNamespace(bos_token_id=None))
+    assert [prompt.tolist() for prompt in unmarked._prompts()] == [[*range(10, 34)], [*range(60, 84)]]
+
+
 def test_text_is_continued_by_both_models():
     model, data = families.build("llama")
-    tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens)))
+    tokenizer = SimpleNamespace(decode=in_numbers)
     before = [value.clone() for value in model.parameters()]
     report = iobs.prune(model, data, 0.9, "one-shot", callbacks=[BeforeAfter(data, tokenizer)], **OPTIONS)
     assert len(report.samples) == 2

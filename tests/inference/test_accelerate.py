@@ -21,7 +21,7 @@ def fastest(monkeypatch):
         pytest.skip("this CPU has no kernels")
 
     def pretended(calls):
-        return {key: 1.0 if key == ("dense", 1) else 0.5 for key in calls}
+        return dict.fromkeys(calls, 0.5) | {key: 1.0 for key in calls if getattr(key, "format", "") == "dense"}
 
     monkeypatch.setattr(module, "_best_seconds", pretended)
 
@@ -108,12 +108,30 @@ def test_generation_of_a_llama_gives_the_tokens_of_its_stored_weights(fastest):
 
 
 def test_layers_where_dense_is_faster_stay_dense(monkeypatch):
-    monkeypatch.setattr(module, "_best_seconds", lambda calls: {key: 1.0 + (key != ("dense", 1)) for key in calls})
+    monkeypatch.setattr(module, "_best_seconds", lambda calls: {key: 1.0 + (key.format != "dense") for key in calls})
     model = network()
     found = iobs.accelerate(model)
     assert type(model[0]) is nn.Linear
     assert {choice.format for choice in found.choices} == {"dense"}
     assert found.bytes_after == found.bytes_before
+
+
+@pytest.mark.parametrize(("faster", "most"), [(2, 1), (8, 4), (100, 1 << 30)])
+def test_kernels_of_few_tokens_end_where_another_way_is_faster(monkeypatch, faster, most):
+    """Pretended times: from `faster` tokens on, the other way takes less."""
+    if cpu.level() == "none":
+        pytest.skip("this CPU has no kernels")
+
+    def pretended(calls):
+        if len(calls) > 2:
+            return {key: 1.0 + (key.format != "bitmask-int8") for key in calls}
+        count = max(calls)
+        return {count: 1.0, count - 1: 0.5 if count >= faster else 2.0}
+
+    monkeypatch.setattr(module, "_best_seconds", pretended)
+    model = network()
+    iobs.accelerate(model, threads=1)
+    assert model[0].most_tokens == most
 
 
 def test_timings_of_the_machine_name_every_candidate():

@@ -35,6 +35,14 @@ def test_a_part_of_the_rows_equals_those_rows_of_the_whole(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_rows_by_number_equal_those_rows_of_the_whole(name):
+    matrix = store(sparse(9, 200), name)
+    numbers = torch.tensor([3, 8, 3, 0])
+    assert torch.equal(matrix.rows_of(numbers), matrix.to_dense()[numbers])
+    assert matrix.rows_of(numbers[:0]).shape == (0, 200)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_rows_without_entries_stay_empty(name):
     weight = sparse(4, 130)
     weight[[0, 2, 3]] = 0
@@ -105,6 +113,14 @@ def test_columns_outside_the_matrix_are_refused():
     matrix = store(sparse(4, 100), "index-bf16")
     with pytest.raises(ModelError, match="indices"):
         require_valid(altered(matrix, indices=torch.full_like(matrix.tensors["indices"], 100)))
+
+
+def test_columns_that_do_not_ascend_are_refused():
+    matrix = store(torch.ones(2, 40), "index-bf16")
+    indices = matrix.tensors["indices"].clone()
+    indices[[3, 4]] = indices[[4, 3]]
+    with pytest.raises(ModelError, match="indices"):
+        require_valid(altered(matrix, indices=indices))
 
 
 @pytest.mark.parametrize("name", FORMATS)

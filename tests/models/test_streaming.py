@@ -114,6 +114,22 @@ def test_best_runs_from_files_as_its_parts_that_need_no_whole_network(tmp_path):
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+def test_fast_from_files_is_judged_by_held_out_samples_as_in_memory(tmp_path):
+    model = families.saved("llama", tmp_path / "model", torch.float32)
+    data, fast = families.language_batches(count=6), iobs.Recipe.preset("fast")
+    recipe = fast.but(allocation="block", blocks=replace(fast.blocks, steps=4))
+    with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
+        streamed = iobs.prune(store, data, 0.5, recipe)
+    whole = iobs.prune(model, data, 0.5, recipe, include=[row.name for row in streamed.audit])
+    judged = [[note for note in report.notes if "held-out loss" in note] for report in (streamed, whole)]
+    assert judged[0]
+    assert judged[0] == judged[1]
+    assert streamed.settings["samples"] == whole.settings["samples"] < sum(len(one["input_ids"]) for one in data)
+    assert all(layer.error_heldout is not None for layer in streamed.best.layers)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in model.named_parameters() if name in found)
+
+
 def test_prune_directory_computes_in_the_widest_pruned_dtype(tmp_path):
     families.saved("llama", tmp_path / "model", torch.float32)
     file = tmp_path / "model" / "model.safetensors"

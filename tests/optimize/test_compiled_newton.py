@@ -72,6 +72,6 @@ def test_singular_or_unbounded_models_are_left_to_the_general_form(rng):
 def test_compiled_form_equals_its_plain_form(family, monkeypatch):
     objective, _ = _problem(family, 3, n=40, k=3, ridge=0.2)
     fast = newton._compiled(objective, np.zeros(3), 50)
-    for name in ("_evaluate", "_direction", "minimise"):
+    for name in ("_evaluate", "factorise", "solve", "minimise"):
         monkeypatch.setattr(newton_numba, name, getattr(newton_numba, name).py_func)
     assert newton._compiled(objective, np.zeros(3), 50) == pytest.approx(fast, rel=1e-10)

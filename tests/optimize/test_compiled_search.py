@@ -9,6 +9,7 @@ import pytest
 from sparse_problems import correlated_design, sparse_signal
 
 from iobs import minimize
+from iobs.optimize.objectives.families import Logistic, Poisson
 from iobs.optimize.objectives.gram import by_gram
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
@@ -90,6 +91,44 @@ def test_a_noiseless_model_is_found_and_called_optimal():
     result = minimize(LeastSquares(design, design @ theta), 5)
     assert result.theta == pytest.approx(theta, abs=1e-10)
     assert result.message == auto.GLOBAL
+
+
+def _margins(seed, n, d, k):
+    rng = np.random.default_rng(seed)
+    design = correlated_design(rng, n, d, 0.9)
+    return rng, design, design @ sparse_signal(rng, d, k)
+
+
+@pytest.mark.parametrize("family", [Logistic, Poisson])
+def test_search_with_second_order_models_is_rarely_worse_than_the_path(family):
+    worse = 0
+    for seed in range(8):
+        rng, design, margin = _margins(seed, 250, 60, 8)
+        if family is Poisson:
+            target = rng.poisson(np.exp(0.3 * margin)).astype(float)
+        else:
+            target = (rng.random(250) < 1 / (1 + np.exp(-margin))).astype(float)
+        objective = family(design, target, intercept=True)
+        found = list(auto.stages(Problem(objective, 8)))
+        assert "second-order model" in [stage.name for stage in found]
+        worse += found[-1].fit.value > paths.path(objective, range(9))[-1].value * (1 + 1e-9)
+    assert worse <= 1
+
+
+def test_model_without_a_minimiser_is_no_agreement():
+    rng, design, margin = _margins(0, 40, 60, 5)  # more columns than samples
+    objective = Logistic(design, (margin + rng.standard_normal(40) > 0).astype(float), ridge=0.0)
+    names = [stage.name for stage in auto.stages(Problem(objective, 3))]
+    assert "second-order model" not in names
+    assert "kick" in names
+
+
+def test_minimiser_is_exact_where_single_precision_fails(rng):
+    half = rng.standard_normal((600, 300)) * 10.0 ** rng.integers(-30, 30, 300)
+    hessian, theta = half.T @ half, rng.standard_normal(300) / np.sqrt((half**2).sum(axis=0))
+    found = compiled._minimiser(hessian, hessian @ theta)
+    np.testing.assert_allclose(found, theta, rtol=1e-6)
+    assert compiled._minimiser(np.zeros((300, 300)), np.ones(300)).size == 0
 
 
 def test_compiled_kernels_equal_their_plain_form(monkeypatch):

@@ -67,6 +67,7 @@ def test_summary_prints_text_html_and_a_frame():
     assert "chosen by bic" in text
     assert "too small" in text
     assert "(intercept)" in text
+    assert "e+" not in text  # 240 is easier to read than 2.4e+02
     assert len({len(line) for line in text.splitlines() if line.startswith("--")}) == 1
     assert "<b>" not in table._repr_html_()
     assert "<table>" in table._repr_html_()
@@ -109,6 +110,7 @@ def test_plot_path_marks_the_chosen_k_on_an_axis_of_integers(k, classes):
     X, y = load_wine(return_X_y=True) if classes else load_diabetes(return_X_y=True)
     model = (SparseClassifier if classes else SparseRegressor)(k, max_k=4).fit(X, y)
     figure = model.plot_path()
+    assert figure._repr_png_().startswith(b"\x89PNG")
     left, right = figure.axes
     assert all(float(tick).is_integer() for tick in left.get_xticks())
     assert [text.get_text() for text in left.get_legend().get_texts()][-1] == f"chosen: k = {model.k_}"

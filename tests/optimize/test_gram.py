@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from sparse_problems import correlated_design, sparse_signal
@@ -72,6 +75,19 @@ def test_path_by_gram_is_exact_on_the_data(storage, rng):
         assert rough.support.tolist() == fit.support.tolist()
         assert fit.value == pytest.approx(exact.value, rel=1e-13)
         np.testing.assert_allclose(fit.theta, exact.theta, rtol=1e-9)
+
+
+def test_gram_form_does_not_keep_the_data_alive(rng):
+    X, y = _problem(rng)
+    objective = LeastSquares(X, y, intercept=True)
+    by_gram(objective)
+    matrix = weakref.ref(objective.design.matrix)
+    gc.disable()  # without a collector, memory is free as soon as nothing refers to it
+    try:
+        del objective
+        assert matrix() is None
+    finally:
+        gc.enable()
 
 
 def test_gram_form_needs_a_small_double_design(rng):

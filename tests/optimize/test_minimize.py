@@ -23,6 +23,7 @@ from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit, newton_direction
 from iobs.optimize.refit.newton import refit
 from iobs.optimize.search import auto, pursuits
+from iobs.optimize.search.swaps import Swapper
 
 CASES = {
     "least squares": lambda X, m, rng: LeastSquares(X, m + 0.1 * rng.standard_normal(len(m)), intercept=True),
@@ -323,7 +324,7 @@ def test_newton_direction_is_right_if_single_precision_fails(case):
     problem = Problem(Logistic(X, y, ridge=1e40 if case == "wild ridge" else 0.0), 5)
     theta = np.zeros(60)
     value, gradient = problem.objective.value_and_gradient(theta)
-    found = auto._newton_direction(problem, Fit(np.arange(0), theta, value, gradient)) * problem.scale
+    found = auto._newton_direction(Swapper(problem), Fit(np.arange(0), theta, value, gradient)) * problem.scale
     exact = newton_direction(problem.objective.hessian_block(theta, np.arange(60)), gradient) * problem.scale
     assert set(np.argsort(-np.abs(found))[:5]) == set(np.argsort(-np.abs(exact))[:5])
     np.testing.assert_allclose(found, exact, atol=1e-3 * np.abs(exact).max())

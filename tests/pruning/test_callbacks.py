@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 from io import StringIO
 
 import menagerie
@@ -89,6 +90,21 @@ def test_progress_prints_plain_lines_where_there_is_no_terminal(capsys, monkeypa
     lines = capsys.readouterr().err.splitlines()
     assert any(re.match(r"fc2: \d+ %, about .+ left, memory [\d.]+ [MG]B", line) for line in lines)
     assert lines[-1].startswith("fc3: 100 %")
+
+
+def test_a_log_gets_lines_during_a_long_step(monkeypatch):
+    monkeypatch.setattr(progress, "_PLAIN_INTERVAL", 0.1)
+    out = StringIO()
+    with Steps("pruning", Console(file=out, width=100)) as steps:
+        for left, fact in ((60.0, "about .+ left"), (-1.0, ".+ so far")):
+            steps.update(1, 4, "fc1", left)
+            began = len(out.getvalue())
+            while len(out.getvalue()) == began:  # nothing calls `update` any more
+                time.sleep(0.05)
+            assert re.fullmatch(rf"fc1: 25 %, {fact}, memory [\d.]+ [MG]B .+\n", out.getvalue()[began:])
+    ended = out.getvalue()
+    time.sleep(0.3)
+    assert out.getvalue() == ended
 
 
 def test_progress_is_a_bar_on_a_terminal():

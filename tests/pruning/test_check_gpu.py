@@ -1,5 +1,6 @@
 """`python -m iobs.check_gpu`: comparisons with the CPU, times, prediction, files."""
 
+import importlib.util
 import itertools
 import json
 
@@ -9,7 +10,7 @@ from simulated_gpu import GPU
 
 import iobs
 from iobs import check_gpu
-from iobs.check_gpu import Check, Findings, solver_checks, timed_block
+from iobs.check_gpu import Check, Findings, solver_checks, sparse_products, timed_block
 
 HERE = torch.device("cpu")
 
@@ -48,6 +49,21 @@ def test_block_is_timed_and_its_rates_are_positive():
     names = {one.name for one in found.timings}
     assert {"product in bfloat16", "inverse", "projection", "gradient step of a block"} <= names
     assert found.notes
+
+
+def test_products_with_zeros_are_compared_and_timed_or_noted(monkeypatch):
+    """Without a GPU: the bitmask kernel runs in Triton's interpreter, torch refuses its 2:4 tensors on the CPU."""
+    found = Findings({})
+    monkeypatch.setattr(check_gpu, "_PRODUCTS", 1)
+    sparse_products(HERE, (8, 0), 64, found)
+    there = importlib.util.find_spec("triton") is not None
+    assert len(found.checks) == (8 if there else 0)
+    assert all(one.passed for one in found.checks)
+    assert any("2:4 does not run here" in note for note in found.notes)
+    assert there or any("pip install triton" in note for note in found.notes)
+    names = [one.name for one in found.timings]
+    assert "dense product of 2:4, 64 x 64, 1 token(s)" in names
+    assert len(names) == len(set(names)) == 8 + len(found.checks)
 
 
 @pytest.mark.parametrize(("passed", "status"), [(True, 0), (False, 1)])

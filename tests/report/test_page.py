@@ -1,6 +1,8 @@
 """The HTML page of a report and the model card."""
 
+import csv
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -96,7 +98,17 @@ def test_report_is_saved_by_suffix(tmp_path, suffix):
     if suffix == ".json":
         assert report.read_report(tmp_path / "report.json").coverage == made.coverage
     if suffix == ".csv":
-        assert text.splitlines()[0].startswith("name,shape,asked,zeros")
+        heading, first = list(csv.reader(text.splitlines()))[:2]
+        assert (heading[:4], first[:4]) == (
+            ["name", "shape", "asked", "zeros"],
+            ["model.layers.0.<mlp>", "(8, 6)", "0.5", "24"],
+        )
+
+
+def test_data_frame_without_pandas_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"pip install 'iobs\[tables\]'"):
+        make_report().to_frame()
 
 
 def test_report_is_saved_in_known_forms_only(tmp_path):
@@ -151,3 +163,11 @@ def test_card_holds_tags_library_and_scores():
     local = report.render_card(make_report(), "/home/me/model", "transformers")
     assert "/home" not in local
     assert "base_model" not in local
+
+
+def test_card_says_what_gradient_steps_were_taken():
+    made = make_report(rounds=1)
+    assert "block reconstruction" not in report.render_card(made, "mine", None)
+    made.settings["decided"] = {"blocks": {"window": 2, "steps": 100, "network_steps": 1200}}
+    card = report.render_card(made, "mine", None)
+    assert "at most 100 gradient steps in each window of 2 blocks, then at most 1,200 of the whole network" in card

@@ -7,13 +7,11 @@ import torch
 from solver_problems import random_problem, row_masks
 
 import iobs
-from iobs.core import linalg
 from iobs.core.grids import over_columns
 from iobs.core.partition import Partition
 from iobs.core.patterns import parse
 from iobs.errors import DampingWarning, PatternError, ProblemError
 from iobs.solvers.families import GRID_SOLVERS
-from iobs.solvers.gridded.feedback import feed_back_on_support
 from iobs.solvers.gridded.lattice import refit_scales, rounded, search_scales
 from iobs.solvers.kernels import descend
 from iobs.solvers.kernels.descend import GridRows
@@ -118,30 +116,6 @@ def test_joint_pass_equals_the_published_algorithm():
     problem, grid = random_problem(8, 24, condition=1e3), iobs.Grid(4, 8)
     found = iobs.solve(problem, iobs.Unstructured(0.5) & grid, "sparsegpt", block=8)
     torch.testing.assert_close(found.weight, slow_joint(problem.centre(), problem.matrix, grid, 0.5))
-
-
-def test_feedback_on_a_full_support_equals_gptq_with_fixed_scales():
-    problem, grid = random_problem(5, 12, condition=1e3), iobs.Grid(4)
-    every = torch.ones(5, 12, dtype=torch.bool)
-    scales = search_scales(problem.centre(), every, problem.matrix.diagonal(), grid, torch.float64)
-    found = feed_back_on_support(problem.centre(), problem.matrix, every, scales, grid)
-    torch.testing.assert_close(found, slow_gptq(problem.centre(), problem.matrix, grid))
-
-
-def test_feedback_on_a_support_equals_feedback_in_the_smaller_problem():
-    problem, grid = random_problem(5, 12, condition=1e3), iobs.Grid(3)
-    mask = torch.rand(5, 12) > 0.5
-    mask[4] = False
-    scales = torch.full((5, 1), 0.3, dtype=torch.float64)
-    best = linalg.solve_on_support(problem.matrix, problem.linear, mask)
-    found = feed_back_on_support(best, problem.matrix, mask, scales, grid)
-    assert not found[4].any()
-    for row in range(4):
-        index = mask[row].nonzero().flatten()
-        smaller = problem.matrix[index][:, index]
-        own = torch.ones(1, len(index), dtype=torch.bool)
-        alone = feed_back_on_support(best[row : row + 1, index], smaller, own, scales[:1], grid)
-        torch.testing.assert_close(found[row, index], alone[0])
 
 
 def best_on_grid(problem, scales, pattern, levels):

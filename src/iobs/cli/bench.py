@@ -34,6 +34,7 @@ def bench(
 ) -> None:
     """Measure tokens or pictures a second, bytes and memory on the CPU: dense, and with the zeros used."""
     from iobs.cli.benching import Workload, measured
+    from iobs.cli.progress import Steps
     from iobs.inference.choices import PRECISIONS
     from iobs.report.running import running_figure, running_line, running_table
 
@@ -47,7 +48,8 @@ def bench(
     if plot is not None and plot.suffix != ".svg":
         raise typer.BadParameter(f"{plot} must end in .svg", param_hint="--plot")
     work = Workload(model, tokens, prompt, sizes, known, threads, trust_remote_code)
-    rows = [*measured(work, repetitions)]
+    with Steps("loading the model") as steps:
+        rows = [*measured(work, repetitions, lambda task: steps.update(0, 0, task))]
     if plot is not None:
         plot.write_text(running_figure(rows), encoding="utf8")
     if talk.as_json:

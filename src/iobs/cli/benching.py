@@ -60,8 +60,15 @@ class Timing:
     prompt_speed: float | None
 
 
-def measured(work: Workload, repetitions: int) -> Iterator[RunningRow]:
+def measured(
+    work: Workload, repetitions: int, on_progress: Callable[[str], object] = lambda _: None
+) -> Iterator[RunningRow]:
     """Yield the dense forms and last the stored one, after all repetitions, which take turns.
+
+    Args:
+        work: of one repetition.
+        repetitions: number of repetitions of each form.
+        on_progress: called with what comes next.
 
     Raises:
         ModelError: the model cannot be loaded, or has no known input.
@@ -74,19 +81,21 @@ def measured(work: Workload, repetitions: int) -> Iterator[RunningRow]:
             dense = stack.enter_context(tempfile.TemporaryDirectory())
             unpack(work.model, Path(dense))
         pools = {form: stack.enter_context(_process()) for form in (*DENSE, "stored")}
-        sizes = {
-            form: pool.submit(_prepare, work, dense if form in DENSE else work.model, form).result()
-            for form, pool in pools.items()
-        }
+        names = {form: f"dense {form}" if form in DENSE else f"iobs {work.precision}" for form in pools}
+        sizes = {}
+        for form, pool in pools.items():
+            on_progress(f"loading {names[form]}")
+            sizes[form] = pool.submit(_prepare, work, dense if form in DENSE else work.model, form).result()
         timings: dict[str, list[Timing]] = {form: [] for form in pools}
-        for _ in range(repetitions):
+        for number in range(repetitions):
             for form, pool in pools.items():
+                on_progress(f"running {names[form]}, {number + 1} of {repetitions}")
                 timings[form].append(pool.submit(_repeat).result())
         for form, pool in pools.items():
             peak: Future[int | None] = pool.submit(_peak)
             prompts = [one.prompt_speed for one in timings[form] if one.prompt_speed is not None]
             yield RunningRow(
-                f"dense {form}" if form in DENSE else f"iobs {work.precision}",
+                names[form],
                 statistics.median(one.speed for one in timings[form]),
                 "tokens/s" if prompts else "pictures/s",
                 statistics.median(prompts) if prompts else None,

@@ -63,7 +63,7 @@ def objective_of(
     from iobs.optimize.search.hierarchy import Hierarchy
 
     spread = variances(table.X, sides.weights, True)  # so that units do not matter
-    penalty = _ridge(loss, ridge) * spread
+    penalty = ridge_of(loss, ridge) * spread
     members = None if sides.labels is None else labels_to_groups(sides.labels, len(table.names))
     owned = [np.array([j]) for j in range(len(table.names))] if members is None else members
     always = frozenset(number for number, columns in enumerate(owned) if np.isin(columns, forced).any())
@@ -101,7 +101,7 @@ def objective_of(
     return objective, None if members is None else CoordinateGroups(objective, members, always)
 
 
-def _ridge(loss: str, ridge: float) -> float:
+def ridge_of(loss: str, ridge: float) -> float:
     """The ridge; for the logistic loss at least a tiny one, without which separable classes have no finite fit."""
     return max(ridge, 1e-6) if loss == "logistic" else ridge
 
@@ -121,7 +121,7 @@ def size_of(
     if k in ("cv", "cv-1se", "aic", "bic", "ebic"):
         choice = cast("Choice", k)
         _refuse_choice(table, loss, k)
-        ridge = _ridge(loss, ridge)
+        ridge = ridge_of(loss, ridge)
         search: _Search = {"thorough": False, "random_state": seed, "forced": forced, "ridge": ridge}
         low, high = (None, None) if sides.bounds is None else (sides.bounds.lower, sides.bounds.upper)
         columns: _Columns = {**search, "groups": sides.labels, "lower": low, "upper": high}

@@ -162,7 +162,7 @@ DATA_PANEL, MACHINE_PANEL, TALK_PANEL = "Data", "Machine and files", "Messages"
 Model = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         help="Hugging Face directory or name, timm:NAME, or FILE.py:function; by default the embedded model.",
         show_default=False,
     ),

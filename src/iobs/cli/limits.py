@@ -46,23 +46,35 @@ class Limits:
         """The bounds of the columns of the design; None without any.
 
         Raises:
-            DataError: an unknown column, or something that is not a number.
-            ProblemError: a bound that excludes zero.
+            DataError: unknown columns, values that are no numbers, bounds that exclude zero; all are named at once.
         """
+        from iobs.errors import DataError
         from iobs.optimize.refit.within import Bounds
 
         if not self.given:
             return None
-        low = _values(table, ["0"] * self.non_negative + (self.lower or []), "--lower", float("-inf"))
-        high = _values(table, self.upper or [], "--upper", float("inf"))
+        problems: list[str] = []
+        low = _values(table, ["0"] * self.non_negative + (self.lower or []), "--lower", float("-inf"), problems)
+        high = _values(table, self.upper or [], "--upper", float("inf"), problems)
+        if len(problems) == 1:
+            raise DataError(problems[0])
+        if problems:
+            lines = "".join(f"\n  - {problem}" for problem in problems)
+            raise DataError(f"The bounds have {len(problems)} problems:{lines}")
         return Bounds.of(low, high, len(table.names))
 
 
-def _values(table: Table, texts: list[str], option: str, free: float) -> Array:
-    """The bound of every column of the design (d,); a bound of a column overrules the one of all columns."""
-    import numpy as np
+def _values(table: Table, texts: list[str], option: str, free: float, problems: list[str]) -> Array:
+    """The bound of every column of the design (d,); a bound of a column overrules the one of all columns.
 
-    from iobs.errors import DataError
+    Args:
+        table: the data.
+        texts: what was given to the option.
+        option: its name.
+        free: the bound of a column without one.
+        problems: texts that cannot be used are added here.
+    """
+    import numpy as np
 
     owners = [coding.name for coding in table.codings for _ in coding.names]
     values = np.full(len(table.names), free)
@@ -71,15 +83,16 @@ def _values(table: Table, texts: list[str], option: str, free: float) -> Array:
         try:
             value = float(number)
         except ValueError:
-            raise DataError(f"{option} needs a number, or COLUMN=NUMBER, got {text!r}.") from None
+            problems.append(f"{option} needs a number, or COLUMN=NUMBER, got {text!r}.")
+            continue
         chosen = [
             not column or column in pair for pair in zip(owners, table.names, strict=True)
         ]  # a category bounds all its levels
         if not any(chosen):
-            raise DataError(f"{option} {text}: there is no column {column!r}.")
+            problems.append(f"{option} {text}: there is no column {column!r}.")
         wrong = value > 0 if option == "--lower" else value < 0
         if wrong or np.isnan(value):
             sign = "at most 0" if option == "--lower" else "at least 0"
-            raise DataError(f"{option} {text}: give a number of {sign}; a column that is not chosen has 0.")
+            problems.append(f"{option} {text}: give a number of {sign}; a column that is not chosen has 0.")
         values[chosen] = value
     return values

@@ -41,6 +41,7 @@ def prune_low_memory(
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
     from iobs.models.without_weights import without_weights
+    from iobs.pruning.allocation.bits import require_whole
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
     from iobs.report import summary_lines, write_report
@@ -49,6 +50,7 @@ def prune_low_memory(
     chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
     streams_place = place_named(streams)
     StreamedStore.require_streamable(recipe)
+    require_whole(options.pattern, False)
     directory = directory and str(expanded(directory))
     if directory is None or not Path(directory).is_dir():
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
@@ -103,7 +105,8 @@ def _show_machines(directory: Path, asked: Asked, as_json: bool) -> None:
     options, recipe = asked.options, asked.recipe
     network = shapes_of(directory, options.include, options.ignore, recipe.depthwise)
     machines = [replace(gpu, count=count) for count in (1, 8) for gpu in GPUS]
-    needs = [need(network, recipe, options.samples, options.seq_len, options.batch_size, one) for one in machines]
+    asked_for = network, recipe, options.samples, options.seq_len, options.batch_size
+    needs = [need(*asked_for, one, options.holdout) for one in machines]
     if as_json:
         console.print_json([{**asdict(one), "fits": one.fits, "streams": one.streams} for one in needs])
         return

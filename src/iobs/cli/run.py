@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import chain, islice
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +29,7 @@ def run(
     import torch
 
     from iobs.cli.loading import load_to_run
+    from iobs.cli.progress import Steps
     from iobs.errors import ModelError
     from iobs.inference import StoredLinear, accelerate
     from iobs.inference.choices import PRECISIONS
@@ -52,8 +54,10 @@ def run(
             f"the text has {ids.shape[1]} tokens, and the model reads {loaded.context} in all", param_hint="--tokens"
         )
     ready = any(isinstance(one, StoredLinear) for one in loaded.module.modules())
-    found = None if precision == "dense" or ready else accelerate(loaded.module, precision=precision, threads=threads)  # type: ignore[arg-type]
-    if found is not None:
+    found = None
+    if precision != "dense" and not ready:
+        with Steps("choosing the form of each layer"):
+            found = accelerate(loaded.module, precision=precision, threads=threads)  # type: ignore[arg-type]
         console.say(str(found))
     config: Any = loaded.module.config
     stop = config.eos_token_id
@@ -66,10 +70,12 @@ def run(
         else "int8"
     )
     made: list[int] = []
-    text, started, first = "", time.perf_counter(), 0.0
-    out = console.output_console()
-    for token in generated(loaded.module, ids, tokens, ends, form):
-        first = first or time.perf_counter()
+    text, started = "", time.perf_counter()
+    out, coming = console.output_console(), generated(loaded.module, ids, tokens, ends, form)
+    with Steps("reading the text (the first run also compiles)"):
+        opening = [*islice(coming, 1)]
+    first = time.perf_counter()
+    for token in chain(opening, coming):
         made.append(token)
         whole = tokenizer.decode(made, skip_special_tokens=True)
         if not talk.as_json and not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # the rest of a character follows
@@ -83,4 +89,4 @@ def run(
         console.print_json({**answer, "tokens_per_second": rate, "seconds_to_first_token": first - started, **sizes})
         return
     out.print()
-    console.say(f"{len(made)} tokens, {rate:.1f} a second, after {first - started:.2f} s for compiling and the text.")
+    console.say(f"{len(made)} tokens, {rate:.1f} a second; the first after {first - started:.2f} s.")

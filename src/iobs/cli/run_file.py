@@ -72,8 +72,13 @@ class RunOptions:
             raise ProblemError(f"low_memory must be true or false, got {self.low_memory!r}.")
 
     @classmethod
-    def of(cls, *layers: Mapping[str, Any]) -> RunOptions:
+    def of(cls, *layers: Mapping[str, Any], judged: bool = True) -> RunOptions:
         """Options from several mappings; the first one that has a value other than None wins.
+
+        Args:
+            *layers: the mappings.
+            judged: the recipe has gradient steps that held-out samples judge. Otherwise a run in the memory of one
+                block holds none out by default, because they need Gram matrices of their own.
 
         Raises:
             ProblemError: an unknown key.
@@ -87,7 +92,7 @@ class RunOptions:
                     f"The section run of a recipe has no key {', '.join(unknown)}; the keys are {', '.join(known)}."
                 )
             found = {**{name: value for name, value in layer.items() if value is not None}, **found}
-        if found.get("low_memory"):
+        if found.get("low_memory") and not judged:
             found.setdefault("holdout", 0.0)
         if "pattern" in found and not hasattr(found["pattern"], "groups"):
             found["pattern"] = pattern_of(found["pattern"])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from iobs.cli.sides import Sides
     from iobs.data.tables import Table
     from iobs.optimize.estimators.base import SparseEstimator
+    from iobs.optimize.estimators.knockoffs import KnockoffFilter
     from iobs.optimize.objectives.base import Objective
     from iobs.optimize.objectives.design import Array
     from iobs.optimize.refit.fit import Fit
@@ -46,6 +47,15 @@ class PathRow(TypedDict):
     score_error: NotRequired[float | None]
 
 
+class KnockoffReport(TypedDict):
+    """Result of the knockoff filter: its limit, the estimate of the false share, and W of every column."""
+
+    fdr: float
+    kind: str
+    false_share: float | None
+    statistics: dict[str, float]
+
+
 class FitReport(TypedDict):
     """Numbers of the fit; `value` is the loss, `explained` the share of the baseline's loss, ridge terms excluded."""
 
@@ -70,6 +80,7 @@ class ModelReport(FitReport):
     model: dict[str, Any]
     rows_dropped: int
     concordance: NotRequired[float]
+    knockoffs: NotRequired[KnockoffReport]
     certificate: NotRequired[str]
     near_optimal: NotRequired[NearOptimal]
 
@@ -87,6 +98,7 @@ class Solution:
         chooser: the estimator that chose k; None if k was given.
         how: k as asked for.
         sides: sample weights, offset, events and bounds.
+        knockoffs: the filter that chose the columns; None if the best columns for a k were searched.
     """
 
     table: Table
@@ -97,6 +109,7 @@ class Solution:
     chooser: SparseEstimator | None
     how: str
     sides: Sides
+    knockoffs: KnockoffFilter | None = None
 
     @property
     def size(self) -> int:
@@ -169,6 +182,14 @@ def report(found: Solution) -> ModelReport:
         "model": _fitted(found),
         "rows_dropped": table.dropped,
     }
+    if found.knockoffs is not None:
+        share = found.knockoffs.false_share
+        model["knockoffs"] = {
+            "fdr": found.knockoffs.fdr,
+            "kind": found.knockoffs.kind,
+            "false_share": share if math.isfinite(share) else None,
+            "statistics": dict(zip(table.names, found.knockoffs.statistics.tolist(), strict=True)),
+        }
     pairs = _concordance(found)
     if pairs is not None:
         model["concordance"] = pairs
@@ -300,10 +321,9 @@ def draw(file: Path, found: Solution) -> None:
         OutputError: the file cannot be written.
     """
     import matplotlib as mpl
-    from matplotlib.figure import Figure
 
     from iobs.errors import OutputError
-    from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients
+    from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients, new_figure
 
     columns = np.arange(len(found.table.names))
     tables = [found.coefficients(fit.theta)[0] for fit in found.fits]
@@ -317,7 +337,7 @@ def draw(file: Path, found: Solution) -> None:
             wide[:, entry["support"]] = entry["coef"]
             tables.append(wide)
     table = largest_coefficients([columns] * len(tables), tables, columns) * found.spread
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = new_figure()
     left, right = figure.subplots(1, 2)
     draw_scores(left, range(len(scores)), scores, errors, found.size, what)
     draw_coefficients(right, range(len(tables)), table, found.table.names, found.size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iobs.cli import console, near_optimal
+from iobs.report.numbers import significant
 
 if TYPE_CHECKING:
     from iobs.cli.solution import ModelReport, Solution
@@ -32,17 +33,17 @@ def show(found: Solution, model: ModelReport) -> None:
         shown.add_row(
             row["name"],
             *([row.get("label", "")] if many else []),
-            f"{row['coefficient']:.5g}",
-            "–" if error is None else f"{error:.2g}",
+            significant(row["coefficient"], 5),
+            significant(error, 2),
             "–" if z is None else f"{z:.1f}",
-            f"{row['per_standard_deviation']:.3g}",
-            *([f"{row['hazard_ratio']:.3g}"] if cox else []),
+            significant(row["per_standard_deviation"]),
+            *([significant(row["hazard_ratio"])] if cox else []),
         )
     intercepts = model["intercept"] if isinstance(model["intercept"], list) else [model["intercept"]]
     for label, value in zip(found.table.classes if many else [""], intercepts, strict=True):
         if cox:  # the baseline hazard takes the constant
             break
-        shown.add_row("(intercept)", *([label] if many else []), f"{value:.5g}", "", "", "")
+        shown.add_row("(intercept)", *([label] if many else []), significant(value, 5), "", "", "")
     out.print(shown)
     out.print(_path_table(found, model))
     for line in _remarks(found, model):
@@ -55,7 +56,8 @@ def show(found: Solution, model: ModelReport) -> None:
 def _path_table(found: Solution, model: ModelReport) -> object:
     from rich.table import Table as RichTable
 
-    shown = RichTable(title="best columns for every k", title_justify="left", header_style="bold")
+    title = "best columns for every k" if found.knockoffs is None else "columns in the order of the filter"
+    shown = RichTable(title=title, title_justify="left", header_style="bold")
     for heading in ("k", "loss", *(["score"] if found.chooser is not None else [])):
         shown.add_column(heading, justify="right")
     shown.add_column("change")
@@ -65,23 +67,36 @@ def _path_table(found: Solution, model: ModelReport) -> object:
         change = [f"+{name}" for name in sorted(after - before)] + [f"-{name}" for name in sorted(before - after)]
         before = after
         score, error = row.get("score"), row.get("score_error")
-        cells = [str(row["k"]) + ("*" if row["k"] == found.size else ""), f"{row['value']:.6g}"]
+        cells = [str(row["k"]) + ("*" if row["k"] == found.size else ""), significant(row["value"], 6)]
         if score is not None:
-            cells.append(f"{score:.6g}" + (f" ± {error:.2g}" if error is not None else ""))
+            cells.append(significant(score, 6) + (f" ± {significant(error, 2)}" if error is not None else ""))
         shown.add_row(*cells, " ".join(change))
     return shown
 
 
+def _chosen(found: Solution) -> str:
+    knockoffs = found.knockoffs
+    if knockoffs is None:
+        return f"* the k that is used{'' if found.chooser is None else f', chosen by {found.how}'}"
+    if not knockoffs.support.size:
+        needed = f"{1 / knockoffs.fdr:.0f} columns or more must do so together; a larger --fdr asks for fewer"
+        return f"* knockoff filter ({knockoffs.kind}): no column stands out from its knockoff. {needed}"
+    return (
+        f"* knockoff filter ({knockoffs.kind}): the expected share of false columns is at most {knockoffs.fdr:.0%}, "
+        f"estimated {knockoffs.false_share:.0%}; k follows the order of its statistic"
+    )
+
+
 def _remarks(found: Solution, model: ModelReport) -> list[str]:
-    lines = [f"* the k that is used{'' if found.chooser is None else f', chosen by {found.how}'}"]
+    lines = [_chosen(found)]
     empty, value = model["value_without_features"], model["value"]
     share = "nothing to explain" if model["explained"] is None else f"{model['explained']:.1%} of it explained"
-    lines.append(f"loss {value:.6g}, {empty:.6g} without any column: {share}")
+    lines.append(f"loss {significant(value, 6)}, {significant(empty, 6)} without any column: {share}")
     classes = found.table.classes
     if model["loss"] == "squared":
         noise = model["noise"]
         known = "no rows are left to estimate the noise from"
-        lines.append(known if noise is None else f"noise {noise:.4g} (standard deviation)")
+        lines.append(known if noise is None else f"noise {significant(noise, 4)} (standard deviation)")
     elif found.sides.events is not None:
         events = int(found.sides.events.sum())
         lines.append(f"{events:,} events, {found.sides.events.size - events:,} censored times")

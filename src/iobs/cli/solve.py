@@ -13,6 +13,7 @@ import typer
 from iobs.cli import console
 from iobs.cli.columns import Columns
 from iobs.cli.limits import Limits
+from iobs.cli.selection import Selection
 
 if TYPE_CHECKING:
     from iobs.cli.sides import Sides
@@ -83,6 +84,7 @@ def solve(
             help="Weight of half the squared coefficients, per standard deviation; the loss is summed over rows.",
         ),
     ] = 0.0,
+    selection: Selection = Selection(),  # noqa: B008 - frozen
     limits: Limits = Limits(),  # noqa: B008 - frozen
     proofs: Proofs = Proofs(),
     output: Annotated[
@@ -109,6 +111,7 @@ def solve(
     from iobs.cli.sides import sides_of, with_interactions
     from iobs.data.tables import read_table
 
+    selection.check(columns, limits, k, proofs.certify is not None or proofs.near is not None)
     proofs.check(columns, limits)
     if columns.missing not in ("error", "drop", "mean"):
         raise typer.BadParameter("give error, drop or mean", param_hint="--missing")
@@ -130,7 +133,10 @@ def solve(
     sides = sides_of(table, columns, loss, limits)
     if sides.interactions is not None:
         table = with_interactions(table)
-    found = _solution(table, sides, columns, loss, ridge, k, seed)
+    if selection.knockoff:
+        found = selection.solution(table, sides, columns.target, loss, ridge, seed)
+    else:
+        found = _solution(table, sides, columns, loss, ridge, k, seed)
     model = solution.report(found)
     if proofs.certify is not None:
         model["certificate"] = _certificate(found.objective, found.size, found.best, proofs.certify)

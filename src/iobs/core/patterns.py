@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from iobs.core.partition import Partition
+from iobs.core.shared_rows import is_spanning, spanning_mask
 from iobs.core.structured import Structured
 from iobs.errors import PatternError, is_a
 
@@ -225,6 +226,8 @@ def parse(text: str) -> Pattern:
         if ":" in text:
             keep, of = map(int, text.split(":"))
             return NM(keep, of)
+    except PatternError:  # it says what is wrong with these numbers
+        raise
     except ValueError:
         raise _unreadable(text) from None
     return Unstructured(share(text))
@@ -281,6 +284,8 @@ def top_mask(scores: Tensor, pattern: Pattern) -> Tensor:
 def top_mask_of(scores: Tensor, groups: Partition) -> Tensor:
     """`top_mask` for the groups of a pattern."""
     shape = scores.shape
+    if is_spanning(groups, scores.numel()):
+        return spanning_mask(scores, groups)
     table = scores.reshape(groups.count, groups.size)
     if groups.keep == 0:
         return torch.zeros(shape, dtype=torch.bool, device=scores.device)

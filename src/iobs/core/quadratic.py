@@ -259,6 +259,11 @@ class Quadratic:
         linear = None if self.centred else self.linear / unit
         return self._with(self.hessian, linear, None if self.anchor is None else self.anchor / unit)
 
+    def scaled(self, scale: Tensor) -> Quadratic:
+        """The problem of V * scale, with a positive factor for every row, (rows, 1): row i counts scale_i^2 times."""
+        linear = None if self.centred else self.linear * scale
+        return self._with(self.hessian, linear, None if self.anchor is None else self.anchor * scale)
+
     def without(self, columns: Tensor) -> Quadratic:
         """Decouple columns (boolean, (d,)): mean curvature of the other columns, zero linear term and anchor."""
         matrix = self.matrix.clone()

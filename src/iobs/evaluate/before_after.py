@@ -27,8 +27,9 @@ _SIDE = 96  # pixels of a picture's longer side
 class BeforeAfter(Callback):
     """Adds samples with the outputs of both models to the report of a run.
 
-    Token ids are continued by the most likely tokens, if there is a tokenizer. Pictures get the predicted classes.
-    Other data, and models that are not entirely in memory, give no samples.
+    Token ids are continued by the most likely tokens, if there is a tokenizer. A prompt begins where a text begins,
+    with the tokenizer's first token: many dense models continue the middle of a text badly. Pictures get the predicted
+    classes. Other data, and models that are not entirely in memory, give no samples.
 
     Args:
         batches: the first batch is used.
@@ -73,8 +74,7 @@ class BeforeAfter(Callback):
             return []
         try:
             if self._tokens is not None and self._tokenizer is not None:
-                prompts = self._tokens[:_TEXTS, :_PROMPT]
-                return [self._decoded(self._continued(self._model, prompt)) for prompt in prompts]
+                return [self._decoded(self._continued(self._model, prompt)) for prompt in self._prompts()]
             if self._pictures is not None:
                 rows = torch.arange(min(_PICTURES, len(self._pictures)))
                 values = logits(data_batches.forward(self._model, data_batches.take(self._batch, rows)))
@@ -83,6 +83,18 @@ class BeforeAfter(Callback):
         except REFUSALS:  # a model of another kind; a sample is no reason to stop a run
             pass
         return []
+
+    def _prompts(self) -> list[Tensor]:
+        """The beginnings of texts, (tokens,) each."""
+        assert self._tokens is not None
+        first, found = getattr(self._tokenizer, "bos_token_id", None), []
+        for row in self._tokens:
+            starts = (row == first).nonzero().flatten().tolist() if first is not None else []
+            whole = [start for start in starts if start + _PROMPT <= len(row)]
+            found += [row[start : start + _PROMPT] for start in whole[:_TEXTS]]
+        if first is not None and not found:  # windows from the middle of long texts
+            return [torch.cat([row.new_tensor([first]), row[: _PROMPT - 1]]) for row in self._tokens[:_TEXTS]]
+        return found[:_TEXTS] or [row[:_PROMPT] for row in self._tokens[:_TEXTS]]
 
     def _continued(self, model: nn.Module, prompt: Tensor) -> Tensor:
         """The most likely next tokens after a prompt, (tokens,)."""
@@ -97,7 +109,7 @@ class BeforeAfter(Callback):
         return tokens[0, len(prompt) : len(prompt) + self._length]
 
     def _decoded(self, tokens: Tensor) -> str:
-        return str(self._tokenizer.decode(tokens.tolist()))
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
     def _name(self, number: int) -> str:
         """The name of a class, or its number."""
@@ -108,7 +120,7 @@ class BeforeAfter(Callback):
         """The input of a sample as it is shown, and its label."""
         assert self._batch is not None
         if self._tokens is not None:
-            return self._decoded(self._tokens[number, :_PROMPT]), None
+            return self._decoded(self._prompts()[number]), None
         assert self._pictures is not None
         wanted = targets(self._batch)
         known = wanted is not None and wanted.ndim == 1 and not wanted.is_floating_point()

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 Reals = NDArray[np.float32]
 _LIMIT = 127.0
+_INFINITE = 0x7F800000  # bits of infinity; those of NaN are larger
 
 
 @njit(cache=True, nogil=True)
@@ -46,14 +47,18 @@ def rounded(given: Reals, found: NDArray[np.uint8], scales: Reals) -> None:
         found: (tokens, filled columns), written.
         scales: (tokens), written.
     """
+    bits, bounds = given.view(np.int32), scales.view(np.int32)
     for token in range(given.shape[0]):
-        source, goal = given[token], found[token]
-        largest, bad = np.float32(0), np.float32(0)
-        for column in range(source.size):
-            largest = max(largest, abs(source[column]))
-            bad += source[column] * np.float32(0)
-        scales[token] = largest / np.float32(_LIMIT) + bad
-        factor = np.float32(_LIMIT) / largest if largest > 0 and bad == 0 else np.float32(0)
+        source, goal, row = given[token], found[token], bits[token]
+        largest = np.int32(0)  # of the bits without sign: they have the order of the numbers, NaN last
+        for column in range(row.size):
+            bare = row[column] & np.int32(0x7FFFFFFF)
+            largest = bare if bare > largest else largest
+        bounds[token] = largest
+        bound = scales[token]
+        bad = largest >= _INFINITE
+        scales[token] = np.float32(np.nan) if bad else bound / np.float32(_LIMIT)
+        factor = np.float32(_LIMIT) / bound if bound > 0 and not bad else np.float32(0)
         for column in range(source.size):
             # Adding this number rounds to the nearest whole number: its last bit stands for one.
             shifted = source[column] * factor + np.float32(12582912.0)

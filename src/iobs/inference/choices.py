@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from functools import partial
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from iobs.errors import ProblemError
-from iobs.inference import cpu
-from iobs.inference.formats import FormatName
-from iobs.inference.modules import StoredLinear, can_store, matrix_of, stored
+from iobs.inference import cpu, gpu
+from iobs.inference.formats import FormatName, store
+from iobs.inference.modules import StoredLinear, can_store, matrix_of, stored, with_matrix
 
 Precision = Literal["bf16", "int8", "int4"]
 FORMATS_OF: dict[Precision, tuple[FormatName, ...]] = {
@@ -23,6 +24,16 @@ FORMATS_OF: dict[Precision, tuple[FormatName, ...]] = {
 }
 _Candidate = FormatName | Literal["dense"]
 _Timing = tuple[dict[str, float], _Candidate, int, int | None]  # see `_Timings._timed`
+
+
+class _Way(NamedTuple):
+    """A candidate: format, threads, and the most tokens that the kernels of few tokens take."""
+
+    format: _Candidate
+    threads: int = 1
+    most: int | None = None
+
+
 _Key = TypeVar("_Key")
 PRECISIONS: tuple[Precision, ...] = tuple(FORMATS_OF)
 _NO_INDEX_BELOW = 0.75  # share of zeros; below it an index takes more bytes than a mask
@@ -30,7 +41,9 @@ _NO_MASK_BELOW = 0.05  # share of zeros; below it a mask takes more than it save
 _TIE = 1.1  # the form with the fewest bytes wins among those within this factor of the least time
 _SMALLEST = 1 << 14  # entries; the calls of smaller layers cost more than their products
 _REPETITIONS, _LONGEST = 9, 0.3  # of a timing: number, and seconds for one candidate
-_MANY = 64  # tokens that decide between kernels and unpacked rows
+_COUNTS = (2, 4, 8, 16, 64)  # tokens that decide between the kernels of few and of many tokens
+_ANY = 1 << 30
+_ON_A_GPU = "layers are 2:4, which CUDA devices of compute capability 8.0 or newer multiply; here zeros are bitmasks"
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Choice:
         format: the chosen format, or "dense": the layer is unchanged.
         seconds: best measured seconds of one product, for each candidate.
         tokens: number of tokens of that product.
-        threads: threads of the chosen form.
+        threads: threads of the chosen form; 0 on a CUDA device.
         bytes_before: bytes of the dense weight.
         bytes_after: bytes of the chosen form.
         error: norm of the change of the weight relative to its norm; without the rounding of activations.
@@ -73,11 +86,13 @@ class Acceleration:
 
     Args:
         choices: the layers that were looked at.
-        level: instruction set of the kernels: "avx512", "avx2" or "none".
+        level: instruction set of the kernels: "avx512", "avx2" or "none"; "cuda" on a CUDA device.
+        notes: forms that were not candidates, and why.
     """
 
     choices: tuple[Choice, ...]
     level: str
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes_before(self) -> int:
@@ -100,12 +115,13 @@ class Acceleration:
             after = sum(one.seconds[one.format] for one in found) / len(found)
             zeros = sum(one.sparsity for one in found) / len(found)
             rows, columns = shape
+            shared = f", {threads} thread(s)" if threads else ""
             lines.append(
-                f"  {len(found):3d} x {rows} x {columns}, {zeros:.0%} zeros: {name}, {threads} thread(s), "
+                f"  {len(found):3d} x {rows} x {columns}, {zeros:.0%} zeros: {name}{shared}, "
                 f"{1e3 * before:.3f} -> {1e3 * after:.3f} ms"
             )
         lines.append(f"Weights of these layers: {self.bytes_before / 1e6:.1f} -> {self.bytes_after / 1e6:.1f} MB.")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"Note: {one}." for one in self.notes)])
 
 
 def accelerate(
@@ -117,29 +133,34 @@ def accelerate(
 ) -> Acceleration:
     """Replace linear layers and convolutions of size 1 by stored forms where those are faster on this machine.
 
-    The candidates of each shape are timed, the dense layer among them. The model is changed in place and computes on
-    the CPU, without gradients; transformers' `generate`, pipelines and `state_dict` work as before.
+    The candidates of each shape are timed, the dense layer among them. The model is changed in place and computes
+    without gradients; transformers' `generate`, pipelines and `state_dict` work as before. On a CUDA device, the
+    candidates of a linear layer are torch's 2:4 product and a bitmask; both keep the weights unrounded.
 
     Args:
-        model: on the CPU, in float32 or bfloat16.
+        model: on the CPU, in float32 or bfloat16, or on one CUDA device.
         example: a batch: a tensor, or a tuple or a mapping of arguments. It says how many tokens a layer sees.
             None: layers are timed with one token, as in generation, and convolutions stay dense.
-        precision: the fewest bits of a stored weight. With "int8" and "int4" a product may also round activations to
-            8 bits, one scale for each token.
-        threads: threads of a product. None: 1 or all threads of torch, whichever is faster.
+        precision: on the CPU, the fewest bits of a stored weight. With "int8" and "int4" a product may also round
+            activations to 8 bits, one scale for each token.
+        threads: on the CPU, threads of a product. None: 1 or all threads of torch, whichever is faster.
 
     Returns:
         What was chosen for each layer, with the measured times.
 
     Raises:
-        ProblemError: the model is not on the CPU, or an argument is unknown.
+        ProblemError: the model is on another kind of device or on several, or an argument is unknown.
     """
-    _require(model, precision, threads)
+    device = _require(model, precision, threads)
     layers = [(name, one) for name, one in model.named_modules() if can_store(one) and one.weight.numel() >= _SMALLEST]
     tokens = {name: 1 for name, one in layers if isinstance(one, nn.Linear)} if example is None else {}
     if example is not None:
         tokens = _tokens(model, dict(layers), example)
-    timings = _Timings(FORMATS_OF[precision], [threads] if threads else sorted({1, torch.get_num_threads()}))
+    timings: _Timings | _GpuTimings
+    if device.type == "cuda":
+        timings = _GpuTimings(torch.cuda.get_device_capability(device))
+    else:
+        timings = _Timings(FORMATS_OF[precision], [threads] if threads else sorted({1, torch.get_num_threads()}))
     choices: list[Choice] = []
     shared: dict[int, StoredLinear] = {}
     for name, layer in layers:
@@ -150,11 +171,11 @@ def accelerate(
         if form is not None:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, form)
-    return Acceleration(tuple(choices), cpu.level())
+    return Acceleration(tuple(choices), "cuda" if device.type == "cuda" else cpu.level(), tuple(timings.notes))
 
 
-def _require(model: nn.Module, precision: str, threads: int | None) -> None:
-    """Check the arguments of `accelerate`."""
+def _require(model: nn.Module, precision: str, threads: int | None) -> torch.device:
+    """Check the arguments of `accelerate`, and return the device of the model."""
     if not isinstance(model, nn.Module):
         raise ProblemError(
             f"accelerate needs a torch module, got {type(model).__name__}; give the module of iobs.load."
@@ -163,9 +184,13 @@ def _require(model: nn.Module, precision: str, threads: int | None) -> None:
         raise ProblemError(f"precision must be one of {', '.join(FORMATS_OF)}, got {precision!r}.")
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise ProblemError(f"threads must be a whole number of at least 1, got {threads!r}.")
-    strange = sorted({one.device.type for one in model.parameters()} - {"cpu"})
-    if strange:
-        raise ProblemError(f"accelerate computes on the CPU, but the model is on {strange[0]}; move it: model.cpu().")
+    devices = sorted({str(one.device) for one in model.parameters()})
+    if len(devices) > 1 or torch.device((devices or ["cpu"])[0]).type not in ("cpu", "cuda"):
+        raise ProblemError(
+            f"accelerate needs a model on the CPU or on one CUDA device, this one is on {' and '.join(devices)}; "
+            "move it: model.cpu() or model.cuda()."
+        )
+    return torch.device((devices or ["cpu"])[0])
 
 
 @torch.no_grad()
@@ -201,6 +226,7 @@ class _Timings:
     formats: tuple[FormatName, ...]
     threads: list[int]
     known: dict[tuple[object, ...], _Timing] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def choose(
         self, name: str, layer: nn.Module, tokens: int, shared: dict[int, StoredLinear]
@@ -208,6 +234,8 @@ class _Timings:
         """The choice for a layer, and its new form; None if the dense layer is fastest."""
         weight = matrix_of(layer)
         sparsity = float((weight == 0).float().mean())
+        if sparsity and gpu.is_two_four(weight) and _ON_A_GPU not in self.notes:
+            self.notes.append(_ON_A_GPU)
         key = (weight.shape, weight.dtype, layer.bias is None, round(20 * sparsity), tokens, type(layer))
         if key not in self.known:
             self.known[key] = self._timed(layer, sparsity, tokens)
@@ -226,33 +254,84 @@ class _Timings:
         return Choice(name, shape, sparsity, best, seconds, tokens, threads, before, after, error), form
 
     def _timed(self, layer: nn.Module, sparsity: float, tokens: int) -> _Timing:
-        """Seconds of each candidate, the best one, its threads, and the most tokens of its kernel."""
-        forms: dict[tuple[_Candidate, int], nn.Module] = {("dense", 1): layer}
+        """Seconds of each candidate, the best one, its threads, and the most tokens of its kernel for few tokens."""
+        forms: dict[_Way, nn.Module] = {_Way("dense"): layer}
         for name in self.formats if cpu.level() != "none" else ():
             if name == "index-bf16" and (sparsity < _NO_INDEX_BELOW or matrix_of(layer).shape[1] > 1 << 16):
                 continue
             if name.startswith("bitmask") and sparsity < _NO_MASK_BELOW:
                 continue
+            matrix = store(matrix_of(layer), name)
             for threads in self.threads:
-                forms[name, threads] = stored(layer, name, threads, max(tokens, 16))
+                for few in {tokens, max(tokens - 1, 1)}:
+                    forms[_Way(name, threads, few)] = with_matrix(layer, matrix, threads, few)
         given = _activations(layer, tokens)
-        seconds = _best_seconds({key: lambda form=form: form(given) for key, form in forms.items()})  # type: ignore[misc]
+        seconds = _best_seconds({key: partial(form, given) for key, form in forms.items()})
         near = [key for key, value in seconds.items() if value <= _TIE * min(seconds.values())]
-        best, threads = min(near, key=lambda key: (_bytes(forms[key]), seconds[key]))
-        most = None
-        if best != "dense":
-            most = self._most_tokens(layer, best, threads, tokens)
+        best = min(near, key=lambda key: (_bytes(forms[key]), seconds[key]))
+        most: int | None = None
+        if best.format != "dense":
+            counts = [one for one in _COUNTS if (one > tokens) == (best.most == tokens)]
+            most = _most_tokens(forms[best], layer, counts, tokens if best.most == tokens else 1)
         least: dict[str, float] = {}
-        for (form, _), value in seconds.items():
-            least[form] = min(value, least.get(form, value))
-        return least, best, threads, most
+        for way, value in seconds.items():
+            least[way.format] = min(value, least.get(way.format, value))
+        return least, best.format, best.threads, most
 
-    def _most_tokens(self, layer: nn.Module, name: FormatName, threads: int, tokens: int) -> int:
-        """The number of tokens above which unpacked rows are faster: 16 or any number."""
-        given = _activations(layer, _MANY)
-        ways = {most: stored(layer, name, threads, most) for most in (16, 1 << 30)}
-        seconds = _best_seconds({most: lambda form=form: form(given) for most, form in ways.items()})  # type: ignore[misc]
-        return max(tokens, *(most for most in ways if seconds[most] == min(seconds.values())))
+
+@dataclass
+class _GpuTimings:
+    """Times the candidates on a CUDA device of a compute capability, as `_Timings` does."""
+
+    capability: tuple[int, int]
+    known: dict[tuple[object, ...], tuple[dict[str, float], str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def choose(
+        self, name: str, layer: nn.Module, tokens: int, _: dict[int, StoredLinear]
+    ) -> tuple[Choice, nn.Module | None]:
+        """The choice for a layer, and its new form; None if the dense layer is fastest."""
+        weight = matrix_of(layer)
+        sparsity = float((weight == 0).float().mean())
+        makers: dict[str, Callable[[], nn.Module]] = {}
+        if isinstance(layer, nn.Linear):
+            makers, notes = gpu.forms(layer, self.capability)
+            self.notes += [note for note in notes if note not in self.notes]
+        key = (weight.shape, weight.dtype, layer.bias is None, round(20 * sparsity), tokens, *makers)
+        if key not in self.known:
+            self.known[key] = self._timed(layer, tokens, makers)
+        seconds, best = self.known[key]
+        form = makers[best]() if best in makers else None
+        after = gpu.bytes_of(form or layer, best, weight)
+        shape = (weight.shape[0], weight.shape[1])
+        return Choice(name, shape, sparsity, best, seconds, tokens, 0, _bytes(layer), after, 0.0), form
+
+    def _timed(
+        self, layer: nn.Module, tokens: int, makers: Mapping[str, Callable[[], nn.Module]]
+    ) -> tuple[dict[str, float], str]:
+        """Seconds of each candidate, and the best one."""
+        given = _activations(layer, tokens).to(matrix_of(layer).device)
+        forms, notes = gpu.usable(makers, given)
+        self.notes += [note for note in notes if note not in self.notes]
+        forms = {"dense": layer, **forms}
+        seconds = _best_seconds({which: partial(gpu.waiting, form, given) for which, form in forms.items()})
+        near = [which for which, value in seconds.items() if value <= _TIE * min(seconds.values())]
+        weight = matrix_of(layer)
+        return seconds, min(near, key=lambda which: (gpu.bytes_of(forms[which], which, weight), seconds[which]))
+
+
+def _most_tokens(form: nn.Module, layer: nn.Module, counts: list[int], least: int) -> int:
+    """The most tokens, of ascending counts, that the kernels of few tokens multiply faster; at least `least`."""
+    assert isinstance(form, StoredLinear)
+    most = least
+    for count in counts:
+        given = _activations(layer, count)
+        ways = {one: with_matrix(layer, form.matrix, form.threads, one) for one in (count, count - 1)}
+        seconds = _best_seconds({one: partial(way, given) for one, way in ways.items()})
+        if seconds[count - 1] < seconds[count]:
+            return most
+        most = _ANY if count == _COUNTS[-1] else count
+    return most
 
 
 def _bytes(form: nn.Module) -> int:

@@ -22,7 +22,6 @@ from iobs.inference.vectors import Value, read_real
 
 Reals = NDArray[np.float32]
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer, in this order
-CODES = {"bf16": 0, "bitmask-bf16": 1, "index-bf16": 2, "int8": 3, "bitmask-int8": 4, "bitmask-int4": 5}
 FIELDS = (*Addresses._fields, "rows", "columns", "code", "bias")  # of a matrix, int64 each
 
 
@@ -113,7 +112,7 @@ def _multiply(fields: Value, given: Value, found: Value, scratch: Value) -> None
 
 
 @njit(cache=True, nogil=True, fastmath=True)
-def _normalise(given: Value, scales: Value, epsilon: Value, found: Value) -> None:
+def normalise(given: Value, scales: Value, epsilon: Value, found: Value) -> None:
     """Write given / sqrt(mean(given^2) + epsilon) * scales to `found`."""
     total = np.float32(0)
     for column in range(given.size):
@@ -124,7 +123,7 @@ def _normalise(given: Value, scales: Value, epsilon: Value, found: Value) -> Non
 
 
 @njit(cache=True, nogil=True)
-def _rotate(vectors: Value, cosines: Value, sines: Value) -> None:
+def rotate(vectors: Value, cosines: Value, sines: Value) -> None:
     """Rotary position embedding of heads (heads, head size), in place."""
     half = vectors.shape[1] // 2
     for head in range(vectors.shape[0]):
@@ -192,7 +191,7 @@ def step(
     hidden, normed = scratch.hidden, scratch.normed
     for layer in range(layers):
         at = 7 * layer
-        _normalise(hidden, network.norms[2 * layer], network.epsilon, normed)
+        normalise(hidden, network.norms[2 * layer], network.epsilon, normed)
         _multiply(network.matrices[at], normed, scratch.queries, scratch)
         _multiply(network.matrices[at + 1], normed, scratch.keys, scratch)
         _multiply(network.matrices[at + 2], normed, scratch.values, scratch)
@@ -200,22 +199,22 @@ def step(
         new_keys, new_values = scratch.keys.reshape(heads, size), scratch.values.reshape(heads, size)
         if network.head_norms.shape[0] > 0:
             for head in range(network.heads):
-                _normalise(queries[head], network.head_norms[2 * layer], network.epsilon, queries[head])
+                normalise(queries[head], network.head_norms[2 * layer], network.epsilon, queries[head])
             for head in range(heads):
-                _normalise(new_keys[head], network.head_norms[2 * layer + 1], network.epsilon, new_keys[head])
-        _rotate(queries, cosines, sines)
-        _rotate(new_keys, cosines, sines)
+                normalise(new_keys[head], network.head_norms[2 * layer + 1], network.epsilon, new_keys[head])
+        rotate(queries, cosines, sines)
+        rotate(new_keys, cosines, sines)
         for head in range(heads):
             keys[layer, head, position] = new_keys[head]
             values[layer, head, position] = new_values[head]
         _attend(queries, keys[layer], values[layer], position + 1, network.scaling, scratch.scores)
         _multiply(network.matrices[at + 3], scratch.queries, normed, scratch)
         hidden += normed
-        _normalise(hidden, network.norms[2 * layer + 1], network.epsilon, normed)
+        normalise(hidden, network.norms[2 * layer + 1], network.epsilon, normed)
         _multiply(network.matrices[at + 4], normed, scratch.gate, scratch)
         _multiply(network.matrices[at + 5], normed, scratch.up, scratch)
         _gated(scratch.gate, scratch.up)
         _multiply(network.matrices[at + 6], scratch.gate, normed, scratch)
         hidden += normed
-    _normalise(hidden, network.norms[2 * layers], network.epsilon, normed)
+    normalise(hidden, network.norms[2 * layers], network.epsilon, normed)
     _multiply(network.matrices[7 * layers], normed, logits, scratch)

@@ -1,4 +1,4 @@
-"""Generation with a Llama-like network: the prompt by the model, each new token by one call of compiled code."""
+"""Generation with a Llama-like network: the prompt layer by layer, each new token by one call of compiled code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Decoder:
 
     Args:
         model: a `transformers` causal model of the types llama, mistral, qwen2 or qwen3, usually after
-            `iobs.accelerate`. It computes the prompt.
+            `iobs.accelerate`. Without AMX it computes the prompt.
         longest: number of tokens of prompt and answer together. None: the limit of the model, at most 2,048.
         form: format of layers that are dense modules.
 
@@ -69,6 +69,7 @@ class Decoder:
         if self.longest > most:
             raise ProblemError(f"longest is {self.longest}, but this model attends to at most {most} tokens.")
         self._kept: list[object] = []  # tensors whose addresses the compiled step reads
+        self._stored: list[StoredLinear] = []  # the matrices of the network
         with torch.no_grad():
             self._network = self._read(form)
             self._scratch, self._logits = self._memory(), np.empty(config.vocab_size, np.float32)
@@ -111,8 +112,8 @@ class Decoder:
         """Logits (vocabulary) after one more token; its keys and values are written at `position`."""
         from iobs.inference.decode_step import step
 
-        embedding = self.model.model.embed_tokens.weight[token].detach()
-        self._scratch.hidden[:] = embedding.float().numpy()
+        embedding = self.model.model.embed_tokens(torch.tensor([token])).detach()
+        self._scratch.hidden[:] = embedding[0].float().numpy()
         cosines, sines = self._cosines[position], self._sines[position]
         step(self._network, self._scratch, keys, values, position, cosines, sines, self._logits)
         return self._logits
@@ -120,13 +121,19 @@ class Decoder:
     @torch.no_grad()
     def _prefill(self, prompt: Tensor) -> tuple[Reals, Reals, Reals]:
         """Keys and values of the prompt, with room for the answer, and the logits after it."""
-        found = self.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
-        first = found.past_key_values.layers[0].keys
-        shape = (len(self.model.model.layers), first.shape[1], self.longest, first.shape[3])
+        from iobs.inference.prompt import read_prompt
+
+        layers, config, count = self.model.model.layers, self.model.config, prompt.shape[1]
+        shape = (len(layers), config.num_key_value_heads, self.longest, layers[0].self_attn.head_dim)
         keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        if cpu.has_amx():
+            hidden = self.model.model.embed_tokens(prompt[0]).float().contiguous().numpy()
+            rotation = self._cosines[:count], self._sines[:count]
+            return keys, values, read_prompt(self._network, self._stored, hidden, keys, values, rotation)
+        found = self.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
         for number, layer in enumerate(found.past_key_values.layers):
-            keys[number, :, : prompt.shape[1]] = layer.keys[0].float().numpy()
-            values[number, :, : prompt.shape[1]] = layer.values[0].float().numpy()
+            keys[number, :, :count] = layer.keys[0].float().numpy()
+            values[number, :, :count] = layer.values[0].float().numpy()
         return keys, values, found.logits[0, -1].float().numpy()
 
     def _read(self, form: FormatName) -> Network:
@@ -157,13 +164,14 @@ class Decoder:
 
     def _fields(self, layer: nn.Module, form: FormatName) -> list[int]:
         """The fields of one matrix for the compiled step."""
-        from iobs.inference.decode_step import CODES
+        from iobs.inference.kernels_avx512 import CODES
 
         module = layer if isinstance(layer, StoredLinear) else stored(layer, form)
         matrix = module.matrix
         addresses, kept = addresses_of(matrix, "avx512")
         bias = None if module.bias is None else module.bias.detach().float().contiguous()
-        self._kept += [module, kept, bias]
+        self._kept += [kept, bias]
+        self._stored.append(module)
         place = 0 if bias is None else bias.data_ptr()
         return [*addresses, matrix.rows, matrix.columns, CODES[matrix.format], place]
 

@@ -94,6 +94,25 @@ class StoredMatrix:
             found[mask] = tensors["levels"].float()[self._codes(mask, stored)]
         return self._scaled(found, first, last)
 
+    def rows_of(self, numbers: Tensor) -> Tensor:
+        """Some rows as float32, (count, columns).
+
+        Args:
+            numbers: int64 (count), numbers of rows.
+        """
+        wide = self.blocks * _BLOCK
+        if self.format == "bf16":
+            whole = self.tensors["values"][: 2 * self.rows * wide].view(torch.bfloat16).view(self.rows, wide)
+            return whole[numbers, : self.columns].float()
+        if self.format == "int8":
+            codes = self.tensors["values"][: self.rows * wide].view(torch.int8).view(self.rows, -1, GROUP)[numbers]
+            found = codes.float() * self.tensors["scales"][numbers].float()[..., None]
+            return found.view(len(numbers), wide)[:, : self.columns]
+        different, places = torch.unique(numbers, return_inverse=True)
+        if not len(different):
+            return torch.zeros(0, self.columns)
+        return torch.cat([self.to_dense(one, one + 1) for one in different.tolist()])[places]
+
     def _mask(self, first: int, last: int) -> Tensor:
         """The mask of some rows, (last - first, filled columns)."""
         words = self.tensors["mask"][first:last].contiguous().numpy().view(np.uint8)
@@ -329,4 +348,9 @@ def require_valid(matrix: StoredMatrix) -> None:
         return
     require(bool((starts % (2 * _INDEX_STEP) == 0).all()), "starts")
     require(2 * (len(given["indices"]) - PADDING // 2) == length, "indices")
-    require(int((given["indices"].int() & 0xFFFF).max()) < matrix.columns, "indices")
+    columns = given["indices"].long() & 0xFFFF
+    require(int(columns.max()) < matrix.columns, "indices")
+    entries = given["values"][:length].view(torch.bfloat16) != 0
+    row = torch.repeat_interleave(torch.arange(rows), starts.diff() // 2)
+    places = (row * _MOST_COLUMNS + columns[: length // 2])[entries]
+    require(bool((places.diff() > 0).all()), "indices")  # the columns of a row ascend

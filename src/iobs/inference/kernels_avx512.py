@@ -48,6 +48,7 @@ from iobs.inference.vectors import (
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _short, _word = types.uint32, types.float32
+CODES = {"bf16": 0, "bitmask-bf16": 1, "index-bf16": 2, "int8": 3, "bitmask-int8": 4, "bitmask-int4": 5}
 _AHEAD = 1024  # bytes of values that are fetched ahead
 
 

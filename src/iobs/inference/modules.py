@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from iobs.errors import ProblemError
 from iobs.inference.formats import FormatName, StoredMatrix, store
-from iobs.inference.product import Product
+from iobs.inference.product import Product, products_by_amx
 
 
 class Settings(TypedDict, total=False):
@@ -21,10 +21,83 @@ class Settings(TypedDict, total=False):
     most_tokens: int | None
 
 
-class StoredLinear(nn.Module):
-    """A linear layer with a stored matrix, for inference on the CPU.
+class StoredLayer(nn.Module):
+    """A layer with a stored matrix, for inference on the CPU.
 
     Its state dict holds the stored tensors. `.to(dtype)` changes the bias and `weight.dtype`, never the stored matrix.
+
+    Args:
+        matrix: the weight.
+        bias: the bias, or None.
+        dtype: dtype that `weight` reports.
+    """
+
+    def __init__(self, matrix: StoredMatrix, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.format, self.dtype = matrix.format, dtype
+        self._rows, self._columns = matrix.rows, matrix.columns
+        for name, tensor in matrix.tensors.items():
+            self.register_buffer(f"stored_{name}", tensor)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+
+    @property
+    def matrix(self) -> StoredMatrix:
+        """The stored matrix; it shares the memory of the module."""
+        found = self.named_buffers(recurse=False)
+        tensors = {name.removeprefix("stored_"): one for name, one in found}
+        return StoredMatrix(self.format, self._rows, self._columns, tensors)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as a dense matrix, computed anew at each use: (rows, columns)."""
+        dense: Tensor = self.matrix.to_dense().to(self.dtype)
+        return dense
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLayer:
+        """Apply `.to(...)` to the bias alone.
+
+        Raises:
+            ProblemError: the module would move to another device than the CPU.
+        """
+        probe = fn(torch.zeros((), dtype=self.dtype))
+        if probe.device.type != "cpu":
+            raise ProblemError(
+                f"A stored matrix computes on the CPU only; move the model to {probe.device.type} before "
+                "iobs.accelerate, or keep it on the CPU."
+            )
+        if probe.is_floating_point():
+            self.dtype = probe.dtype
+        if self.bias is not None:
+            self.bias = nn.Parameter(fn(self.bias.data), requires_grad=False)
+        return self
+
+    def extra_repr(self) -> str:
+        """Shape and format."""
+        return f"{self._rows}, {self._columns}, format={self.format}"
+
+
+class StoredEmbedding(StoredLayer):
+    """An embedding with a stored matrix, for inference on the CPU.
+
+    Args:
+        matrix: (entries, embedding_dim).
+        dtype: dtype of the output.
+    """
+
+    def __init__(self, matrix: StoredMatrix, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(matrix, None, dtype)
+        self.num_embeddings, self.embedding_dim = matrix.rows, matrix.columns
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the rows are read with loops
+    @torch.no_grad()
+    def forward(self, numbers: Tensor) -> Tensor:
+        """The rows (..., embedding_dim) of numbers (...)."""
+        found = self.matrix.rows_of(numbers.reshape(-1).long())
+        return found.to(self.dtype).view(*numbers.shape, self.embedding_dim)
+
+
+class StoredLinear(StoredLayer):
+    """A linear layer with a stored matrix, for inference on the CPU, see `StoredLayer`.
 
     Args:
         matrix: (out_features, in_features).
@@ -42,27 +115,10 @@ class StoredLinear(nn.Module):
         threads: int = 1,
         most_tokens: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(matrix, bias, dtype)
         self.out_features, self.in_features = matrix.rows, matrix.columns
-        self.format, self.dtype = matrix.format, dtype
         self.threads, self.most_tokens = threads, most_tokens
-        for name, tensor in matrix.tensors.items():
-            self.register_buffer(f"stored_{name}", tensor)
-        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
         self._product: Product | None = None
-
-    @property
-    def matrix(self) -> StoredMatrix:
-        """The stored matrix; it shares the memory of the module."""
-        found = self.named_buffers(recurse=False)
-        tensors = {name.removeprefix("stored_"): one for name, one in found}
-        return StoredMatrix(self.format, self.out_features, self.in_features, tensors)
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight as a dense matrix, computed anew at each use: (out_features, in_features)."""
-        dense: Tensor = self.matrix.to_dense().to(self.dtype)
-        return dense
 
     def forward(self, given: Tensor) -> Tensor:
         """The layer's output (..., out_features).
@@ -77,27 +133,14 @@ class StoredLinear(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # numba code is opaque to the compiler
     @torch.no_grad()
     def _multiply(self, given: Tensor) -> Tensor:
+        return self.product(given)
+
+    @property
+    def product(self) -> Product:
+        """The product of the stored matrix."""
         if self._product is None:
             self._product = Product(self.matrix, threads=self.threads, most_tokens=self.most_tokens)
-        return self._product(given)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLinear:
-        """Apply `.to(...)` to the bias alone.
-
-        Raises:
-            ProblemError: the module would move to another device than the CPU.
-        """
-        probe = fn(torch.zeros((), dtype=self.dtype))
-        if probe.device.type != "cpu":
-            raise ProblemError(
-                f"A stored matrix computes on the CPU only; move the model to {probe.device.type} before "
-                "iobs.accelerate, or keep it on the CPU."
-            )
-        if probe.is_floating_point():
-            self.dtype = probe.dtype
-        if self.bias is not None:
-            self.bias = nn.Parameter(fn(self.bias.data), requires_grad=False)
-        return self
+        return self._product
 
     def __getstate__(self) -> dict[str, object]:
         # Addresses of the product belong to this copy of the tensors.
@@ -131,6 +174,17 @@ class StoredConv(StoredLinear):
         return super().forward(given.movedim(1, -1)).movedim(-1, 1)
 
 
+@torch.no_grad()
+def outputs_of(modules: Sequence[StoredLinear], given: Tensor) -> list[Tensor]:
+    """The outputs of several layers with the same float32 activations (tokens, in_features); AMX lays them out once."""
+    products = [one.product for one in modules]
+    alike = len({one.matrix.quantised for one in products}) == 1
+    if not (alike and all(one.by_amx(len(given)) for one in products)):
+        return [one(given) for one in modules]
+    found = products_by_amx(products, given)
+    return [one if layer.bias is None else one + layer.bias for layer, one in zip(modules, found, strict=True)]
+
+
 def can_store(module: nn.Module) -> bool:
     """Check that a module has a stored form: a linear layer, or a convolution of size 1 without groups or padding."""
     if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -139,8 +193,13 @@ def can_store(module: nn.Module) -> bool:
     return single and not isinstance(module.padding, str) and set(module.padding) == {0}
 
 
+def is_table(module: nn.Module) -> bool:
+    """Check that a module is an embedding with a stored form."""
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
 def matrix_of(module: nn.Module) -> Tensor:
-    """The weight of a linear layer or a convolution of size 1 as a matrix (rows, columns)."""
+    """The weight of a linear layer, an embedding or a convolution of size 1 as a matrix (rows, columns)."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     return weight.detach().flatten(1)
 
@@ -155,6 +214,12 @@ def stored(module: nn.Module, name: FormatName, threads: int = 1, most_tokens: i
         most_tokens: see `Product`.
     """
     return with_matrix(module, store(matrix_of(module), name), threads, most_tokens)
+
+
+def table_with_matrix(module: nn.Module, matrix: StoredMatrix) -> StoredEmbedding:
+    """An embedding like `module`, see `is_table`, with a stored matrix in place of its weight."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return StoredEmbedding(matrix, weight.dtype)
 
 
 def with_matrix(

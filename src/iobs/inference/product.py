@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -17,12 +17,16 @@ from iobs.inference import cpu
 from iobs.inference.formats import StoredMatrix, blocks_of
 
 if TYPE_CHECKING:
+    from iobs.inference.kernels_amx import Layout
     from iobs.inference.kernels_avx512 import Addresses
 
-_MOST_TOKENS: dict[cpu.Level, int] = {"avx512": 16, "avx2": 4, "none": 0}  # more are multiplied with unpacked rows
+_MOST_TOKENS: dict[cpu.Level, int] = {"avx512": 16, "avx2": 4, "none": 0}  # more are multiplied another way
+_MOST_BEFORE_AMX = 8  # tokens
+_PIECE_TOKENS = 512  # of one call of AMX: their sums stay in a near cache
 _LARGEST_TILE = {True: 8, False: 16}  # sums of integers take registers beside the sums of their scaled values
 _TILE_ROWS = 512  # rows that are unpacked at a time
 _COLUMNS_A_BLOCK = 64
+_STRIP = 32  # rows: parts of threads begin at multiples of it
 Kernels = Mapping[str, Callable[..., None]]
 
 
@@ -33,7 +37,9 @@ class Product:
         matrix: the stored matrix; one of unknown origin must pass `formats.require_valid` first.
         level: instruction set; "none" uses torch alone.
         threads: number of threads that share the rows.
-        most_tokens: with more tokens, rows are unpacked and multiplied by torch. None: 16 with AVX-512, 4 with AVX2.
+        most_tokens: more tokens are multiplied by AMX, or by torch with rows that are unpacked for the moment. None: 8
+            before AMX, 16 with AVX-512, 4 with AVX2.
+        amx: whether AMX is used. None: if the CPU has it.
     """
 
     def __init__(
@@ -42,10 +48,13 @@ class Product:
         level: cpu.Level | None = None,
         threads: int = 1,
         most_tokens: int | None = None,
+        amx: bool | None = None,
     ) -> None:
         self.matrix, self.threads = matrix, threads
         self.level = cpu.level() if level is None else level
-        self.most_tokens = _MOST_TOKENS[self.level] if most_tokens is None else most_tokens
+        self.amx = self.level == "avx512" and cpu.has_amx() if amx is None else amx
+        usual = _MOST_BEFORE_AMX if self.amx else _MOST_TOKENS[self.level]
+        self.most_tokens = usual if most_tokens is None else most_tokens
         found = _kernels(self.level)
         self._kernel: Callable[..., None] | None = found[0].get(matrix.format)
         self._unpack: Callable[..., None] | None = found[1].get(matrix.format)
@@ -59,7 +68,11 @@ class Product:
             given: activations (tokens, columns), of any floating dtype, on the CPU.
         """
         count = len(given)
-        if self._kernel is None or not 0 < count <= self.most_tokens:
+        if self._kernel is None or not count:
+            return self._by_torch(given)
+        if self.by_amx(count):
+            return products_by_amx([self], given)[0].to(given.dtype)
+        if count > self.most_tokens:
             return self._by_torch(given)
         found, values = torch.empty(count, self.matrix.rows), given.float().contiguous()
         step = _LARGEST_TILE[self.matrix.quantised]
@@ -74,6 +87,24 @@ class Product:
             last = min(first + _TILE_ROWS, self.matrix.rows)
             found[:, first:last] = given @ self.dense(first, last).to(given.dtype).t()
         return found
+
+    def by_amx(self, count: int) -> bool:
+        """Check that `count` tokens are multiplied by AMX."""
+        return self._kernel is not None and self.amx and count > self.most_tokens
+
+    def _by_layout(self, layout: Layout) -> Tensor:
+        """Multiply by AMX; the activations are rounded to 8 bits or to bfloat16, as the format stores weights."""
+        from iobs.inference import kernels_amx as kernels
+        from iobs.inference.kernels_avx512 import CODES
+
+        kernel = kernels.quantised if self.matrix.quantised else kernels.bfloats
+        code, work = CODES[self.matrix.format], kernels.work_of(layout, self.matrix)
+
+        def rows(first: int, last: int) -> None:
+            kernel(self._addresses, code, work, kernels.scratch_for(self.matrix, work.pairs), first, last)
+
+        self._in_parts(rows, _STRIP)
+        return torch.from_numpy(work.found)
 
     def dense(self, first: int, last: int) -> Tensor:
         """Rows `first` to `last` as float32, (last - first, columns)."""
@@ -110,20 +141,41 @@ class Product:
             activations.scaled(sums, scales, self.matrix.tensors["corrections"].numpy())
 
     def _shared(self, tokens: tuple[int, ...], sums: NDArray[np.float32]) -> None:
-        """Compute the rows, in equal parts for the threads."""
+        """Compute the rows of some tokens by the kernel."""
         assert self._kernel is not None
-        rows, place, stride = self.matrix.rows, sums.ctypes.data, sums.strides[0]
+        kernel, place, stride = self._kernel, sums.ctypes.data, sums.strides[0]
+        self._in_parts(lambda first, last: kernel(self._addresses, tokens, place, stride, first, last))
+
+    def _in_parts(self, task: Callable[[int, int], None], step: int = 1) -> None:
+        """Run a task on all rows, in equal parts for the threads; parts begin at multiples of `step`."""
+        rows = self.matrix.rows
         if self.threads == 1:
-            self._kernel(self._addresses, tokens, place, stride, 0, rows)
+            task(0, rows)
             return
-        bounds = [rows * part // self.threads for part in range(self.threads + 1)]
-        others = [
-            _pool(self.threads - 1).submit(self._kernel, self._addresses, tokens, place, stride, first, last)
-            for first, last in pairwise(bounds[1:])
-        ]
-        self._kernel(self._addresses, tokens, place, stride, 0, bounds[1])
+        bounds = [rows * part // self.threads // step * step for part in range(self.threads)] + [rows]
+        others = [_pool(self.threads - 1).submit(task, first, last) for first, last in pairwise(bounds[1:])]
+        task(0, bounds[1])
         for other in others:
             other.result()
+
+
+def products_by_amx(products: Sequence[Product], given: Tensor) -> list[Tensor]:
+    """Multiply several matrices by the same activations, which are laid out once.
+
+    Args:
+        products: of matrices with equal columns, all quantised or none.
+        given: (tokens, columns), any floating dtype.
+
+    Returns:
+        (tokens, rows) of each, in float32.
+    """
+    from iobs.inference.kernels_amx import laid_out
+
+    matrix, parts = products[0].matrix, []
+    for piece in torch.split(given.float(), _PIECE_TOKENS):
+        layout = laid_out(piece.contiguous(), matrix.blocks, matrix.quantised)
+        parts.append([one._by_layout(layout) for one in products])
+    return parts[0] if len(parts) == 1 else [torch.cat(some) for some in zip(*parts, strict=True)]
 
 
 def round_activations(given: Tensor) -> Tensor:

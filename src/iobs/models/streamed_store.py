@@ -166,7 +166,7 @@ class StreamedStore(Store):
             ProblemError: names the settings.
         """
         usual = Recipe()
-        whole = ["inputs", "batch_norm"]
+        whole = ["inputs", "batch_norm", "curvature"]
         if recipe.blocks is None or not recipe.blocks.network_steps:  # on text, which take the place of both
             whole += ["rounds", "finetune"]
         names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
@@ -374,6 +374,7 @@ class StreamedStore(Store):
             recipe=recipe,
             holdout=holdout,
             device=self.device,
+            dtype=self.streamed.arithmetic,
         )
         return found.placed(chosen(self.streams, on_cpu, found.streams_bytes, self._room(found)), self.device)
 

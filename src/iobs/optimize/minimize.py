@@ -8,10 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import NonFiniteError, ProblemError
@@ -21,15 +19,9 @@ from iobs.optimize.methods.registry import METHODS
 from iobs.optimize.methods.within_bounds import WithinBounds
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector
+from iobs.optimize.objectives.threads import few_threads
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.within import Bounds
-
-_ONE_THREAD = 4_000_000  # most entries of a design for which linear algebra uses a single thread
-
-
-@cache
-def _blas() -> ThreadpoolController:
-    return ThreadpoolController()
 
 
 @dataclass(frozen=True)
@@ -121,10 +113,11 @@ def minimize(
     if max_steps < 1 or not tol >= 0:
         raise ProblemError(f"max_steps must be at least 1 and tol not negative, got {max_steps} and {tol}.")
     problem = Problem(objective, k, damping, np.random.default_rng(seed))
-    # Overflow far from a minimiser is detected by the value, not by a warning. On small systems threads only wait for
-    # each other; on a busy machine they are a hundred times slower.
-    limit = 1 if objective.rank * objective.dimension <= _ONE_THREAD else None
-    with _blas().limit(limits=limit, user_api="blas"), np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+    # Overflow far from a minimiser is detected by the value, not by a warning.
+    with (
+        few_threads(objective.rank * objective.dimension),
+        np.errstate(over="ignore", invalid="ignore", divide="ignore"),
+    ):
         _require_finite(problem)
         bounds = Bounds.of(lower, upper, objective.split(np.zeros(objective.dimension))[0].size)
         chosen = _method(method) if bounds is None else _bounded(method, bounds.extended(objective.dimension))

@@ -24,6 +24,7 @@ from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
 from iobs.pruning.calibration.gram import by_magnitude
+from iobs.pruning.calibration.importance import row_importance
 from iobs.pruning.calibration.scores import metric
 from iobs.pruning.calibration.sweep import Group, Moments, Sweep
 from iobs.pruning.cost.seconds import affordable, forecast, measured_costs
@@ -99,8 +100,11 @@ def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None
     else:
         masters = {} if trainer is None else trainer.masters
         biases = work.biases if recipe.refits_biases else {}
+        rows: dict[Layer, Tensor] = {}
+        if recipe.curvature == "joint" and not recipe.reads_weights_only:
+            rows = row_importance(work.store.model, work.selection.layers, work.fit, work.request.seed)
         projection = Projection(
-            work.store, patterns, recipe, index, work.checkpoint, work.ranks, masters, work.callbacks, biases
+            work.store, patterns, recipe, index, work.checkpoint, work.ranks, masters, work.callbacks, biases, rows
         )
         sweep = sweep_of(work, samples, index)
         if recipe.blocks is not None and sweep.chain:
@@ -267,7 +271,8 @@ def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:
     teacher = None if work.scoring is None else TARGETS[recipe.target].teacher(work.scoring, dense)
     heldout, blocks = work.heldout, recipe.blocks if work.chain else None
     if blocks is not None:
-        samples, heldout = in_steps(samples, blocks), in_steps(heldout, blocks)
+        model = work.store.model
+        samples, heldout = in_steps(model, samples, blocks), in_steps(model, heldout, blocks)
     if work.scoring is None:
         teacher = work.store.dense_model
     elif teacher is None and (recipe.inputs == "dense" or blocks is not None):

@@ -16,7 +16,7 @@ from iobs.core.patterns import Pattern, as_pattern
 from iobs.core.structured import Structured
 from iobs.errors import LayerSelectionError, ProblemError, is_a
 from iobs.pruning.algorithm import run
-from iobs.pruning.allocation.bits import require_budget
+from iobs.pruning.allocation.bits import require_budget, require_whole
 from iobs.pruning.allocation.counts import require_room, under_pattern
 from iobs.pruning.baselines.projection import require_global
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
@@ -107,6 +107,7 @@ def prune(
             return chosen_run(store, store.collected(data), request_of_units, Callbacks([*heard, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     store.require_possible(chosen)
+    require_whole(wanted, store.whole)
     asked = holdout, seed, checkpoint
     with torch.inference_mode(False), store.folded():
         # Selected before any data are read, so that wrong arguments are reported first.

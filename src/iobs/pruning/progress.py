@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ _MEMORY_INTERVAL = 1.0  # seconds between measurements of memory
 class Steps:
     """Progress towards a total: a bar on a terminal or in a notebook, elsewhere plain lines.
 
-    Used as a context manager; `update` may be called often.
+    Used as a context manager; `update` may be called often. A log gets a line every `_PLAIN_INTERVAL` seconds, also
+    during a long step: a thread writes it.
 
     Args:
         description: shown before the bar.
@@ -43,7 +45,10 @@ class Steps:
         self._bar: Progress | None = None
         self._cell: Any = None  # the output of a notebook's cell
         self._started = self._printed = time.monotonic()
+        self._share = ""  # of the work that was done at the last update
+        self._end: float | None = None  # expected time of the end, by the clock of `time.monotonic`
         self._memory = _Memory()
+        self._ended = threading.Event()
 
     def __enter__(self) -> Self:
         """Show the bar."""
@@ -63,12 +68,15 @@ class Steps:
             )
             self._bar.start()
             self._task = self._bar.add_task(self._description, total=None, left="", memory="")
+        elif self._shown:
+            threading.Thread(target=self._keep_talking, name="iobs progress", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Remove the bar."""
+        self._ended.set()
         if self._bar is not None:
             self._bar.stop()
         if self._cell is not None:
@@ -86,8 +94,10 @@ class Steps:
         """
         self._description = description or self._description
         now = time.monotonic()
+        self._share = f"{100 * done / total:.0f} %, " if total else ""
         if left is None and done and total:
             left = (now - self._started) * (total - done) / done
+        self._end = None if left is None else now + left
         if self._bar is not None:
             shown = "" if left is None else f"{in_words(left)} left"
             fields: dict[str, Any] = {"left": shown, "memory": self._memory.text()}
@@ -98,9 +108,20 @@ class Steps:
             self._cell.update(_as_html(self._description, done / total if total else 0.0, shown, self._memory.text()))
         elif self._cell is None and self._shown and now - self._printed >= _PLAIN_INTERVAL and left is not None:
             self._printed = now
-            share = f"{100 * done / total:.0f} %, " if total else ""
-            text = f"{self._description}: {share}about {in_words(left)} left, memory {self._memory.text()}"
-            self._console.print(text)
+            self._say(now)
+
+    def _keep_talking(self) -> None:
+        """Write a line to a log whenever no other was written for `_PLAIN_INTERVAL` seconds."""
+        while not self._ended.wait(max(0.1, self._printed + _PLAIN_INTERVAL - time.monotonic())):
+            if (now := time.monotonic()) - self._printed >= _PLAIN_INTERVAL:
+                self._printed = now
+                self._say(now)
+
+    def _say(self, now: float) -> None:
+        left = None if self._end is None else self._end - now
+        over = f"{in_words(now - self._started)} so far"  # where no time is known, or the known time is over
+        fact = over if left is None or left < -0.5 else f"about {in_words(max(0.0, left))} left"
+        self._console.print(f"{self._description}: {self._share}{fact}, memory {self._memory.text()}")
 
 
 class _Memory:

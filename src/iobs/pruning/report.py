@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from iobs.core.optional import pandas_module
 from iobs.errors import OutputError
 from iobs.pruning.coverage import Coverage
 from iobs.pruning.samples.shown import Sample
@@ -263,12 +264,18 @@ class Report:
             self.scores[name] = {**self.scores.get(name, {}), **values}
 
     def to_frame(self) -> pandas.DataFrame:
-        """The layers of the best record as a table, one row per layer (needs pandas)."""
-        import pandas
+        """The layers of the best record as a table, one row per layer.
 
+        Raises:
+            ImportError: pandas is not installed; the message has the command that installs it.
+        """
+        columns, *rows = self.table()
+        return pandas_module().DataFrame(rows, columns=columns).set_index("name")
+
+    def table(self) -> list[list[Any]]:
+        """The heading and the rows of `to_frame`, as lists."""
         columns = [one.name for one in fields(LayerRecord) if one.name != "stats"]
-        rows = [[getattr(layer, name) for name in columns] + [layer.sparsity] for layer in self.layers]
-        return pandas.DataFrame(rows, columns=[*columns, "sparsity"]).set_index("name")
+        return [[*columns, "sparsity"]] + [[*(getattr(one, c) for c in columns), one.sparsity] for one in self.layers]
 
     def save(self, path: str | Path) -> None:
         """Write the report to a file; absolute paths in its texts are shortened to names.
@@ -293,8 +300,6 @@ class Report:
 
     def _rendered(self, form: str) -> str:
         """The text of the report in one of its forms."""
-        if form == ".csv":
-            return str(self.to_frame().to_csv())
         if not RENDERERS:
             import_module("iobs.report")  # it stands above this package, and adds its forms when it is imported
         return RENDERERS[form](self)

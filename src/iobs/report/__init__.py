@@ -5,6 +5,8 @@ Its import adds these forms to `Report.save`.
 
 from __future__ import annotations
 
+import csv
+from io import StringIO
 from pathlib import Path
 
 from iobs.errors import DataError
@@ -40,7 +42,12 @@ def _as_json(report: Report) -> str:
     return to_json(cleaned(report.as_dict())) + "\n"
 
 
-RENDERERS.update({".json": _as_json, ".html": render_page, "summary": render_summary})
+def _as_csv(report: Report) -> str:
+    csv.writer(text := StringIO(), lineterminator="\n").writerows(report.table())
+    return text.getvalue()
+
+
+RENDERERS.update({".json": _as_json, ".csv": _as_csv, ".html": render_page, "summary": render_summary})
 
 
 def read_report(file: Path) -> Report:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from iobs.pruning.coverage import KINDS
-from iobs.pruning.report import Report
+from iobs.pruning.report import JsonObject, Report
 from iobs.pruning.structured_report import StructuredReport
 from iobs.report.numbers import percent, score
 from iobs.report.paths import without_folders
@@ -63,16 +63,27 @@ def _recipe(report: Report) -> list[str]:
     settings, recipe = report.settings, report.settings.get("recipe", {})
     facts = {
         "pattern": settings.get("pattern"),
+        "sparsity of single layers": "divided by measured damage" if report.allocation else None,
         "solver": recipe.get("solver"),
         "target": recipe.get("target"),
         "rounds": len([record for record in report.rounds if record.kind == "projection"]),
-        "gradient steps": sum(len(record.step_losses) for record in report.rounds),
+        "block reconstruction": _blocks(settings.get("decided", {}).get("blocks")),
+        "gradient steps between and after rounds": sum(len(record.step_losses) for record in report.rounds),
         "calibration": settings.get("calibration"),
         "calibration samples": settings.get("samples"),
         "seed": settings.get("seed"),
     }
     lines = [f"- {name}: {without_folders(str(value))}" for name, value in facts.items() if value is not None]
     return ["## Recipe", "", *lines, ""]
+
+
+def _blocks(fit: JsonObject | None) -> str | None:
+    """The steps of a block reconstruction, in words."""
+    if not fit:
+        return None
+    window = "one block" if fit["window"] == 1 else f"{fit['window']} blocks"
+    whole = f", then at most {fit['network_steps']:,} of the whole network" if fit["network_steps"] else ""
+    return f"at most {fit['steps']:,} gradient steps in each window of {window}{whole}"
 
 
 def _coverage(report: Report) -> list[str]:

@@ -114,7 +114,7 @@ def alternate(
     Returns:
         The mask of the last projection, with exact counts, and the target that was projected.
     """
-    stages = schedule.stages if 2 * len(linear) >= len(hessian) else max(2, schedule.stages * 5 // 8)
+    stages = schedule.stages if 2 * groups.all_rows(len(linear)) >= len(hessian) else max(2, schedule.stages * 5 // 8)
     low, high = schedule.penalties
     target, mask = start, largest(start, groups)
     dense, right = torch.empty_like(linear), torch.empty_like(linear)
@@ -130,9 +130,9 @@ def alternate(
             project(dense, target, mask, linear, groups, penalty, schedule.relaxation)
             dense, right = right, dense
             if before is not None:
-                changed = int((mask != before).sum())
+                changed = int(groups.total((mask != before).sum()))
                 # Require two iterations in a row: the first iteration of a stage may change little in any case.
-                resting = resting + 1 if changed <= _REST * groups.count * groups.keep else 0
+                resting = resting + 1 if changed <= _REST * groups.all_kept else 0
                 if resting == 2:
                     return largest(target, groups), target
         del solver  # free it before the next inverse is computed: 127 MB at 5,632 columns

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
+from iobs.core.shared_rows import RowsOf
 from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError
 from iobs.solvers.families import BUDGETED, ENTRIES, GRIDS, REFINEMENTS, SOLVERS, Family, family_of, require_fit
 from iobs.solvers.options import require_budget
@@ -154,7 +155,7 @@ def _solve_all(
     damping, name = choices.damping, choices.name
     live, dead = _without_dead_columns(_computable(stacked))
     mean = _mean_curvature(live)
-    units = [_unit(quadratic) for quadratic in quadratics]
+    units = [_unit(quadratic, pattern) for quadratic, pattern in zip(quadratics, patterns, strict=True)]
     for attempt in range(_RAISES + 1):
         try:
             split = _split(live.damped(damping * mean), quadratics)
@@ -255,13 +256,18 @@ def _computable(quadratic: Quadratic) -> Quadratic:
     return quadratic if amount == 1 else quadratic.divided(amount)
 
 
-def _unit(quadratic: Quadratic) -> float:
+def _unit(quadratic: Quadratic, pattern: Pattern) -> float:
     """Power of two to divide the weights by, so that their squares do not overflow or underflow in float32."""
+
+    def largest(rows: Tensor) -> float:
+        found = float(rows.abs().max())
+        return pattern.most(found) if isinstance(pattern, RowsOf) else found
+
     if quadratic.centred:
         assert quadratic.anchor is not None
-        return _power(float(quadratic.anchor.abs().max()))
+        return _power(largest(quadratic.anchor))
     mean = _mean_curvature(quadratic)  # the weights are not known yet: b / H estimates their size
-    return _power(float(quadratic.linear.abs().max()) / mean) if mean > 0 else 1.0
+    return _power(largest(quadratic.linear) / mean) if mean > 0 else 1.0
 
 
 def _power(size: float) -> float:

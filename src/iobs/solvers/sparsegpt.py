@@ -7,7 +7,7 @@ of the block are W_b + D U[:, b] R_bb. Only the triangles U_bb of the blocks are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -92,6 +92,7 @@ def _remove(
         return mask
     per_column = groups.keep / shape[1]
     keep = round(block.stop * per_column) - round(block.start * per_column)
-    mask = largest(current * scale, Partition(groups.count, current.numel() // groups.count, keep))
+    part = replace(groups, size=groups.size // shape[1] * current.shape[1], keep=keep)
+    mask = largest(current * scale, part)
     eliminate(current, factor, mask)
     return mask

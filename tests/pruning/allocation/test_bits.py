@@ -13,6 +13,7 @@ from iobs.errors import AuditError, PatternError, ProblemError
 from iobs.pruning.allocation.bits import _choices, divided
 from iobs.pruning.allocation.counts import Curve
 from iobs.pruning.allocation.knapsack import best_choices
+from iobs.pruning.allocation.uniform import uniform_plans
 from iobs.pruning.audit import audit
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.text import pattern_of, plain_pattern
@@ -108,6 +109,50 @@ def _linear(weight):
     return layer
 
 
+@pytest.mark.parametrize("bits", [1.9, 2.6, 3.2, 4.0, 9.0])
+def test_uniform_plans_spend_the_budget_with_the_same_share_in_every_layer(bits):
+    budget, shapes = iobs.Budget(bits, group=32), {"a": (40, 32), "b": (20, 64), "c": (30, 96)}
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    total = bits * sum(sizes.values())
+    plans = uniform_plans(budget, shapes, dict.fromkeys((2, 3, 4, 8), 0.9))
+    fits = [own for own in (2, 3, 4, 8) if own + 0.5 <= bits]  # scales take half a bit
+    assert [name for name in plans if "zeros" not in name] == [f"{own} bits" for own in fits[-1:]]
+    for name, plan in plans.items():
+        cost = sum(budget.cost(*plan[layer], shape) for layer, shape in shapes.items())
+        (own,) = {one for one, _ in plan.values()}
+        shares = [keep / sizes[layer] for layer, (_, keep) in plan.items()]
+        assert cost <= total
+        assert max(shares) - min(shares) < 0.001
+        assert "zeros" not in name or cost > total - own * len(shapes) - 1
+    assert any("zeros" in name for name in plans) == (bits < 8)
+
+
+@pytest.mark.parametrize("bits", [3.0, 2.6])
+def test_a_uniform_plan_of_less_divergence_replaces_a_bad_division(bits, monkeypatch):
+    def bad(budget, shapes, effects):  # all bits for one small layer
+        return {layer: (8 if layer.name == "4" else 2, math.prod(shape)) for layer, shape in shapes.items()}
+
+    monkeypatch.setattr("iobs.pruning.allocation.bits.divided", bad)
+    model, data = three_layers()
+    report = iobs.prune(model, data, iobs.Budget(bits + 1, group=16), Recipe(allocation="kl"))
+    note = next(one for one in report.notes if one.startswith("Divergence"))
+    assert "by measured damages" in note
+    assert "by measured damages" not in note.split(",")[0]
+    last = next(row for row in report.audit if row.name == "4")
+    assert last.bits < 8 * last.weights
+    assert report.bits_per_weight <= bits + 1
+
+
+def test_a_plan_that_is_tried_leaves_no_trace_in_the_result():
+    model, data = three_layers()
+    report = iobs.prune(model, data, iobs.Budget(9.5, group=16), Recipe(allocation="kl"))  # room for 8 bits everywhere
+    plain, data = three_layers()
+    expected = iobs.prune(plain, data, iobs.Grid(8, 16), Recipe())
+    assert report.bits_per_weight == expected.bits_per_weight
+    assert any("8 bits" in note for note in report.notes if note.startswith("Divergence"))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
 def test_audit_of_a_budget_counts_bits_and_finds_changes():
     model, data = three_layers()
     report = iobs.prune(model, data, iobs.Budget(3.0, group=16), "fast")
@@ -170,6 +215,8 @@ def test_budgets_that_cannot_be_kept_are_refused_first(budget, recipe, message):
 def test_budget_is_checked_and_has_a_text_form():
     with pytest.raises(PatternError, match="positive number"):
         iobs.Budget(0)
+    with pytest.raises(PatternError, match="more than weights of 16 bits have"):
+        iobs.Budget(40)
     with pytest.raises(PatternError, match="whole number"):
         iobs.Budget(3, group=0)
     with pytest.raises(PatternError, match="among the layers of a network"):

@@ -119,6 +119,43 @@ def test_no_bypass_is_taken_if_the_rest_of_the_block_reads_a_skipped_output(read
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+class Reduced(nn.Module):
+    """Attention as a module of its own, whose keys and values come from a reduction that runs after the queries."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.q, self.reduction = nn.Linear(width, width), nn.Linear(2 * width, width)
+        self.kv, self.proj = nn.Linear(width, 2 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q = self.q(x)
+        k, v = self.kv(self.reduction(x.unflatten(1, (-1, 2)).flatten(2))).chunk(2, -1)
+        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+class WithReduction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.fc, self.norm = Reduced(), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        x = self.norm(x + self.attention(x))
+        return x + self.fc(x)
+
+
+def test_a_bypass_does_not_rely_on_shortcuts_whose_inputs_are_known_later(monkeypatch):
+    def weights():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(WithReduction() for _ in range(3))).eval()
+        iobs.prune(model, [torch.randn(10, 6, 8) for _ in range(4)], "50%", "one-shot", holdout=0.0)
+        return model.state_dict()
+
+    found = weights()
+    monkeypatch.setattr("iobs.pruning.calibration.inputs.bypasses", lambda *_: [])
+    expected = weights()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_a_bypass_gives_hooks_the_known_input_and_restores_the_modules():
     torch.manual_seed(0)
     block = Block().eval()

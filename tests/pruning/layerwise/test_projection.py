@@ -25,8 +25,8 @@ def test_projection_names_the_layer_of_a_nonfinite_solution(monkeypatch):
     before = copy.deepcopy(model.state_dict())
     solve = projection.solve_layer
 
-    def broken(task, statistics):
-        solutions = solve(task, statistics)
+    def broken(task, statistics, ranks):
+        solutions = solve(task, statistics, ranks)
         for solution in solutions if task.layer.name == "2" else ():
             solution.weight[0, 0] = torch.nan
         return solutions

@@ -35,7 +35,7 @@ def llama():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.ndim > 1 else 1)
-    return model, language_batches(count=6)
+    return model, language_batches(count=6, length=64)  # the whole context: shorter windows would be joined
 
 
 def test_gradient_block_by_block_equals_back_propagation():

@@ -29,7 +29,7 @@ def llama():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.ndim > 1 else 1)  # blocks that change their input
-    return model, language_batches(count=8)
+    return model, language_batches(count=8, length=64)  # the whole context: shorter windows would be joined
 
 
 def distance(model, dense, data):

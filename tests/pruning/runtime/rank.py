@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import iobs
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.layerwise import problem
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.runtime import ranks as distributed
 
@@ -122,6 +123,31 @@ def reconstruct(output, ranks):
     return dict(model.named_parameters())
 
 
+def divide():
+    """Prune a Llama whose layers are wide enough for ranks to divide their rows; returns its weights.
+
+    The number of rows that this rank solved is among them.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, attention_bias=True)).eval()
+    data = [{"input_ids": torch.randint(0, 64, (8, 24))} for _ in range(4)]
+    solved = []
+
+    def counting(solve):
+        def counted(given, *arguments, **options):
+            solved.extend(one.shape[0] for one in (given if isinstance(given, list) else [given]))
+            return solve(given, *arguments, **options)
+
+        return counted
+
+    problem.solve, problem.solve_many = counting(problem.solve), counting(problem.solve_many)
+    iobs.prune(model, data, 0.6, "one-shot", holdout=0.25, solver=iobs.ADMM("fast"))
+    return {**dict(model.named_parameters()), "solved": torch.tensor(float(sum(solved)))}
+
+
 def main(mode, output):
     model, data = network()
     options = {}
@@ -135,6 +161,9 @@ def main(mode, output):
             return save_file(whole, f"{output}.{ranks.rank}.safetensors")
         if mode == "blocks":
             whole = {name: value.detach().contiguous() for name, value in reconstruct(output, ranks).items()}
+            return save_file(whole, f"{output}.{ranks.rank}.safetensors")
+        if mode == "divide":
+            whole = {name: value.detach().contiguous().clone() for name, value in divide().items()}
             return save_file(whole, f"{output}.{ranks.rank}.safetensors")
         if mode == "ddp":
             train(model, data)

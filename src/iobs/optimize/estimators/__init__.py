@@ -2,6 +2,7 @@
 
 from iobs.optimize.estimators.classifier import SparseClassifier
 from iobs.optimize.estimators.interactions import SparseInteractions
+from iobs.optimize.estimators.knockoffs import knockoff_filter
 from iobs.optimize.estimators.multi_task import SparseMultiTaskRegressor
 from iobs.optimize.estimators.regressor import SparseRegressor
 from iobs.optimize.estimators.splitting import split_inference
@@ -14,6 +15,7 @@ __all__ = [
     "SparseInteractions",
     "SparseMultiTaskRegressor",
     "SparseRegressor",
+    "knockoff_filter",
     "split_inference",
     "stability_selection",
 ]

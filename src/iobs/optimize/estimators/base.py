@@ -17,7 +17,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.checks import is_clean
-from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients
+from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients, new_figure
 from iobs.optimize.estimators.summary import Row, Summary
 from iobs.optimize.objectives.arguments import forced_columns
 from iobs.optimize.objectives.base import Objective
@@ -25,6 +25,7 @@ from iobs.optimize.objectives.centring import variances
 from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, VectorLike
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.objectives.tabled import Tabled
+from iobs.optimize.objectives.threads import few_threads
 from iobs.optimize.refit.fit import Fit
 from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
@@ -131,9 +132,14 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     def _fit_path(self, data: Observations, sample_groups: npt.ArrayLike | None = None) -> None:
         """Fit for every k on the path and choose one; samples of one group are in the same fold."""
+        with few_threads(data.X.shape[0] * data.X.shape[1]):
+            self._fit_and_choose(data, sample_groups)
+
+    def _fit_and_choose(self, data: Observations, sample_groups: npt.ArrayLike | None) -> None:
         if not (np.isfinite(self.ridge) and self.ridge >= 0):
             raise ProblemError(f"ridge must be finite and not negative, got {self.ridge}.")
-        data, features = replace(data, weights=_counts(data.weights)), data.X.shape[1]
+        counts, features = _counts(data.weights), data.X.shape[1]
+        data = data if counts is data.weights else replace(data, weights=counts)
         samples = self._sample_count(data)
         self._forced_features = forced_columns(self.forced, features)
         objective = self._objective(data)
@@ -173,7 +179,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self.n_iter_ = len(sizes)
         self._keep(objective, fits[best])
         self._keep_errors(objective, fits[best] if bounds is None else bounds.inside(fits[best]), samples)
-        self._keep_spread(data, objective)
+        if not fixed:
+            self._keep_spread(data, objective)
 
     def _entry(self, objective: Objective, fit: Fit, size: int, score: float, error: float) -> PathEntry:
         support = self._support(objective, fit)
@@ -249,9 +256,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             raise ProblemError(
                 'There is no path for a given k; fit with k="cv", "cv-1se", "aic", "bic" or "ebic" to draw one.'
             )
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(11, 4), layout="constrained")
+        figure = new_figure()
         left, right = figure.subplots(1, 2)
         sizes = [entry["k"] for entry in self.path_]
         errors = np.array([entry["score_error"] for entry in self.path_])
@@ -376,6 +381,6 @@ def _counts(weights: Array) -> Array:
     number of equally weighted samples that hold as much information, (sum w)^2 / sum w^2 (Kish 1965); only their ratios
     matter.
     """
-    if (weights == np.round(weights)).all():
+    if (weights == 1).all() or (weights == np.round(weights)).all():
         return weights
     return weights * float(weights.sum() / (weights @ weights))

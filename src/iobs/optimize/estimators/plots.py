@@ -11,9 +11,24 @@ from iobs.optimize.objectives.design import Array, Indices
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _NAMED = 12  # most coefficient paths that are named
 _LONGEST = 28  # characters of a name in a figure
+
+
+def new_figure() -> Figure:
+    """A figure for two plots beside each other; a notebook shows it as a picture, also where pyplot is not imported."""
+    from io import BytesIO
+
+    from matplotlib.figure import Figure
+
+    class Shown(Figure):
+        def _repr_png_(self) -> bytes:
+            self.savefig(file := BytesIO(), format="png")
+            return file.getvalue()
+
+    return Shown(figsize=(11, 4), layout="constrained")
 
 
 def draw_scores(ax: Axes, sizes: Sequence[int], scores: Sequence[float], errors: Array, chosen: int, what: str) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from iobs.core.optional import pandas_module
+
 if TYPE_CHECKING:
     import pandas
 
@@ -61,9 +63,9 @@ class Summary:
             [
                 *([row.label] if labelled else []),
                 row.name,
-                f"{row.coefficient:.5g}",
-                _number(row.error, ".2g"),
-                _number(row.z, ".1f"),
+                _number(row.coefficient, 5),
+                _number(row.error, 2),
+                f"{row.z:.1f}" if math.isfinite(row.z) else "–",
             ]
             for row in self.rows
         ]
@@ -103,9 +105,11 @@ class Summary:
         )
 
     def to_frame(self) -> pandas.DataFrame:
-        """The table as a pandas DataFrame; needs pandas (`pip install iobs[tables]`)."""
-        import pandas
+        """The table as a pandas DataFrame.
 
+        Raises:
+            ImportError: pandas is not installed; the message has the command that installs it.
+        """
         columns = {
             "class": [row.label for row in self.rows],
             "feature": [row.name for row in self.rows],
@@ -113,9 +117,11 @@ class Summary:
             "standard_error": [row.error for row in self.rows],
             "z": [row.z for row in self.rows],
         }
-        frame = pandas.DataFrame(columns)
+        frame = pandas_module().DataFrame(columns)
         return frame if any(row.label for row in self.rows) else frame.drop(columns="class")
 
 
-def _number(value: float, how: str) -> str:
-    return format(value, how) if math.isfinite(value) else "–"
+def _number(value: float, digits: int) -> str:
+    """Significant digits, without an exponent for values that a person reads at a glance: 240, not 2.4e+02."""
+    text = f"{value:#.{digits}g}" if math.isfinite(value) else "–"
+    return f"{value:,.0f}" if "e+" in text and abs(value) < 1e7 else text.rstrip(".")

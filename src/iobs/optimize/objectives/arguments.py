@@ -53,14 +53,16 @@ def forced_columns(forced: npt.ArrayLike | None, features: int) -> Indices:
         ProblemError: neither indices nor a mask of the right length, or an index out of range.
     """
     chosen = np.atleast_1d(np.asarray([] if forced is None else forced))
+    if not chosen.size and chosen.dtype != np.bool_:
+        return np.zeros(0, np.int64)
     if chosen.dtype.kind == "f" and (chosen == np.round(chosen)).all():
         chosen = chosen.astype(np.int64)
     if chosen.dtype == np.bool_:
         if chosen.shape != (features,):
             raise ProblemError(f"Forced features as a mask need {features} entries, got shape {chosen.shape}.")
         return np.flatnonzero(chosen).astype(np.int64)
-    if chosen.size and (chosen.ndim != 1 or chosen.dtype.kind not in "iu"):
+    if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
         raise ProblemError(f"Forced features must be numbers or a boolean mask, got {forced!r}.")
-    if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < features:
+    if not 0 <= int(chosen.min()) <= int(chosen.max()) < features:
         raise ProblemError(f"Forced features must lie in 0 ... {features - 1}, got {chosen.tolist()}.")
     return np.unique(chosen).astype(np.int64)

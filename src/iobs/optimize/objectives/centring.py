@@ -43,19 +43,19 @@ def centre(design: Design, level: Array, mean: Array) -> Design:
         centred = design.matrix - shift
         # A constant column must become exactly zero, not rounding noise that later scaling would amplify.
         rounding = 64 * float(np.finfo(dtype).eps)
-        if _may_be_constant(centred, level, mean, rounding):
+        squares = np.einsum("ij,ij->j", centred, centred, dtype=np.float64)
+        if _may_be_constant(squares, level, mean, rounding):
             constant = _largest(centred) <= rounding * _largest(design.matrix)
-            centred[:, constant] = 0
-        return DenseDesign(centred)
+            centred[:, constant], squares[constant] = 0, 0
+        return DenseDesign(centred, squares)
     assert isinstance(design, (SparseDesign, TorchDesign))
     return CentredDesign(design, level, mean)
 
 
-def _may_be_constant(centred: Floats, level: Array, mean: Array, rounding: float) -> bool:
-    """A bound by sums of squares, in one pass: False if no column can be as small as rounding of the original one."""
-    squares = np.einsum("ij,ij->j", centred, centred, dtype=np.float64)
+def _may_be_constant(squares: Array, level: Array, mean: Array, rounding: float) -> bool:
+    """Bound by sums of squares (d,): False if no centred column can be as small as rounding of the original one."""
     original = 2 * (squares + mean**2 * float(level @ level))  # at least the squares before centring
-    return not bool((squares > len(centred) * rounding**2 * original).all())
+    return not bool((squares > level.size * rounding**2 * original).all())
 
 
 def _largest(matrix: Floats) -> Floats:

@@ -61,9 +61,15 @@ class Design(Protocol):
 
 @dataclass(frozen=True)
 class DenseDesign:
-    """A NumPy array, float32 or float64, in any memory order; never copied."""
+    """A NumPy array, float32 or float64, in any memory order; never copied.
+
+    Attributes:
+        matrix: X (n, d).
+        known_squares: sums of squares of the columns (d,), if computed before.
+    """
 
     matrix: Floats
+    known_squares: Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,9 +99,12 @@ class DenseDesign:
 
     def squares(self, weights: Array) -> Array:
         """Weighted sums of squares of the columns."""
+        equal = bool((weights == 1).all())
+        if equal and self.known_squares is not None:
+            return self.known_squares
         total = np.zeros(self.shape[1])
         rows = max(1, BLOCK_ELEMENTS // max(1, self.shape[1]))
-        if (weights == 1).all() and self.shape[0] <= rows:
+        if equal and self.shape[0] <= rows:
             return double(np.einsum("ij,ij->j", self.matrix, self.matrix, dtype=np.float64))
         for start in range(0, self.shape[0], rows):
             block = self.matrix[start : start + rows]
@@ -326,6 +335,12 @@ def as_vector(values: VectorLike, name: str, length: int | None = None) -> Array
     if not np.isfinite(vector).all():
         raise NonFiniteError(f"The {name} holds NaN or infinity; remove or impute those rows first.")
     return vector
+
+
+def add_to_diagonal(matrix: Floats, values: Floats) -> None:
+    """Add values (k,) to the diagonal of a matrix (k, k), in place."""
+    diagonal = np.einsum("ii->i", matrix)  # a view
+    diagonal += values
 
 
 def double(array: npt.ArrayLike) -> Array:

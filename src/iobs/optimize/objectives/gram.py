@@ -8,6 +8,8 @@ relative to f(0), not relative to f. So this form only searches; the result is f
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 
 from iobs.optimize.objectives.base import Objective
@@ -15,7 +17,7 @@ from iobs.optimize.objectives.design import Array, Booleans, DenseDesign, Indice
 from iobs.optimize.objectives.linear import LeastSquares
 
 GRAM_LIMIT = 1536  # most coordinates of a quadratic whose whole Hessian is stored
-_WHOLE_WORK = 5e8  # most multiplications for which all rows of H are computed at once
+_WHOLE_WORK = 1e10  # most multiplications for which all rows of H are computed at once
 _AHEAD = 16  # number of rows of H that are computed with a missing one; one product of matrices is faster than many
 
 
@@ -33,7 +35,7 @@ class GramLeastSquares:
     quadratic = True
 
     def __init__(self, source: LeastSquares) -> None:
-        self.source = source
+        self.source = copy(source)  # `source` itself refers to this object, and a cycle would keep both in memory
         self.dimension, self.forced = source.dimension, source.forced
         self.linear = source.design.rmatvec(source.target)
         self.constant = 0.5 * float(source.target @ source.target)

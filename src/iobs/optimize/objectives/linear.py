@@ -174,7 +174,7 @@ class LinearModel(ABC):
         """H_QQ."""
         half = np.sqrt(self.sample_curvature(theta))[:, None] * self.design.columns(support)
         block = half.T @ half  # a product of a matrix with its own transpose takes half of the multiplications
-        block[np.diag_indices_from(block)] += self.ridge[support]
+        designs.add_to_diagonal(block, self.ridge[support])
         return block
 
     def rough_hessian(self, theta: Array) -> npt.NDArray[np.float32]:
@@ -183,7 +183,7 @@ class LinearModel(ABC):
         with np.errstate(over="ignore", invalid="ignore"):
             single = half.astype(np.float32)
             block = single.T @ single
-            block[np.diag_indices_from(block)] += self.ridge.astype(np.float32)
+            designs.add_to_diagonal(block, self.ridge.astype(np.float32))
         return block
 
     def hessian_columns(self, theta: Array, support: Indices, rows: Indices | None = None) -> Array:
@@ -257,12 +257,12 @@ class LeastSquares(LinearModel):
         design, target, weights = prepare(X, y, sample_weight)
         if offset is not None:
             target = target - designs.as_vector(offset, "offset", target.size)
-        if sample_weight is not None:
+        if sample_weight is not None and not (weights == 1).all():
             self.root = np.sqrt(weights)
             design, target = centring.scale_rows(design, self.root), self.root * target
         self.level = 0.0
         if intercept:
-            root = np.sqrt(weights)
+            root = weights if self.root is None else self.root
             self.mean = centring.column_means(design, root, weights.sum())
             self.level = float(root @ target) / float(weights.sum())
             design, target = centring.centre(design, root, self.mean), target - root * self.level
@@ -303,7 +303,7 @@ class LeastSquares(LinearModel):
         """X_Q^T X_Q + ridge."""
         columns = self.design.columns(support)
         block = columns.T @ columns
-        block[np.diag_indices_from(block)] += self.ridge[support]
+        designs.add_to_diagonal(block, self.ridge[support])
         return block
 
     def minibatch(self, rows: Indices) -> LeastSquares:

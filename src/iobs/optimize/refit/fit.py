@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.linalg.lapack import dposv, dpotrf, dpotri, sposv
 
-from iobs.optimize.objectives.design import Array, Floats, Indices
+from iobs.optimize.objectives.design import Array, Floats, Indices, add_to_diagonal
 
 _JITTER = 1e-12  # relative to the diagonal: makes systems with duplicate columns solvable
 
@@ -60,13 +60,16 @@ def inverse_block(hessian: Array) -> Array:
     diagonal = hessian.diagonal()
     while amount < 1.0:
         matrix = hessian.copy()
-        matrix[np.diag_indices_from(matrix)] += amount * diagonal + (1e-300 if amount else 0.0)
+        if amount:
+            add_to_diagonal(matrix, amount * diagonal + 1e-300)
         factor, info = dpotrf(matrix, lower=1, overwrite_a=1)
         if info == 0:
             # A factor with pivots near zero would give an inverse that is mostly rounding.
             pivots = factor.diagonal() ** 2
             if amount or (pivots > 1e-13 * diagonal).all():
-                lower, _ = dpotri(factor, lower=1, overwrite_c=1)
-                return np.asarray(np.tril(lower) + np.tril(lower, -1).T)
+                lower, _ = dpotri(factor, lower=1, overwrite_c=1)  # zero above the diagonal, as the factor
+                inverse = lower + lower.T
+                add_to_diagonal(inverse, -lower.diagonal())
+                return np.asarray(inverse)
         amount = _JITTER if amount == 0 else 100 * amount
     return np.asarray(np.diag(1.0 / np.maximum(diagonal, 1e-300)))

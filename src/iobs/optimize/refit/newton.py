@@ -20,6 +20,7 @@ from iobs.optimize.refit.quasi_newton import refit_exactly, refit_loosely
 
 _COMPILED: dict[type, int] = {Logistic: newton_numba.LOGISTIC, Poisson: newton_numba.POISSON}
 _SMALL = 200_000  # most entries of a restricted design for the compiled form
+_REFINED = 1e-9  # relative change of a refinement after which no further one is needed
 _CHORD = 1e-3  # a Hessian is reused while each step with it lowers the decrement by this factor
 
 
@@ -40,12 +41,21 @@ def refit(
         steps: largest number of Newton steps, for an inexact fit; None iterates to the minimiser.
         block: H_QQ near the start (k, k), if known; used where every column of the Hessian takes a differentiation.
     """
-    theta = np.zeros(objective.dimension)
     if support.size and isinstance(objective, TorchObjective):
-        first = theta if start is None else start
+        first = np.zeros(objective.dimension) if start is None else start
         if steps is None:
             return refit_exactly(objective, support, first, block=block)
         return refit_loosely(objective, support, first, steps=steps)[0]
+    theta = refitted(objective, support, start, steps=steps)
+    value, gradient = objective.value_and_gradient(theta)
+    return Fit(support, theta, value, gradient)
+
+
+def refitted(objective: Objective, support: Indices, start: Array | None = None, *, steps: int | None = None) -> Array:
+    """The minimiser (d,) of `refit` alone, without f and its gradient, which take a pass over the data each."""
+    theta = np.zeros(objective.dimension)
+    if support.size and isinstance(objective, TorchObjective):
+        return refit(objective, support, start, steps=steps).theta
     if isinstance(objective, GramLeastSquares):
         theta[support] = _solve(objective.hessian_block(theta, support), objective.linear[support])
     elif support.size:
@@ -54,8 +64,7 @@ def refit(
         most = 50 if steps is None else steps
         found = _compiled(part, first, most)
         theta[support] = minimise_on_all(part, first, steps=most) if found is None else found
-    value, gradient = objective.value_and_gradient(theta)
-    return Fit(support, theta, value, gradient)
+    return theta
 
 
 def _compiled(part: Objective, start: Array, steps: int) -> Array | None:
@@ -85,12 +94,15 @@ def on_data(objective: Objective, fit: Fit) -> Fit:
     residual = objective.target
     if support.size:
         columns, block = objective.design.columns(support), objective.by_gram.hessian_block(theta, support)
+        values, ridge = theta[support], objective.ridge[support]
+        residual = objective.target - columns @ values
         for _ in range(2):
-            slope = objective.ridge[support] * theta[support] - columns.T @ (
-                objective.target - columns @ theta[support]
-            )
-            theta[support] += newton_direction(block, slope)
-        residual = objective.target - columns @ theta[support]
+            change = newton_direction(block, ridge * values - columns.T @ residual)
+            values = values + change
+            residual = objective.target - columns @ values
+            if np.abs(change).max() <= _REFINED * np.abs(values).max():  # a second round would change rounding only
+                break
+        theta[support] = values
     value = 0.5 * float(residual @ residual) + 0.5 * float(objective.ridge @ theta**2)
     return Fit(support, theta, value, objective.ridge * theta - objective.design.rmatvec(residual))
 

@@ -3,15 +3,18 @@
 The stages run until the whole gradient vanishes (no support can be better for a convex f) or none is left:
 
 1. hard thresholding pursuit, then exact swaps;
-2. for an under-determined quadratic: message passing, then swaps;
+2. for generalised linear models: the best support of the second-order model at the best fit, found by the compiled
+   search; then a refit and swaps. It is repeated at the new best fit, and ends the search once both agree;
 3. merging pursuit (CoSaMP), then swaps;
 4. kicks, then swaps: part of the best support is replaced at random by promising coordinates, or all of it by any
-   coordinates. Once several stages in a row agree on a support, all further stages but 6 are skipped;
-5. for an under-determined quadratic: adaptive diagonal damping, then swaps; first without noise, then with the noise
+   coordinates. Once several stages in a row agree on a support, all further stages but 7 are skipped;
+5. for an under-determined quadratic, after the first kick: message passing, then swaps;
+6. for an under-determined quadratic: adaptive diagonal damping, then swaps; first without noise, then with the noise
    that the best fit leaves;
-6. a refit on the Top-k support of the Newton step from the best fit. With this candidate the result keeps the local
-   rate of the I-OBS theorem. For large problems and general functions the Newton step is computed by at most 300
-   products with H, so there the rate holds as far as these converge.
+7. a refit on the Top-k support of the Newton step from the best fit. With this candidate the result keeps the local
+   rate of the I-OBS theorem, which needs a definite H; where H is singular it is skipped as the others. For large
+   problems and general functions the Newton step is computed by at most 300 products with H, so there the rate holds as
+   far as these converge.
 
 No stage raises f. Least squares with at least as many samples as columns is searched by its Gram matrix. Where that
 matrix is whole, and no start is given, one compiled stage does all of this (`compiled`).
@@ -41,14 +44,16 @@ LOCAL_MODEL = (
     "1-swap optimal by the second-order model: no exchange of two coordinates is predicted to lower f and does"
 )
 
+BY_GRAM = "search by the Gram matrix"
 RUNAWAY = "the gradient does not vanish where the best fit ended: f may be unbounded below there (check its sign)"
 
+_MODEL = "second-order model"
+_MODELS = 3  # most models in a row, each at the best fit so far
 _AGREEMENTS = 2  # stages in a row that must agree on a support, if swaps are expensive
 _MANY_AGREEMENTS = (
     6  # the same if swaps are cheap: with noise stages soon agree, without noise only on the right support
 )
 _WORK_LIMIT = 4e8  # most multiplications of one iteration of adaptive damping
-_NEWTON_LIMIT = 1024  # most coordinates for which the Newton point is found by factorising H
 _NEWTON_PRODUCTS = (
     300  # most products with H for the Newton point of larger problems, by conjugate gradients to a residual of 1e-6
 )
@@ -103,7 +108,7 @@ def _by_gram(problem: Problem, gram: GramLeastSquares, theta: Array | None, kick
     if found is None:
         yield from _stages(replace(problem, objective=gram), theta, kicks, None)
     else:
-        yield Stage("search by the Gram matrix", found, False)
+        yield Stage(BY_GRAM, found, False)
 
 
 def _stages(problem: Problem, theta: Array | None, kicks: int, empty: Fit | None) -> Iterator[Stage]:
@@ -115,47 +120,67 @@ def _stages(problem: Problem, theta: Array | None, kicks: int, empty: Fit | None
         return
     if theta is not None:
         best = swapper.improve(best)[0]
-        yield Stage("start", best, pursuits.solved(problem, best))
+    optimal = theta is not None and pursuits.solved(problem, best)
+    if theta is not None:
+        yield Stage("start", best, optimal)
     agreed = 0
-    for name, propose in _plan(problem, empty, kicks):
-        if pursuits.solved(problem, best) and problem.size == best.support.size - problem.forced.size:
+    singular = problem.objective.quadratic and problem.objective.rank < problem.dimension
+    enough = _MANY_AGREEMENTS if swapper.whole else _AGREEMENTS
+    for name, propose in _plan(swapper, empty, kicks):
+        if optimal and problem.size == best.support.size - problem.forced.size:
             return
-        if name != "Newton point" and agreed >= (_MANY_AGREEMENTS if swapper.whole else _AGREEMENTS):
+        if agreed >= enough and (name != "Newton point" or singular):
             continue
         proposal = propose(best)
-        if proposal is not best and not pursuits.solved(problem, proposal):
-            proposal = swapper.improve(proposal)[0]
-        agreed = agreed + 1 if np.array_equal(proposal.support, best.support) else 0
+        if proposal is None:
+            continue
+        if proposal is not best and not np.array_equal(proposal.support, best.support):
+            proposal = proposal if pursuits.solved(problem, proposal) else swapper.improve(proposal)[0]
+        weight = enough if name == _MODEL else 1  # the search of a model has stages that agreed of its own
+        agreed = agreed + weight if np.array_equal(proposal.support, best.support) else 0
         if proposal.value < best.value or best.support.size < proposal.support.size:
-            best = proposal
-        yield Stage(name, best, pursuits.solved(problem, best))
+            best, optimal = proposal, pursuits.solved(problem, proposal)
+        yield Stage(name, best, optimal)
 
 
-def _plan(problem: Problem, empty: Fit, kicks: int) -> Iterator[tuple[str, Callable[[Fit], Fit]]]:
-    objective = problem.objective
+def _plan(swapper: Swapper, empty: Fit, kicks: int) -> Iterator[tuple[str, Callable[[Fit], Fit | None]]]:
+    problem, objective = swapper.problem, swapper.problem.objective
     first_pursuit, second_pursuit = (
         ("pursuit", lambda best: pursuits.hard_thresholding_pursuit(problem, empty)),
         ("merging pursuit", lambda best: pursuits.compressive_sampling_pursuit(problem, empty)),
     )[:: -1 if problem.expensive_columns else 1]  # merging takes fewer differentiations
     yield first_pursuit
-    linear = isinstance(objective, LeastSquares) and not objective.ridge.any()
-    if linear:
-        assert isinstance(objective, LeastSquares)
-        n, d = objective.design.shape
-        under = problem.size < min(n, d) and n < d
-        if n * d <= _PASSING_LIMIT and under:
-            yield "message passing", lambda best: _from_scores(problem, pursuits.message_passing)
+    if isinstance(objective, LinearModel) and not objective.quadratic and problem.dimension <= compiled.NEWTON_LIMIT:
+        for _ in range(_MODELS if kicks else 0):
+            yield _MODEL, lambda best: _by_model(swapper, best, kicks)
+    n, d = objective.design.shape if isinstance(objective, LeastSquares) else (0, 0)
+    under = isinstance(objective, LeastSquares) and not objective.ridge.any() and problem.size < n < d
     # Where every refit is a Newton iteration of its own, kicks are cheaper than merging.
     first = 0 if objective.quadratic else min(2, kicks)
     for number in range(first):
         yield "kick", partial(_kick, problem, number)
     yield second_pursuit
     for number in range(first, kicks):
+        if number == 1 and under and n * d <= _PASSING_LIMIT:  # takes as long as many kicks
+            yield "message passing", lambda best: _from_scores(problem, pursuits.message_passing)
         yield "kick", partial(_kick, problem, number)
-    if linear and under and n * n * d <= _WORK_LIMIT:
+    if under and n * n * d <= _WORK_LIMIT:
         yield "adaptive damping", lambda best: _from_scores(problem, partial(pursuits.adaptive_damping, steps=150))
         yield "adaptive damping with noise", lambda best: _damped_for_noise(problem, best)
-    yield "Newton point", lambda best: _newton_support(problem, best)
+    yield "Newton point", lambda best: _newton_support(swapper, best)
+
+
+def _by_model(swapper: Swapper, best: Fit, kicks: int) -> Fit | None:
+    """Refit on the best support of the second-order model at the best fit; None if that model has no minimiser."""
+    problem = swapper.problem
+    if best.support.size == problem.forced.size or problem.objective.rank < problem.dimension:
+        return None
+    support = compiled.model_support(problem, swapper.hessian(best), best, kicks)
+    if support is None:
+        return None
+    if np.array_equal(support, best.support):
+        return best
+    return refit(problem.objective, support, best.theta)
 
 
 def _from_scores(problem: Problem, propose: Callable[[Array, Array, int], Array]) -> Fit:
@@ -175,15 +200,15 @@ def _damped_for_noise(problem: Problem, best: Fit) -> Fit:
     return _from_scores(problem, partial(pursuits.adaptive_damping, variance=variance, steps=60))
 
 
-def _newton_support(problem: Problem, best: Fit) -> Fit:
+def _newton_support(swapper: Swapper, best: Fit) -> Fit:
     """Refit on the support of T_k of the Newton point (Option 1's mask)."""
-    objective = problem.objective
+    problem, objective = swapper.problem, swapper.problem.objective
     costly = isinstance(objective, GramLeastSquares) and not objective.complete
-    if problem.dimension <= _NEWTON_LIMIT and not problem.expensive_columns and not costly:
+    if problem.dimension <= compiled.NEWTON_LIMIT and not problem.expensive_columns and not costly:
         if (
             problem.damping is None and objective.rank >= problem.dimension
         ):  # H is definite and takes only one factorisation
-            centre = best.theta + _newton_direction(problem, best)
+            centre = best.theta + _newton_direction(swapper, best)
         else:
             centre = FullHessian().model(problem, best.theta, best.gradient).centre()
     else:
@@ -197,9 +222,11 @@ def _newton_support(problem: Problem, best: Fit) -> Fit:
     return fit if fit.value < best.value else best
 
 
-def _newton_direction(problem: Problem, fit: Fit) -> Array:
+def _newton_direction(swapper: Swapper, fit: Fit) -> Array:
     """-H^-1 g, in single precision if that solves the system well enough to rank coordinates."""
-    objective = problem.objective
+    problem, objective = swapper.problem, swapper.problem.objective
+    if swapper.latest is not None and swapper.latest[0] is fit.theta:
+        return newton_direction(swapper.latest[1], fit.gradient)
     if isinstance(objective, LinearModel) and not objective.quadratic:
         direction = newton_direction(objective.rough_hessian(fit.theta), fit.gradient)
         residual = objective.hessian_product(fit.theta, direction) + fit.gradient

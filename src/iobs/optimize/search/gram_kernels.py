@@ -10,13 +10,14 @@ then runs the general search, which damps such systems.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 from iobs.optimize.objectives.design import Array, Booleans, Indices
+from iobs.optimize.refit.cholesky_numba import factorise, solve
+from iobs.optimize.refit.cholesky_numba import inverse as inverse_of
 from iobs.optimize.search.kernels import SwapState, swap_until_optimal
 
 _SHRUNK, _VANISHED = 1e-3, 1e-12  # bounds of a vanishing gradient, as in `pursuits.solved`
@@ -46,67 +47,44 @@ class GramProblem(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def _inverse(block: Array) -> tuple[bool, Array]:
-    """Inverse of a small definite matrix by its Cholesky factor; False if a pivot is mostly rounding."""
-    k = block.shape[0]
-    lower = np.zeros((k, k))
-    inverse = np.zeros((k, k))
-    for i in range(k):
-        for j in range(i + 1):
-            total = block[i, j]
-            for a in range(j):
-                total -= lower[i, a] * lower[j, a]
-            if i > j:
-                lower[i, j] = total / lower[j, j]
-            else:
-                if not total > 1e-13 * block[i, i]:
-                    return False, inverse
-                lower[i, i] = math.sqrt(total)
-    half = np.zeros((k, k))  # the inverse of the factor
-    for j in range(k):
-        half[j, j] = 1.0 / lower[j, j]
-        for i in range(j + 1, k):
-            total = 0.0
-            for a in range(j, i):
-                total -= lower[i, a] * half[a, j]
-            half[i, j] = total / lower[i, i]
-    for a in range(k):
-        for i in range(a + 1):
-            for j in range(i + 1):
-                inverse[i, j] += half[a, i] * half[a, j]
-    for i in range(k):
-        for j in range(i):
-            inverse[j, i] = inverse[i, j]
-    return True, inverse
-
-
-@njit(cache=True, nogil=True)
-def fitted(problem: GramProblem, support: Indices) -> tuple[bool, Array, Array, Array]:
-    """The refit on a support: whether it exists, H_QQ^-1 (k, k), theta_Q (k,), and the gradient (d,)."""
-    k, d = support.size, problem.linear.size
+def _refit(problem: GramProblem, support: Indices) -> tuple[bool, Array, Array]:
+    """The refit on a support: whether it exists, the Cholesky factor of H_QQ (k, k), and theta_Q (k,)."""
+    k = support.size
     block = np.empty((k, k))
     for i in range(k):
         for j in range(k):
             block[i, j] = problem.hessian[support[i], support[j]]
-    fine, inverse = _inverse(block)
-    theta, gradient = np.zeros(k), -problem.linear
-    if not fine:
-        return False, inverse, theta, gradient
+    factor, theta = block.copy(), np.zeros(k)
+    if not factorise(factor):
+        return False, factor, theta
+    change = np.empty(k)
     for _ in range(2):  # the second round is iterative refinement
-        change = np.zeros(k)
         for i in range(k):
-            slope = -problem.linear[support[i]]
+            change[i] = problem.linear[support[i]]
             for j in range(k):
-                slope += block[i, j] * theta[j]
-            for j in range(k):
-                change[j] -= inverse[j, i] * slope
+                change[i] -= block[i, j] * theta[j]
+        solve(factor, change)
         theta += change
-    for i in range(k):
+    return True, factor, theta
+
+
+@njit(cache=True, nogil=True)
+def _gradient(problem: GramProblem, support: Indices, theta: Array) -> Array:
+    """The gradient (d,) at theta_Q."""
+    gradient = -problem.linear
+    for i in range(support.size):
         value = theta[i]
         row = problem.hessian[support[i]]
-        for j in range(d):
+        for j in range(gradient.size):
             gradient[j] += value * row[j]
-    return True, inverse, theta, gradient
+    return gradient
+
+
+@njit(cache=True, nogil=True)
+def fitted(problem: GramProblem, support: Indices) -> tuple[bool, Array, Array]:
+    """The refit on a support: whether it exists, theta_Q (k,), and the gradient (d,)."""
+    fine, _, theta = _refit(problem, support)
+    return fine, theta, _gradient(problem, support, theta)
 
 
 @njit(cache=True, nogil=True)
@@ -136,7 +114,9 @@ def is_solved(problem: GramProblem, support: Indices, theta: Array, gradient: Ar
 def state_at(problem: GramProblem, support: Indices) -> tuple[bool, SwapState]:
     """The state of the swaps at the refit on a support; False if the refit does not exist."""
     k, d = support.size, problem.linear.size
-    fine, inverse, theta, gradient = fitted(problem, support)
+    fine, factor, theta = _refit(problem, support)
+    gradient = _gradient(problem, support, theta)
+    inverse = inverse_of(factor) if fine else factor
     projection = np.zeros((k, d))
     schur = np.empty(d)
     allowed = np.zeros(d)

@@ -110,7 +110,7 @@ def _pursuit(problem: GramProblem, k: int, steps: int) -> Indices:
     """The best support of hard thresholding pursuit from the forced coordinates alone."""
     d = problem.linear.size
     support = problem.forced.copy()
-    fine, _, theta, gradient = fitted(problem, support)
+    fine, theta, gradient = fitted(problem, support)
     best, least = support, np.inf
     seen = np.zeros((steps, k + problem.forced.size), dtype=np.int64)
     moved = np.empty(d)
@@ -128,7 +128,7 @@ def _pursuit(problem: GramProblem, k: int, steps: int) -> Indices:
                 return best
         for i in range(support.size):
             seen[number, i] = support[i]
-        fine, _, theta, gradient = fitted(problem, support)
+        fine, theta, gradient = fitted(problem, support)
         if not fine:
             return support
         value = value_at(problem, support, theta, gradient)
@@ -143,7 +143,7 @@ def _pursuit(problem: GramProblem, k: int, steps: int) -> Indices:
 def _merged(problem: GramProblem, k: int, count: int, steps: int) -> Indices:
     """The best support of the merging pursuit (CoSaMP) from the forced coordinates alone."""
     support = problem.forced.copy()
-    fine, _, theta, gradient = fitted(problem, support)
+    fine, theta, gradient = fitted(problem, support)
     best, least = support, np.inf
     for _ in range(steps):
         slope = _slopes(problem, gradient)
@@ -153,14 +153,14 @@ def _merged(problem: GramProblem, k: int, count: int, steps: int) -> Indices:
         for j in _largest(slope, problem.candidates, count):
             inside[j] = True
         wide = _positions(inside)
-        fine, _, theta, gradient = fitted(problem, wide)
+        fine, theta, gradient = fitted(problem, wide)
         if not fine:
             return best
         scores = np.zeros(slope.size)
         for i in range(wide.size):
             scores[wide[i]] = abs(theta[i] * problem.scale[wide[i]])
         support = _top(problem, scores, k)
-        fine, _, theta, gradient = fitted(problem, support)
+        fine, theta, gradient = fitted(problem, support)
         if not fine:
             return best
         value = value_at(problem, support, theta, gradient)
@@ -197,7 +197,7 @@ def _kicked(problem: GramProblem, best: Indices, k: int, number: int, draws: Arr
     for j in _drawn(free, count, draws[0]):
         inside[j] = False
     kept = _positions(inside)
-    fine, _, _, gradient = fitted(problem, kept)
+    fine, _, gradient = fitted(problem, kept)
     slope = _slopes(problem, gradient)
     for j in range(slope.size):
         usable[j] = usable[j] and slope[j] > 0
@@ -207,50 +207,6 @@ def _kicked(problem: GramProblem, best: Indices, k: int, number: int, draws: Arr
     for j in _drawn(pool, count, draws[1]):
         inside[j] = True
     return _positions(inside)
-
-
-@njit(cache=True, nogil=True)
-def search(
-    problem: GramProblem, k: int, merged: int, centre: Array, draws: Array, agreements: int
-) -> tuple[bool, Indices, float]:
-    """The best support of k candidates that the stages find: whether any start had a refit, the support, and f.
-
-    Args:
-        problem: f and the candidates, more than k of them.
-        k: number of candidates in the support, at least 1.
-        merged: number of coordinates that the merging pursuit adds.
-        centre: absolute values of the minimiser of f without a limit (d,); its k largest entries are a start; empty if
-            not known.
-        draws: uniform in [0, 1), (kicks, 2, k).
-        agreements: number of stages in a row that must agree on the support, after which the kicks end.
-    """
-    best, value, agreed = problem.forced, np.inf, 0
-    kicks = draws.shape[0]
-    for number in range(kicks + 3):
-        if 1 < number < kicks + 2 and agreed >= agreements:
-            continue
-        if number == 0:
-            proposal = _pursuit(problem, k, 12)
-        elif number == 1:
-            proposal = _merged(problem, k, merged, 20)
-        elif number < kicks + 2:
-            proposal = _kicked(problem, best, k, number - 2, draws[number - 2])
-        elif centre.size:
-            proposal = _top(problem, centre, k)
-        else:
-            break
-        if _same(proposal, best):
-            agreed += 1
-            continue
-        fine, proposal, new, minimal = improved(problem, proposal)
-        if not fine or proposal.size < k + problem.forced.size:
-            continue
-        agreed = agreed + 1 if _same(proposal, best) else 0
-        if new < value:
-            best, value = proposal, new
-        if minimal:
-            break
-    return value < np.inf, best, value
 
 
 @njit(cache=True, nogil=True)
@@ -310,3 +266,55 @@ def _refined(problem: GramProblem, state: SwapState) -> Array:
         for j in range(theta.size):
             theta[j] -= state.inverse[j, i] * slope
     return theta
+
+
+@njit(cache=True, nogil=True)
+def search(
+    problem: GramProblem, k: int, merged: int, centre: Array, draws: Array, agreements: int
+) -> tuple[bool, Indices, Array, float, Array]:
+    """The best support of k candidates that the stages find.
+
+    Args:
+        problem: f and the candidates, more than k of them.
+        k: number of candidates in the support, at least 1.
+        merged: number of coordinates that the merging pursuit adds.
+        centre: absolute values of the minimiser of f without a limit (d,); its k largest entries are a start; empty if
+            not known.
+        draws: uniform in [0, 1), (kicks, 2, k).
+        agreements: number of stages in a row that must agree on the support, after which the kicks end.
+
+    Returns:
+        Whether any start had a refit, the support, its refit, f, and the gradient (d,).
+    """
+    best, value, agreed = problem.forced, np.inf, 0
+    kicks = draws.shape[0]
+    for number in range(kicks + 4):
+        if 2 < number < kicks + 3 and agreed >= agreements:
+            continue
+        if number == 0:
+            done, supports, _ = path(problem, k)
+            proposal = supports[k] if done > k else problem.forced
+        elif number == 1:
+            proposal = _pursuit(problem, k, 12)
+        elif number == 2:
+            proposal = _merged(problem, k, merged, 20)
+        elif number < kicks + 3:
+            proposal = _kicked(problem, best, k, number - 3, draws[number - 3])
+        elif centre.size:
+            proposal = _top(problem, centre, k)
+        else:
+            break
+        if _same(proposal, best):
+            # A pursuit that ends on the best support without any swap is strong evidence for it.
+            agreed += agreements // 2 if number < 3 else 1
+            continue
+        fine, proposal, new, minimal = improved(problem, proposal)
+        if not fine or proposal.size < k + problem.forced.size:
+            continue
+        agreed = agreed + 1 if _same(proposal, best) else 0
+        if new < value:
+            best, value = proposal, new
+        if minimal:
+            break
+    _, theta, gradient = fitted(problem, best)
+    return value < np.inf, best, theta, value, gradient

@@ -14,7 +14,7 @@ from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.cox import Cox
 from iobs.optimize.objectives.design import Array
 from iobs.optimize.objectives.gram import GramLeastSquares, by_gram
-from iobs.optimize.objectives.linear import LinearModel
+from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.objectives.multi_response import MultiResponse
 from iobs.optimize.objectives.multinomial import Multinomial
 from iobs.optimize.objectives.tabled import Tabled
@@ -46,14 +46,13 @@ def path(
         exact: refit least squares on the data; otherwise coefficients and values are exact up to rounding relative to
             f(0), as of the Gram matrix, which is enough to predict.
     """
+    if thorough and len(sizes) == 1 and isinstance(objective, LinearModel):  # this search is as good as the path
+        return [list(auto.stages(Problem(objective, sizes[0], rng=np.random.default_rng(seed))))[-1].fit]
     searched = by_gram(objective) or objective
-    if isinstance(searched, GramLeastSquares) and searched.complete and (not thorough or len(sizes) == 1):
+    if isinstance(searched, GramLeastSquares) and searched.complete and not thorough:
         problem = Problem(objective, max(sizes, default=0), rng=np.random.default_rng(seed))
         found = compiled.path_fits(problem, searched, sizes)
         if found is not None:
-            if thorough:
-                better = list(auto.stages(problem))[-1].fit
-                return [better if better.value <= fit.value else on_data(objective, fit) for fit in found]
             return [on_data(objective, fit) for fit in found] if exact else found
     fits: list[Fit] = []
     fit: Fit | None = None
@@ -174,14 +173,19 @@ def standard_errors(objective: Objective, fit: Fit, samples: float, intercept: b
         samples: n, or the sum of the sample weights.
         intercept: whether centring estimated one more parameter.
     """
-    block = objective.hessian_block(fit.theta, fit.support)
     noise = 1.0
+    if isinstance(objective, LinearModel):
+        block = _expected(objective, fit)
+    else:
+        block = objective.hessian_block(fit.theta, fit.support)
     if isinstance(objective, Multinomial):
         return Inference(_contrast_errors(block, objective.outputs), noise)
     if isinstance(objective, LinearModel):
-        block = _expected(objective, fit)
         freedom = samples - fit.support.size - (intercept and objective.quadratic)
-        noise = math.sqrt(objective.dispersion(fit.theta, freedom))
+        if objective.quadratic:
+            noise = math.sqrt(2 * unpenalised(objective, fit) / freedom) if freedom > 0 else math.nan
+        else:
+            noise = math.sqrt(objective.dispersion(fit.theta, freedom))
     if isinstance(objective, MultiResponse):
         freedom = objective.outputs * (samples - intercept) - fit.support.size
         noise = math.sqrt(2 * unpenalised(objective, fit) / freedom) if freedom > 0 else math.nan
@@ -192,10 +196,16 @@ def standard_errors(objective: Objective, fit: Fit, samples: float, intercept: b
 def _expected(objective: LinearModel, fit: Fit) -> Array:
     """The expected Hessian of a fit on its support (k, k), which classical standard errors use."""
     if objective.quadratic:
-        return objective.hessian_block(fit.theta, fit.support)
+        return _cheapest(objective).hessian_block(fit.theta, fit.support)
     weights = objective.weights * objective.information(objective.margin(fit.theta))
     half = np.sqrt(weights)[:, None] * objective.design.columns(fit.support)
     return np.asarray(half.T @ half + np.diag(objective.ridge[fit.support]))
+
+
+def _cheapest(objective: LinearModel) -> Objective:
+    """The Gram form of least squares if it exists already, else the objective itself."""
+    gram = objective.by_gram if isinstance(objective, LeastSquares) else None
+    return gram if isinstance(gram, GramLeastSquares) else objective
 
 
 def _contrast_errors(hessian: Array, classes: int) -> Array:

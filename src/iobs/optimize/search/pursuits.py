@@ -11,7 +11,7 @@ from scipy.linalg.lapack import dposv
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit
-from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.newton import refit, refitted
 from iobs.optimize.refit.quasi_newton import refit_exactly, refit_loosely
 
 _UNCHANGED = 12  # message passing stops after this many iterations with the same k largest scores
@@ -98,8 +98,9 @@ def compressive_sampling_pursuit(problem: Problem, fit: Fit, *, steps: int = 20)
         slope = np.abs(fit.gradient) / problem.scale
         slope[fit.support] = 0.0
         merged = np.union1d(fit.support, problem.top(slope, _merge_count(problem)))
-        wide = refit(problem.objective, merged.astype(np.int64), fit.theta, steps=1 if problem.expensive_columns else 8)
-        pruned = _refit_on_the_way(problem, problem.top(np.abs(wide.theta) * problem.scale), wide.theta, steps=None)
+        steps = 1 if problem.expensive_columns else 8
+        wide = refitted(problem.objective, merged.astype(np.int64), fit.theta, steps=steps)
+        pruned = _refit_on_the_way(problem, problem.top(np.abs(wide) * problem.scale), wide, steps=None)
         if pruned.value >= best.value - 1e-9 * abs(best.value) and best.support.size == pruned.support.size:
             break
         best = fit = pruned

@@ -34,12 +34,14 @@ class Swapper:
         tolerance: least relative decrease of f that counts as an improvement.
         gram: the Hessian of a small quadratic, once computed.
         optimal: supports that no exchange improves, found earlier.
+        latest: the theta of a fit and the whole Hessian there, computed last.
     """
 
     problem: Problem
     tolerance: float = 1e-10
     gram: Array | None = field(default=None, repr=False)
     optimal: set[bytes] = field(default_factory=set, repr=False)
+    latest: tuple[Array, Array] | None = field(default=None, repr=False)
 
     def improve(self, fit: Fit, *, limit: int = 1000) -> tuple[Fit, bool]:
         """Lower f by swaps until none helps, for at most `limit` supports.
@@ -164,10 +166,19 @@ class Swapper:
             objective.know(fit.support)
             return objective.rows
         if not self.whole:
+            if members.size == self.problem.dimension:
+                return self.hessian(fit)
             return np.ascontiguousarray(objective.hessian_block(fit.theta, members))
         if self.gram is None:
             self.gram = np.ascontiguousarray(objective.hessian_block(fit.theta, members))
         return self.gram
+
+    def hessian(self, fit: Fit) -> Array:
+        """H (d, d) at a fit; the one that was computed last is kept."""
+        if self.latest is None or self.latest[0] is not fit.theta:
+            block = self.problem.objective.hessian_block(fit.theta, np.arange(self.problem.dimension))
+            self.latest = (fit.theta, np.ascontiguousarray(block))
+        return self.latest[1]
 
     def _improve_anywhere(self, fit: Fit) -> Fit | None:
         """The best swaps of the model over all pairs, tried on f in the order of their predicted decrease."""

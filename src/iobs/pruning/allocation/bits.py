@@ -1,7 +1,8 @@
 """Sparsity and bits of every layer under a budget of bits, from measured error curves.
 
 A layer is solved alone at every bit width and several sparsities. Its errors become effects on the model by the
-response that the allocation of sparsity uses (`response.py`), and `knapsack.py` divides the budget.
+response that the allocation of sparsity uses (`response.py`), and `knapsack.py` divides the budget. The division is
+then tried as a whole, beside uniform plans, on samples that no layer was solved for: the plan of least divergence wins.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from iobs.core.budget import BITS, MOST, Budget
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Solution
-from iobs.errors import PatternError
+from iobs.errors import PatternError, ProblemError
 from iobs.pruning.allocation.counts import Curve
 from iobs.pruning.allocation.knapsack import best_choices
 from iobs.pruning.allocation.response import Trial, common_response
+from iobs.pruning.allocation.uniform import Choice, uniform_plans
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Statistics, relative_output_error
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
@@ -40,7 +42,7 @@ _TOKENS = 65536  # most positions of text for curves
 _PROBE, _PROBE_TOKENS = 100, 8192  # most samples and positions of text for divergences
 _ANSWERS = 2**26  # most numbers in the stored outputs of the dense model
 
-Choice = tuple[int, int]  # bits, and number of kept entries
+_MEASURED = "by measured damages"  # name of the plan that the curves give
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,13 @@ class BitPlanner:
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None
 
     @torch.no_grad()
-    def allocate(self, budget: Budget) -> tuple[dict[Layer, Choice], list[AllocationRecord]]:
-        """Bits and kept entries of every layer that receives input, and the measurements behind them."""
+    def allocate(self, budget: Budget) -> tuple[dict[Layer, Choice], list[AllocationRecord], dict[str, float]]:
+        """Bits and kept entries of every layer that receives input, and the measurements behind them.
+
+        Returns:
+            The plan, the curves of every layer, and the divergences of the plans that were tried, by name; empty if
+            no samples are left to judge them.
+        """
         fit, rest = split(self.calibration, _EVALUATION_SHARE, self.seed)
         evaluation = Samples(rest.batches + self.heldout.batches, rest.numbers + self.heldout.numbers)
         probed = evaluation if evaluation.batches else self.calibration
@@ -101,9 +108,34 @@ class BitPlanner:
             layer: {bits: response.effects(curve, own.trials) for bits, curve in own.curves.items()}
             for layer, own in measured.items()
         }
-        chosen = divided(budget, {layer: layer.shape for layer in measured}, effects)
+        shapes = {layer: layer.shape for layer in measured}
+        plans = {_MEASURED: divided(budget, shapes, effects), **_uniform(budget, shapes, effects)}
+        # Samples that layers were solved for would judge in favour of plans that fit them.
+        tried = (
+            {name: self._divergence(plan, budget, fitted, probe) for name, plan in plans.items()}
+            if judging.batches
+            else {}
+        )
+        chosen = plans[min(tried, key=tried.__getitem__)] if tried else plans[_MEASURED]
         records = [_record(layer, measured[layer], effects[layer], *chosen[layer]) for layer in measured]
-        return chosen, records
+        return chosen, records, tried
+
+    def _divergence(self, plan: dict[Layer, Choice], budget: Budget, fitted: Samples, probe: Samples) -> float:
+        """KL divergence from the dense model to the model under a plan, its layers solved one after the other."""
+        dense = {layer: layer.read(self.model).clone() for layer in plan}
+        moments = Moments(self.seed, _POSITIONS)
+        sweep = Sweep(self.model, fitted, Samples(), tuple(plan), self.chain, moments=moments)
+        try:
+            for group in sweep.groups():
+                statistics = group.statistics()
+                for layer in group.layers:
+                    pattern = budget.choice(*plan[layer], layer.shape)
+                    found = self.solve(layer, statistics, dense[layer], pattern)
+                    layer.write(self.model, torch.cat([one.weight for one in found]))
+            return mean_loss(self.model, probe, kl_to_answers)
+        finally:
+            for layer, weight in dense.items():
+                layer.write(self.model, weight)
 
     def _measure(self, layer: Layer, statistics: Statistics, budget: Budget, probe: Samples) -> LayerCurves:
         """The error of one layer at every level, and the damage of three of them."""
@@ -140,6 +172,20 @@ class BitPlanner:
             return mean_loss(self.model, probe, kl_to_answers)
         finally:
             layer.write(self.model, kept)
+
+
+def _uniform(
+    budget: Budget, shapes: dict[Layer, tuple[int, int]], effects: dict[Layer, dict[int, Curve]]
+) -> dict[str, dict[Layer, Choice]]:
+    """The uniform plans to try: without zeros, and the one with zeros of the least sum of effects."""
+    plans = uniform_plans(budget, shapes, {bits: levels[-1] for bits, levels in LEVELS.items()})
+
+    def effect(name: str) -> float:
+        return sum(effects[layer][bits].at(keep) for layer, (bits, keep) in plans[name].items())
+
+    dense = [name for name in plans if "zeros" not in name]
+    sparse = sorted((name for name in plans if "zeros" in name), key=effect)[:1]
+    return {name: plans[name] for name in [*dense, *sparse]}
 
 
 def divided(
@@ -196,6 +242,19 @@ def _choices(shape: tuple[int, int]) -> list[Choice]:
     keeps = [weights, *(max(1, round((1 - sparsity) * weights)) for sparsity in sparsities)]
     fewest = {bits: (1 - levels[-1]) * weights - 1 for bits, levels in LEVELS.items()}
     return [(bits, keep) for bits in BITS for keep in dict.fromkeys(keeps) if keep >= fewest[bits]]
+
+
+def require_whole(pattern: object, whole: bool) -> None:
+    """Check that a budget of bits is asked of a model that is in memory as a whole.
+
+    Raises:
+        ProblemError: it is not.
+    """
+    if isinstance(pattern, Budget) and not whole:
+        raise ProblemError(
+            "A budget of bits is divided by measurements of the whole model, which is not in memory here: give the "
+            "bits of all layers, such as iobs.Grid(3) (--bits 3), or prune in memory."
+        )
 
 
 def require_budget(budget: Budget, shapes: Sequence[tuple[int, int]]) -> None:

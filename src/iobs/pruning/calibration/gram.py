@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from iobs.pruning.calibration.moments import Drift, Means
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
-from iobs.pruning.runtime.ranks import Ranks
+from iobs.pruning.runtime.ranks import ALONE, Ranks
 
 POSITIONS = 64  # output positions per sample that enter the Gram of a convolution; more gave no visible gain
 EXPERT_TOKENS = 16  # an expert with fewer tokens has no usable Hessian
@@ -204,7 +205,14 @@ class Gram:
 
     def target_energy(self) -> Tensor:
         """D D^T with dense inputs, otherwise X X^T."""
+        assert self.dense is not None or self.cross is None, "forgotten"
         return self.own if self.dense is None else self.dense
+
+    def forget_energy(self) -> None:
+        """Free what only the energy of a target needs."""
+        self.dense = None
+        if self.drift is not None:
+            self.drift.dense = None
 
 
 def _without_means(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -240,6 +248,23 @@ class Statistics:
         """The statistics of inputs without their means, for a layer whose bias is refitted."""
         heldout = None if self.heldout is None else self.heldout.centred()
         return Statistics(self.calibration.centred(), heldout, self.tokens, self.rule)
+
+    def forget_energy(self) -> None:
+        """Free what only the energies of targets need, once they are computed."""
+        for one in (self, vars(self).get("centred")):
+            for gram in () if one is None else (one.calibration, one.heldout):
+                if gram is not None:
+                    gram.forget_energy()
+
+
+def of_rows(given: Statistics, own: slice) -> Statistics:
+    """The statistics of some rows of a layer without groups: only the drift of the residual has rows."""
+
+    def part(gram: Gram) -> Gram:
+        return gram if gram.drift is None else replace(gram, drift=gram.drift.rows(own))
+
+    heldout = None if given.heldout is None else part(given.heldout)
+    return replace(given, calibration=part(given.calibration), heldout=heldout)
 
 
 def of_called(calibration: Gram, heldout: Gram | None) -> Statistics:
@@ -277,7 +302,19 @@ def by_magnitude(
     return Statistics(Gram(identity, count=1), heldout, seen, f"pruned by magnitude: {why}")
 
 
-def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:
+def target_energy(gram: Gram, target: Tensor, ranks: Ranks = ALONE) -> float:
+    """||T D||^2 over all groups, or ||T D + E||^2 with a drift E; arguments as in `relative_output_error`."""
+    (target,), gram, ranks = _shared(gram, (target,), ranks)
+    energy = _product(target, gram.target_energy(), target)
+    if gram.drift is not None:
+        assert gram.drift.dense is not None, "forgotten"
+        energy += float(gram.drift.energy) * ranks.first + 2 * _inner(gram.drift.dense, target)
+    return ranks.total(energy)
+
+
+def relative_output_error(
+    gram: Gram, weight: Tensor, target: Tensor, ranks: Ranks = ALONE, energy: float | None = None
+) -> float:
     """||V X - T D||^2 / ||T D||^2 over all groups, from the Grams alone; T D + E in place of T D with a drift E.
 
     It is 0 if the target's output is zero, and NaN if a weight or a Gram holds NaN.
@@ -286,21 +323,35 @@ def relative_output_error(gram: Gram, weight: Tensor, target: Tensor) -> float:
         gram: of the inputs X, and of dense inputs D (X itself without them).
         weight: V, (rows, columns).
         target: T, (rows, columns).
+        ranks: processes that all hold these matrices, and each compute the terms of some rows.
+        energy: `target_energy` of the target, if it is known.
     """
-    parts, dtype = gram.own.shape[0], gram.own.dtype
-    weight, target = (matrix.to(dtype).reshape(parts, -1, matrix.shape[1]) for matrix in (weight, target))
-    energy = _product(target, gram.target_energy(), target)
-    if gram.drift is not None:
-        pull = _inner(gram.drift.own, weight)
-        energy += float(gram.drift.energy) + 2 * _inner(gram.drift.dense, target)
-    else:
-        pull = 0.0
+    if energy is None:
+        energy = target_energy(gram, target, ranks)
+    (weight, target), gram, ranks = _shared(gram, (weight, target), ranks)
     if gram.cross is None:
         difference = weight - target
-        error = _product(difference, gram.own, difference)
+        error = ranks.total(_product(difference, gram.own, difference))
     else:
-        error = _product(weight, gram.own, weight) - 2 * (_product(target, gram.cross, weight) + pull) + energy
+        pull = 0.0 if gram.drift is None else _inner(gram.drift.own, weight)
+        own = _product(weight, gram.own, weight) - 2 * (_product(target, gram.cross, weight) + pull)
+        error = ranks.total(own) + energy
     return 0.0 if energy <= 0 else max(error / energy, 0.0)  # in this order NaN stays NaN
+
+
+def _shared(gram: Gram, matrices: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], Gram, Ranks]:
+    """This rank's rows of (rows, columns) matrices and of the drift; all rows of a layer with groups.
+
+    The matrices come in the dtype of the Gram, (groups, rows of a group, columns).
+    """
+    parts = gram.own.shape[0]
+    if parts > 1:
+        ranks = ALONE
+    elif ranks.size > 1:
+        own = ranks.part(len(matrices[0]))
+        matrices = [matrix[own] for matrix in matrices]
+        gram = gram if gram.drift is None else replace(gram, drift=gram.drift.rows(own))
+    return [matrix.to(gram.own.dtype).reshape(parts, -1, matrix.shape[1]) for matrix in matrices], gram, ranks
 
 
 def _product(left: Tensor, gram: Tensor, right: Tensor) -> float:

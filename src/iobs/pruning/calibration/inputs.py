@@ -123,13 +123,18 @@ def _exact_shortcuts(
     # A cache of keys and values among the arguments would keep tensors without data.
     plain = without_state(stream.arguments[index][stage])
     others = bypasses(groups, {path for path, count in counts.items() if count == 1}) if plain else []
-    tried: list[list[Shortcut | Bypass]] = [found]
-    tried += [[one] for one in others if all(one.layer != other.layer for other in found)]
-    known = _known_inputs(stream, stage, index, [one for some in tried for one in some])
+    others = [one for one in others if all(one.layer != other.layer for other in found)]
+    known = _known_inputs(stream, stage, index, [*found, *others])
+    place = {layer: number for number, group in enumerate(groups) for layer in group}
     exact: list[Shortcut | Bypass] = []
+    tried: list[list[Shortcut | Bypass]] = [found]
+    tried += [[one] for one in others]
     for some in tried:
         usable = [one for one in some if one.layer in known]
-        if usable and _is_exact(stream, stage, index, [*exact, *usable], known, output):
+        # A bypass is in force before the inputs of later shortcuts are known: the block must be exact without these.
+        last = max((place[one.layer] for one in usable), default=0)
+        before = [one for one in exact if place[one.layer] < last]
+        if usable and _is_exact(stream, stage, index, [*before, *usable], known, output):
             exact += usable
     return exact
 

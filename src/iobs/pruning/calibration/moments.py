@@ -60,13 +60,13 @@ class Drift:
 
     Args:
         own: E X^T, (groups, rows of a group, columns), with the layer's inputs X.
-        dense: E D^T, the same shape, with its dense inputs D.
+        dense: E D^T, the same shape, with its dense inputs D; None once the energies of targets are known.
         mean: mean of E, (groups, rows of a group).
         energy: squared norm of E over all groups, a scalar.
     """
 
     own: Tensor
-    dense: Tensor
+    dense: Tensor | None
     mean: Tensor
     energy: Tensor
 
@@ -79,6 +79,7 @@ class Drift:
 
     def add(self, drift: Tensor, rows: Tensor, dense: Tensor) -> None:
         """Add samples: the drift (groups, count, rows of a group), the inputs X and the dense inputs D."""
+        assert self.dense is not None
         self.own += (drift.transpose(1, 2) @ rows.to(drift.dtype)).double()
         self.dense += (drift.transpose(1, 2) @ dense.to(drift.dtype)).double()
         self.mean += drift.sum(1, dtype=torch.float64)
@@ -87,17 +88,25 @@ class Drift:
     def sum_over(self, ranks: Ranks) -> None:
         """Add up the samples of all ranks, in place."""
         for one in (self.own, self.dense, self.mean, self.energy):
-            ranks.sum(one)
+            if one is not None:
+                ranks.sum(one)
 
     def divide(self, count: int) -> None:
         """Turn sums over `count` samples into means."""
-        self.own, self.dense, self.mean, self.energy = (
-            one / count for one in (self.own, self.dense, self.mean, self.energy)
-        )
+        self.dense = None if self.dense is None else self.dense / count
+        self.own, self.mean, self.energy = (one / count for one in (self.own, self.mean, self.energy))
 
     def centred(self, means: Means) -> Drift:
         """The moments of E, X and D without their means."""
-        products = [self.mean[..., None] * one[:, None, :] for one in (means.own, means.target)]
+        own, dense = (self.mean[..., None] * one[:, None, :] for one in (means.own, means.target))
         return Drift(
-            self.own - products[0], self.dense - products[1], self.mean, self.energy - self.mean.square().sum()
+            self.own - own,
+            None if self.dense is None else self.dense - dense,
+            self.mean,
+            self.energy - self.mean.square().sum(),
         )
+
+    def rows(self, own: slice) -> Drift:
+        """The moments of some rows of a layer without groups; `energy` stays that of all rows."""
+        dense = None if self.dense is None else self.dense[:, own]
+        return Drift(self.own[:, own], dense, self.mean[:, own], self.energy)

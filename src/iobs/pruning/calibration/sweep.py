@@ -17,7 +17,7 @@ from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.hooks import captured_inputs
-from iobs.pruning.calibration.inputs import SharedInput, captured, drift_of, execution_order
+from iobs.pruning.calibration.inputs import Captured, SharedInput, captured, drift_of, execution_order
 from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.shortcuts import Shortcuts
 from iobs.pruning.network.layers import Layer
@@ -283,30 +283,19 @@ class Sweep:
         device = layer.tensor(streams[0].model).device
         used = streams[-1:] if self.dense_inputs else streams
         pairs = shared.residuals > 0 and self._pairs
-        parts = 2 if self.heldout.batches else 1
-        grams = [Gram.empty(layer, device, len(used) > 1, self.moments.means, pairs) for _ in range(parts)]
         generator = torch.Generator().manual_seed(self.moments.seed)
         lost = torch.zeros(2, device=device)  # batches whose inputs, or whose residuals, have no partner
-        for index, held_out, number in self._numbered():
-            attended = outputs.attended(streams[0].model, streams[0].data[index])
-            found = [captured(stream, stage, index, shared) for stream in used]
-            drift = drift_of([one.residual for one in found]) if pairs else None
-            lost[1] += pairs and drift is None
-            calls = [one.calls for one in found]
-            if len({tuple(value.shape for _, value in one) for one in calls}) > 1:
-                lost[0] += 1
-                calls = calls[:1]
-            for call in zip(*calls, strict=True):
-                module, values = call[0][0], [value for _, value in call]
-                positions = gram.draw_positions(module, values[0], generator, self.moments.positions)
-                if positions is None:  # not a convolution
-                    values = [outputs.unpadded(value, attended) for value in values]
-                    drift = None if drift is None else outputs.unpadded(drift, attended)
-                _require_finite(values, layer, number)
-                rows = [gram.input_rows(layer, module, value, positions) for value in values]
-                own, dense = rows[0], rows[1] if len(rows) > 1 else None
-                moved = None if drift is None else gram.output_rows(layer, drift, positions)
-                grams[held_out].add(own, dense, moved)
+        grams = []
+        # One after the other: finished Grams of wide layers take half of the memory of their sums.
+        for part in (False, True) if self.heldout.batches else (False,):
+            grams.append(Gram.empty(layer, device, len(used) > 1, self.moments.means, pairs))
+            for index, held_out, number in self._numbered():
+                if held_out is part:
+                    found = [captured(stream, stage, index, shared) for stream in used]
+                    attended = outputs.attended(streams[0].model, streams[0].data[index])
+                    lost += self._add(grams[-1], found, layer, number, attended, generator).to(device)
+            grams[-1].sum_over(self.ranks)
+            grams[-1].finish()
         self.ranks.sum(lost)
         for one in grams:
             if lost[0]:
@@ -314,8 +303,49 @@ class Sweep:
                 one.unpair()
             if lost[1]:
                 one.drift = None
-        self._complete(grams)
         return gram.of_called(grams[0], grams[1] if self.heldout.batches else None)
+
+    def _add(
+        self,
+        total: Gram,
+        found: list[Captured],
+        layer: Layer,
+        number: int,
+        attended: Tensor | None,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """Add a batch to a Gram.
+
+        Args:
+            total: the Gram.
+            found: what was captured, by stream.
+            layer: the first layer with this input.
+            number: of the caller's batch.
+            attended: mask of the tokens that are no padding, or None.
+            generator: of the positions of convolutions.
+
+        Returns:
+            (2,) 1 if the inputs have no partner, and 1 if the residuals have none; otherwise 0.
+        """
+        lost = torch.zeros(2)
+        drift = drift_of([one.residual for one in found]) if total.drift is not None else None
+        lost[1] += total.drift is not None and drift is None
+        calls = [one.calls for one in found]
+        if len({tuple(value.shape for _, value in one) for one in calls}) > 1:
+            lost[0] += 1
+            calls = calls[:1]
+        for call in zip(*calls, strict=True):
+            module, values = call[0][0], [value for _, value in call]
+            positions = gram.draw_positions(module, values[0], generator, self.moments.positions)
+            if positions is None:  # not a convolution
+                values = [outputs.unpadded(value, attended) for value in values]
+                drift = None if drift is None else outputs.unpadded(drift, attended)
+            _require_finite(values, layer, number)
+            rows = [gram.input_rows(layer, module, value, positions) for value in values]
+            own, dense = rows[0], rows[1] if len(rows) > 1 else None
+            moved = None if drift is None else gram.output_rows(layer, drift, positions)
+            total.add(own, dense, moved)
+        return lost
 
     def _complete(self, grams: Sequence[Gram]) -> None:
         """Sum Grams over the ranks and turn the sums into means."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from iobs.pruning.cost.loads import Matrix, Rates
 from iobs.pruning.cost.memory_plan import Sizes, held_blocks, peaks
-from iobs.pruning.cost.phases import STEP_TOKENS, Matrix, Rates, Work, phases
+from iobs.pruning.cost.phases import STEP_TOKENS, Work, phases
 from iobs.pruning.recipe import Recipe
 
 _ROOM = 0.95  # share of the device's memory that a run can use
@@ -29,15 +30,24 @@ class Machine:
     count: int = 1
 
 
-def _gpu(name: str, gigabytes: int, product: float, solve: float, transfer: float) -> Machine:
-    """A GPU at half of its vendor's figures: products in 16 bits and in float32 (TFLOP/s), and the bus (GB/s)."""
-    return Machine(name, gigabytes * 10**9, Rates(product / 2 * 1e12, solve / 2 * 1e12, transfer / 2 * 1e9))
+def _gpu(name: str, gigabytes: int, operations: tuple[float, float, float], transfer: tuple[float, float]) -> Machine:
+    """A GPU at half of its vendor's figures.
+
+    Args:
+        name: of the GPU.
+        gigabytes: of its memory.
+        operations: of products in 16 bits, in float32 and in float64, TFLOP/s.
+        transfer: of the bus and of its memory, GB/s.
+    """
+    product, solve, double = (value / 2 * 1e12 for value in operations)
+    bus, memory = (value / 2 * 1e9 for value in transfer)
+    return Machine(name, gigabytes * 10**9, Rates(product, solve, bus, double, memory))
 
 
 GPUS = (
-    _gpu("16 GB (T4)", 16, 65, 8.1, 16),
-    _gpu("24 GB (RTX 4090)", 24, 165, 82.6, 32),
-    _gpu("80 GB (H100 SXM)", 80, 989, 67, 64),
+    _gpu("16 GB (T4)", 16, (65, 8.1, 0.25), (16, 320)),
+    _gpu("24 GB (RTX 4090)", 24, (165, 82.6, 1.3), (32, 1008)),
+    _gpu("80 GB (H100 SXM)", 80, (989, 67, 34), (64, 3350)),
 )
 
 
@@ -90,7 +100,15 @@ class Need:
         return "device" if self.streams_bytes <= left else "memory"
 
 
-def need(network: Network, recipe: Recipe, samples: int, length: int, batch: int, machine: Machine) -> Need:
+def need(
+    network: Network,
+    recipe: Recipe,
+    samples: int,
+    length: int,
+    batch: int,
+    machine: Machine,
+    holdout: float = 0.0,
+) -> Need:
     """Predict the memory and time of a run.
 
     Args:
@@ -100,6 +118,7 @@ def need(network: Network, recipe: Recipe, samples: int, length: int, batch: int
         length: tokens per sample.
         batch: samples per forward pass.
         machine: where it runs; the ranks share the samples.
+        holdout: share of the samples that is held out.
     """
     held, size, fit = held_blocks(recipe), network.itemsize, recipe.blocks
     tokens = samples * length
@@ -107,8 +126,17 @@ def need(network: Network, recipe: Recipe, samples: int, length: int, batch: int
     at_once = step if fit is not None else batch * length
     sizes = Sizes(network.layers, network.block, size, at_once, step, network.vocabulary)
     outside = network.outside * size if fit is not None else 0
-    found = {name: outside + peak for name, peak in peaks(sizes, recipe, False).items()}
+    found = {name: outside + peak for name, peak in peaks(sizes, recipe, holdout > 0).items()}
     hidden = size * tokens * min(layer.shape[1] for layer in network.layers) // machine.count
-    work = Work(network.layers, tokens, size * network.weights, machine.count)
+    work = Work(
+        network.layers,
+        tokens,
+        size * network.weights,
+        machine.count,
+        network.vocabulary,
+        at_once,
+        samples,
+        holdout,
+    )
     streams = held.streams * hidden + held.masters * work.weights
     return Need(machine, found, streams, phases(work, recipe, machine.rates))

@@ -10,7 +10,8 @@ import torch
 
 from iobs.pruning.calibration.gram import WIDE
 from iobs.pruning.calibration.losses import PIECE
-from iobs.pruning.cost.phases import Matrix, Rates, Work, is_admm, phases
+from iobs.pruning.cost.loads import Matrix, Rates, is_admm
+from iobs.pruning.cost.phases import Work, phases
 from iobs.pruning.recipe import Recipe, as_allocation
 from iobs.pruning.runtime.memory import resident
 from iobs.pruning.runtime.ranks import current
@@ -24,6 +25,8 @@ _GRADIENT_BYTES = 4  # per weight of a fit during the update, when logits are go
 _SCORES = (
     6  # tensors of (tokens, vocabulary) in the dtype of the model, or in float32, in a divergence and its gradient
 )
+_SIDE = 1024  # of a product whose speed is measured
+_ENTRIES = 2**22  # of an entrywise sum whose speed is measured
 _ACTIVATIONS = 6  # tensors of (tokens, widest columns) in memory at once in the forward pass of a block
 
 
@@ -185,6 +188,7 @@ def plan(
     recipe: Recipe,
     holdout: float,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> Plan:
     """Predict peak memory and time of block-by-block pruning.
 
@@ -198,6 +202,7 @@ def plan(
         recipe: how to prune.
         holdout: share of the samples that is held out.
         device: of the computations.
+        dtype: of the blocks in memory.
     """
     present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
     counts = [max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches]
@@ -205,8 +210,17 @@ def plan(
     ranks, held = current(), held_blocks(recipe)
     width = min(layer.shape[1] for layer in sizes.layers)
     hidden = sizes.itemsize * sum(counts[ranks.rank :: ranks.size]) * width
-    work = Work(sizes.layers, sum(counts), model_bytes, ranks.size)
-    found = phases(work, recipe, Rates(speed(device), speed(device)))
+    work = Work(
+        sizes.layers,
+        sum(counts),
+        model_bytes,
+        ranks.size,
+        sizes.vocabulary,
+        sum(counts) // len(counts),
+        sum(map(data_batches.size, batches)),
+        holdout,
+    )
+    found = phases(work, recipe, measured_rates(device, dtype))
     return Plan(
         peak_bytes=max(present, present - outside_bytes + max(peaks(sizes, recipe, holdout > 0).values())),
         seconds=sum(found.values()),
@@ -226,19 +240,23 @@ def forward_bytes(layers: Sequence[Matrix], tokens: int, itemsize: int) -> int:
 def gathering_bytes(layer: Matrix, kind: Kind, tokens: int, itemsize: int) -> int:
     """Bytes to compute Grams: float64 sums, a float32 product, and inputs of a batch, stored and in float32.
 
-    Drift has moments in float64, a product in float32 with its copy in float64, and residuals of the batch.
+    Drift has moments in float64, a product in float32 with its copy in float64, and residuals of the batch. Grams of
+    held-out samples come second, beside the finished Grams of the others.
     """
     rows, columns = layer.shape
     square, drift = layer.groups * columns**2, kind.drift(layer)
     product = max(4 * square, 12 * layer.weights if drift else 0)
     inputs = (4 + itemsize) * tokens * ((2 if kind.pairs else 1) * columns + (rows if drift else 0))
-    return 8 * kind.squares * square + drift + product + inputs
+    own = kind.squares // kind.parts
+    finished = (4 if columns >= WIDE else 8) * own * square if kind.parts > 1 else 0
+    return finished + 8 * own * square + drift + product + inputs
 
 
 def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
     """Bytes of a solve: squares (columns, columns) and matrices (rows, columns) that are in memory at once.
 
-    Grams stay, and the current weights with those of the target. Then come, one after another:
+    Grams stay but for those of the target's energy, and the current weights with those of the target. Then come, one
+    after another:
 
     - with a dense model and held-out samples the ridge regression: the damped Hessian, its factor and eight matrices;
     - the solver, with a damped Hessian, the linear term and the anchor in float32. ADMM's search has three more squares
@@ -249,7 +267,8 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
     square, matrix = layer.shape[1] ** 2, layer.weights // layer.groups
     wide = layer.shape[1] >= WIDE
     number = 4 if wide else 8
-    grams = (2 if kind.centred else 1) * number * kind.squares * layer.groups * square
+    kept = kind.parts * (2 if kind.pairs else 1)
+    grams = (2 if kind.centred else 1) * number * kept * layer.groups * square
     given = (8 if kind.pairs else 4) * matrix
     regression = number * (2 * square + 8 * matrix) if kind.pairs and kind.parts > 1 else 0
     problem = (4 if wide else 8) * square + (16 if kind.pairs else 4) * matrix
@@ -258,14 +277,32 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
     else:
         search = max(24 * square, 6 * square + 21 * matrix)
     errors = 12 * matrix if wide else 4 * square + 44 * matrix
-    return grams + kind.drift(layer) + given + max(regression, problem + search, errors)
+    return grams + kind.drift(layer) // 2 + given + max(regression, problem + search, errors)
 
 
-def speed(device: torch.device) -> float:
-    """Measured floating-point operations per second of a float32 product: multiplications and additions."""
-    square = torch.ones(1024, 1024, device=device)
-    float((square @ square)[0, 0])  # the first product initialises libraries; reading a value waits for the device
+def speed(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """Measured floating-point operations per second of a product: multiplications and additions."""
+    left, right = (torch.ones(rows * _SIDE, 2 * _SIDE, device=device, dtype=dtype) for rows in (1, 2))
+    float((left @ right)[0, 0])  # the first product initialises libraries; reading a value waits for the device
     began = time.perf_counter()
-    for _ in range(4):
-        float((square @ square)[0, 0])
-    return 4 * 2 * 1024.0**3 / (time.perf_counter() - began)
+    for _ in range(2):
+        float((left @ right)[0, 0])
+    return 2 * 8 * float(_SIDE) ** 3 / (time.perf_counter() - began)
+
+
+def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Speeds of products and of entrywise work on this machine, measured in about a second.
+
+    Args:
+        device: of the computations.
+        dtype: of the blocks in memory.
+    """
+    single = speed(device)
+    total, part = (torch.zeros(_ENTRIES, device=device, dtype=one) for one in (torch.float64, torch.float32))
+    total += part  # the first use of memory is slower
+    began = time.perf_counter()
+    total += part
+    float(total[0])
+    memory = 20 * _ENTRIES / (time.perf_counter() - began)  # float32 read, float64 read and written
+    product = single if dtype is torch.float32 else speed(device, dtype)
+    return Rates(product, single, double=speed(device, torch.float64), memory=memory)

@@ -1,38 +1,38 @@
-"""Time of the phases of a run, from counted floating-point operations and bytes, and the rates of a machine."""
+"""Time of the phases of a run, from counted operations and bytes, and the rates of a machine."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from iobs.pruning.allocation.sensitivity import CURVE_LEVELS, CURVE_TOKENS
-from iobs.pruning.calibration.gram import WIDE
+from iobs.pruning.cost.loads import (
+    Load,
+    Matrix,
+    Rates,
+    drift_load,
+    error_load,
+    in_gram_dtype,
+    is_admm,
+    problem_load,
+    search_load,
+    solve_operations,
+    sum_load,
+)
+from iobs.pruning.layerwise.problem import solves_by_rows
 from iobs.pruning.recipe import BlockFit, Recipe, as_allocation
 from iobs.pruning.reconstruction.walk import NETWORK_RATES, RATES, network_trial_steps, trial_steps
-from iobs.solvers.admm import ADMM, SCHEDULES
+from iobs.solvers.admm import ADMM
+
+__all__ = ["STEP_TOKENS", "Matrix", "Rates", "Shape", "Work", "is_admm", "phases", "solve_operations"]
 
 STEP_TOKENS = 1024  # of one gradient step of a reconstruction
-
-
-class Matrix(Protocol):
-    """A weight matrix, of which only the shape is needed."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        ...
-
-    @property
-    def weights(self) -> int:
-        """Number of entries."""
-        ...
-
-    @property
-    def groups(self) -> int:
-        """Number of groups of a convolution, otherwise 1."""
-        ...
+_INPUTS = 3  # most inputs of one width in a block: of the attention, of its output, and of the perceptron
+_TRIED = 3  # densities at which an allocation runs a block
+_TRIAL_SAMPLES = 32  # of such a run
+_UPDATE_BYTES = 80  # of one weight in a step of Adam: gradient, master, moments, mask, and the copy into the model
+_LOGIT_BYTES = 60  # of one logit in a divergence and its gradient
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,6 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Speeds of a machine.
-
-    Args:
-        product: floating-point operations per second of a product in the dtype of the blocks.
-        solve: floating-point operations per second of a product in float32, as Grams and solvers need it.
-        transfer: bytes per second from the place of the weights to the device; infinite if they stay there.
-    """
-
-    product: float
-    solve: float
-    transfer: float = float("inf")
-
-
-@dataclass(frozen=True)
 class Work:
     """Sizes that the time of a run depends on.
 
@@ -77,14 +62,22 @@ class Work:
         layers: the layers to prune.
         tokens: number of calibration tokens, including held-out ones.
         model_bytes: size of all weights.
-        ranks: number of processes, each with its share of the tokens. Layers with one input are solved at a time, one
-            on each rank.
+        ranks: number of processes, each with its share of the tokens and of the rows of a layer; with solvers that
+            cannot divide rows, layers with one input are solved at a time, one on each rank.
+        vocabulary: number of outputs per token, of a head that a reconstruction runs.
+        batch: tokens of a forward pass.
+        samples: number of samples of these tokens.
+        held_out: share of the tokens that is held out, and has Grams of its own.
     """
 
     layers: Sequence[Matrix]
     tokens: int
     model_bytes: int
     ranks: int = 1
+    vocabulary: int = 0
+    batch: int = 2048
+    samples: int = 0
+    held_out: float = 0.0
 
     @property
     def weights(self) -> int:
@@ -92,15 +85,21 @@ class Work:
         return sum(layer.weights for layer in self.layers)
 
     @property
+    def width(self) -> int:
+        """Columns of the residual stream."""
+        return min(layer.shape[1] for layer in self.layers)
+
+    @property
     def blocks(self) -> int:
         """Number of blocks: each has at least one layer of its rarest width of input."""
         widths = [layer.shape[1] for layer in self.layers]
         return max(1, min(map(widths.count, set(widths))))
 
-
-def is_admm(recipe: Recipe) -> bool:
-    """Check that the solver is ADMM, whose memory and time differ from those of the others."""
-    return recipe.solver == "admm" or isinstance(recipe.solver, ADMM)
+    @property
+    def inputs(self) -> dict[int, int]:
+        """Number of different inputs of layers, by their columns; layers such as q, k and v share one."""
+        widths = [layer.shape[1] for layer in self.layers]
+        return {columns: self.blocks * min(_INPUTS, widths.count(columns) // self.blocks) for columns in set(widths)}
 
 
 def phases(work: Work, recipe: Recipe, rates: Rates) -> dict[str, float]:
@@ -108,34 +107,92 @@ def phases(work: Work, recipe: Recipe, rates: Rates) -> dict[str, float]:
     fit = recipe.blocks and recipe.blocks.within(math.ceil(work.tokens / STEP_TOKENS / work.ranks))
     projections = 1 if fit is None else fit.masks
     streams = 1 if recipe.target == "layer" and fit is None else 2
-    solves = sum(solve_operations(layer, recipe) for layer in work.layers) / _speed_up(work)
+    forward = Load(block=2.0 * work.tokens * work.weights) * (1 / work.ranks)
     found = {
         "reading and writing": (streams + 1) * work.model_bytes / rates.transfer,
-        "Grams": projections * sum(2.0 * work.tokens * layer.shape[1] ** 2 for layer in work.layers) / rates.solve,
-        "forward passes": 6.0 * projections * work.tokens * work.weights / rates.product,
-        "solves": projections * solves / rates.solve,
+        "Grams": projections * gram_load(work, recipe).seconds(rates),
+        "forward passes": (forward * (3.0 * projections)).seconds(rates),
+        "solves": projections * solve_load(work, recipe).seconds(rates),
     }
-    for name in ("Grams", "forward passes"):
-        found[name] /= work.ranks
     if as_allocation(recipe.allocation).criterion != "uniform":
-        found["allocation"] = allocation_seconds(work, recipe, rates)
+        found["allocation"] = allocation_load(work, recipe).seconds(rates)
     if fit is not None:
-        steps = _block_steps(fit) + block_trial_steps(fit) / work.blocks
-        found["steps of blocks"] = steps * 6.0 * STEP_TOKENS * work.weights / rates.product
-        found["outputs of dense blocks"] = 2.0 * work.tokens * work.weights / rates.product / work.ranks
+        found["steps of blocks"] = fit_load(work, fit).seconds(rates)
+        found["outputs of dense blocks"] = forward.seconds(rates)
     if fit is not None and fit.network_steps:
         found["steps of the network"] = network_seconds(work, fit, rates)
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
-def allocation_seconds(work: Work, recipe: Recipe, rates: Rates) -> float:
-    """Seconds of an allocation by block: curves of every layer, and one pass for their Grams."""
+def gram_load(work: Work, recipe: Recipe) -> Load:
+    """The Grams of every input, and the drift of the layers that write into the residual stream."""
+    pairs = recipe.target != "layer"
+    tokens = work.tokens / work.ranks
+    found, passes = Load(), tokens / work.batch
+    for columns, count in work.inputs.items():
+        found += sum_load(columns, tokens, 3 if pairs else 1, passes) * count
+    if recipe.target == "residual":
+        for layer in work.layers:
+            if layer.shape[0] == work.width:
+                found += drift_load(layer, tokens, passes)
+    return found
+
+
+def solve_load(work: Work, recipe: Recipe) -> Load:
+    """The solves of all layers, and their errors for the report."""
+    pairs = recipe.target != "layer"
+    ranks = work.ranks if solves_by_rows(recipe) else 1
+    errors = 2 if work.held_out else 1
+    solves, measures = Load(), Load()
+    for layer in work.layers:
+        solves += problem_load(layer, pairs, ranks) + search_load(layer, recipe, ranks)
+        measures += error_load(layer, pairs, errors, work.ranks)
+        if pairs and work.held_out:
+            solves += _regression_load(layer)
+    return solves * (1.0 if ranks == work.ranks else 1 / _speed_up(work)) + measures
+
+
+def _regression_load(layer: Matrix) -> Load:
+    """Ridge regressions of the drift, of which held-out samples choose one: about four are tried."""
+    rows, columns = layer.shape
+    return in_gram_dtype(layer, 4 * (columns**3 / 3 + 4.0 * rows * columns**2))
+
+
+def allocation_load(work: Work, recipe: Recipe) -> Load:
+    """An allocation by block: curves of every layer, one pass for their Grams, and runs of blocks."""
     fast = recipe.but(solver=ADMM("fast")) if is_admm(recipe) else recipe
-    turns = math.ceil(CURVE_LEVELS / work.ranks)  # ranks share the points of a curve
-    solves = turns * sum(solve_operations(layer, fast) for layer in work.layers)
+    levels = math.ceil(CURVE_LEVELS / work.ranks)  # ranks share the points of a curve
     tokens = min(work.tokens, 2 * CURVE_TOKENS) / work.ranks
-    grams = sum(2.0 * tokens * layer.shape[1] ** 2 for layer in work.layers)
-    return (solves + grams) / rates.solve + 6.0 * tokens * work.weights / rates.product
+    found, passes = Load(), tokens / work.batch
+    for columns, count in work.inputs.items():
+        found += sum_load(columns, tokens, 1, passes) * count
+    for layer in work.layers:
+        found += (search_load(layer, fast) + problem_load(layer, False)) * levels
+        found += error_load(layer, False, CURVE_LEVELS)
+    length = work.tokens / work.samples if work.samples else 1.0
+    judged = min(0.2 * work.tokens, _TRIAL_SAMPLES * length) / work.ranks
+    runs = _TRIED * len(work.layers) / work.blocks
+    return found + Load(block=2.0 * work.weights * (runs * judged + 3.0 * tokens))
+
+
+def fit_load(work: Work, fit: BlockFit) -> Load:
+    """Steps of all windows, their trials, the losses that judge them, and the passes to the next window."""
+    tokens = work.tokens / work.ranks
+    trials = block_trial_steps(fit) / work.blocks
+    steps = _block_steps(fit) + trials
+    judging = 2.0 * (fit.window + fit.masks - 1) + len(RATES) * (trials > 0) / work.blocks
+    moving = fit.window
+    found = Load(block=steps * 6.0 * STEP_TOKENS * work.weights, moved=steps * _UPDATE_BYTES * work.weights)
+    found += Load(block=(judging + moving) * 2.0 * tokens * work.weights)
+    return found + (_head_load(work, fit.steps, tokens) if fit.last == "kl" else Load())
+
+
+def _head_load(work: Work, steps: int, tokens: float) -> Load:
+    """Steps of the last window through the head, and the losses before and after them."""
+    head = float(work.vocabulary * work.width)
+    through = steps * STEP_TOKENS
+    moved = _LOGIT_BYTES * work.vocabulary * (through + 2 * tokens)
+    return Load(block=head * (6.0 * through + 2 * 4.0 * tokens), moved=moved)
 
 
 def network_seconds(work: Work, fit: BlockFit, rates: Rates) -> float:
@@ -143,17 +200,16 @@ def network_seconds(work: Work, fit: BlockFit, rates: Rates) -> float:
 
     A step runs every block forward, once more forward, and backward (twice as much), and brings its weights in twice.
     """
-    return network_step_count(fit) * (8.0 * STEP_TOKENS * work.weights / rates.product + _brought(work, rates))
+    count = network_step_count(fit)
+    step = Load(block=8.0 * STEP_TOKENS * work.weights, moved=_UPDATE_BYTES * work.weights)
+    step += _head_load(work, 1, 0.0)
+    return count * (step.seconds(rates) + 2 * work.model_bytes / rates.transfer)
 
 
 def network_step_count(fit: BlockFit) -> int:
     """Number of the steps of the whole network, with the trials of their rate."""
     trials = len(NETWORK_RATES) * network_trial_steps(fit) if fit.network_lr == "auto" else 0
     return fit.network_steps + trials
-
-
-def _brought(work: Work, rates: Rates) -> float:
-    return 2 * work.model_bytes / rates.transfer
 
 
 def _block_steps(fit: BlockFit) -> float:
@@ -167,9 +223,7 @@ def block_trial_steps(fit: BlockFit) -> int:
 
 
 def _speed_up(work: Work) -> float:
-    """Factor by which ranks shorten the solves: layers of one block with the same shape of input share their turn."""
-    if work.ranks == 1:
-        return 1.0
+    """Factor by which ranks shorten solves that cannot be divided: layers with one input share their turn."""
     sizes: dict[int, int] = {}
     for layer in work.layers:
         sizes[layer.shape[1]] = sizes.get(layer.shape[1], 0) + 1
@@ -177,17 +231,3 @@ def _speed_up(work: Work) -> float:
     # Of the layers of a block with equal columns one, the output projection, has an input of its own.
     turns = sum(-(-max(1, count // blocks - 1) // work.ranks) + (count > blocks) for count in sizes.values())
     return max(1.0, len(work.layers) / blocks / max(1, turns))
-
-
-def solve_operations(layer: Matrix, recipe: Recipe) -> float:
-    """Operations of a solve: inverses, and products of the weights with a square of columns.
-
-    One product is needed per iteration, one for the linear term and two for the error; float64 counts twice.
-    """
-    schedule = SCHEDULES[recipe.solver.budget if isinstance(recipe.solver, ADMM) else "default"]
-    iterations, stages = (schedule.iterations + schedule.refit + 1, schedule.stages + 1)
-    if not is_admm(recipe):
-        iterations, stages = 1, 2
-    square = layer.shape[1] ** 2
-    other = 3 if layer.shape[1] >= WIDE else 6
-    return 2.0 * layer.shape[0] * square * (iterations + other) + 2.0 * layer.shape[1] * square * stages

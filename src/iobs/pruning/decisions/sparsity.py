@@ -106,16 +106,21 @@ def divide_bits(
             work.request.seed,
             work.callbacks.on_measure,
         )
-        chosen, records = planner.allocate(budget)
+        chosen, records, tried = planner.allocate(budget)
         choices = {layer.name: [*choice] for layer, choice in chosen.items()}
-        return {"choices": choices, "records": [asdict(record) for record in records]}
+        return {"choices": choices, "records": [asdict(record) for record in records], "tried": tried}
 
     found = work.checkpoint.remembered("bits", planned)
     choices = {layer: found["choices"][layer.name] for layer in layers if layer.name in found["choices"]}
     counts = {bits: sum(own == bits for own, _ in choices.values()) for bits in BITS}
     sparse = sum(keep < layer.weights for layer, (_, keep) in choices.items())
     listed = ", ".join(f"{bits} bits in {count}" for bits, count in counts.items() if count)
-    work.note(f"Bits of {len(choices)} layers by measured damages: {listed}; {sparse} of them with zeros.")
+    if found["tried"]:
+        losses = ", ".join(
+            f"{name} {loss:.4g}" for name, loss in sorted(found["tried"].items(), key=lambda one: one[1])
+        )
+        work.note(f"Divergence from the dense model on samples that no layer was solved for: {losses}.")
+    work.note(f"Bits of {len(choices)} layers: {listed}; {sparse} of them with zeros.")
     # A layer that receives no input has no choice; it stays dense.
     patterns = dict(work.request.patterns)
     patterns |= {layer: budget.choice(bits, keep, layer.shape) for layer, (bits, keep) in choices.items()}

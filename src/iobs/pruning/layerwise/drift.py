@@ -14,6 +14,7 @@ from torch import Tensor
 
 from iobs.core.linalg import cholesky
 from iobs.pruning.calibration.gram import Gram, Statistics
+from iobs.pruning.runtime.ranks import ALONE, Ranks
 
 DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _LEAST_SHARE = 0.05  # held-out rows per calibration row, below which their error is too noisy
@@ -33,7 +34,9 @@ class Correction:
     damping: float = 0.0
 
 
-def corrected(statistics: Statistics, group: int, target: Tensor, current: Tensor, damping: float) -> Correction:
+def corrected(
+    statistics: Statistics, group: int, target: Tensor, current: Tensor, damping: float, ranks: Ranks = ALONE
+) -> Correction:
     """The linear term B H of min ||V X - T D||^2 over V, with B from the ridge regression that held-out samples select.
 
     With a drift E of the residual in the statistics, the target is T D + E.
@@ -47,6 +50,7 @@ def corrected(statistics: Statistics, group: int, target: Tensor, current: Tenso
         target: (rows of the group, columns) weight T of the layer whose output on the inputs D is matched.
         current: (rows of the group, columns) current weight S of the layer.
         damping: of the solver, relative to the mean of the diagonal.
+        ranks: processes that each have some rows of the layer, and select one damping together.
 
     Raises:
         NotPositiveDefiniteError: the Hessian cannot be factorised.
@@ -66,7 +70,8 @@ def corrected(statistics: Statistics, group: int, target: Tensor, current: Tenso
 
     def error(weight: Tensor) -> float:
         """||B X - T D||^2 / count on the held-out samples, without the constant ||T D||^2 / count."""
-        return float(((weight @ metric).sub_(wanted, alpha=2)).mul_(weight).sum(dtype=torch.float64))
+        own = float(((weight @ metric).sub_(wanted, alpha=2)).mul_(weight).sum(dtype=torch.float64))
+        return ranks.total(own)
 
     chosen: Tensor | None = None
     strength = 0.0

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from iobs.core.column_groups import Groups
 from iobs.core.grids import grid_of
-from iobs.core.patterns import Pattern
+from iobs.core.patterns import NM, Pattern, Unstructured
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.pruning.calibration.gram import WIDE, Gram, Statistics
+from iobs.core.shared_rows import RowsOf
+from iobs.pruning.calibration.gram import WIDE, Gram, Statistics, of_rows
 from iobs.pruning.layerwise.drift import corrected
 from iobs.pruning.layerwise.grids import solver_for
 from iobs.pruning.layerwise.keep_zeros import keeping
@@ -20,12 +21,14 @@ from iobs.pruning.layerwise.patterns import patterns_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.network_solvers import NetworkSolver
+from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.structure.units_of_layers import ChosenGroups
-from iobs.solvers import Solver, solve, solve_many
+from iobs.solvers import ADMM, Solver, SparseGPT, solve, solve_many
 from iobs.solvers.families import GROUP_SOLVERS, family_of
 from iobs.solvers.grouped.scores import KEEPING, GivenScores
 
 SEARCH_COLUMNS = 256  # columns from which a problem is solved in float32, in half of the time
+_LEAST_ROWS = 16  # of each rank, if ranks divide the rows of a layer
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Task:
         recipe: solver, refinement and damping.
         zeros: (rows, columns) weights whose zeros stay zero; None: any entry may be kept.
         bias: (rows,) bias that belongs to the target weights, if the layer's bias is refitted; otherwise None.
+        importance: (rows,) positive weights of the rows' errors; None: all rows count equally.
     """
 
     layer: Layer
@@ -50,27 +54,36 @@ class Task:
     recipe: Recipe
     zeros: Tensor | None = None
     bias: Tensor | None = None
+    importance: Tensor | None = None
 
     def statistics(self, given: Statistics) -> Statistics:
         """The statistics of the problem: of inputs without their means if the bias is refitted."""
         return given if self.bias is None or given.calibration.means is None else given.centred
 
 
-def solve_layer(task: Task, statistics: Statistics) -> list[Solution]:
+def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> list[Solution]:
     """Solve one layer: one quadratic for each group of its rows.
 
     Grams are float64; problems of `SEARCH_COLUMNS` columns or more are solved in float32, except for `Groups`, whose
     solvers compute in float64.
 
+    Args:
+        task: the layer.
+        statistics: Grams of its inputs.
+        ranks: processes that each solve their share of the rows, at the same time; the layer `can_divide`.
+
     Returns:
-        One solution per group; `stats["drift_damping"]` is the damping that `drift.corrected` chose, or 0.
+        One solution per group, with several ranks of the rows of this rank; `stats["drift_damping"]` is the damping
+        that `drift.corrected` chose, or 0.
     """
     rows = task.layer.shape[0] // task.layer.groups
     statistics = task.statistics(statistics)
     solutions = []
     for number, pattern in enumerate(patterns_of_groups(task.layer, task.pattern)):
         own = slice(number * rows, (number + 1) * rows)
-        problem, drift_damping = _problem(task, statistics, statistics.calibration.own[number], number, own)
+        if ranks.size > 1:
+            own, pattern = ranks.part(rows), RowsOf(pattern, rows, ranks)
+        problem, drift_damping = _problem(task, statistics, statistics.calibration.own[number], number, own, ranks)
         if problem.shape[1] >= SEARCH_COLUMNS and not isinstance(pattern, Groups):
             problem = problem.to(torch.float32)
         refine = task.recipe.refine if task.zeros is None else keeping(task.zeros[own], task.recipe.refine)
@@ -78,14 +91,16 @@ def solve_layer(task: Task, statistics: Statistics) -> list[Solution]:
         if isinstance(pattern, ChosenGroups):
             solver, refine = _given(pattern, solver)
         assert task.recipe.network_solver is None
+        scale = _row_scale(task, problem, own)
         solution = solve(
-            problem,
+            problem if scale is None else problem.scaled(scale),
             pattern,
             solver,
             refine=refine,
             damping=task.recipe.damping,
             name=task.layer.name,
         )
+        solution = solution if scale is None else unscaled(solution, problem, scale)
         solution.stats["drift_damping"] = drift_damping
         solutions.append(solution)
     return solutions
@@ -106,32 +121,73 @@ def can_share(layers: Sequence[Layer], recipes: Sequence[Recipe]) -> bool:
     return len(layers) > 1 and same and narrow and not recipes[0].keep_zeros
 
 
-def solve_together(tasks: Sequence[Task], statistics: Statistics) -> list[Solution]:
-    """Solve layers with the same input, such as q, k and v: every factorisation of their Hessian is computed once."""
+def solves_by_rows(recipe: Recipe) -> bool:
+    """Check that the solver of a recipe does most of its work row by row, so that ranks can divide the rows."""
+    solver = recipe.solver
+    if isinstance(solver, ADMM) and solver.budget == "best":  # exchanges entries between rows at the end
+        return False
+    known = solver in ("admm", "sparsegpt") or isinstance(solver, (ADMM, SparseGPT))
+    return known and recipe.refine is None and not recipe.keep_zeros
+
+
+def can_divide(layer: Layer, recipe: Recipe, pattern: Pattern, ranks: Ranks) -> bool:
+    """Check that ranks can solve a layer together, each some of its rows; a layer of few columns takes no time."""
+    large = layer.shape[1] >= SEARCH_COLUMNS and layer.shape[0] >= _LEAST_ROWS * ranks.size
+    return solves_by_rows(recipe) and isinstance(pattern, (Unstructured, NM)) and large and layer.groups == 1
+
+
+def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks = ALONE) -> list[Solution]:
+    """Solve layers with the same input, such as q, k and v: every factorisation of their Hessian is computed once.
+
+    With several ranks the solutions are those of the rows of this rank; see `solve_layer`.
+    """
     used = tasks[0].statistics(statistics)
     hessian = used.calibration.own[0]  # one object: problems are known to share a Hessian by its identity
-    found = [_problem(task, used, hessian, 0, slice(None)) for task in tasks]
+    rows = [ranks.part(task.layer.shape[0]) for task in tasks]
+    found = [_problem(task, used, hessian, 0, own, ranks) for task, own in zip(tasks, rows, strict=True)]
     problems = [problem for problem, _ in found]
+    patterns = [task.pattern for task in tasks]
+    if ranks.size > 1:
+        patterns = [RowsOf(task.pattern, task.layer.shape[0], ranks) for task in tasks]
     one_kind = all(family_of(task.pattern) is family_of(tasks[0].pattern) for task in tasks)
     one_kind = one_kind and not any(isinstance(task.pattern, ChosenGroups) for task in tasks)
     one_hessian = problems[0].hessian is hessian and all(task.statistics(statistics) is used for task in tasks)
     if not (one_kind and one_hessian):
-        return [solution for task in tasks for solution in solve_layer(task, statistics)]
+        return [solution for task in tasks for solution in solve_layer(task, statistics, ranks)]
     if problems[0].shape[1] >= SEARCH_COLUMNS and not isinstance(tasks[0].pattern, Groups):
         hessian = problems[0].matrix.to(torch.float32)  # the solver recognises the shared Hessian by its identity
         problems = [_in_float32(problem, hessian) for problem in problems]
     recipe = tasks[0].recipe
+    scales = [_row_scale(*one) for one in zip(tasks, problems, rows, strict=True)]
     solutions = solve_many(
-        problems,
-        [task.pattern for task in tasks],
+        [one if scale is None else one.scaled(scale) for one, scale in zip(problems, scales, strict=True)],
+        patterns,
         _solver_of(tasks[0]),
         refine=recipe.refine,
         damping=recipe.damping,
         name=", ".join(task.layer.name for task in tasks),
     )
-    for solution, (_, drift_damping) in zip(solutions, found, strict=True):
-        solution.stats["drift_damping"] = drift_damping
+    for place, (problem, scale, (_, drift_damping)) in enumerate(zip(problems, scales, found, strict=True)):
+        if scale is not None:
+            solutions[place] = unscaled(solutions[place], problem, scale)
+        solutions[place].stats["drift_damping"] = drift_damping
     return solutions
+
+
+def _row_scale(task: Task, problem: Quadratic, own: slice) -> Tensor | None:
+    """Square roots of the weights of the rows `own`, (rows, 1); None if all rows count equally.
+
+    Weights of rows change nothing where every row has a count of its own, and nothing in the result of magnitude.
+    """
+    competing = isinstance(task.pattern, Unstructured) and task.pattern.per == "layer"
+    if task.importance is None or not competing or task.recipe.reads_weights_only:
+        return None
+    return task.importance[own].sqrt()[:, None].to(problem.dtype)
+
+
+def unscaled(solution: Solution, problem: Quadratic, scale: Tensor) -> Solution:
+    """The solution of a problem, from that of the problem with scaled rows."""
+    return Solution(solution.weight / scale, solution.mask, problem, solution.stats)
 
 
 def _solver_of(task: Task) -> str | Solver | None:
@@ -162,7 +218,9 @@ def _in_float32(problem: Quadratic, hessian: Tensor) -> Quadratic:
     return Quadratic(hessian, None if problem.centred else problem.linear.to(torch.float32), anchor, problem.centred)
 
 
-def _problem(task: Task, statistics: Statistics, hessian: Tensor, group: int, own: slice) -> tuple[Quadratic, float]:
+def _problem(
+    task: Task, statistics: Statistics, hessian: Tensor, group: int, own: slice, ranks: Ranks = ALONE
+) -> tuple[Quadratic, float]:
     """The problem min 1/2 ||V X - T D||^2 / count for the rows of one group, and the damping of the drift.
 
     Args:
@@ -170,8 +228,11 @@ def _problem(task: Task, statistics: Statistics, hessian: Tensor, group: int, ow
         statistics: Grams of its inputs.
         hessian: the Gram of the group, (columns, columns).
         group: number of the group.
-        own: rows of the group.
+        own: rows of the group, or those of this rank.
+        ranks: processes that divide the rows.
     """
+    if ranks.size > 1:
+        statistics = of_rows(statistics, own)
     gram = statistics.calibration
     current = task.current[own].to(hessian.dtype)
     if not bool(hessian.diagonal().any()) or reads_no_data(task.recipe, task.pattern):
@@ -180,7 +241,7 @@ def _problem(task: Task, statistics: Statistics, hessian: Tensor, group: int, ow
     if gram.cross is None and task.target is None:
         return Quadratic.at(current, hessian), 0.0
     target = current if task.target is None else task.target[own].to(hessian.dtype)
-    correction = corrected(statistics, group, target, current, task.recipe.damping)
+    correction = corrected(statistics, group, target, current, task.recipe.damping, ranks)
     return Quadratic(hessian, correction.linear, current), correction.damping
 
 

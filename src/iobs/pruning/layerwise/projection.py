@@ -21,18 +21,26 @@ from torch import Tensor
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Solution
 from iobs.errors import NonFiniteError
-from iobs.pruning.calibration.gram import Statistics, relative_output_error
+from iobs.pruning.calibration.gram import Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.sweep import Group, batched
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.layerwise.grids import stored_weight
 from iobs.pruning.layerwise.patterns import asked, share_of
-from iobs.pruning.layerwise.problem import Task, can_share, refitted_bias, solve_layer, solve_together
+from iobs.pruning.layerwise.problem import (
+    SEARCH_COLUMNS,
+    Task,
+    can_divide,
+    can_share,
+    refitted_bias,
+    solve_layer,
+    solve_together,
+)
 from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import LayerRecord, RoundRecord, layer_record
 from iobs.pruning.runtime.checkpoint import Checkpoint
-from iobs.pruning.runtime.ranks import Ranks
+from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.store import Store
 
 
@@ -51,6 +59,7 @@ class Projection:
             weights in the model.
         callback: called after every layer.
         biases: names of the biases that are refitted, by layer.
+        importance: weights of the rows' errors, (rows,), by layer; layers without weights count all rows equally.
         level: prefix of the keys in the checkpoint, if a round projects a layer several times.
 
     Attributes:
@@ -66,15 +75,21 @@ class Projection:
     masters: dict[str, Tensor]
     callback: Callback
     biases: Mapping[Layer, str] = field(default_factory=dict)
+    importance: Mapping[Layer, Tensor] = field(default_factory=dict)
     level: str = ""
     record: RoundRecord = field(init=False)
+    _energies: dict[Layer, _Energies] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.record = RoundRecord(self.index, asked(self.patterns), None, None, [])
 
     @torch.no_grad()
     def project(self, group: Group) -> None:
-        """Prune the layers of a group, one per rank at a time; layers in the checkpoint are read from there."""
+        """Prune the layers of a group; layers in the checkpoint are read from there.
+
+        With several ranks every rank solves some rows of each layer; or one layer for each rank is solved at a time, if
+        that leaves no rank without a layer, or if the rows of a layer cannot be divided.
+        """
         left = [layer for layer in group.layers if self._key(layer) not in self.checkpoint]
         for layer in group.layers:
             if layer not in left:
@@ -82,36 +97,64 @@ class Projection:
         if not left:
             return
         statistics = group.statistics()
+        self._energies = {layer: self._energies_of(layer, statistics) for layer in left}
+        statistics.forget_energy()  # a third of the memory of Grams, which the solves need
         if self.ranks.size == 1:
             self._project_on_one_rank(left, statistics)
             return
+        if len(left) % self.ranks.size:
+            divided = [layer for layer in left if self._can_divide(layer)]
+            for one in self._solve_group(divided, statistics):
+                self._add(self._measured(one, statistics, 0))
+            left = [layer for layer in left if layer not in divided]
         for layers in batched(left, self.ranks.size):
             solved = [self._solve_if_owner(layer, statistics, owner) for owner, layer in enumerate(layers)]
             for owner, one in enumerate(solved):
                 self._add(self._measured(one, statistics, owner))
+
+    def _sharing(self, layer: Layer) -> Ranks:
+        """The ranks that share the errors of a layer; small layers take no time."""
+        return self.ranks if layer.shape[1] >= SEARCH_COLUMNS else ALONE
+
+    def _energies_of(self, layer: Layer, statistics: Statistics) -> _Energies:
+        """The energies of the layer's target and of its dense weights."""
+        task, ranks, dense = self._task(layer), self._sharing(layer), self.store.dense(layer)
+        target, used = task.current if task.target is None else task.target, task.statistics(statistics)
+        own = target_energy(used.calibration, target, ranks)
+        # A target other than the current weights is the dense layer.
+        known = dense is None or task.target is not None
+        return _Energies(
+            own,
+            0.0 if used.heldout is None else target_energy(used.heldout, target, ranks),
+            own if known or dense is None else target_energy(used.calibration, dense, ranks),
+        )
 
     def _project_on_one_rank(self, layers: Sequence[Layer], statistics: Statistics) -> None:
         """Prune the layers in the only process of the run."""
         for solved in self._solve_group(layers, statistics):
             self._add(self._measured(solved, statistics, 0))
 
+    def _can_divide(self, layer: Layer) -> bool:
+        """Check that the ranks can solve a layer together."""
+        return can_divide(layer, self.recipe.for_layer(layer.name), self.patterns[layer], self.ranks)
+
     def _solve_group(self, layers: Sequence[Layer], statistics: Statistics) -> Iterator[_Solved]:
-        """Solve the layers, together if they can share factorisations, otherwise one by one."""
+        """Solve the layers on all ranks, together if they can share factorisations, otherwise one by one."""
         if not can_share(layers, [self.recipe.for_layer(layer.name) for layer in layers]):
-            yield from (self._solve(self._task(layer), statistics) for layer in layers)
+            yield from (self._solve(self._task(layer), statistics, self.ranks) for layer in layers)
             return
         began = time.perf_counter()
         tasks = [self._task(layer) for layer in layers]
-        solutions = solve_together(tasks, statistics)
+        solutions = solve_together(tasks, statistics, self.ranks)
         seconds = (time.perf_counter() - began) / len(tasks)
         pairs = zip(tasks, solutions, strict=True)
-        yield from (self._written(task, [solution], statistics, seconds) for task, solution in pairs)
+        yield from (self._written(task, [solution], statistics, seconds, self.ranks) for task, solution in pairs)
 
-    def _solve(self, task: Task, statistics: Statistics) -> _Solved:
-        """Solve one layer."""
+    def _solve(self, task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> _Solved:
+        """Solve one layer; with several ranks each solves some rows."""
         began = time.perf_counter()
-        solutions = solve_layer(task, statistics)
-        return self._written(task, solutions, statistics, time.perf_counter() - began)
+        solutions = solve_layer(task, statistics, ranks)
+        return self._written(task, solutions, statistics, time.perf_counter() - began, ranks)
 
     def _task(self, layer: Layer) -> Task:
         """The task of a layer: its pattern, its settings, and its current, target and given weights."""
@@ -125,6 +168,7 @@ class Projection:
             self.recipe.for_layer(layer.name),
             self._given(layer, current) if self.recipe.keep_zeros else None,
             self._bias(layer),
+            self.importance.get(layer),
         )
 
     def _bias(self, layer: Layer) -> Tensor | None:
@@ -145,10 +189,26 @@ class Projection:
         task = self._task(layer)
         return self._solve(task, statistics) if owner == self.ranks.rank else _Solved.empty(task)
 
-    def _written(self, task: Task, solutions: Sequence[Solution], statistics: Statistics, seconds: float) -> _Solved:
-        """Write the solutions of a layer, one per group of its rows, and its refitted bias into the model."""
+    def _written(
+        self,
+        task: Task,
+        solutions: Sequence[Solution],
+        statistics: Statistics,
+        seconds: float,
+        ranks: Ranks = ALONE,
+    ) -> _Solved:
+        """Write the solutions of a layer and its refitted bias into the model.
+
+        Args:
+            task: the layer.
+            solutions: one per group of its rows, or one of the rows of this rank.
+            statistics: Grams of its inputs.
+            seconds: of the solve.
+            ranks: processes that have the other rows.
+        """
         dtype = self.store.stored_dtype(task.layer)
-        self.store.write(task.layer, torch.cat([stored_weight(one, task.pattern, dtype) for one in solutions]))
+        weight = torch.cat([stored_weight(one, task.pattern, dtype) for one in solutions])
+        self.store.write(task.layer, weight if ranks.size == 1 else ranks.gather(weight, task.layer.shape[0]))
         bias = refitted_bias(task, task.layer.read(self.store.model), statistics.calibration)
         if bias is not None:
             self.store.write_tensor(self.biases[task.layer], bias)
@@ -181,15 +241,20 @@ class Projection:
             )
         target = task.current if task.target is None else task.target
         dense = self.store.dense(layer)
-        error = relative_output_error(gram, written, target)
+        ranks, energies = self._sharing(layer), self._energies[layer]
+        error = relative_output_error(gram, written, target, ranks, energies.calibration)
+        of_dense = error
+        if dense is not None and task.target is None:
+            of_dense = relative_output_error(gram, written, dense, ranks, energies.dense)
+        held = None if heldout is None else relative_output_error(heldout, written, target, ranks, energies.heldout)
         entry = LayerRecord(
             name=layer.name,
             shape=layer.shape,
             asked=share_of(self.patterns[layer], layer),
             zeros=int((written == 0).sum()),
             error_calibration=error,
-            error_heldout=None if heldout is None else relative_output_error(heldout, written, target),
-            error_dense=error if dense is None else relative_output_error(gram, written, dense),
+            error_heldout=held,
+            error_dense=of_dense,
             damping=damping,
             dead_columns=int(dead_columns),
             inputs=gram.count if statistics.tokens is None else statistics.tokens,
@@ -224,6 +289,15 @@ class Projection:
         """Add the record of a layer to the record of the round, and tell the callback."""
         self.record.layers.append(entry)
         self.callback.on_layer(entry, self.index)
+
+
+@dataclass(frozen=True)
+class _Energies:
+    """Energies of the outputs of a layer: of its target, on calibration and held-out samples, and of dense weights."""
+
+    calibration: float
+    heldout: float
+    dense: float
 
 
 @dataclass(frozen=True)

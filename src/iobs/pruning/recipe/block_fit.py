@@ -27,7 +27,8 @@ class BlockFit:
         epochs: most passes of a fit over the calibration samples, which limits `steps` and `network_steps`; None: no
             limit.
         lr: learning rate of Adam, or "auto": short trials on the first block choose it on held-out samples.
-        batch_size: samples per step. "auto": 1,024 tokens of text, or 16 samples of other data.
+        batch_size: samples per step. "auto": 1,024 tokens of text, or 16 samples of other data; half of the short
+            windows that a causal model gets are joined, so that later positions are fitted too.
         last: loss of the last window. "kl": the KL divergence of the network's outputs. "mse": as for other windows.
         network_steps: gradient steps of the whole network after the last window, block by block; 0 for none. Where a
             recipe has them and fine-tuning too, text takes these steps alone, and other data the fine-tuning alone.

@@ -37,6 +37,7 @@ class Changes(LayerChanges, total=False):
 
     allocation: str | Allocation
     target: TargetName
+    curvature: Literal["layer", "joint"]
     inputs: Literal["pruned", "dense"]
     rounds: int | Rounds
     finetune: FineTune | None
@@ -65,6 +66,8 @@ class Recipe(LayerSettings):
             inputs, as in the paper. "dense": the output of the layer in the dense model. "residual": as "dense", but a
             layer whose output is added to a residual matches the sum of both; later rounds have the target "model".
             "model": its output in the model at the start of the round, dense in the first round and fine-tuned later.
+        curvature: the quadratic of each layer. "layer": the squared error of its output. "joint": half of each row's
+            weight is its Fisher information about the model's outputs. It matters where rows compete for entries.
         inputs: inputs of each layer: "pruned": through the pruned layers before it; "dense": from the dense model.
         rounds: repeated projections. `but` and `iobs.prune` also take a number of rounds, see `but`.
         finetune: gradient steps on the final support, after the last round; None: no steps.
@@ -83,6 +86,7 @@ class Recipe(LayerSettings):
 
     allocation: str | Allocation = "uniform"
     target: TargetName = "layer"
+    curvature: Literal["layer", "joint"] = "layer"
     inputs: Literal["pruned", "dense"] = "pruned"
     rounds: Rounds = field(default_factory=Rounds)
     finetune: FineTune | None = None
@@ -271,6 +275,7 @@ def as_recipe(recipe: Recipe | str | Path) -> Recipe:
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "target": get_args(TargetName),
+    "curvature": ("layer", "joint"),
     "inputs": ("pruned", "dense"),
     "batch_norm": ("keep", "update"),
     "keep_zeros": (False, True),

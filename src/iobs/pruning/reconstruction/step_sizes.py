@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.samples.batches import Batch, neighbours, positions, size
+from iobs.pruning.samples.packing import packed
 from iobs.pruning.samples.subsets import Samples
 
 _TOKENS, _SAMPLES = 1024, 16  # size of a step: of text, and of other data
 
 
-def in_steps(part: Samples, fit: BlockFit) -> Samples:
-    """The samples in batches of the size of one gradient step, in the same order."""
+def in_steps(model: nn.Module, part: Samples, fit: BlockFit) -> Samples:
+    """The samples in batches of the size of one gradient step, half of short windows of text joined to longer ones."""
+    if fit.batch_size == "auto":
+        part = packed(model, part, _TOKENS)
     found = Samples()
     for batch, number in zip(part.batches, part.numbers, strict=True):
         count = samples_a_step(batch, fit)

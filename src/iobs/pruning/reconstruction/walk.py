@@ -16,7 +16,7 @@ from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.callbacks import Callback
-from iobs.pruning.decisions.learning_rate import boldest, try_rates
+from iobs.pruning.decisions.learning_rate import try_rates
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.recipe import BlockFit
@@ -24,6 +24,7 @@ from iobs.pruning.reconstruction.fitting import Fit, Streams, Window
 from iobs.pruning.reconstruction.growth import growing, next_start
 from iobs.pruning.reconstruction.network_steps import NetworkSteps, StepCheckpoint
 from iobs.pruning.reconstruction.parameters import Masters, fitted_names
+from iobs.pruning.reconstruction.rates import useful_rate
 from iobs.pruning.report import JsonObject
 from iobs.pruning.workspace import Workspace
 
@@ -173,7 +174,7 @@ class Walk:
         return float(found["rate"])
 
     def _network_trials(self, steps: NetworkSteps, before: float) -> JsonObject:
-        """The largest rate with about the least held-out loss after a few steps of the whole network."""
+        """The largest rate with about the best gain of held-out loss in a few steps of the whole network."""
         count = network_trial_steps(self.fit)
 
         def trial(rate: float) -> float:
@@ -186,8 +187,7 @@ class Walk:
 
         tried = try_rates(trial, NETWORK_RATES, before)
         steps.undo()
-        best = boldest({("adam", rate): loss for rate, loss in tried.items()})
-        rate = NETWORK_RATES[0] if best is None else best[1]
+        rate = useful_rate(tried, before) or NETWORK_RATES[0]
         text = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in tried.items())
         return {"rate": rate, "text": f"held-out loss {before:.4g}, trials {text}"}
 
@@ -277,30 +277,30 @@ class Walk:
     # ---- fits
     def _fit(self, window: Window, steps: int, key: str, decay: bool = True) -> None:
         """Fit a window, or read the result from the checkpoint; undo a fit that raises the held-out loss."""
-        work, key = self.work, f"round {self.projection.index} {key}"
+        work, name, key = self.work, key, f"round {self.projection.index} {key}"
         fit = self._new(window)
-        if not steps or not fit.masters.values or not self._has_gradient(fit, key):
+        if not steps or not fit.masters.values or not self._has_gradient(fit, name):
             return
         if key in work.checkpoint:
             fit.masters.restore(work.checkpoint.get(key)[0])
         else:
-            rate, before = self._rate(window), fit.loss()
+            rate, before = self._rate(window, fit), fit.loss()
             after = self._after(fit, steps, rate, decay)
             if not after < before:
                 fit.undo()
                 after = self._after(fit, steps, rate / _RETREAT, decay)
             if not after < before:
                 fit.undo()
-                work.note(f"The fit of the {key} is left out: it raises the held-out loss {before:.3g}.")
+                work.note(f"Gradient steps of the {name} are left out: they raise the held-out loss of {before:.3g}.")
             work.checkpoint.put(key, fit.masters.snapshot(), {})
         fit.masters.keep()
 
-    def _has_gradient(self, fit: Fit, key: str) -> bool:
+    def _has_gradient(self, fit: Fit, name: str) -> bool:
         """Check that a fit has a gradient; its window is projected only if it has none, with a note."""
         found = fit.has_gradient()
         if not found:
             self._gradient = False
-            self.work.note(f"The fit of the {key} is left out: the model computes without gradients.")
+            self.work.note(f"Gradient steps of the {name} are left out: the model computes without gradients.")
         return found
 
     def _new(self, window: Window) -> Fit:
@@ -329,23 +329,22 @@ class Walk:
         except NonFiniteError:
             return math.inf
 
-    def _rate(self, window: Window) -> float:
+    def _rate(self, window: Window, fit: Fit) -> float:
         """The learning rate, chosen by trials on the first window, and again on the first with values on a grid."""
         patterns = self.projection.patterns.values()
         on_grids = window.final and any(grid_of(pattern) is not None for pattern in patterns)
         if on_grids not in self.rates:
             values = " on grids" if on_grids else ""
             found = self.work.checkpoint.remembered(
-                f"round {self.projection.index} rate of blocks{values}", lambda: self._trials(window)
+                f"round {self.projection.index} rate of blocks{values}", lambda: self._trials(fit)
             )
             self.rates[on_grids] = float(found["rate"])
             self.work.note(f"Learning rate of block reconstruction{values}: {found['rate']:g} ({found['text']}).")
         return self.rates[on_grids]
 
-    def _trials(self, window: Window) -> JsonObject:
-        """The largest rate with about the least held-out loss after a short fit of the first window."""
+    def _trials(self, fit: Fit) -> JsonObject:
+        """The largest rate with about the best gain of held-out loss in a short fit, which is undone."""
         steps = trial_steps(self.fit)
-        fit = self._new(window)
 
         def trial(rate: float) -> float:
             fit.undo()
@@ -356,9 +355,8 @@ class Walk:
         before = fit.loss()
         tried = try_rates(trial, RATES, before)
         fit.undo()
-        best = boldest({("adam", rate): loss for rate, loss in tried.items()})
         text = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in tried.items())
         return {
-            "rate": RATES[0] if best is None else best[1],
+            "rate": useful_rate(tried, before) or RATES[0],
             "text": f"held-out loss {before:.4g}, after trials {text}",
         }

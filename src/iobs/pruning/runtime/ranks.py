@@ -1,8 +1,8 @@
 """Ranks: the processes of a distributed run, which share samples and solves.
 
 Under `torchrun` every rank holds the model and sees its own share of the calibration batches. Grams are summed in
-float64, so that every rank has the Gram of a single process. Layers with the same input are solved at the same time,
-one on each rank, and their weights are broadcast.
+float64, so that every rank has the Gram of a single process. Either layers with the same input are solved at the same
+time, one on each rank, or every rank solves some rows of each layer; the weights are broadcast.
 """
 
 from __future__ import annotations
@@ -65,6 +65,18 @@ class Ranks:
             with explained():
                 dist.all_reduce(tensor)
 
+    def total(self, value: float) -> float:
+        """The sum of the values of all ranks.
+
+        Raises:
+            DistributedError: another rank is gone.
+        """
+        if self.size == 1:
+            return value
+        found = torch.tensor(value, dtype=torch.float64)
+        self.sum(found)
+        return float(found)
+
     def means(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
         """Weighted means of tensors over all ranks; the tensors themselves if there is one rank.
 
@@ -110,6 +122,26 @@ class Ranks:
                 self.broadcast(found, owner)
                 yield found
 
+    def part(self, rows: int) -> slice:
+        """This rank's share of the rows of a matrix: consecutive rows, in the order of the ranks."""
+        return _part(rows, self.rank, self.size)
+
+    def gather(self, part: Tensor, rows: int) -> Tensor:
+        """A whole matrix from the shares of all ranks.
+
+        Args:
+            part: this rank's rows, `part(rows)` of the matrix, (count, columns).
+            rows: of the matrix.
+
+        Raises:
+            DistributedError: another rank is gone.
+        """
+        whole = part.new_empty(rows, part.shape[1])
+        whole[self.part(rows)] = part
+        for rank in range(self.size):
+            self.broadcast(whole[_part(rows, rank, self.size)], rank)
+        return whole
+
     def require_enough(self, part: Samples) -> None:
         """Check that there is a batch for every rank.
 
@@ -144,6 +176,10 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def _part(rows: int, rank: int, size: int) -> slice:
+    return slice(rows * rank // size, rows * (rank + 1) // size)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
-from iobs.core.grids import over_columns
-from iobs.core.patterns import Grid
+from iobs.core.quadratic import Quadratic
+from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.gridded.lattice import rounded
+from iobs.solvers.kernels.paths import Lattice, round_along_paths
 
 _BATCH = 1 << 24  # entries of a batch of factors of supports
+# Sum over rows of (kept entries)^3 up to which each row gets feedback through its own support.
+_AFFORDABLE = 1 << 38
+_AFFORDABLE_PATHS = 1 << 36  # rows x columns^2 x paths up to which dense rows have several paths
+_LONG = 512  # kept entries of a row above which its factor is computed in float32
+_PENDING = 64  # columns whose elimination waits for one matrix product
 BLOCK = 128  # columns whose earlier errors are added by one matrix product
 
 Rounding = Callable[[Tensor, int], Tensor]
@@ -51,15 +57,23 @@ def feed_back(centre: Tensor, upper: Tensor, begin_block: Callable[[Tensor, slic
     return weight
 
 
-def feed_back_on_support(centre: Tensor, hessian: Tensor, mask: Tensor, scales: Tensor, grid: Grid) -> Tensor:
-    """Round the kept entries of every row, with feedback through the Hessian of the row's own support.
+def is_affordable(mask: Tensor) -> bool:
+    """Check that rounding with feedback through the support of each row takes little time."""
+    return bool(mask.all()) or float(mask.sum(1).double().pow(3).sum()) <= _AFFORDABLE
+
+
+def round_with_feedback(
+    problem: Quadratic, mask: Tensor, spread: Tensor, levels: int, order: Tensor, paths: int
+) -> Tensor:
+    """Round the best weights on a mask, with feedback through the Hessian of each row's own support.
 
     Args:
-        centre: (rows, d), the minimiser on the mask.
-        hessian: (d, d).
+        problem: the quadratic, (rows, d).
         mask: boolean (rows, d).
-        scales: (rows, groups).
-        grid: the grid.
+        spread: (rows, d), scale of every entry, in the dtype of the problem.
+        levels: largest multiple of a scale.
+        order: (d,), columns in the order of rounding.
+        paths: roundings of a row that are carried along, see `kernels/paths.py`.
 
     Returns:
         (rows, d), rounded, zero outside the mask.
@@ -67,24 +81,102 @@ def feed_back_on_support(centre: Tensor, hessian: Tensor, mask: Tensor, scales: 
     Raises:
         NotPositiveDefiniteError: the Hessian of a support is singular.
     """
-    weight = torch.zeros_like(centre)
-    spread = over_columns(scales, grid, centre.shape[1])
+    if not bool(mask.all()):
+        return _round_on_supports(problem, mask, spread, levels, order, paths)
+    rows, columns = mask.shape
+    centre, steps = problem.centre()[:, order].contiguous(), spread[:, order].contiguous()
+    upper = linalg.upper_factor(problem.matrix[order][:, order])
+    if rows * columns * columns * paths <= _AFFORDABLE_PATHS:
+        found = round_along_paths(Lattice(centre, upper.T.contiguous()[None], steps, mask.sum(1), levels), paths)
+    else:
+
+        def begin_block(_: Tensor, own: slice) -> Rounding:
+            return lambda values, j: rounded(values, steps[:, own.start + j], levels)
+
+        found = feed_back(centre, upper, begin_block, BLOCK)
+    return torch.empty_like(found).index_copy_(1, order, found)
+
+
+def _round_on_supports(
+    problem: Quadratic, mask: Tensor, spread: Tensor, levels: int, order: Tensor, paths: int
+) -> Tensor:
+    weight = torch.zeros_like(problem.linear)
     counts = mask.sum(1)
-    order = counts.argsort()
-    size = max(1, int(counts.max()))
-    for rows in torch.split(order, max(1, _BATCH // (size * size))):
+    ordered = (~mask[:, order]).to(torch.int8)
+    dtype = torch.float32 if int(counts.max()) > _LONG else problem.dtype
+    hessian, linear, spread = problem.matrix.to(dtype), problem.linear.to(dtype), spread.to(dtype)
+    for rows in _batches(counts):
         most = int(counts[rows].max())
         if most == 0:
             continue
-        index = (~mask[rows]).to(torch.int8).sort(dim=1, stable=True).indices[:, :most]
+        # Columns of the support come first, in their order, then padding.
+        index = order[ordered[rows].sort(dim=1, stable=True).indices[:, :most]]
         real = mask[rows].gather(1, index)
-        systems = hessian[index[:, :, None], index[:, None, :]] * (real[:, :, None] & real[:, None, :])
-        systems.diagonal(dim1=1, dim2=2).add_((~real).to(hessian.dtype))
-        upper = linalg.cholesky(systems.flip(1, 2)).flip(1, 2)
-        own, step = centre[rows].gather(1, index), spread[rows].gather(1, index)
-        error = torch.zeros_like(own)
-        for j in range(most):
-            pushed = (error[:, :j] * upper[:, :j, j]).sum(1) / upper[:, j, j]
-            error[:, j] = rounded(own[:, j] - pushed, step[:, j], grid.levels) - own[:, j]
-        weight[rows] = torch.zeros_like(centre[rows]).scatter_(1, index, (own + error) * real)
+        upper = _factors(hessian, index, real, problem.matrix)
+        lower = upper.transpose(1, 2).contiguous()
+        right = (linear[rows].gather(1, index) * real)[:, :, None]
+        half = torch.linalg.solve_triangular(upper, right, upper=True)
+        centre = torch.linalg.solve_triangular(lower, half, upper=False)[:, :, 0].contiguous()
+        found = round_along_paths(Lattice(centre, lower, spread[rows].gather(1, index), counts[rows], levels), paths)
+        weight[rows] = torch.zeros_like(weight[rows]).scatter_(1, index, found.to(weight.dtype))
     return weight
+
+
+def _factors(hessian: Tensor, index: Tensor, real: Tensor, exact: Tensor) -> Tensor:
+    """Upper factors of the Hessians of some supports, (rows, n, n); padded entries are rows of the identity.
+
+    They are computed in the dtype of `hessian`, or in that of `exact` if a support is too ill-conditioned.
+    """
+    for matrix in (hessian, exact):
+        systems = matrix[index[:, :, None], index[:, None, :]]
+        systems *= real[:, :, None] & real[:, None, :]
+        systems.diagonal(dim1=1, dim2=2).add_((~real).to(systems.dtype))
+        try:
+            return linalg.cholesky(systems.flip(1, 2)).flip(1, 2).to(hessian.dtype)
+        except NotPositiveDefiniteError:
+            if matrix is exact:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _batches(counts: Tensor) -> list[Tensor]:
+    """Rows in batches whose supports have similar sizes, and whose systems fit the memory."""
+    order, batches = counts.argsort(descending=True), []
+    while len(order):
+        size = max(1, int(counts[order[0]]))
+        count = max(1, _BATCH // (size * size))
+        batches.append(order[:count])
+        order = order[count:]
+    return batches
+
+
+def feedback_order(hessian: Tensor) -> Tensor:
+    """Columns in the order of best feedback, (d,): the next one has the largest curvature with later columns free.
+
+    That curvature is 1 / [P]_jj, P the inverse Hessian of the columns that are left. Errors are then spread evenly over
+    the columns. This is the order of V-BLAST detection (Wolniansky et al., 1998), and a pivoted Cholesky factorisation
+    of H^-1 with the least pivots first.
+
+    Args:
+        hessian: (d, d).
+
+    Raises:
+        NotPositiveDefiniteError: the Hessian is singular.
+    """
+    inverse = linalg.inverse(hessian)
+    columns = len(inverse)
+    diagonal = inverse.diagonal().clone()
+    order = torch.empty(columns, dtype=torch.long, device=hessian.device)
+    for first in range(0, columns, _PENDING):
+        last = min(first + _PENDING, columns)
+        factor = inverse.new_zeros(columns, last - first)
+        for made in range(last - first):
+            chosen = diagonal.argmin()
+            order[first + made] = chosen
+            column = inverse[:, chosen] - factor[:, :made] @ factor[chosen, :made]
+            factor[:, made] = column / column[chosen].clamp_min(torch.finfo(column.dtype).tiny).sqrt()
+            diagonal -= factor[:, made].square()
+            diagonal[chosen] = torch.inf
+        if last < columns:
+            inverse.addmm_(factor, factor.T, alpha=-1)
+    return order

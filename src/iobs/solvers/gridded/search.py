@@ -7,42 +7,58 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from iobs.core import linalg
 from iobs.core.grids import over_columns
 from iobs.core.patterns import Grid, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.admm import ADMM
 from iobs.solvers.gridded.baselines import codes_of
-from iobs.solvers.gridded.feedback import BLOCK, feed_back, feed_back_on_support
-from iobs.solvers.gridded.lattice import (
-    on_grid,
-    parts,
-    refit_scales,
-    rounded,
-    search_scales,
-    working_dtype,
-)
+from iobs.solvers.gridded.feedback import feedback_order, is_affordable, round_with_feedback
+from iobs.solvers.gridded.lattice import on_grid, parts, refit_scales, rounded, search_scales, working_dtype
 from iobs.solvers.kernels.descend import GridRows, descend_values, exchange_entries, step_pairs
 from iobs.solvers.options import require_budget
 from iobs.solvers.protocols import Budget
 
-_FEEDBACK = 1 << 38  # rows x (kept entries of a row)^3 up to which each row gets feedback through its own support
 _SWEEPS = 30  # of the values in a round; they end once nothing changes
 _CANDIDATES = 48  # entries, or steps, that moves of two entries compare
 _MOVES = 64  # moves of two entries in a row, in a round
 _SETTLED = 1e-4  # relative decrease of the loss below which a further round is not worth its time
-_ROUNDS = {"fast": 1, "default": 6, "best": 30}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Work of the search for one budget.
+
+    Attributes:
+        masks: budget of the ADMM that chooses the entries.
+        rounds: most rounds of moves after each rounding.
+        paths: roundings of a row that are carried along.
+        roundings: roundings with feedback; later ones begin from the entries and scales of the descent before.
+    """
+
+    masks: Budget
+    rounds: int
+    paths: int
+    roundings: int
+
+
+EFFORTS = {
+    "fast": Effort("fast", rounds=1, paths=4, roundings=1),
+    "default": Effort("best", rounds=6, paths=16, roundings=2),
+    "best": Effort("best", rounds=30, paths=64, roundings=4),
+}
 
 
 @dataclass(frozen=True)
 class GridSearch:
     """ADMM chooses the entries; rounding with error feedback, coordinate descent and new scales choose the values.
 
-    A round sets values one by one, exchanges kept and removed entries, moves two values at once, and refits the scales
-    of each row in closed form. No step raises the loss of a row.
+    Rounding goes through the columns in the order of best feedback, and carries the best few roundings of each row
+    along. A round of the descent sets values one by one, exchanges kept and removed entries, moves two values at once,
+    and refits the scales of each row in closed form. No step raises the loss of a row. Then the rows are rounded again
+    with the entries and scales that were found; a row keeps the better result.
 
     Args:
-        budget: "fast", "default" or "best", time against error: 1, 6 or 30 rounds.
+        budget: "fast", "default" or "best", time against error.
 
     Raises:
         ProblemError: any other budget.
@@ -56,37 +72,28 @@ class GridSearch:
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
         """Weights on the grid with the exact counts of the pattern; `stats["scales"]` has the scales (rows, groups)."""
         sparse, grid = parts(pattern)
+        effort = EFFORTS[self.budget]
         wide = problem.to(working_dtype(problem))
         groups = sparse.groups(problem.shape)
         if groups.keep == groups.size:
             centre, mask = wide.centre(), torch.ones(problem.shape, dtype=torch.bool, device=problem.device)
         else:
-            found = ADMM(self.budget)(problem, sparse)
+            found = ADMM(effort.masks)(problem, sparse)
             centre, mask = found.weight.to(wide.dtype), found.mask.clone()
         scales = search_scales(centre, mask, wide.matrix.diagonal(), grid, problem.dtype)
-        start = _start(wide, centre, mask, scales, grid)
+        start = rounded(centre, over_columns(scales, grid, problem.shape[1]), grid.levels) * mask
         state = _State(wide, grid, start, mask.contiguous(), scales, problem.dtype)
-        rounds = state.descend(min(groups.size, problem.shape[1]), _ROUNDS[self.budget])
-        return on_grid(
-            problem, codes_of(state.weight, state.scales, grid), state.scales, state.mask, grid, rounds=rounds
-        )
-
-
-def _start(problem: Quadratic, centre: Tensor, mask: Tensor, scales: Tensor, grid: Grid) -> Tensor:
-    """Rounded weights: with feedback through the support of each row if that is affordable, else to nearest."""
-    spread = over_columns(scales, grid, centre.shape[1])
-    if bool(mask.all()):
-        upper = linalg.upper_factor(problem.matrix)
-        return feed_back(
-            centre,
-            upper,
-            lambda _, own: lambda values, j: rounded(values, spread[:, own.start + j], grid.levels),
-            BLOCK,
-        )
-    if len(mask) * int(mask.sum(1).max()) ** 3 <= _FEEDBACK:
-        best = linalg.solve_on_support(problem.matrix, problem.linear, mask).to(centre.dtype)
-        return feed_back_on_support(best, problem.matrix, mask, scales, grid)
-    return rounded(centre, spread, grid.levels) * mask
+        width = min(groups.size, problem.shape[1])
+        if not is_affordable(mask):
+            rounds = state.descend(width, effort.rounds)
+            return state.solution(problem, rounds)
+        order, rounds = feedback_order(wide.matrix), 0
+        for number in range(effort.roundings):
+            again = state.copy()
+            again.weight = round_with_feedback(wide, state.mask, state.spread(), grid.levels, order, effort.paths)
+            rounds += again.descend(width, effort.rounds)
+            state = state.better(again) if number else again
+        return state.solution(problem, rounds)
 
 
 class _State:
@@ -101,6 +108,27 @@ class _State:
         self.mask = mask
         self.scales = scales
         self.dtype = dtype
+
+    def spread(self) -> Tensor:
+        """Scale of every entry, (rows, d)."""
+        return over_columns(self.scales, self.grid, self.weight.shape[1])
+
+    def copy(self) -> _State:
+        """A state with tensors of its own."""
+        tensors = self.weight.clone(), self.mask.clone(), self.scales.clone()
+        return _State(self.problem, self.grid, *tensors, self.dtype)
+
+    def better(self, other: _State) -> _State:
+        """The better one of two states in each row."""
+        lower = (self.problem.loss(other.weight) < self.problem.loss(self.weight))[:, None]
+        pairs = (self.weight, other.weight), (self.mask, other.mask), (self.scales, other.scales)
+        weight, mask, scales = (torch.where(lower, theirs, ours) for ours, theirs in pairs)
+        return _State(self.problem, self.grid, weight, mask, scales, self.dtype)
+
+    def solution(self, problem: Quadratic, rounds: int) -> Solution:
+        """Solution of the problem as it was given."""
+        codes = codes_of(self.weight, self.scales, self.grid)
+        return on_grid(problem, codes, self.scales, self.mask, self.grid, rounds=rounds)
 
     def descend(self, of: int, rounds: int) -> int:
         """Lower the loss until it has settled or the rounds end; returns the number of rounds."""

@@ -91,7 +91,8 @@ def _layer_numba(
         histograms.append(move(start, stop, x, t, kept, relaxation))
 
     over_rows(first, len(x))
-    level = project_numba.level(sum(histograms[1:], start=histograms[0]), groups.keep)
+    histogram = groups.total(torch.from_numpy(sum(histograms[1:], start=histograms[0])))
+    level = project_numba.level(histogram.numpy(), groups.keep)
     over_rows(lambda start, stop: pull(start, stop, x, t, kept, b, level, penalty), len(x))
 
 

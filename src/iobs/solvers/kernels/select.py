@@ -9,6 +9,7 @@ from torch import Tensor
 
 from iobs.core.partition import Partition
 from iobs.core.patterns import top_mask_of
+from iobs.core.shared_rows import is_spanning
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ def largest(values: Tensor, groups: Partition) -> Tensor:
         values: (rows, columns), not NaN.
         groups: groups of the pattern.
     """
-    if groups.count == 1 and 0 < groups.keep < groups.size:
+    if groups.count == 1 and 0 < groups.keep < groups.size and not is_spanning(groups, values.numel()):
         found = threshold(values.contiguous(), groups.keep)
         if found.above + found.equal == groups.keep:
             return values.abs() >= found.value

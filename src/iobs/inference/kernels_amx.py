@@ -1,0 +1,329 @@
+"""Products of stored matrices with many tokens, for CPUs with AMX and AVX-512 (VBMI2 and VNNI).
+
+A kernel takes 128 rows at a time (4 strips of 32), writes a piece of them dense to a small memory, and multiplies this
+piece by all tokens before the next. So weights are read from main memory once, in their stored form.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit, types
+from numpy.typing import NDArray
+from torch import Tensor
+
+from iobs.inference import activations, amx
+from iobs.inference.amx import REGISTER, SIDE, STRIP
+from iobs.inference.expansions import expand_bytes, expand_codes, expand_halves
+from iobs.inference.formats import StoredMatrix
+from iobs.inference.vectors import (
+    Value,
+    count_bits,
+    prefetch,
+    read_bfloat,
+    read_bytes64,
+    read_halves32,
+    read_long,
+    read_mask,
+    read_real,
+    write_real,
+)
+
+ROWS = 4 * STRIP  # at a time: activations, which may be far away, are read once for so many rows
+_PIECE = 4  # groups of 128 columns that are dense at a time: they stay in a near cache
+_AHEAD = 512  # bytes of values that are fetched ahead
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_short = types.uint32
+_THREAD = threading.local()
+_SETTINGS = amx.settings()
+_BYTES_A_GROUP = {False: 8 * REGISTER, True: 4 * REGISTER}  # of 32 dense rows, by quantised
+
+
+class Scratch(NamedTuple):
+    """Memory of one thread.
+
+    Args:
+        dense: the dense piece.
+        integers: (32, 32) int32, sums of one group of columns.
+        sums: (4, pairs of 16 tokens, 32, 32) float32.
+        scales: (4, groups, 32) float32, of the 128 rows.
+        places: (128), address of the next value of each row.
+        settings: see `amx.settings`.
+    """
+
+    dense: NDArray[np.uint8]
+    integers: NDArray[np.int32]
+    sums: NDArray[np.float32]
+    scales: NDArray[np.float32]
+    places: NDArray[np.int64]
+    settings: NDArray[np.uint8]
+
+
+class Layout(NamedTuple):
+    """Activations as the kernels read them, in memory of a thread that its next call of `laid_out` writes again.
+
+    Args:
+        place: address of the activations in the order of `in_registers`.
+        tokens: number of tokens.
+        pairs: number of pairs of 16 tokens.
+        scales: (32 * pairs) float32, a factor of each token.
+    """
+
+    place: int
+    tokens: int
+    pairs: int
+    scales: NDArray[np.float32]
+
+
+class Given(NamedTuple):
+    """Activations and output of a kernel.
+
+    Args:
+        place: see `Layout`.
+        pairs: see `Layout`.
+        scales: see `Layout`.
+        corrections: (rows) float32, subtracted from the sums of each row.
+        found: (tokens, rows) float32, written.
+    """
+
+    place: int
+    pairs: int
+    scales: NDArray[np.float32]
+    corrections: NDArray[np.float32]
+    found: NDArray[np.float32]
+
+
+def laid_out(given: Tensor, blocks: int, quantised: bool) -> Layout:
+    """Lay out activations for matrices with `blocks` words of mask in a row.
+
+    Args:
+        given: float32 (tokens, columns), contiguous.
+        blocks: words of 64 columns.
+        quantised: round to 8 bits, else to bfloat16.
+    """
+    (count, columns), pairs, wide = given.shape, -(-len(given) // STRIP), 64 * blocks
+    scales = np.ones(STRIP * pairs, np.float32)
+    kind = torch.uint8 if quantised else torch.bfloat16
+    layout = torch.from_numpy(_memory("layout", (STRIP * pairs, wide * kind.itemsize), np.uint8)).view(kind)
+    if quantised:
+        activations.rounded(given.numpy(), layout[:count].numpy(), scales)
+    else:
+        layout[:count, :columns] = given
+        layout[:count, columns:] = 0
+    layout[count:] = 0
+    words = layout.view(torch.int32)
+    placed = torch.from_numpy(_memory("placed", (len(words) // SIDE, words.shape[1] // SIDE, SIDE, SIDE), np.int32))
+    placed.copy_(in_registers(words))
+    return Layout(placed.data_ptr(), count, pairs, scales)
+
+
+def work_of(layout: Layout, matrix: StoredMatrix) -> Given:
+    """Activations and a new output for one matrix."""
+    less = matrix.tensors["corrections"].numpy() if matrix.quantised else np.zeros(matrix.rows, np.float32)
+    found = np.empty((layout.tokens, matrix.rows), np.float32)
+    return Given(layout.place, layout.pairs, layout.scales, less, found)
+
+
+def in_registers(words: Tensor) -> Tensor:
+    """Activations as AMX registers: (groups of 16 tokens, steps of 16 words, 16 words, 16 tokens).
+
+    Args:
+        words: (tokens, words) of 4 bytes: 4 uint8 or 2 bfloat16; 16 divides both sizes.
+    """
+    return words.view(len(words) // SIDE, SIDE, -1, SIDE).permute(0, 2, 3, 1)
+
+
+def scratch_for(matrix: StoredMatrix, pairs: int) -> Scratch:
+    """Memory for one thread."""
+    return Scratch(
+        _memory("dense", (ROWS // STRIP * _PIECE * _BYTES_A_GROUP[matrix.quantised],), np.uint8),
+        _memory("integers", (STRIP, STRIP), np.int32),
+        _memory("sums", (ROWS // STRIP, pairs, STRIP, STRIP), np.float32),
+        _memory("scales", (ROWS // STRIP, matrix.blocks // 2, STRIP), np.float32),
+        _memory("places", (ROWS,), np.int64),
+        _SETTINGS,
+    )
+
+
+def _memory(name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Value]:
+    """Memory of this thread, used again by the next call; its address is a multiple of 64."""
+    held: dict[str, NDArray[Value]] = _THREAD.__dict__
+    if name in held and held[name].shape == shape and held[name].dtype == dtype:
+        return held[name]
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    whole = f"{name} bytes"
+    if whole not in held or len(held[whole]) < size + 64:
+        held[whole] = np.zeros(size + 64, np.uint8)
+    start = -held[whole].ctypes.data % 64
+    held[name] = held[whole][start : start + size].view(dtype).reshape(shape)
+    return held[name]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _write_bytes(
+    matrix: Value, code: Value, row: Value, count: Value, first: Value, last: Value, scratch: Value
+) -> None:
+    """Write blocks `first` to `last` of some rows as int8 to the dense piece."""
+    base, size = scratch.dense.ctypes.data, 2 * REGISTER * (last - first)  # of a strip
+    levels = read_bytes64(matrix.levels) if code == 5 else read_bytes64(scratch.settings.ctypes.data)
+    for number in range(count):
+        place, goal = scratch.places[number], base + size * (number // STRIP) + 64 * (number % STRIP)
+        mask = matrix.mask + 8 * matrix.blocks * (row + number)
+        for block in range(first, last):
+            prefetch(place + _AHEAD)
+            if code == 3:
+                amx.write_bytes64(goal, read_bytes64(place))
+                place += 64
+            else:
+                bits = read_mask(mask + 8 * block)
+                if code == 4:
+                    amx.write_bytes64(goal, expand_bytes(place, bits))
+                    place += count_bits(bits)
+                else:
+                    amx.write_bytes64(goal, expand_codes(levels, place, bits))
+                    place += (count_bits(bits) + 1) >> 1
+            goal += 2 * REGISTER
+        scratch.places[number] = place
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _write_halves(
+    matrix: Value, code: Value, row: Value, count: Value, first: Value, last: Value, scratch: Value
+) -> None:
+    """Write blocks `first` to `last` of some rows as bfloat16 to the dense piece."""
+    base, size = scratch.dense.ctypes.data, 4 * REGISTER * (last - first)  # of a strip
+    if code == 2:
+        scratch.dense[:] = 0
+    for number in range(count):
+        place, goal = scratch.places[number], base + size * (number // STRIP) + 64 * (number % STRIP)
+        mask = matrix.mask + 8 * matrix.blocks * (row + number)
+        if code == 2:
+            scratch.places[number] = _scatter(matrix, row + number, place, 64 * first, 64 * last, goal)
+            continue
+        for block in range(first, last):
+            prefetch(place + 2 * _AHEAD)
+            if code == 0:
+                amx.write_halves32(goal, read_halves32(place))
+                amx.write_halves32(goal + 2 * REGISTER, read_halves32(place + 64))
+                place += 128
+            else:
+                bits = read_mask(mask + 8 * block)
+                amx.write_halves32(goal, expand_halves(place, _short(bits)))
+                place += 2 * count_bits(bits & _LOW)
+                amx.write_halves32(goal + 2 * REGISTER, expand_halves(place, _short(bits >> _HALF)))
+                place += 2 * count_bits(bits >> _HALF)
+            goal += 4 * REGISTER
+        scratch.places[number] = place
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _scatter(matrix: Value, row: Value, place: Value, first: Value, last: Value, goal: Value) -> Value:
+    """Write the entries of columns `first` to `last` of a row with indices; returns the place of the next entry."""
+    end = read_long(matrix.starts + 8 * row + 8)
+    while place < end:
+        column = types.int64(amx.read_half(matrix.indices + place))
+        value = amx.read_half(matrix.values + place)
+        if value != 0:  # fillers are zeros of column 0
+            if column >= last:
+                break
+            column -= first
+            amx.write_half(goal + 2 * REGISTER * (column // 32) + 2 * (column % 32), value)
+        place += 2
+    return place
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _begin(matrix: Value, code: Value, row: Value, count: Value, scratch: Value, pairs: Value) -> None:
+    """Find the values of some rows, read their scales, and clear the sums."""
+    groups = matrix.blocks // 2
+    for number in range(count):
+        if code == 2:
+            scratch.places[number] = read_long(matrix.starts + 8 * (row + number))
+        elif code == 0 or code == 3:
+            scratch.places[number] = matrix.values + (128 if code == 0 else 64) * matrix.blocks * (row + number)
+        else:
+            scratch.places[number] = matrix.values + read_long(matrix.starts + 8 * (row + number))
+        if code >= 3:
+            for group in range(groups):
+                scratch.scales[number // STRIP, group, number % STRIP] = read_bfloat(
+                    matrix.scales + 2 * (groups * (row + number) + group)
+                )
+    for square in range(ROWS // STRIP * pairs):
+        amx.clear_square(scratch.sums.ctypes.data + 4 * STRIP * STRIP * square)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _finish(given: Value, row: Value, count: Value, scratch: Value) -> None:
+    """Write the sums of some rows to the output, token by token."""
+    tokens, rows = given.found.shape
+    for token in range(0, tokens, SIDE):
+        pair, side = token // STRIP, token % STRIP
+        for number in range(0, count, SIDE):
+            square = given.pairs * (number // STRIP) + pair
+            sums = scratch.sums.ctypes.data + 4 * (STRIP * STRIP * square + STRIP * (number % STRIP) + side)
+            scales, less = given.scales.ctypes.data + 4 * token, given.corrections.ctypes.data + 4 * (row + number)
+            output = given.found.ctypes.data + 4 * (rows * token + row + number)
+            if token + SIDE <= tokens and number + SIDE <= count:
+                amx.write_turned(sums, scales, less, output, 4 * rows)
+            else:
+                for one in range(min(SIDE, tokens - token)):
+                    for other in range(min(SIDE, count - number)):
+                        total = read_real(sums + 4 * (STRIP * other + one)) - read_real(less + 4 * other)
+                        write_real(output + 4 * (rows * one + other), read_real(scales + 4 * one) * total)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def quantised(matrix: Value, code: Value, given: Value, scratch: Value, first: Value, last: Value) -> None:
+    """Rows `first` to `last` of a matrix of 8 or 4 bits times all tokens, into `given.found`."""
+    amx.configure(scratch.settings.ctypes.data)
+    groups, integers = matrix.blocks // 2, scratch.integers.ctypes.data
+    half = REGISTER * matrix.blocks  # bytes of 16 tokens
+    for row in range(first, last, ROWS):
+        count = min(ROWS, last - row)
+        strips = (count + STRIP - 1) // STRIP
+        _begin(matrix, code, row, count, scratch, given.pairs)
+        for start in range(0, groups, _PIECE):
+            end = min(start + _PIECE, groups)
+            _write_bytes(matrix, code, row, count, 2 * start, 2 * end, scratch)
+            for square in range(given.pairs * strips):
+                pair, strip = square // strips, square % strips
+                sums = scratch.sums.ctypes.data + 4 * STRIP * STRIP * (given.pairs * strip + pair)
+                for group in range(start, end):
+                    weights = scratch.dense.ctypes.data + 4 * REGISTER * ((end - start) * strip + group - start)
+                    tokens = given.place + 2 * half * pair + 2 * REGISTER * group
+                    amx.clear_sums()
+                    amx.multiply_bytes(weights, tokens, tokens + half)
+                    amx.multiply_bytes(weights + 2 * REGISTER, tokens + REGISTER, tokens + half + REGISTER)
+                    amx.write_registers(integers)
+                    amx.add_square(integers, sums, scratch.scales.ctypes.data + 4 * STRIP * (groups * strip + group))
+        _finish(given, row, count, scratch)
+    amx.release()
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def bfloats(matrix: Value, code: Value, given: Value, scratch: Value, first: Value, last: Value) -> None:
+    """Rows `first` to `last` of a bfloat16 matrix times all tokens, into `given.found`."""
+    amx.configure(scratch.settings.ctypes.data)
+    groups, half = matrix.blocks // 2, 2 * REGISTER * matrix.blocks  # bytes of 16 tokens
+    for row in range(first, last, ROWS):
+        count = min(ROWS, last - row)
+        strips = (count + STRIP - 1) // STRIP
+        _begin(matrix, code, row, count, scratch, given.pairs)
+        for start in range(0, groups, _PIECE):
+            steps = 4 * (min(start + _PIECE, groups) - start)
+            _write_halves(matrix, code, row, count, 2 * start, 2 * start + steps // 2, scratch)
+            for square in range(given.pairs * strips):
+                pair, strip = square // strips, square % strips
+                sums = scratch.sums.ctypes.data + 4 * STRIP * STRIP * (given.pairs * strip + pair)
+                amx.read_registers(sums)
+                for step in range(steps):
+                    weights = scratch.dense.ctypes.data + 2 * REGISTER * (steps * strip + step)
+                    tokens = given.place + 2 * half * pair + REGISTER * (4 * start + step)
+                    amx.multiply_halves(weights, tokens, tokens + half)
+                amx.write_registers(sums)
+        _finish(given, row, count, scratch)
+    amx.release()

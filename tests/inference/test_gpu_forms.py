@@ -1,0 +1,197 @@
+"""Forms of layers on CUDA devices, without such a device: the kernel in Triton's interpreter, the choice with
+pretended times and a pretended device, torch's 2:4 layout on the CPU."""
+
+import copy
+import importlib
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.sparse import _semi_structured_conversions as layout
+
+import iobs
+from iobs.errors import ProblemError
+from iobs.inference import choices, gpu
+from iobs.inference.gpu import BitmaskLinear, is_two_four, no_two_four
+
+AMPERE = (8, 0)
+
+
+@pytest.fixture
+def interpreted():
+    """The kernel, run by Triton's interpreter on the CPU (tests/conftest.py)."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if os.environ["TRITON_INTERPRET"] != "1":
+        pytest.skip("TRITON_INTERPRET is not 1")
+    return importlib.import_module("iobs.inference.bitmask_triton")
+
+
+def sparse(rows, columns, dtype=torch.float32, bias=True):
+    torch.manual_seed(0)
+    layer = nn.Linear(columns, rows, bias=bias).to(dtype)
+    layer.weight.data[torch.rand(rows, columns) < 0.6] = 0
+    layer.weight.data[rows // 2] = 0
+    return layer
+
+
+def two_four(rows, columns, dtype=torch.bfloat16):
+    layer = sparse(rows, columns, dtype)
+    weight = torch.randn(rows, columns).to(dtype)
+    least = weight.view(rows, -1, 4).abs().argsort(2)[..., :2]
+    layer.weight.data = weight.view(rows, -1, 4).scatter(2, least, 0).view(rows, columns)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (6, 64), (5, 129), (4, 1024), (3, 1100)])
+def test_triton_kernel_equals_the_plain_form(interpreted, dtype, shape):
+    layer = sparse(*shape, dtype=dtype, bias=False)
+    form = BitmaskLinear(layer)
+    for tokens in (1, 3):
+        given = torch.randn(tokens, shape[1]).to(dtype)
+        wanted = given.double() @ layer.weight.double().t()
+        found = interpreted.multiply(form.mask, form.values, form.starts, given)
+        assert found.dtype == dtype
+        assert (found.double() - wanted).abs().max() <= torch.finfo(dtype).eps * (1 + wanted.abs().max())
+
+
+def test_triton_kernel_reads_every_bit_of_a_word(interpreted):
+    layer = nn.Linear(64, 2, bias=False)
+    layer.weight.data[1] = 0
+    form, given = BitmaskLinear(layer), torch.randn(1, 64)
+    torch.testing.assert_close(form(given), given @ layer.weight.t())
+
+
+def test_few_tokens_of_a_bitmask_layer_take_the_kernel(interpreted, monkeypatch):
+    layer, calls, multiply = sparse(20, 70), [], interpreted.multiply
+    form = BitmaskLinear(layer)
+    monkeypatch.setattr(interpreted, "multiply", lambda *given: calls.append(1) or multiply(*given))
+    torch.testing.assert_close(form(torch.ones(1, 2, 70)), layer(torch.ones(1, 2, 70)))
+    assert calls == [1]
+    torch.testing.assert_close(form(torch.ones(9, 70)), layer(torch.ones(9, 70)))
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (5, 129), (40, 320)])
+def test_bitmask_layer_holds_the_dense_weight(shape):
+    layer = sparse(*shape)
+    form = BitmaskLinear(layer)
+    assert torch.equal(form.weight, layer.weight)
+    assert torch.equal(form(torch.ones(9, shape[1])), layer(torch.ones(9, shape[1])))
+    assert form(torch.ones(0, shape[1])).shape == (0, shape[0])
+
+
+def test_copies_and_state_dicts_of_a_bitmask_layer_keep_the_weight():
+    form = BitmaskLinear(sparse(8, 40))
+    other = copy.deepcopy(form)
+    other.mask.zero_()
+    other.load_state_dict(form.state_dict())
+    assert torch.equal(other.weight, form.weight)
+
+
+def test_two_four_is_at_most_two_of_each_four():
+    weight = two_four(8, 16).weight.detach().clone()
+    assert is_two_four(weight)
+    assert is_two_four(torch.zeros(2, 8))
+    weight[3, 4:7] = 1
+    assert not is_two_four(weight)
+    assert not is_two_four(torch.zeros(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype", "capability", "reason"),
+    [
+        (32, 64, torch.bfloat16, AMPERE, None),
+        (64, 128, torch.float16, (9, 0), None),
+        (32, 64, torch.bfloat16, (7, 5), "8.0"),
+        (32, 64, torch.float32, AMPERE, "bfloat16"),
+        (48, 64, torch.bfloat16, AMPERE, "48 x 64"),
+        (32, 32, torch.bfloat16, AMPERE, "32 x 32"),
+    ],
+)
+def test_layers_without_a_product_of_torch_have_a_reason(rows, columns, dtype, capability, reason):
+    found = no_two_four(torch.zeros(rows, columns, dtype=dtype), capability)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (96, 320)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torch_compresses_the_accepted_layers_without_loss(shape, dtype):
+    weight = two_four(*shape, dtype=dtype).weight.detach()
+    assert no_two_four(weight, AMPERE) is None
+    values, places = layout.sparse_semi_structured_from_dense_cutlass(weight)
+    assert values.numel() + places.numel() * places.element_size() // values.element_size() == (
+        gpu.bytes_of(nn.Identity(), "2:4", weight) // weight.element_size()
+    )
+    assert torch.equal(layout.sparse_semi_structured_to_dense_cutlass(values, places), weight)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Pretend that the model is on a CUDA device, and that each form takes the named seconds."""
+    seconds = {"dense": 1.0}
+    monkeypatch.setattr(choices, "_require", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: AMPERE)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(choices, "_best_seconds", lambda calls: {name: seconds.get(name, 9.0) for name in calls})
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    return seconds
+
+
+def network(dtype=torch.bfloat16):
+    return nn.Sequential(two_four(128, 256, dtype), nn.ReLU(), two_four(256, 128, dtype)).eval()
+
+
+def test_fastest_form_on_a_device_replaces_the_layer(device, monkeypatch):
+    made = []
+    monkeypatch.setattr(gpu, "semi_structured", lambda layer: made.append(layer) or copy.deepcopy(layer))
+    device["2:4"] = 0.5
+    model = network()
+    first, given = model[0], torch.randn(3, 256).bfloat16()
+    before = model(given)
+    found = iobs.accelerate(model)
+    assert found.level == "cuda"
+    assert [one.format for one in found.choices] == ["2:4", "2:4"]
+    assert model[0] is not first
+    assert any(one is first for one in made)
+    assert torch.equal(model(given), before)
+    assert found.bytes_after / found.bytes_before == 9 / 16
+    assert "128 x 256, 50% zeros: 2:4, 1000.000 -> 500.000 ms" in str(found)
+    assert "pip install triton" in str(found)
+
+
+def test_dense_layer_stays_where_it_is_faster_and_forms_that_fail_are_noted(device):
+    model = network()
+    first = model[0]
+    found = iobs.accelerate(model)  # torch refuses a 2:4 tensor on the CPU: so does a build without its kernels
+    assert model[0] is first
+    assert {one.format for one in found.choices} == {"dense"}
+    assert any("2:4 does not run here" in note and "CUDA" in note for note in found.notes)
+
+
+def test_a_bitmask_is_chosen_where_triton_is_there(device, interpreted, monkeypatch):
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
+    device["bitmask"] = 0.5
+    model = nn.Sequential(sparse(128, 256), nn.Tanh(), sparse(100, 128)).eval()
+    before = model(torch.ones(1, 256))
+    found = iobs.accelerate(model)
+    assert [type(one) for one in model] == [BitmaskLinear, nn.Tanh, nn.Linear]  # the last layer is too small
+    assert found.bytes_after < 0.6 * found.bytes_before
+    torch.testing.assert_close(model(torch.ones(1, 256)), before)
+
+
+def test_float32_layers_are_noted(device):
+    assert any("model.to(torch.bfloat16)" in note for note in iobs.accelerate(network(torch.float32)).notes)
+
+
+def test_two_four_layers_on_the_cpu_are_noted():
+    assert any("CUDA devices" in note for note in iobs.accelerate(network(torch.float32), threads=1).notes)
+    assert not iobs.accelerate(nn.Linear(256, 128), threads=1).notes
+
+
+def test_a_model_on_two_devices_is_refused():
+    model = network()
+    model[0].to("meta")
+    with pytest.raises(ProblemError, match="one CUDA device"):
+        iobs.accelerate(model)
