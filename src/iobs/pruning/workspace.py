@@ -155,6 +155,7 @@ class Workspace:
                 self.request.seed,
                 lambda: self.chain,
                 self.callbacks.on_note,
+                self.store.dense_model,
             )
         for index in range(recipe.rounds.count):
             self.ranks.require_enough(self.portion(index))
@@ -207,6 +208,10 @@ class Workspace:
             halves = self.recipe.blocks is not None and self.recipe.blocks.halves
             self._chain = self.store.chain([*self.fit.batches, *self.heldout.batches], self.selection.layers, halves)
         return self._chain
+
+    def run_whole(self) -> None:
+        """Run the model as a whole, not along its blocks."""
+        self._chain = []
 
     def note(self, text: str) -> None:
         """Add a note to the report, and send it to the callbacks."""
