@@ -94,6 +94,25 @@ class StoredMatrix:
             found[mask] = tensors["levels"].float()[self._codes(mask, stored)]
         return self._scaled(found, first, last)
 
+    def rows_of(self, numbers: Tensor) -> Tensor:
+        """Some rows as float32, (count, columns).
+
+        Args:
+            numbers: int64 (count), numbers of rows.
+        """
+        wide = self.blocks * _BLOCK
+        if self.format == "bf16":
+            whole = self.tensors["values"][: 2 * self.rows * wide].view(torch.bfloat16).view(self.rows, wide)
+            return whole[numbers, : self.columns].float()
+        if self.format == "int8":
+            codes = self.tensors["values"][: self.rows * wide].view(torch.int8).view(self.rows, -1, GROUP)[numbers]
+            found = codes.float() * self.tensors["scales"][numbers].float()[..., None]
+            return found.view(len(numbers), wide)[:, : self.columns]
+        different, places = torch.unique(numbers, return_inverse=True)
+        if not len(different):
+            return torch.zeros(0, self.columns)
+        return torch.cat([self.to_dense(one, one + 1) for one in different.tolist()])[places]
+
     def _mask(self, first: int, last: int) -> Tensor:
         """The mask of some rows, (last - first, filled columns)."""
         words = self.tensors["mask"][first:last].contiguous().numpy().view(np.uint8)

@@ -14,6 +14,8 @@ They need a definite Hessian. Where it is singular, equal columns are merged fir
 time limit, they are (module `enumeration`). Otherwise coordinates that others can replace are branched on until the
 Hessian of what is left is definite (module `ties`).
 
+Where H is too large to store, coordinates that cannot be in a better support are left out first (module `components`).
+
 These bounds are tight with many more samples than columns, and useless near n = d, where c fits all samples. A gap that
 they do not close early is bounded by tangents within a box (module `tangents`), for any convex quadratic. All
 comparisons allow for a rounding margin, which is reported.
@@ -24,12 +26,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import ProblemError
+from iobs.optimize.bounds.components import screened
 from iobs.optimize.bounds.enumeration import enumerable, enumerate_supports
 from iobs.optimize.bounds.relaxation import Node, QuadraticArrays
 from iobs.optimize.bounds.tangents import Boxes
@@ -37,7 +40,8 @@ from iobs.optimize.bounds.ties import split_ties
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
-from iobs.optimize.problem import Problem, require_storable
+from iobs.optimize.objectives.linear import LeastSquares
+from iobs.optimize.problem import DENSE_LIMIT, Problem, require_storable
 from iobs.optimize.refit.fit import Fit
 from iobs.optimize.refit.newton import refit
 from iobs.optimize.search import auto
@@ -113,14 +117,16 @@ def certify(
         seed: random seed of the search for a first support.
 
     Raises:
-        ProblemError: f is not quadratic, or too large to store H; `fit` is not a `Fit` of at most k coordinates.
+        ProblemError: f is not quadratic; above 4,096 coordinates f is no least squares, has forced coordinates, or the
+            time is too short to see all columns; `fit` is not a `Fit` of at most k coordinates.
         NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
     """
     if isinstance(objective, Quadratic):
         objective = QuadraticObjective.of(objective)
     if not objective.quadratic:
         raise ProblemError("Branch and bound needs a quadratic objective; others are known to be 1-swap optimal only.")
-    require_storable("Branch and bound stores H", objective.dimension)
+    if not isinstance(objective, LeastSquares):
+        require_storable("Branch and bound stores H", objective.dimension)
     begun = time.perf_counter()
     problem = Problem(objective, k, rng=np.random.default_rng(seed))
     if fit is None:
@@ -129,6 +135,8 @@ def certify(
         raise ProblemError(f"fit must be an iobs.optimize.refit.Fit, got {type(fit).__name__}; give refit(f, support).")
     if np.setdiff1d(fit.support, problem.forced).size > k:
         raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
+    if objective.dimension > DENSE_LIMIT:
+        return _certify_screened(problem, fit, _Limits(gap, begun, seconds, max_nodes))
     search = _Search(QuadraticArrays(problem), fit, _Limits(gap, begun, seconds, max_nodes))
     search.begin()
     if search.singular:
@@ -141,6 +149,35 @@ def certify(
     lower, margin = _bound_in_boxes(search.quadratic, found, begun + 0.9 * seconds)
     search.raise_bound(lower, margin)
     return search.run(1.0)
+
+
+def _certify_screened(problem: Problem, fit: Fit, limits: _Limits) -> Certificate:
+    """The certificate of a problem whose H is too large to store, by what a screening of its components leaves."""
+    found = screened(problem, fit.value, limits.begun + 0.7 * limits.seconds)
+    left = np.union1d(found.coordinates, fit.support).astype(np.int64)
+    told = f"screening of {found.components:,} components left {left.size:,} of {problem.dimension:,} coordinates"
+    if left.size > _BOX_LIMIT:
+        reason = f"{told}, and at most {_BOX_LIMIT:,} can be searched"
+        lower, margin = found.lower, 1e-9 * abs(problem.at_zero[0])
+        difference = fit.value - lower
+        gap, explained = difference / max(abs(fit.value), 1e-300), max(abs(problem.at_zero[0] - fit.value), 1e-300)
+        message = f"gap {gap:.3g} not closed: at least {lower:.6g}, at most {fit.value:.6g}: {reason}"
+        share, used, closed = difference / explained, limits.elapsed(), gap <= limits.gap
+        return Certificate(lower, fit.value, gap, share, fit, 0, used, closed, margin, message, reason)
+    part = refit(problem.objective.restricted(left), np.searchsorted(left, fit.support).astype(np.int64))
+    seconds = max(0.0, limits.seconds - limits.elapsed())
+    inner = certify(
+        problem.objective.restricted(left), problem.size, fit=part, gap=limits.gap, seconds=seconds,
+        max_nodes=limits.max_nodes,
+    )  # fmt: skip
+    whole = refit(problem.objective, left[inner.fit.support])
+    return replace(
+        inner,
+        fit=whole,
+        seconds=limits.elapsed(),
+        message=f"{inner.message}; {told}",
+        reason=f"{inner.reason}; {told}",
+    )
 
 
 def _bound_in_boxes(quadratic: QuadraticArrays, found: Certificate, deadline: float) -> tuple[float, float]:

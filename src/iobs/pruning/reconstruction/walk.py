@@ -16,7 +16,7 @@ from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.callbacks import Callback
-from iobs.pruning.decisions.learning_rate import boldest, try_rates
+from iobs.pruning.decisions.learning_rate import try_rates
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.recipe import BlockFit
@@ -24,6 +24,7 @@ from iobs.pruning.reconstruction.fitting import Fit, Streams, Window
 from iobs.pruning.reconstruction.growth import growing, next_start
 from iobs.pruning.reconstruction.network_steps import NetworkSteps, StepCheckpoint
 from iobs.pruning.reconstruction.parameters import Masters, fitted_names
+from iobs.pruning.reconstruction.rates import useful_rate
 from iobs.pruning.report import JsonObject
 from iobs.pruning.workspace import Workspace
 
@@ -173,7 +174,7 @@ class Walk:
         return float(found["rate"])
 
     def _network_trials(self, steps: NetworkSteps, before: float) -> JsonObject:
-        """The largest rate with about the least held-out loss after a few steps of the whole network."""
+        """The largest rate with about the best gain of held-out loss in a few steps of the whole network."""
         count = network_trial_steps(self.fit)
 
         def trial(rate: float) -> float:
@@ -186,8 +187,7 @@ class Walk:
 
         tried = try_rates(trial, NETWORK_RATES, before)
         steps.undo()
-        best = boldest({("adam", rate): loss for rate, loss in tried.items()})
-        rate = NETWORK_RATES[0] if best is None else best[1]
+        rate = useful_rate(tried, before) or NETWORK_RATES[0]
         text = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in tried.items())
         return {"rate": rate, "text": f"held-out loss {before:.4g}, trials {text}"}
 
@@ -312,8 +312,8 @@ class Walk:
     def _masters(self, stages: range, outside: Sequence[str] = (), final: bool = True) -> Masters:
         """The masters of some blocks and of vectors outside them; with final patterns values stay on their grids."""
         work, model = self.work, self.work.store.model
-        paths = [self.sweep.chain[stage].path for stage in stages]
-        names, masks = fitted_names(model, work.selection.layers, paths, work.frozen)
+        blocks = [self.sweep.chain[stage] for stage in stages]
+        names, masks = fitted_names(model, work.selection.layers, blocks, work.frozen)
         rounding = None
         if final:
             own = {layer: self.projection.patterns[layer] for layer in work.selection.layers if layer.key in masks}
@@ -343,7 +343,7 @@ class Walk:
         return self.rates[on_grids]
 
     def _trials(self, fit: Fit) -> JsonObject:
-        """The largest rate with about the least held-out loss after a short fit, which is undone."""
+        """The largest rate with about the best gain of held-out loss in a short fit, which is undone."""
         steps = trial_steps(self.fit)
 
         def trial(rate: float) -> float:
@@ -355,9 +355,8 @@ class Walk:
         before = fit.loss()
         tried = try_rates(trial, RATES, before)
         fit.undo()
-        best = boldest({("adam", rate): loss for rate, loss in tried.items()})
         text = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in tried.items())
         return {
-            "rate": RATES[0] if best is None else best[1],
+            "rate": useful_rate(tried, before) or RATES[0],
             "text": f"held-out loss {before:.4g}, after trials {text}",
         }
