@@ -33,6 +33,7 @@ from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 from iobs.pruning.structured import Asked, prune_units
+from iobs.pruning.whole.run import prune_whole
 from iobs.pruning.workspace import Request, Workspace
 
 
@@ -102,7 +103,8 @@ def prune(
         request_of_units = Asked(wanted, units, include, ignore, holdout, seed, checkpoint)
         require_numbers(holdout, seed)
         with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
-            return prune_units(store, store.collected(data), request_of_units, Callbacks([*heard, *bar]))
+            chosen_run = prune_units if wanted.units == "auto" else prune_whole
+            return chosen_run(store, store.collected(data), request_of_units, Callbacks([*heard, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     store.require_possible(chosen)
     require_whole(wanted, store.whole)
