@@ -4,16 +4,20 @@
 
 Weights are random and pruned by magnitude: speed does not depend on their values. One thread, processor time, all forms
 in turn, medians. "torch" is the faster of float32 and bfloat16. Text: one prompt token and 16 new tokens. "modules" is
-transformers' generate after `iobs.accelerate`; "one call" is a compiled call for each token (`iobs run`).
+transformers' generate after `iobs.accelerate`; "one call" is a compiled call for each token (`iobs run`). Prompts: 128
+tokens; OpenVINO, where it is installed, has the same weights in int8 and keeps its defaults.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +32,7 @@ from iobs.inference.product import Product
 SIZE, REPETITIONS = 4096, 15
 SPARSITIES = (0.5, 0.7, 0.9)
 NEW_TOKENS, TEXT_REPETITIONS = 16, 3
+PROMPT, PROMPT_REPETITIONS = 128, 9
 LLAMA = {
     "hidden_size": 1280,
     "intermediate_size": 3072,
@@ -54,16 +59,18 @@ def pruned(weight: Tensor, sparsity: float) -> Tensor:
 
 
 @torch.no_grad()
-def medians(calls: Mapping[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
-    """Median processor seconds of this thread for each call, with all calls in turn."""
+def medians(
+    calls: Mapping[str, Callable[[], Any]], repetitions: int, clock: Callable[[], float] = time.thread_time
+) -> dict[str, float]:
+    """Median processor seconds of each call, of this thread or by another clock, with all calls in turn."""
     for call in calls.values():
         call()
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repetitions):
         for name, call in calls.items():
-            start = time.thread_time()
+            start = clock()
             call()
-            found[name].append(time.thread_time() - start)
+            found[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in found.items()}
 
 
@@ -138,6 +145,52 @@ def texts(rows: Rows, sparsities: tuple[float, ...]) -> None:
             )
 
 
+def prompts(rows: Rows, sparsities: tuple[float, ...]) -> None:
+    """A long prompt of the Llama by all forms, in turn."""
+    from iobs.inference.decoder import Decoder
+
+    names = [f"{how} {precision}" for how in ("modules", "one call") for precision in ("bf16", "int8", "int4")]
+    ids = [3 + 37 * place % 500 for place in range(PROMPT)]
+    prompt = torch.tensor([ids])
+    settings: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+    for sparsity in sparsities:
+        if all(rows.has(part="prompt", name=name, sparsity=sparsity, tokens=PROMPT) for name in names):
+            continue
+        dense = network(sparsity)
+        wanted = dense(prompt, **settings).logits[0, -1]
+        models = {"torch float32": dense, "torch bfloat16": copy.deepcopy(dense).bfloat16()}
+        calls: dict[str, Callable[[], Any]] = {
+            name: (lambda model=model: model(prompt, **settings).logits[0, -1]) for name, model in models.items()
+        }
+        for precision in ("bf16", "int8", "int4"):
+            model = copy.deepcopy(dense)
+            iobs.accelerate(model, precision=precision, threads=1)  # type: ignore[arg-type]
+            decoder = Decoder(model, 2 * PROMPT, "bf16" if precision == "bf16" else "int8")
+            calls[f"modules {precision}"] = lambda model=model: model(prompt, **settings).logits[0, -1]
+            calls[f"one call {precision}"] = lambda one=decoder: torch.from_numpy(one._prefill(prompt)[2])
+        with tempfile.TemporaryDirectory() as place:
+            if importlib.util.find_spec("openvino") and importlib.util.find_spec("nncf"):
+                from peers_forms import OpenVINO, write_openvino
+
+                write_openvino(dense, Path(place) / "model", 8)
+                peer = OpenVINO(Path(place) / "model", 1)
+                calls["OpenVINO int8"] = partial(fed, peer, ids)
+            errors = {name: float((call().float() - wanted).norm() / wanted.norm()) for name, call in calls.items()}
+            seconds = medians(calls, PROMPT_REPETITIONS, time.process_time)
+        base = min(seconds["torch float32"], seconds["torch bfloat16"])
+        for name, one in seconds.items():
+            rows.put(
+                {"part": "prompt", "name": name, "sparsity": sparsity, "tokens": PROMPT, "ratio": base / one}
+                | {"tokens_per_second": PROMPT / one, "error": errors[name], "processor_seconds": one, **stamp(0)}
+            )
+
+
+def fed(peer: Any, ids: list[int]) -> Tensor:
+    """Logits of another runtime after a prompt."""
+    peer.reset()
+    return torch.from_numpy(peer.feed(ids).copy())
+
+
 def tokens_of(model: nn.Module, prompt: Tensor, form: Any) -> list[int]:
     """New tokens, with one compiled call for each."""
     return list(generated(model, prompt, NEW_TOKENS, form=form))
@@ -173,6 +226,15 @@ def tables(rows: list[Row]) -> str:
             f"| {row['name']} | {row['sparsity']:.0%} | {row['tokens_per_second']:.1f} | {row['ratio']:.2f} "
             f"| {target} | {row['megabytes']:.0f} | {row['error']:.1e} |"
         ]
+    found = [row for row in rows if row["part"] == "prompt"]
+    if found:
+        text += ["", f"## A prompt of {PROMPT} tokens for this Llama", ""]
+        text += ["| form | zeros | tokens/s | time of torch / time | error of logits |", "|---|---|---|---|---|"]
+    for row in found:
+        text += [
+            f"| {row['name']} | {row['sparsity']:.0%} | {row['tokens_per_second']:.0f} | {row['ratio']:.2f} "
+            f"| {row['error']:.1e} |"
+        ]
     return "\n".join(text)
 
 
@@ -184,6 +246,7 @@ def main() -> None:
     if not options.quick:
         products(rows, 16)
         texts(rows, SPARSITIES)
+        prompts(rows, (0.5, 0.9))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ MODULES = {
         "cost",
         "algorithm",
         "structured",
+        "whole",
         "driver",
     ],
     "optimize": [

@@ -159,6 +159,25 @@ def test_prune_to_a_budget_of_bits(run, tmp_path):
     assert "--bits-per-weight" in refused
 
 
+def test_dry_run_of_a_budget_shows_what_the_run_chooses(run, tmp_path):
+    shown = run("prune", "-o", tmp_path / "out", "--bits-per-weight", "3", "--dry-run", *QUICK).output
+    assert shown.count("chosen") == 2
+    assert "at most" in shown
+    assert "even division" not in shown
+    shown = run("prune", "-o", tmp_path / "out", "--bits", "4", "--dry-run", *QUICK).output
+    assert "bits a weight" in shown
+    assert "4.1" in shown or "4.2" in shown
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_budget_of_bits_with_one_block_in_memory_is_refused_first(run, tmp_path, dry):
+    options = "--bits-per-weight", "3", "--low-memory", *dry
+    message = one_error(run("prune", "-o", tmp_path / "out", *options, *QUICK, code=2))
+    assert "budget of bits" in message
+    assert "--bits 3" in message
+    assert not (tmp_path / "out").exists()
+
+
 def test_bits_are_given_once(run, tmp_path):
     assert "has bits already" in run(
         "prune", "-o", tmp_path / "out", "--pattern", "int4", "--bits", "3", *QUICK, code=2

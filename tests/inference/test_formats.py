@@ -35,6 +35,14 @@ def test_a_part_of_the_rows_equals_those_rows_of_the_whole(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_rows_by_number_equal_those_rows_of_the_whole(name):
+    matrix = store(sparse(9, 200), name)
+    numbers = torch.tensor([3, 8, 3, 0])
+    assert torch.equal(matrix.rows_of(numbers), matrix.to_dense()[numbers])
+    assert matrix.rows_of(numbers[:0]).shape == (0, 200)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_rows_without_entries_stay_empty(name):
     weight = sparse(4, 130)
     weight[[0, 2, 3]] = 0

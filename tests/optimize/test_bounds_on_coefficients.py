@@ -10,7 +10,7 @@ from scipy.optimize import lsq_linear
 from scipy.optimize import minimize as scipy_minimize
 from sparse_problems import correlated_design, sparse_signal
 
-from iobs import SparseClassifier, SparseCox, SparseRegressor, minimize
+from iobs import SparseClassifier, SparseCox, SparseMultiTaskRegressor, SparseRegressor, minimize
 from iobs.errors import ProblemError
 from iobs.optimize.objectives.families import Logistic, Poisson
 from iobs.optimize.objectives.linear import LeastSquares
@@ -167,9 +167,44 @@ def test_classifier_and_cox_hold_their_bounds():
     assert SparseCox(3, upper=0).fit(design, times).coef_.max() <= 0
 
 
-def test_bounds_with_groups_or_several_classes_are_refused():
+@pytest.mark.parametrize(("lower", "upper"), [(0, None), (-0.3, 0.4)])
+def test_groups_within_bounds_are_the_best_of_all(lower, upper):
+    labels = np.array([0, 0, 0, 1, 1, 2, 3, 3, 4, 4, 5, 5])
+    for seed in range(5):
+        design, y, _ = _data(20 + seed, n=80, d=12)
+        model = SparseRegressor(2, groups=labels, lower=lower, upper=upper).fit(design, y)
+        low, high = -np.inf if lower is None else lower, np.inf if upper is None else upper
+        centred, answers = design - design.mean(axis=0), y - y.mean()
+        values = [
+            _by_lsq_linear(centred, answers, np.flatnonzero(np.isin(labels, pair)), low, high)[0]
+            for pair in itertools.combinations(range(6), 2)
+        ]
+        assert model.path_[0]["loss"] == pytest.approx(min(values), rel=1e-8)
+        assert model.coef_.min() >= low - 1e-12
+        assert model.coef_.max() <= high + 1e-12
+        assert np.unique(labels[model.support_]).size <= 2
+
+
+def test_several_responses_hold_the_bounds_of_their_features():
+    design, y, rng = _data(31, n=100, d=6)
+    responses = np.column_stack([y, -y + 0.3 * rng.standard_normal(100)])
+    lower, upper = np.full(6, -0.2), np.full(6, 0.5)
+    lower[2], upper[2] = 0.0, np.inf
+    model = SparseMultiTaskRegressor(2, lower=lower, upper=upper).fit(design, responses)
+    assert (model.coef_ >= lower - 1e-12).all()
+    assert (model.coef_ <= upper + 1e-12).all()
+    centred = design - design.mean(axis=0)
+    best = min(
+        sum(
+            lsq_linear(centred[:, pair], each - each.mean(), (lower[list(pair)], upper[list(pair)])).cost
+            for each in responses.T
+        )
+        for pair in itertools.combinations(range(6), 2)
+    )
+    assert model.path_[0]["loss"] == pytest.approx(best, rel=1e-8)
+
+
+def test_bounds_without_a_meaning_are_refused_with_the_reason():
     design, y, _ = _data(13)
-    with pytest.raises(ProblemError, match="groups"):
-        SparseRegressor(2, groups=[0, 0, 1, 1, 2, 2, 3], lower=0).fit(design, y)
-    with pytest.raises(ProblemError, match="classes"):
+    with pytest.raises(ProblemError, match="changes no probability"):
         SparseClassifier(2, lower=0).fit(design, np.digitize(y, [-1, 1]))

@@ -153,6 +153,44 @@ def test_coefficients_stay_within_the_bounds(tmp_path, rng):
     assert "at a bound, so without a standard error: a" in shown
 
 
+def test_whole_categories_hold_their_bounds(tmp_path, rng):
+    town = rng.choice(["A", "B", "C"], 200)
+    size = rng.standard_normal(200)
+    y = size - 2.0 * (town == "B") + 1.5 * (town == "C") + 0.1 * rng.standard_normal(200)
+    file = tmp_path / "towns.csv"
+    lines = [f"{y[i]},{size[i]},{town[i]}" for i in range(200)]
+    file.write_text("\n".join(["y,size,town", *lines]) + "\n")
+    model = json.loads(_run("solve", file, "-k", 2, "--whole-categories", "--lower", "-1", "--json"))
+    found = {row["name"]: row["coefficient"] for row in model["features"]}
+    assert found["town=B"] == -1
+    assert found["town=C"] > 0
+    assert found["size"] == pytest.approx(1, abs=0.3)
+
+
+def test_cox_with_interactions_finds_the_product_and_predicts(tmp_path, rng):
+    X = rng.standard_normal((400, 4))
+    margin = 0.8 * X[:, 0] - 0.7 * X[:, 1] + 0.9 * X[:, 0] * X[:, 1]
+    event, censored = rng.exponential(np.exp(-margin)), rng.exponential(3.0, 400)
+    file, output = tmp_path / "times.csv", tmp_path / "model.json"
+    rows = np.column_stack([X, np.minimum(event, censored), event <= censored])
+    with file.open("w", newline="", encoding="utf8") as out:
+        csv.writer(out).writerows([["a", "b", "c", "d", "time", "status"], *rows.tolist()])
+    settings = ["--family", "cox", "--target", "time", "--status", "status", "--interactions", "strong"]
+    _run("solve", file, *settings, "-k", 3, "-o", output)
+    model = json.loads(output.read_text())
+    found = {row["name"]: row["coefficient"] for row in model["features"]}
+    assert set(found) == {"a", "b", "a:b"}
+    design = np.column_stack([X[:, 0], X[:, 1], X[:, 0] * X[:, 1]])
+    exact = SparseCox(3).fit(design, rows[:, 4:]).coef_
+    assert [found["a"], found["b"], found["a:b"]] == pytest.approx(exact, abs=1e-6)
+    predicted = list(csv.DictReader(io.StringIO(_run("predict", output, file))))
+    ratios = np.array([float(next(iter(row.values()))) for row in predicted])
+    expected = design @ exact
+    np.testing.assert_allclose(ratios, expected - expected.mean(), atol=1e-5)
+    with pytest.raises(DataError, match="give a number"):
+        _run("solve", file, *settings, "-k", "bic")
+
+
 @pytest.mark.parametrize("choice", ["cv", "ebic"])
 def test_chosen_k_respects_the_bounds(tmp_path, rng, choice):
     model = json.loads(_run("solve", _line(tmp_path, rng), "-k", choice, "--lower", "b=-1", "--json"))
@@ -168,7 +206,6 @@ def test_wrong_bounds_are_refused(tmp_path, rng):
         (["--upper", "a=-1"], "at least 0"),
         (["--upper", "z=1"], "no column 'z'"),
         (["--lower", "a=low"], "needs a number"),
-        (["--non-negative", "--whole-categories"], "whole-categories"),
     ]:
         with pytest.raises(DataError, match=said):
             _run("solve", file, "-k", 2, *options)

@@ -190,7 +190,7 @@ def test_command_line_refuses_what_does_not_go_with_interactions(tmp_path, rng):
     for options, said in [
         (["--interactions", "none"], "strong or weak"),
         (["--interactions", "strong", "--non-negative"], "no bounds"),
-        (["--interactions", "weak", "--whole-categories"], "no groups"),
+        (["--interactions", "weak", "--whole-categories"], "no --whole-categories"),
         (["--interactions", "strong", "--force", "size:age"], "no column 'size:age'"),
     ]:
         with pytest.raises(DataError, match=said):

@@ -2,6 +2,7 @@
 
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 from solver_problems import random_problem
@@ -11,6 +12,7 @@ from iobs.errors import DampingWarning, NotPositiveDefiniteError, PatternError, 
 from iobs.solvers import solve_many
 from iobs.solvers.families import GROUP_SOLVERS
 from iobs.solvers.grouped.exchange import Tableau
+from iobs.solvers.grouped.proof import lower_bounds
 from iobs.solvers.grouped.removal import removal_path
 from iobs.solvers.grouped.system import GroupSystem, refitted
 
@@ -104,6 +106,40 @@ def test_proved_groups_equal_enumeration(solver, seed, pattern):
     solution = iobs.solve(problem, pattern, solver)
     assert solution.stats["proved"]
     assert float(solution.loss.sum()) == pytest.approx(enumerated(problem, pattern), rel=1e-9)
+
+
+def costs_of(system, sets):
+    """Twice the loss that removing each set of groups adds, one dense solve a set."""
+    size = system.shape[1]
+    found = []
+    for one in sets:
+        slots = [group * size + slot for group in one for slot in range(size)]
+        inverse, energy = system.inverse[slots][:, slots], system.energy[slots][:, slots]
+        found.append(float(torch.linalg.solve(inverse, energy).trace()))
+    return found
+
+
+@pytest.mark.parametrize("removed", [3, 5, 8])
+@pytest.mark.parametrize("coupling", [0.1, 2.0])
+def test_wide_groups_are_proved_by_bounds_of_sets(removed, coupling):
+    """Eleven groups of eight columns that cost nearly the same: no bound is above a cost, and the best set is found."""
+    generator = torch.Generator().manual_seed(removed)
+    inputs = torch.randn(400, 88, generator=generator, dtype=torch.float64)
+    inputs += coupling * torch.randn(400, 1, generator=generator, dtype=torch.float64)
+    problem = iobs.Quadratic.at(
+        torch.randn(20, 88, generator=generator, dtype=torch.float64), inputs.T @ inputs / len(inputs)
+    )
+    pattern = iobs.Groups(8, 11 - removed)
+    system = GroupSystem.of(problem, pattern.labels(88))
+    sets = [*combinations(range(11), removed)]
+    costs = torch.tensor(costs_of(system, sets), dtype=torch.float64)
+    bounds = torch.from_numpy(lower_bounds(system.inverse.numpy(), system.energy.numpy(), 8, np.array(sets)))
+    assert bool((bounds <= costs * (1 + 1e-9)).all())
+    assert float((bounds / costs).min()) > 0.6
+    found = iobs.solve(problem, pattern, "exact")
+    lost = float((problem.loss(found.weight) - problem.loss(problem.centre())).sum())
+    assert found.stats["proved"]
+    assert lost == pytest.approx(float(costs.min()) / 2, rel=1e-8)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)

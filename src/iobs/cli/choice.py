@@ -85,6 +85,8 @@ def objective_of(
             offset=sides.offset,
             forced=always_in,
         )
+        if sides.interactions is not None:
+            return cox, Hierarchy(cox, columns_of_file(table), sides.interactions, frozenset(forced))
         return cox, None if members is None else CoordinateGroups(cox, members, always)
     choices: dict[str, Callable[..., Objective]] = {"squared": LeastSquares, "logistic": Logistic, **FAMILIES}
     objective = choices[loss](
@@ -126,14 +128,16 @@ def size_of(
         low, high = (None, None) if sides.bounds is None else (sides.bounds.lower, sides.bounds.upper)
         columns: _Columns = {**search, "groups": sides.labels, "lower": low, "upper": high}
         if sides.events is not None:
+            if sides.interactions is not None:
+                raise DataError(f"-k {k} cannot choose among interactions with the cox loss; give a number.")
             cox = SparseCox(choice, **columns)
             times = np.column_stack([table.y, sides.events])
             return int(cox.fit(table.X, times, sides.weights, offset=sides.offset).k_), cox
         if loss == "logistic":
-            if sides.offset is not None or sides.interactions is not None:
-                raise DataError(f"-k {k} cannot use an offset or interactions with the logistic loss; give a number.")
+            if sides.interactions is not None:
+                raise DataError(f"-k {k} cannot choose among interactions with the logistic loss; give a number.")
             chooser = SparseClassifier(choice, **columns)
-            return int(chooser.fit(table.X, table.y, sides.weights).k_), chooser
+            return int(chooser.fit(table.X, table.y, sides.weights, offset=sides.offset).k_), chooser
         kind = cast("Loss", loss)
         if sides.interactions is not None:
             products = SparseInteractions(choice, hierarchy=sides.interactions, loss=kind, **search)

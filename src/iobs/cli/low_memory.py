@@ -41,6 +41,7 @@ def prune_low_memory(
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
     from iobs.models.without_weights import without_weights
+    from iobs.pruning.allocation.bits import require_whole
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
     from iobs.report import summary_lines, write_report
@@ -49,6 +50,7 @@ def prune_low_memory(
     chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
     streams_place = place_named(streams)
     StreamedStore.require_streamable(recipe)
+    require_whole(options.pattern, False)
     directory = directory and str(expanded(directory))
     if directory is None or not Path(directory).is_dir():
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")

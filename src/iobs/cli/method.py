@@ -50,6 +50,11 @@ class Wanted:
         str | None, option("NAME", "Of structured:SHARE: times are those of torch (default) or onnx.")
     ] = None
 
+    units: Annotated[
+        str | None,
+        option("KIND", "Of structured:SHARE: auto (channels, neurons, heads; default), stream, blocks or experts."),
+    ] = None
+
     def parsed(self) -> Pattern | None:
         """The pattern that the options ask for, or None.
 
@@ -67,7 +72,7 @@ class Wanted:
                 told = "give it without --sparsity, --pattern and --bits"
                 raise typer.BadParameter(told, param_hint="--bits-per-weight")
             return Budget(self.bits_per_weight)
-        for name, value in (("of", self.of), ("runtime", self.runtime)):
+        for name, value in (("of", self.of), ("runtime", self.runtime), ("units", self.units)):
             if value is not None and not (text or "").startswith("structured"):
                 raise typer.BadParameter("it belongs to --pattern structured:SHARE", param_hint=f"--{name}")
             text = text if value is None else f"{text},{name}={value}"

@@ -278,29 +278,50 @@ def _run(
 def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool) -> None:
     from rich.table import Table
 
-    from iobs.pruning.allocation.counts import under_pattern
+    from iobs.core.budget import Budget
+    from iobs.core.grids import stored_bits
     from iobs.pruning.audit import asked_zeros
-    from iobs.pruning.recipe import as_allocation
 
-    table = Table(title=f"{request.pattern}: what would be pruned", title_justify="left", header_style="bold")
-    table.add_column("layer", overflow="fold")
-    table.add_column("shape", justify="right", no_wrap=True)
-    table.add_column("zeros", justify="right", no_wrap=True)
-    zeros = {layer: asked_zeros(pattern, layer.shape) for layer, pattern in request.patterns.items()}
+    patterns = request.patterns
+    zeros = {layer: asked_zeros(pattern, layer.shape) for layer, pattern in patterns.items()}
     if as_json:
         layers = [{"layer": one.name, "shape": one.shape, "zeros": count} for one, count in zeros.items()]
         dense = {name: str(reason) for name, reason in skipped.items()}
         console.print_json({"pattern": str(request.pattern), "layers": layers, "dense": dense})
         return
+    table = Table(title=f"{request.pattern}: what would be pruned", title_justify="left", header_style="bold")
+    table.add_column("layer", overflow="fold")
+    bits = {layer: stored_bits(pattern, layer.shape) for layer, pattern in patterns.items()}
+    names = ["shape", "zeros", *(["bits a weight"] if any(bits.values()) else [])]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
     for layer, count in zeros.items():
-        table.add_row(layer.name, " x ".join(map(str, layer.shape)), f"{count:,} of {layer.weights:,}")
+        own = bits[layer]
+        chosen = isinstance(patterns[layer], Budget)
+        cells = [" x ".join(map(str, layer.shape)), "chosen" if chosen else f"{count:,} of {layer.weights:,}"]
+        table.add_row(layer.name, *cells, *([f"{own / layer.weights:.3g}" if own else "-"] * (len(names) - 2)))
     out = console.output_console()
     out.print(table)
     for name, reason in skipped.items():
         out.print(f"left dense: {name} ({reason})")
-    allocation = under_pattern(as_allocation(request.recipe.allocation), request.pattern)
-    if allocation.criterion != "uniform" or request.recipe.network_solver is not None:
-        console.say("The zeros shown are those of an even division; the run moves zeros between layers.")
+    if about := _about_the_division(request):
+        console.say(about)
+
+
+def _about_the_division(request: Request) -> str:
+    """Sentence about the zeros that the run itself chooses; empty if it chooses none."""
+    from iobs.core.budget import Budget
+    from iobs.pruning.allocation.counts import under_pattern
+    from iobs.pruning.recipe import as_allocation
+
+    pattern = request.pattern
+    if isinstance(pattern, Budget):
+        weights = sum(layer.weights for layer, own in request.patterns.items() if isinstance(own, Budget))
+        size = pattern.bits_per_weight * weights / 8e6
+        return f"The run chooses zeros and bits of these layers; they take at most {size:.3g} MB with masks and scales."
+    allocation = under_pattern(as_allocation(request.recipe.allocation), pattern)
+    moved = allocation.criterion != "uniform" or request.recipe.network_solver is not None
+    return "The zeros shown are those of an even division; the run moves zeros between layers." if moved else ""
 
 
 def _show(report: Report, output: Path, as_json: bool) -> None:

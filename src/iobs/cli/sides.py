@@ -49,7 +49,7 @@ def sides_of(table: Table, columns: Columns, loss: str, limits: Limits) -> Sides
     Raises:
         DataError: an offset twice, or for more than two classes; an exposure that is not positive, or without a
             log link; interactions with options that do not go with them; a status that is not 0 and 1; bounds with
-            whole categories or more than two classes.
+            more than two classes.
     """
     weights = np.ones(len(table.y)) if columns.weight is None else table.aside[columns.weight]
     offset = None if columns.offset is None else table.aside[columns.offset]
@@ -66,9 +66,11 @@ def sides_of(table: Table, columns: Columns, loss: str, limits: Limits) -> Sides
     if events is not None and not (np.isin(events, (0, 1)).all() and events.any()):
         raise DataError(f"The status {columns.status!r} must be 0 or 1, with 1 at least once: the event happened.")
     bounds = limits.bounds(table)
-    if bounds is not None and (len(table.classes) > 2 or columns.whole_categories):
-        raise DataError("Bounds on coefficients need at most two classes, and no --whole-categories.")
-    kind = _hierarchy(table, columns, loss, limits)
+    if bounds is not None and len(table.classes) > 2:
+        raise DataError(
+            "Bounds on coefficients need at most two classes: a number added to those of all classes changes nothing."
+        )
+    kind = _hierarchy(table, columns, limits)
     name, labels = columns.exposure or columns.offset or "", _labels(table, columns)
     return Sides(weights, offset, name, columns.exposure is not None, labels, events, bounds, kind)
 
@@ -88,11 +90,11 @@ def with_interactions(table: Table) -> Table:
     return replace(table, X=with_products(table.X), names=[*names, *products])
 
 
-def _hierarchy(table: Table, columns: Columns, loss: str, limits: Limits) -> Kind | None:
+def _hierarchy(table: Table, columns: Columns, limits: Limits) -> Kind | None:
     if columns.interactions is None:
         return None
-    if columns.whole_categories or limits.given or len(table.classes) > 2 or loss == "cox":
-        raise DataError("--interactions needs a target that is no time, at most two classes, no bounds and no groups.")
+    if columns.whole_categories or limits.given or len(table.classes) > 2:
+        raise DataError("--interactions needs at most two classes, no bounds and no --whole-categories.")
     if columns.interactions == "strong":
         return "strong"
     if columns.interactions == "weak":

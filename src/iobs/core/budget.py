@@ -12,6 +12,7 @@ from iobs.core.patterns import Grid, Pattern, Unstructured
 from iobs.errors import PatternError, is_a
 
 BITS = (2, 3, 4, 8)
+_WHOLE = 16  # bits of a weight without a grid
 MOST = 0.9  # highest sparsity of a layer
 
 
@@ -36,6 +37,11 @@ class Budget:
     def __post_init__(self) -> None:
         if not is_a(Real, self.bits_per_weight) or not 0 < self.bits_per_weight < math.inf:
             raise PatternError(f"bits_per_weight must be a positive number such as 3.0, got {self.bits_per_weight!r}.")
+        if self.bits_per_weight > _WHOLE:
+            raise PatternError(
+                f"A budget of {self.bits_per_weight:g} bits a weight is more than weights of 16 bits have; a layer "
+                f"takes at most {max(BITS)} bits and its scales. Give less, such as 3.0."
+            )
         if not is_a(Integral, self.group) or self.group < 1:
             raise PatternError(f"group must be a whole number of at least 1, got {self.group!r}; 128 is usual.")
 

@@ -11,17 +11,19 @@ from iobs.errors import PatternError, is_a
 
 Cost = Literal["macs", "parameters", "latency"]
 Runtime = Literal["torch", "onnx"]
+Units = Literal["auto", "stream", "blocks", "experts"]
 
 
 @dataclass(frozen=True)
 class Structured:
-    """Whole units of a network are removed: channels, neurons and heads. The network becomes narrower.
+    """Whole units of a network are removed: channels, neurons and heads, or blocks, or experts.
 
     A pattern of `iobs.prune` only. For one layer see `iobs.Groups`.
 
     Args:
         sparsity: share of the cost to remove, in [0, 1), of the layers that hold units; with "latency" of the time of
-            the whole network. The cost is at most the rest; it is less if the next larger width costs too much.
+            the whole network. The cost is at most the rest; it is less if the next larger width costs too much. Of
+            blocks and experts it is the share of their number, rounded.
         of: the cost: "macs" (multiplications by weights), "parameters" (entries of weight matrices), or "latency"
             (measured time of one sample on this machine, with the threads of torch).
         multiple_of: the channels or neurons that a layer keeps are a multiple of this, such as 8 or 16. A layer may
@@ -29,6 +31,9 @@ class Structured:
         uniform: True: layers with the same kind and number of units keep the same number. False: every layer has its
             own width; a model of transformers can then be exported, but not loaded by its class. None: equal widths
             where the class of the model has one number for several layers, so that it loads the narrower model.
+        units: "auto": channels, neurons and heads inside blocks: the network becomes narrower. "stream": also the
+            channels between blocks of a network with batch norms, which many layers read. "blocks": whole blocks of
+            the longest stack: the network becomes shorter. "experts": whole experts, the same number in every mixture.
         runtime: runtime whose time is meant and reported: "torch", or "onnx" for ONNX Runtime.
 
     Raises:
@@ -40,6 +45,7 @@ class Structured:
     multiple_of: int = 1
     uniform: bool | None = None
     runtime: Runtime = "torch"
+    units: Units = "auto"
 
     def __post_init__(self) -> None:
         if not is_a(Real, self.sparsity) or not 0 <= self.sparsity < 1:
@@ -52,6 +58,17 @@ class Structured:
             raise PatternError(f"uniform must be True, False or None, got {self.uniform!r}.")
         if self.runtime not in get_args(Runtime):
             raise PatternError(f'runtime must be "torch" or "onnx", got {self.runtime!r}.')
+        if self.units not in get_args(Units):
+            raise PatternError(f'units must be "auto", "stream", "blocks" or "experts", got {self.units!r}.')
+        if self.whole and (self.of == "latency" or self.multiple_of > 1 or self.uniform is not None):
+            raise PatternError(
+                f'units="{self.units}" removes a share of their number: leave out of="latency", multiple_of, uniform.'
+            )
+
+    @property
+    def whole(self) -> bool:
+        """True if blocks or experts are removed, and widths stay as they are."""
+        return self.units in ("blocks", "experts")
 
     @classmethod
     def read(cls, text: str, sparsity: float) -> Structured:
@@ -66,7 +83,7 @@ class Structured:
             if name not in {one.name for one in fields(cls)} - {"sparsity"} or not value:
                 raise PatternError(
                     f"Cannot read the option {option!r} of a structured pattern: give of=macs, of=parameters, "
-                    "of=latency, multiple_of=8, uniform=true or runtime=onnx."
+                    "of=latency, multiple_of=8, uniform=true, units=blocks or runtime=onnx."
                 )
             known: dict[str, object] = {"true": True, "false": False}
             found[name] = int(value) if value.isdigit() else known.get(value.lower(), value)

@@ -112,8 +112,8 @@ class Decoder:
         """Logits (vocabulary) after one more token; its keys and values are written at `position`."""
         from iobs.inference.decode_step import step
 
-        embedding = self.model.model.embed_tokens.weight[token].detach()
-        self._scratch.hidden[:] = embedding.float().numpy()
+        embedding = self.model.model.embed_tokens(torch.tensor([token])).detach()
+        self._scratch.hidden[:] = embedding[0].float().numpy()
         cosines, sines = self._cosines[position], self._sines[position]
         step(self._network, self._scratch, keys, values, position, cosines, sines, self._logits)
         return self._logits
@@ -127,7 +127,7 @@ class Decoder:
         shape = (len(layers), config.num_key_value_heads, self.longest, layers[0].self_attn.head_dim)
         keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         if cpu.has_amx():
-            hidden = self.model.model.embed_tokens.weight[prompt[0]].float().contiguous().numpy()
+            hidden = self.model.model.embed_tokens(prompt[0]).float().contiguous().numpy()
             rotation = self._cosines[:count], self._sines[:count]
             return keys, values, read_prompt(self._network, self._stored, hidden, keys, values, rotation)
         found = self.model(input_ids=prompt, use_cache=True, logits_to_keep=1)

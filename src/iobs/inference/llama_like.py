@@ -21,9 +21,16 @@ class Config(Protocol):
 
 
 class Weighted(Protocol):
-    """A module with one weight: a norm or an embedding."""
+    """A module with one weight: a norm."""
 
     weight: Tensor
+
+
+class Table(Protocol):
+    """An embedding, dense or stored."""
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """The rows of some tokens."""
 
 
 class Attention(Protocol):
@@ -67,7 +74,7 @@ class Body(Protocol):
     """The model without its head."""
 
     layers: Sequence[Layer]
-    embed_tokens: Weighted
+    embed_tokens: Table
     norm: Weighted
     rotary_emb: Rotary
 

@@ -21,10 +21,83 @@ class Settings(TypedDict, total=False):
     most_tokens: int | None
 
 
-class StoredLinear(nn.Module):
-    """A linear layer with a stored matrix, for inference on the CPU.
+class StoredLayer(nn.Module):
+    """A layer with a stored matrix, for inference on the CPU.
 
     Its state dict holds the stored tensors. `.to(dtype)` changes the bias and `weight.dtype`, never the stored matrix.
+
+    Args:
+        matrix: the weight.
+        bias: the bias, or None.
+        dtype: dtype that `weight` reports.
+    """
+
+    def __init__(self, matrix: StoredMatrix, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.format, self.dtype = matrix.format, dtype
+        self._rows, self._columns = matrix.rows, matrix.columns
+        for name, tensor in matrix.tensors.items():
+            self.register_buffer(f"stored_{name}", tensor)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+
+    @property
+    def matrix(self) -> StoredMatrix:
+        """The stored matrix; it shares the memory of the module."""
+        found = self.named_buffers(recurse=False)
+        tensors = {name.removeprefix("stored_"): one for name, one in found}
+        return StoredMatrix(self.format, self._rows, self._columns, tensors)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as a dense matrix, computed anew at each use: (rows, columns)."""
+        dense: Tensor = self.matrix.to_dense().to(self.dtype)
+        return dense
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLayer:
+        """Apply `.to(...)` to the bias alone.
+
+        Raises:
+            ProblemError: the module would move to another device than the CPU.
+        """
+        probe = fn(torch.zeros((), dtype=self.dtype))
+        if probe.device.type != "cpu":
+            raise ProblemError(
+                f"A stored matrix computes on the CPU only; move the model to {probe.device.type} before "
+                "iobs.accelerate, or keep it on the CPU."
+            )
+        if probe.is_floating_point():
+            self.dtype = probe.dtype
+        if self.bias is not None:
+            self.bias = nn.Parameter(fn(self.bias.data), requires_grad=False)
+        return self
+
+    def extra_repr(self) -> str:
+        """Shape and format."""
+        return f"{self._rows}, {self._columns}, format={self.format}"
+
+
+class StoredEmbedding(StoredLayer):
+    """An embedding with a stored matrix, for inference on the CPU.
+
+    Args:
+        matrix: (entries, embedding_dim).
+        dtype: dtype of the output.
+    """
+
+    def __init__(self, matrix: StoredMatrix, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(matrix, None, dtype)
+        self.num_embeddings, self.embedding_dim = matrix.rows, matrix.columns
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the rows are read with loops
+    @torch.no_grad()
+    def forward(self, numbers: Tensor) -> Tensor:
+        """The rows (..., embedding_dim) of numbers (...)."""
+        found = self.matrix.rows_of(numbers.reshape(-1).long())
+        return found.to(self.dtype).view(*numbers.shape, self.embedding_dim)
+
+
+class StoredLinear(StoredLayer):
+    """A linear layer with a stored matrix, for inference on the CPU, see `StoredLayer`.
 
     Args:
         matrix: (out_features, in_features).
@@ -42,27 +115,10 @@ class StoredLinear(nn.Module):
         threads: int = 1,
         most_tokens: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(matrix, bias, dtype)
         self.out_features, self.in_features = matrix.rows, matrix.columns
-        self.format, self.dtype = matrix.format, dtype
         self.threads, self.most_tokens = threads, most_tokens
-        for name, tensor in matrix.tensors.items():
-            self.register_buffer(f"stored_{name}", tensor)
-        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
         self._product: Product | None = None
-
-    @property
-    def matrix(self) -> StoredMatrix:
-        """The stored matrix; it shares the memory of the module."""
-        found = self.named_buffers(recurse=False)
-        tensors = {name.removeprefix("stored_"): one for name, one in found}
-        return StoredMatrix(self.format, self.out_features, self.in_features, tensors)
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight as a dense matrix, computed anew at each use: (out_features, in_features)."""
-        dense: Tensor = self.matrix.to_dense().to(self.dtype)
-        return dense
 
     def forward(self, given: Tensor) -> Tensor:
         """The layer's output (..., out_features).
@@ -85,24 +141,6 @@ class StoredLinear(nn.Module):
         if self._product is None:
             self._product = Product(self.matrix, threads=self.threads, most_tokens=self.most_tokens)
         return self._product
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLinear:
-        """Apply `.to(...)` to the bias alone.
-
-        Raises:
-            ProblemError: the module would move to another device than the CPU.
-        """
-        probe = fn(torch.zeros((), dtype=self.dtype))
-        if probe.device.type != "cpu":
-            raise ProblemError(
-                f"A stored matrix computes on the CPU only; move the model to {probe.device.type} before "
-                "iobs.accelerate, or keep it on the CPU."
-            )
-        if probe.is_floating_point():
-            self.dtype = probe.dtype
-        if self.bias is not None:
-            self.bias = nn.Parameter(fn(self.bias.data), requires_grad=False)
-        return self
 
     def __getstate__(self) -> dict[str, object]:
         # Addresses of the product belong to this copy of the tensors.
@@ -155,8 +193,13 @@ def can_store(module: nn.Module) -> bool:
     return single and not isinstance(module.padding, str) and set(module.padding) == {0}
 
 
+def is_table(module: nn.Module) -> bool:
+    """Check that a module is an embedding with a stored form."""
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
 def matrix_of(module: nn.Module) -> Tensor:
-    """The weight of a linear layer or a convolution of size 1 as a matrix (rows, columns)."""
+    """The weight of a linear layer, an embedding or a convolution of size 1 as a matrix (rows, columns)."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     return weight.detach().flatten(1)
 
@@ -171,6 +214,12 @@ def stored(module: nn.Module, name: FormatName, threads: int = 1, most_tokens: i
         most_tokens: see `Product`.
     """
     return with_matrix(module, store(matrix_of(module), name), threads, most_tokens)
+
+
+def table_with_matrix(module: nn.Module, matrix: StoredMatrix) -> StoredEmbedding:
+    """An embedding like `module`, see `is_table`, with a stored matrix in place of its weight."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return StoredEmbedding(matrix, weight.dtype)
 
 
 def with_matrix(

@@ -10,7 +10,7 @@ from torch import nn
 from iobs.errors import ModelError
 from iobs.inference.choices import FORMATS_OF, Precision
 from iobs.inference.formats import FormatName, StoredMatrix, bytes_of, store
-from iobs.inference.modules import can_store, matrix_of, with_matrix
+from iobs.inference.modules import can_store, is_table, matrix_of, table_with_matrix, with_matrix
 
 _MOST_COLUMNS = 1 << 16  # of the 16-bit indices
 
@@ -35,11 +35,11 @@ def stored_matrices(model: nn.Module, precision: Precision) -> Iterator[tuple[st
     """Yield the name of each layer that a format makes smaller, and its matrix.
 
     Args:
-        model: a module; linear layers and convolutions of size 1 are looked at, see `can_store`.
+        model: a module; linear layers, embeddings and convolutions of size 1 are looked at, see `can_store`.
         precision: the fewest bits of a weight.
     """
     for name, layer in model.named_modules():
-        if can_store(layer):
+        if can_store(layer) or is_table(layer):
             form = smallest_format(matrix_of(layer), precision)
             if form is not None:
                 yield name, store(matrix_of(layer), form)
@@ -58,9 +58,11 @@ def replace_layers(model: nn.Module, matrices: Mapping[str, StoredMatrix]) -> No
     layers = {name: layer for name, layer in model.named_modules() if name}
     for name, matrix in matrices.items():
         layer = layers.get(name)
-        if layer is None or not can_store(layer) or matrix_of(layer).shape != (matrix.rows, matrix.columns):
+        fits = layer is not None and (can_store(layer) or is_table(layer))
+        if layer is None or not fits or matrix_of(layer).shape != (matrix.rows, matrix.columns):
             raise ModelError(
                 f"The stored matrix {name!r}, ({matrix.rows}, {matrix.columns}), fits no layer of the model."
             )
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, with_matrix(layer, matrix).train(layer.training))
+        form = table_with_matrix(layer, matrix) if is_table(layer) else with_matrix(layer, matrix)
+        setattr(model.get_submodule(parent), last, form.train(layer.training))

@@ -1,8 +1,9 @@
 """Packed files that are ready to run: layers as stored matrices, read by memory map and multiplied as they are.
 
 The file is a safetensors file. A layer `NAME` is stored as tensors `NAME:values`, `NAME:mask` and so on (see
-`inference.formats`), and described by a JSON table in the metadata. Every other tensor is stored unchanged. A file of
-unknown origin is checked in full before a kernel reads it.
+`inference.formats`), and described by a JSON table in the metadata. Layers with one weight, such as an embedding and
+the output head, share these tensors. Every other tensor is stored unchanged. A file of unknown origin is checked in
+full before a kernel reads it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class ReadyFile:
 
 
 def write_ready(module: nn.Module, file: Path, precision: Precision) -> None:
-    """Write a module; each linear layer and convolution of size 1 takes the format with the fewest bytes.
+    """Write a module; each linear layer, embedding and convolution of size 1 takes the format with the fewest bytes.
 
     Args:
         module: the model, dense.
@@ -102,12 +103,14 @@ def write_ready(module: nn.Module, file: Path, precision: Precision) -> None:
         dense = state[names[0]]
         for layer in layers:
             matrix = matrices[layer]
-            tensors |= {f"{layer}:{part}": value for part, value in matrix.tensors.items()}
+            if layer == layers[0]:
+                tensors |= {f"{layer}:{part}": value for part, value in matrix.tensors.items()}
             table[layer] = {
                 "format": matrix.format,
                 "shape": list(dense.shape),
                 "dtype": _DTYPE_NAMES[dense.dtype],
                 "tied": len(layers) < len(names),
+                "tensors": layers[0],
             }
         if len(layers) < len(names):
             tensors[names[0]] = dense
@@ -150,7 +153,7 @@ def read_ready(file: Path) -> ReadyFile:
             columns = 1
             for extent in shape[1:]:
                 columns *= extent
-            matrices[name] = StoredMatrix(form, shape[0], columns, parts[name])
+            matrices[name] = StoredMatrix(form, shape[0], columns, parts[table[name].get("tensors", name)])
             require_valid(matrices[name])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is damaged ({error}); copy or pack it again.") from error

@@ -28,6 +28,7 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     cost         time and memory that a run will take
     algorithm    Algorithm 2: the loop over rounds and layers
     structured   iobs.prune for units: the loop on the layers that read them, then their removal
+    whole        iobs.prune for blocks and experts: their choice, their removal, the refit of what follows
     driver       iobs.prune
 """
 

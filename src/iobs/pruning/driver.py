@@ -16,7 +16,7 @@ from iobs.core.patterns import Pattern, as_pattern
 from iobs.core.structured import Structured
 from iobs.errors import LayerSelectionError, ProblemError, is_a
 from iobs.pruning.algorithm import run
-from iobs.pruning.allocation.bits import require_budget
+from iobs.pruning.allocation.bits import require_budget, require_whole
 from iobs.pruning.allocation.counts import require_room, under_pattern
 from iobs.pruning.baselines.projection import require_global
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
@@ -33,6 +33,7 @@ from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 from iobs.pruning.structured import Asked, prune_units
+from iobs.pruning.whole.run import prune_whole
 from iobs.pruning.workspace import Request, Workspace
 
 
@@ -102,9 +103,11 @@ def prune(
         request_of_units = Asked(wanted, units, include, ignore, holdout, seed, checkpoint)
         require_numbers(holdout, seed)
         with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
-            return prune_units(store, store.collected(data), request_of_units, Callbacks([*heard, *bar]))
+            chosen_run = prune_whole if wanted.whole else prune_units
+            return chosen_run(store, store.collected(data), request_of_units, Callbacks([*heard, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     store.require_possible(chosen)
+    require_whole(wanted, store.whole)
     asked = holdout, seed, checkpoint
     with torch.inference_mode(False), store.folded():
         # Selected before any data are read, so that wrong arguments are reported first.

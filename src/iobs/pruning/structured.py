@@ -98,19 +98,19 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
             work = Workspace.of(store, request, selection, collected, told, frozen)
             report = run(work)
             kept = {site.name: kept_units(model, site, sites, work.widths[site.name]) for site in sites.sites}
-    before = _outputs(model, collected[0])
+    before = outputs_of(model, collected[0])
     wide = copy.deepcopy(model) if can_copy(model) else None  # its zeros take the time of the dense network
     remove(model, sites.sites, {name: units.tolist() for name, units in kept.items()}, _taken(model, added))
     if loadable:
         counts = {site.name: len(kept[site.name]) for site in sites.sites if len(kept[site.name]) < site.count}
         given = [site.name for site in sites.sites if site.reader in added and not site.can_bias]
         configure(model, form, counts, given)
-    _require_same(before, _outputs(model, collected[0]))
+    require_same(before, outputs_of(model, collected[0]))
     found = reported(report, sites, kept, dense)
-    return replace(found, costs=[*found.costs, *_seconds(wide, model, collected[0], asked.pattern.runtime, told)])
+    return replace(found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, told)])
 
 
-def _seconds(
+def seconds_of(
     wide: nn.Module | None, narrow: nn.Module, batch: Batch, runtime: Runtime, told: Callbacks
 ) -> list[CostRecord]:
     """The measured time of one sample before and after; nothing for a network that is too large to have it twice."""
@@ -128,7 +128,8 @@ def _seconds(
 def _sites(model: nn.Module, batch: Batch, asked: Asked) -> SitesOfLayers:
     """The sites of a model with the layers that read them, as far as the names of the readers are asked for."""
     layers = {layer.path: layer for layer in find_layers(model) if layer.parameter == "weight" and layer.groups == 1}
-    every = [site for site in find_sites(model, batch) if all(one.path in layers for one in site.readers)]
+    inner = asked.pattern.units == "auto"
+    every = [site for site in find_sites(model, batch, inner) if all(one.path in layers for one in site.readers)]
     read = {layers[one.path]: site for site in every for one in site.readers}
     if not read:
         raise LayerSelectionError("No channels, neurons or heads were found that can be removed from this model.")
@@ -222,12 +223,13 @@ def _taken(model: nn.Module, paths: Sequence[str]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _outputs(model: nn.Module, batch: Batch) -> Tensor:
+def outputs_of(model: nn.Module, batch: Batch) -> Tensor:
+    """The outputs of a model on a batch, in eval mode."""
     with evaluating(model):
         return logits(batches.forward(model, batches.to_device(batch, next(model.parameters()).device)))
 
 
-def _require_same(before: Tensor, after: Tensor) -> None:
+def require_same(before: Tensor, after: Tensor) -> None:
     """Check that the narrower model computes what the model with zero columns did.
 
     Raises:

@@ -16,7 +16,7 @@ class WidthRecord:
 
     Attributes:
         name: of the site.
-        kind: of its units, such as "channels", "neurons" or "heads".
+        kind: of its units: "channels", "neurons", "heads", "blocks" or "experts".
         reader: path of the layer that reads the units.
         before: number of units of the dense network.
         after: number of units that are left.
@@ -91,7 +91,8 @@ class StructuredReport(Report):
         for kind in kinds:
             own = [one for one in self.widths if one.kind == kind]
             before, after = sum(one.before for one in own), sum(one.after for one in own)
-            lines.append(f"{after:,} of {before:,} {kind} are left in {len(own)} layers.")
+            where = {"blocks": "", "experts": f" in {len(own)} mixtures"}.get(kind, f" in {len(own)} layers")
+            lines.append(f"{after:,} of {before:,} {kind} are left{where}.")
         for cost in self.costs:
             amount = f"{cost.before:.4g} -> {cost.after:.4g}"
             lines.append(f"{cost.name} {cost.where}: {amount} ({cost.share:.1%} left)")

@@ -215,6 +215,8 @@ def test_budgets_that_cannot_be_kept_are_refused_first(budget, recipe, message):
 def test_budget_is_checked_and_has_a_text_form():
     with pytest.raises(PatternError, match="positive number"):
         iobs.Budget(0)
+    with pytest.raises(PatternError, match="more than weights of 16 bits have"):
+        iobs.Budget(40)
     with pytest.raises(PatternError, match="whole number"):
         iobs.Budget(3, group=0)
     with pytest.raises(PatternError, match="among the layers of a network"):

@@ -178,6 +178,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self.support_ = self.path_[best]["support"]
         self.n_iter_ = len(sizes)
         self._keep(objective, fits[best])
+        if bounds is not None and isinstance(objective, Tabled):
+            bounds = bounds.repeated(objective.outputs)
         self._keep_errors(objective, fits[best] if bounds is None else bounds.inside(fits[best]), samples)
         if not fixed:
             self._keep_spread(data, objective)

@@ -44,7 +44,7 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
         lower: least value of the coefficients, a number or one for each feature (d,); at most 0, which makes them
             non-negative.
         upper: largest value of the coefficients, at least 0. The intercept is free, and coefficients at a bound have no
-            standard error; bounds do not work with groups.
+            standard error.
         cv: number of folds, or a splitter of scikit-learn, such as `RepeatedKFold`.
         thorough: run the best known method, not only a warm start, at the k that is used.
         random_state: seed of every random choice.

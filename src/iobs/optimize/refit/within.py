@@ -57,6 +57,10 @@ class Bounds:
         more = dimension - self.lower.size
         return Bounds(np.append(self.lower, np.full(more, -np.inf)), np.append(self.upper, np.full(more, np.inf)))
 
+    def repeated(self, outputs: int) -> Bounds:
+        """The bounds of a table of coefficients: those of a feature for each of its `outputs` coefficients."""
+        return Bounds(np.repeat(self.lower, outputs), np.repeat(self.upper, outputs))
+
     def clip(self, theta: Array, support: Indices) -> Array:
         """Values on a support (k,), moved into their bounds."""
         return np.clip(theta, self.lower[support], self.upper[support])

@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from iobs.errors import ProblemError
 from iobs.optimize.objectives.base import Objective
-from iobs.optimize.objectives.design import Indices
+from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.refit.fit import Fit, inverse_block, newton_direction
 from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.within import Bounds, refit_within
 
 _ENTERING = 6  # number of entering groups that are tried with each of the `_LEAVING` cheapest leaving groups
 _LEAVING = 4
@@ -69,39 +70,62 @@ def labels_to_groups(labels: npt.ArrayLike, dimension: int) -> list[Indices]:
     return [np.flatnonzero(inverse == number) for number in np.argsort(first)]
 
 
-def group_path(groups: CoordinateGroups, sizes: list[int]) -> list[Fit]:
+def group_path(groups: CoordinateGroups, sizes: list[int], bounds: Bounds | None = None) -> list[Fit]:
     """The best fits found for each number of groups, each started from the one before.
 
     Args:
         groups: the partition.
         sizes: ascending numbers of groups.
+        bounds: of all coordinates.
     """
     chosen: frozenset[int] = frozenset()
-    fit = refit(groups.objective, groups.support(chosen))
+    fit = _fitted(groups, chosen, bounds)
     fits = []
     for size in sizes:
         while len(chosen) < size:
-            scores = _entering(groups, fit, chosen)
+            scores = _entering(groups, fit, chosen, bounds)
             if not scores:
                 break
             chosen = chosen | {scores[0]}
-            fit = refit(groups.objective, groups.support(chosen), fit.theta)
-        chosen, fit = _exchange(groups, chosen, fit)
+            fit = _fitted(groups, chosen, bounds, fit.theta)
+        chosen, fit = _exchange(groups, chosen, fit, bounds)
         fits.append(fit)
     return fits
 
 
-def _entering(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int]) -> list[int]:
-    """Groups that may enter, by the decrease that a Newton step on each promises, best first; no constant groups."""
+def _fitted(groups: CoordinateGroups, chosen: frozenset[int], bounds: Bounds | None, start: Array | None = None) -> Fit:
+    support = groups.support(chosen)
+    if bounds is None:
+        return refit(groups.objective, support, start)
+    return refit_within(groups.objective, support, bounds, start)
+
+
+def _entering(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int], bounds: Bounds | None) -> list[int]:
+    """Groups that may enter, by the decrease that a step on each promises, best first; no constant groups.
+
+    The step is Newton's; within bounds it is that of each coordinate alone, and a group without any is left out.
+    """
+    promised = None if bounds is None else _promised(groups.objective, fit, bounds)
     dead = set(groups.objective.constant_coordinates().tolist())
     gains: list[tuple[float, int]] = []
     for number, members in enumerate(groups.members):
         if number in chosen or number in groups.forced or dead.issuperset(members.tolist()):
             continue
+        if promised is not None:
+            if promised[members].any():
+                gains.append((-float(promised[members].sum()), number))
+            continue
         slope = fit.gradient[members]
         block = groups.objective.hessian_block(fit.theta, members)
         gains.append((float(slope @ newton_direction(block, slope)), number))
     return [number for _, number in sorted(gains)]
+
+
+def _promised(objective: Objective, fit: Fit, bounds: Bounds) -> Array:
+    """The decrease of f that a step of each coordinate alone promises within its bounds (d,)."""
+    curvature = np.maximum(objective.hessian_diagonal(fit.theta), 1e-300)
+    step = np.clip(fit.theta - fit.gradient / curvature, bounds.lower, bounds.upper) - fit.theta
+    return np.asarray(np.maximum(-(fit.gradient + 0.5 * curvature * step) * step, 0.0))
 
 
 def _leaving(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int]) -> list[int]:
@@ -115,15 +139,17 @@ def _leaving(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int]) -> list
     return [number for _, number in sorted(costs)]
 
 
-def _exchange(groups: CoordinateGroups, chosen: frozenset[int], fit: Fit) -> tuple[frozenset[int], Fit]:
+def _exchange(
+    groups: CoordinateGroups, chosen: frozenset[int], fit: Fit, bounds: Bounds | None
+) -> tuple[frozenset[int], Fit]:
     improved = bool(chosen)
     while improved:
         improved = False
         for leaving in _leaving(groups, fit, chosen)[:_LEAVING]:
             rest = chosen - {leaving}
-            without = refit(groups.objective, groups.support(rest), fit.theta)
-            for entering in _entering(groups, without, chosen)[:_ENTERING]:
-                trial = refit(groups.objective, groups.support(rest | {entering}), without.theta)
+            without = _fitted(groups, rest, bounds, fit.theta)
+            for entering in _entering(groups, without, chosen, bounds)[:_ENTERING]:
+                trial = _fitted(groups, rest | {entering}, bounds, without.theta)
                 if trial.value < fit.value - 1e-9 * abs(without.value - fit.value) - 1e-12 * abs(fit.value):
                     chosen, fit, improved = rest | {entering}, trial, True
                     break

@@ -92,13 +92,22 @@ def fit_path(
     """The path over groups or terms with a hierarchy if given, else over coordinates, within bounds if given.
 
     Raises:
-        ProblemError: groups and bounds.
+        ProblemError: bounds with a hierarchy or with more than two classes.
     """
     if bounds is not None:
-        if groups is not None:
+        if isinstance(groups, Hierarchy):
             raise ProblemError(
-                "Bounds on the coefficients do not work with groups, nor with several classes or responses."
+                "Bounds do not work with interactions: the sign of a product's effect depends on the origin of its "
+                "features. Leave the bounds out, or give the products as columns."
             )
+        if isinstance(objective, Multinomial):
+            raise ProblemError(
+                "Bounds do not work with more than two classes: a number added to the coefficients of all classes "
+                "changes no probability, so a bound on one of them says nothing. Fit two classes at a time."
+            )
+        if groups is not None:
+            outputs = objective.outputs if isinstance(objective, Tabled) else 1
+            return group_path(groups, list(sizes), bounds.repeated(outputs).extended(objective.dimension))
         return bounded_path(objective, bounds.extended(objective.dimension), sizes, seed=seed, thorough=thorough)
     if isinstance(groups, Hierarchy):
         return hierarchical_path(groups, sizes, seed=seed, thorough=thorough)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from iobs.core.budget import BITS, MOST, Budget
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Solution
-from iobs.errors import PatternError
+from iobs.errors import PatternError, ProblemError
 from iobs.pruning.allocation.counts import Curve
 from iobs.pruning.allocation.knapsack import best_choices
 from iobs.pruning.allocation.response import Trial, common_response
@@ -242,6 +242,19 @@ def _choices(shape: tuple[int, int]) -> list[Choice]:
     keeps = [weights, *(max(1, round((1 - sparsity) * weights)) for sparsity in sparsities)]
     fewest = {bits: (1 - levels[-1]) * weights - 1 for bits, levels in LEVELS.items()}
     return [(bits, keep) for bits in BITS for keep in dict.fromkeys(keeps) if keep >= fewest[bits]]
+
+
+def require_whole(pattern: object, whole: bool) -> None:
+    """Check that a budget of bits is asked of a model that is in memory as a whole.
+
+    Raises:
+        ProblemError: it is not.
+    """
+    if isinstance(pattern, Budget) and not whole:
+        raise ProblemError(
+            "A budget of bits is divided by measurements of the whole model, which is not in memory here: give the "
+            "bits of all layers, such as iobs.Grid(3) (--bits 3), or prune in memory."
+        )
 
 
 def require_budget(budget: Budget, shapes: Sequence[tuple[int, int]]) -> None:

@@ -33,6 +33,7 @@ class Scoring:
         seed: of random augmentations.
         chain: () -> blocks of the model.
         note: called with the text of every decision.
+        reference: a frozen dense model, if `model` has lost parts already; None: a copy of the model is made.
 
     Attributes:
         steps: fine-tuning between the rounds and after them; None for none.
@@ -53,11 +54,12 @@ class Scoring:
         seed: int,
         chain: Callable[[], list[Block]],
         note: Callable[[str], None],
+        reference: nn.Module | None = None,
     ) -> None:
         self.model, self.fit, self.heldout = model, fit, heldout
         self.steps = recipe.rounds.finetune, recipe.finetune
         self.seed, self._chain, self._note = seed, chain, note
-        self.reference = dense_copy(model) if _needs_reference(recipe) else None
+        self.reference = (reference or dense_copy(model)) if _needs_reference(recipe) else None
         self._suited: dict[bool, Augmentation | None] = {}  # key: samples may be mixed
         self.name, self.loss = self.loss_of(self.steps[0])
 

@@ -98,11 +98,11 @@ def widths_of(model: nn.Module, sites: Sequence[Site]) -> Widths:
 
     For a model that is not built from a configuration every site is a group of its own.
     """
-    if not _is_configured(model):
+    if not is_configured(model):
         every = frozenset(site.name for site in sites)  # any layer of an own model can get a bias
         return Widths(tuple(Width((site.name,)) for site in sites), biased=every)
-    before = _built(model, model.config)
-    if isinstance(before, str) or not _shapes(model).items() <= before.items():
+    before = built(model, model.config)
+    if isinstance(before, str) or not shapes_of(model).items() <= before.items():
         reason = before if isinstance(before, str) else "its shapes differ from those that its configuration gives"
         return Widths((), {site.name: f"{type(model).__name__} cannot be built again: {reason}" for site in sites})
     groups: list[Width] = []
@@ -175,7 +175,7 @@ def configure(
         ModelError: see `require_loadable`; or a bias was added that the class cannot have.
     """
     require_loadable(widths, counts, biased)
-    if not _is_configured(model):
+    if not is_configured(model):
         return {}
     config = copy.deepcopy(model.config)
     changed: dict[str, object] = {}
@@ -184,40 +184,42 @@ def configure(
             changed |= _set(config, group.fields, counts[group.sites[0]])
         if group.bias is not None and set(group.sites) & set(biased):
             inner, _, name = group.bias.rpartition(".")
-            setattr(_inner(config, inner), name, True)
+            setattr(config_inside(config, inner), name, True)
             changed[group.bias] = True
-    shapes = _built(model, config)
+    shapes = built(model, config)
     if isinstance(shapes, str):
         raise ModelError(f"{type(model).__name__} cannot be built from the narrower configuration: {shapes}.")
     _add_zero_biases(model, shapes)
-    if differing := [name for name, shape in _shapes(model).items() if shapes.get(name) != shape]:
+    if differing := [name for name, shape in shapes_of(model).items() if shapes.get(name) != shape]:
         raise ModelError(
-            f"{type(model).__name__} cannot have the shape of {differing[0]}, {_shapes(model)[differing[0]]}: its "
+            f"{type(model).__name__} cannot have the shape of {differing[0]}, {shapes_of(model)[differing[0]]}: its "
             f"configuration gives {shapes.get(differing[0], 'no such parameter')}."
         )
-    _share(model, config)
+    share(model, config)
     return changed
 
 
-def _is_configured(model: nn.Module) -> bool:
+def is_configured(model: nn.Module) -> bool:
+    """Check that a model is built from a configuration, as those of transformers are."""
     return callable(getattr(model, "save_pretrained", None)) and hasattr(getattr(model, "config", None), "to_dict")
 
 
-def _shapes(model: nn.Module) -> Shapes:
+def shapes_of(model: nn.Module) -> Shapes:
+    """Shapes of the stored parameters and buffers of a model."""
     return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
-def _built(model: nn.Module, config: Configuration) -> Shapes | str:
+def built(model: nn.Module, config: Configuration) -> Shapes | str:
     """The shapes of the model's class for a configuration, or the reason why it cannot be built."""
     try:
         type(config).from_dict(config.to_dict())  # as loading does: classes check values that belong together
         with torch.device("meta"), torch.no_grad():
-            return _shapes(type(model)(copy.deepcopy(config)))
+            return shapes_of(type(model)(copy.deepcopy(config)))
     except Exception as error:  # every class has its own checks
         return first_line(error)
 
 
-def _configs(config: Configuration) -> Iterator[tuple[str, Configuration]]:
+def configurations(config: Configuration) -> Iterator[tuple[str, Configuration]]:
     """A configuration and those inside it, with their names."""
     yield "", config
     for name, value in vars(config).items():
@@ -225,7 +227,8 @@ def _configs(config: Configuration) -> Iterator[tuple[str, Configuration]]:
             yield name, value
 
 
-def _inner(config: Configuration, name: str) -> Configuration:
+def config_inside(config: Configuration, name: str) -> Configuration:
+    """The configuration of this name inside another; itself for an empty name."""
     return getattr(config, name) if name else config
 
 
@@ -233,7 +236,7 @@ def _set(config: Configuration, fields: Iterable[Field], units: int) -> dict[str
     """Set the fields for a number of units, and return the values by full name of the field."""
     values = {}
     for one in fields:
-        place = _inner(config, one.config)
+        place = config_inside(config, one.config)
         new: object = one.value(units)
         if one.place is not None:
             new = [new if index == one.place else old for index, old in enumerate(getattr(place, one.name))]
@@ -279,7 +282,7 @@ def _shapes_at(model: nn.Module, fields: Sequence[Field], units: int) -> Shapes 
         _set(config, fields, units)
     except Exception as error:  # configurations check their values
         return first_line(error)
-    return _built(model, config)
+    return built(model, config)
 
 
 def _narrower(model: nn.Module, fields: Sequence[Field], tried: Iterable[int]) -> tuple[int, Shapes] | str:
@@ -315,7 +318,7 @@ def _changes(before: Shapes, sites: Iterable[Site], units: int) -> Shapes:
 
 def _proposals(config: Configuration, site: Site) -> Iterator[list[Field]]:
     """Fields that may give the number of units of a site; each list is one proposal."""
-    for inner, one in _configs(config):
+    for inner, one in configurations(config):
         if site.kind == "heads":
             yield from _head_fields(inner, one, site)
             continue
@@ -354,11 +357,11 @@ def _with_bias(model: nn.Module, before: Shapes, width: Width, sites: Sequence[S
     readers = [site.readers[0] for site in sites if site.name in width.sites]
     if all(reader.bias for reader in readers):
         return width
-    for inner, one in _configs(model.config):
+    for inner, one in configurations(model.config):
         for name in [name for name, value in vars(one).items() if value is False and "bias" in name]:
             config = copy.deepcopy(model.config)
-            setattr(_inner(config, inner), name, True)
-            shapes = _built(model, config)
+            setattr(config_inside(config, inner), name, True)
+            shapes = built(model, config)
             if isinstance(shapes, str) or not before.items() <= shapes.items():
                 continue
             if all(f"{reader.path}.bias" in shapes for reader in readers):
@@ -368,7 +371,7 @@ def _with_bias(model: nn.Module, before: Shapes, width: Width, sites: Sequence[S
 
 def _add_zero_biases(model: nn.Module, shapes: Shapes) -> None:
     """Add biases of zeros that the configuration gives and the model lacks."""
-    for name in shapes.keys() - _shapes(model).keys():
+    for name in shapes.keys() - shapes_of(model).keys():
         path, _, parameter = name.rpartition(".")
         module = model.get_submodule(path)
         if parameter == "bias" and "weight" in module._parameters:
@@ -378,10 +381,10 @@ def _add_zero_biases(model: nn.Module, shapes: Shapes) -> None:
             module._parameters["bias"] = nn.Parameter(zeros, weight.requires_grad)
 
 
-def _share(model: nn.Module, config: Configuration) -> None:
+def share(model: nn.Module, config: Configuration) -> None:
     """Give the model's own configuration objects the new values, and all modules these objects again."""
-    objects = dict(_configs(model.config))
-    for name, new in _configs(config):
+    objects = dict(configurations(model.config))
+    for name, new in configurations(config):
         vars(objects[name]).update({key: value for key, value in vars(new).items() if not hasattr(value, "to_dict")})
     kinds = {type(one): one for one in objects.values()}
     own = {id(one) for one in objects.values()}

@@ -1,12 +1,15 @@
 """Exact search over sets of groups by branch and bound.
 
-Only the groups that may still be removed matter below a node: P and M of the others are dropped. A removal costs more
-after others than alone, so the costs at a node bound the costs below it.
+Only the groups that may still be removed matter below a node: P and M of the others are dropped. More removals cost
+more, so the costs at a node bound the costs below it. For wide groups each set of removals has a bound of its own,
+which is tight where groups are weakly correlated: then their costs are nearly equal, and the first bound prunes little.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb
 
 import numpy as np
 import torch
@@ -23,6 +26,10 @@ from iobs.solvers.options import require_whole
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
+_FEW = 200  # sets that are computed one by one
+_MOST_SETS = 20_000  # sets that bounds are computed for; 12,870 of 16 groups
+_WIDE = 8  # columns of a group from which bounds are cheaper than a search
+_ROUNDING = 1e-9  # relative error of a bound
 _TIE = 1e-12  # relative difference of losses up to which two sets of groups are equally good
 
 
@@ -91,7 +98,7 @@ def prove(system: GroupSystem, kept: Tensor, limit: int) -> Proof:
 
 def _joint_cost(inverse: Array, energy: Array) -> float:
     """tr(P^-1 M): twice the loss that removing all these columns adds."""
-    return float(np.trace(np.linalg.solve(inverse, energy)))
+    return float(_costs(inverse[None], energy[None])[0])
 
 
 class _Search:
@@ -126,20 +133,46 @@ class _Search:
         if self.nodes > self.limit:
             return
         todo = len(self.removed) - len(gone)
-        costs = np.trace(np.linalg.solve(self._own(inverse), self._own(energy)), axis1=1, axis2=2)
+        costs = _costs(self._own(inverse), self._own(energy))
         open_ = np.flatnonzero(costs < (self.best - lost) * (1 - _TIE))
         if len(open_) < todo:
             return
         if len(open_) == todo:
-            slots = self._slots(open_)
-            total = _joint_cost(inverse[np.ix_(slots, slots)], energy[np.ix_(slots, slots)])
-            self._improve([*gone, *free[open_].tolist()], lost + total)
+            self._improve([*gone, *free[open_].tolist()], lost + self._joint(inverse, energy, open_))
             return
         # Expensive removals first: they leave little room below them, so their branches end early.
         order = open_[np.argsort(-costs[open_], kind="stable")]
         if todo == 1:
             self._improve([*gone, int(free[order[-1]])], lost + float(costs[order[-1]]))
             return
+        sets = self._candidates(inverse, energy, order, lost, todo)
+        if sets is None:
+            self._branch(inverse, energy, free, gone, lost, costs, order)
+        elif len(sets) <= _FEW:
+            for chosen in sets:
+                self._improve([*gone, *free[chosen].tolist()], lost + self._joint(inverse, energy, chosen))
+        else:
+            self._branch(inverse, energy, free, gone, lost, costs, order[np.isin(order, sets)])
+
+    def _candidates(self, inverse: Array, energy: Array, order: Indices, lost: float, todo: int) -> Indices | None:
+        """The sets of groups (sets, todo) whose bound is below the best, the lowest bound first.
+
+        None: a search is cheaper than the bounds, or there are too many sets.
+        """
+        if self.size < _WIDE or todo < 3 or not _FEW < comb(len(order), todo) <= _MOST_SETS:
+            return None
+        every = np.array([*combinations(range(len(order)), todo)])
+        slots = self._slots(order)
+        bounds = lower_bounds(inverse[np.ix_(slots, slots)], energy[np.ix_(slots, slots)], self.size, every)
+        left = np.flatnonzero(bounds < (self.best - lost) * (1 - _TIE))
+        found: Indices = order[every[left[np.argsort(bounds[left], kind="stable")]]]
+        return found
+
+    def _branch(
+        self, inverse: Array, energy: Array, free: Indices, gone: list[int], lost: float, costs: Array, order: Indices
+    ) -> None:
+        """Search below every first removal; `order` holds the groups that may be removed, the most expensive first."""
+        todo = len(self.removed) - len(gone)
         for position in range(len(order) - todo + 1):
             group, rest = order[position], order[position + 1 :]
             below = [*gone, int(free[group])], lost + float(costs[group])
@@ -150,6 +183,11 @@ class _Search:
                 self.visit(*self._without(inverse, energy, group, rest), free[rest], *below)
             if self.nodes > self.limit:
                 return
+
+    def _joint(self, inverse: Array, energy: Array, groups: Indices) -> float:
+        """Cost of removing all of some groups."""
+        slots = self._slots(groups)
+        return _joint_cost(inverse[np.ix_(slots, slots)], energy[np.ix_(slots, slots)])
 
     def _improve(self, removed: list[int], total: float) -> None:
         if total < self.best * (1 - _TIE):
@@ -180,11 +218,8 @@ class _Search:
             for one in self._step(inverse, energy, group, rest)
         )
         turned = u.transpose(0, 2, 1)
-        moved = turned @ v
         own = self._own(inverse)[rest] - turned @ crossed
-        left = self._own(energy)[rest] - moved - moved.transpose(0, 2, 1)
-        costs: Array = np.trace(np.linalg.solve(own, left), axis1=1, axis2=2)
-        return costs
+        return _costs(own, self._own(energy)[rest] - 2 * (turned @ v))  # a trace is that of the symmetric part
 
     def _without(self, inverse: Array, energy: Array, group: int, rest: Indices) -> tuple[Array, Array]:
         """P and M of the groups `rest` after the removal of a group."""
@@ -192,3 +227,65 @@ class _Search:
         left = self._slots(rest)
         moved = u.T @ v
         return inverse[np.ix_(left, left)] - u.T @ crossed, energy[np.ix_(left, left)] - moved - moved.T
+
+
+def _costs(inverse: Array, energy: Array) -> Array:
+    """tr(P^-1 M) for blocks (groups, size, size); only the symmetric part of M matters."""
+    factors = torch.linalg.cholesky_ex(torch.from_numpy(inverse)).L
+    found: Array = (torch.cholesky_inverse(factors) * torch.from_numpy(energy)).sum((1, 2)).numpy()
+    return found
+
+
+def lower_bounds(inverse: Array, energy: Array, size: int, sets: Indices) -> Array:
+    """Lower bounds of tr(P_RR^-1 M_RR) for sets R of groups, (sets,).
+
+    With M = C^T C it is the largest value of 2 tr(V^T C_R) - tr(V P_RR V^T) over all V. The bound takes the best V of
+    the form a C_R + b C_R P_RR, a Krylov space, in the units of the Cholesky factors of P's diagonal blocks. It needs
+    the moments tr(P_RR^p M_RR) for p = 0 to 3 alone, which are sums over R of traces of products of at most four
+    blocks: all sets share these traces.
+
+    Args:
+        inverse: P, (groups size, groups size).
+        energy: M, (groups size, groups size).
+        size: columns of a group.
+        sets: int64 (sets, removed groups).
+    """
+    p, m = _whitened(inverse, energy, size)
+    groups = len(p)
+    member = np.zeros((len(sets), groups))
+    np.put_along_axis(member, sets, 1.0, 1)
+    pairs = (member[:, :, None] * member[:, None]).reshape(len(sets), -1)
+    moments = np.zeros((4, len(sets)))
+    for last in range(groups):
+        present = member[:, last]
+        inner = pairs * present[:, None]
+        left = m[last][:, None] @ p  # M_lg P_gh, by g and h
+        right = p @ p[:, last]  # P_hk P_kl, by h and k
+        moments[0] += present * np.trace(m[last, last])
+        moments[1] += present * (member @ np.einsum("gij,gji->g", m[last], p[:, last]))
+        moments[2] += inner @ np.einsum("ghij,hji->gh", left, p[:, last]).ravel()
+        flat = left.transpose(1, 0, 2, 3).reshape(groups, groups, -1)
+        chains = flat @ right.swapaxes(2, 3).reshape(groups, groups, -1).swapaxes(1, 2)  # by h, g and k
+        moments[3] += ((inner @ chains.reshape(groups**2, groups)) * member).sum(1)
+    zeroth, first, second, third = moments
+    simple = zeroth**2 / first  # the best a without b
+    spread = first * third - second**2
+    more = (zeroth * second - first**2) ** 2 / (first * np.maximum(spread, 1e-300))  # what b adds
+    bounds: Array = np.where(spread > _ROUNDING * first * third, simple + more, simple) * (1 - _ROUNDING)
+    return bounds
+
+
+def _blocks(matrix: Array, size: int) -> Array:
+    """The blocks of a matrix, (groups, groups, size, size)."""
+    groups = len(matrix) // size
+    return matrix.reshape(groups, size, groups, size).transpose(0, 2, 1, 3)
+
+
+def _whitened(inverse: Array, energy: Array, size: int) -> tuple[Array, Array]:
+    """P and M as blocks, in units in which P's diagonal blocks are identities."""
+    p, m = _blocks(inverse, size), _blocks(energy, size)
+    at = np.arange(len(p))
+    inward = np.linalg.inv(np.linalg.cholesky(p[at, at]))
+    outward = inward.swapaxes(1, 2)[None]
+    white: tuple[Array, Array] = inward[:, None] @ p @ outward, inward[:, None] @ m @ outward
+    return white

@@ -1,0 +1,212 @@
+"""Whole blocks of a network: modules of one list that return a hidden state of their input's shape.
+
+During a run a removed block returns its input, so that all other modules keep their names. At the end it is deleted
+from its list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import LayerSelectionError, ModelError
+from iobs.pruning.calibration.blocks import hidden_of
+from iobs.pruning.network.layers import joined
+from iobs.pruning.network.modes import keeping_buffers
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.structure import widths
+from iobs.pruning.whole.part import Effect, PartName, Stack, configured, hidden_argument, shapes_with
+
+_PLACES = ("layer_idx", "layer_id", "layer_index", "layer_number")  # attributes that hold the place of a block
+
+
+@dataclass
+class Blocks:
+    """The blocks of the list that holds most of a model's parameters.
+
+    Attributes:
+        model: its blocks are skipped within `without`, and deleted by `finish`.
+        stacks: the list.
+        tuples: for every block the number of entries that it returns after the hidden state; None: no tuple.
+    """
+
+    model: nn.Module
+    stacks: tuple[Stack, ...]
+    tuples: list[int | None]
+    name: PartName = field(default="blocks", init=False)
+    least: int = field(default=1, init=False)
+    errors: dict[str, float] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def found(cls, model: nn.Module, batch: Batch) -> Blocks:
+        """Find the blocks of a model.
+
+        Raises:
+            LayerSelectionError: it has none.
+        """
+        lists = {
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
+        }
+        calls = _calls(model, batch, {joined(path, str(at)) for path, one in lists.items() for at in range(len(one))})
+        fitting = {
+            path: sum(value.numel() for value in one.parameters())
+            for path, one in lists.items()
+            if all(calls.get(joined(path, str(at)), []) == [True] for at in range(len(one)))
+        }
+        if not fitting:
+            raise LayerSelectionError(
+                "No blocks were found that can be removed: no list of modules whose members are called once each and "
+                "return a hidden state of the shape of their input."
+            )
+        path = max(fitting, key=lambda path: fitting[path])
+        count = len(lists[path])
+        return cls(model, (Stack(path, count),), [calls.tuples[joined(path, str(at))] for at in range(count)])
+
+    @property
+    def stack(self) -> Stack:
+        """The list."""
+        return self.stacks[0]
+
+    def chosen(self, keep: int, damage: Effect) -> dict[str, list[int]]:
+        """Remove the block whose absence damages the model least, and repeat; the other blocks stay as they are."""
+        gone: list[int] = []
+        while len(gone) < self.stack.count - keep:
+            trials = {}
+            for block in (one for one in range(self.stack.count) if one not in gone):
+                with self.without({self.stack.path: [*gone, block]}):
+                    trials[block] = damage()
+            gone.append(min(trials, key=lambda block: trials[block]))
+        return {self.stack.path: sorted(gone)}
+
+    @contextmanager
+    def without(self, removed: Mapping[str, Sequence[int]]) -> Iterator[None]:
+        """Context in which removed blocks return their input."""
+        modules = [self.model.get_submodule(path) for path in self.unused(removed)]
+        for at, module in zip(removed[self.stack.path], modules, strict=True):
+            assert "forward" not in vars(module)
+            module.forward = _Skip(self.tuples[at])
+        try:
+            yield
+        finally:
+            for module in modules:
+                vars(module).pop("forward", None)
+
+    def first(self, removed: Mapping[str, Sequence[int]]) -> str:
+        """Path of the first removed block."""
+        return self.unused(removed)[0]
+
+    def unused(self, removed: Mapping[str, Sequence[int]]) -> list[str]:
+        """Paths of the removed blocks."""
+        return [joined(self.stack.path, str(at)) for at in removed[self.stack.path]]
+
+    def finish(self, removed: Mapping[str, Sequence[int]]) -> None:
+        """Delete the blocks from their list.
+
+        Raises:
+            ModelError: the class of the model cannot say the number of blocks.
+        """
+        gone = removed[self.stack.path]
+        config = self._narrower(gone) if widths.is_configured(self.model) else None
+        members = self.model.get_submodule(self.stack.path)
+        assert isinstance(members, (nn.ModuleList, nn.Sequential))
+        for at in sorted(gone, reverse=True):
+            del members[at]
+        left = [at for at in range(self.stack.count) if at not in gone]
+        for new, old in enumerate(left):
+            for module in members[new].modules():
+                for name in _PLACES:
+                    if vars(module).get(name) == old:
+                        setattr(module, name, new)
+        if config is not None:
+            widths.share(self.model, config)
+
+    def require_possible(self, keep: int) -> None:
+        """Check that the class of the model can have fewer blocks, before any work.
+
+        Raises:
+            ModelError: it cannot.
+        """
+        if widths.is_configured(self.model):
+            self._narrower(range(keep, self.stack.count))
+
+    def _narrower(self, gone: Sequence[int]) -> object:
+        """The configuration of the model without some blocks."""
+        keep = self.stack.count - len(gone)
+        wanted = _renumbered(widths.shapes_of(self.model), self.stack.path, gone)
+        fields = configured(self.model, self.stack.count, lambda name: True)
+        reason = "no field of the configuration has their number"
+        for some in [*([one] for one in fields), fields]:
+            found = shapes_with(self.model, some, keep, gone) if some else "no field has their number"
+            if not isinstance(found, str):
+                config, shapes = found
+                if shapes == wanted:
+                    return config
+                found = f"{some[0][1]} changes other shapes"
+            reason = found
+        raise ModelError(
+            f"{type(self.model).__name__} cannot be built with {keep} blocks of {self.stack.path}: {reason}."
+        )
+
+
+class _Skip:
+    """The forward of a removed block: a copy of its hidden state."""
+
+    def __init__(self, rest: int | None) -> None:
+        self.rest = rest
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        hidden = hidden_argument(args, kwargs)
+        assert hidden is not None
+        return hidden.clone() if self.rest is None else (hidden.clone(), *[None] * self.rest)
+
+
+class _Calls(dict[str, list[bool]]):
+    """For every module one entry for each call: True if it returns a hidden state of the shape of its input."""
+
+    tuples: dict[str, int | None]
+
+
+@torch.no_grad()
+def _calls(model: nn.Module, batch: Batch, paths: set[str]) -> _Calls:
+    found = _Calls()
+    found.tuples = {}
+
+    def note(path: str, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        given, hidden = hidden_argument(args, kwargs), hidden_of(output)
+        same = isinstance(given, Tensor) and hidden is not None and given.shape == hidden.shape
+        found.setdefault(path, []).append(bool(same and given is not None and given.is_floating_point()))
+        found.tuples[path] = len(output) - 1 if isinstance(output, (tuple, list)) else None
+
+    handles = [
+        model.get_submodule(path).register_forward_hook(
+            lambda _, args, kwargs, output, path=path: note(path, args, kwargs, output), with_kwargs=True
+        )
+        for path in paths
+    ]
+    try:
+        with keeping_buffers(model):
+            batches.forward(model, batches.first_sample(batch))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _renumbered(shapes: dict[str, tuple[int, ...]], path: str, gone: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name after the blocks of a list were deleted."""
+    found = {}
+    for name, shape in shapes.items():
+        if name.startswith(f"{path}."):
+            place, _, rest = name[len(path) + 1 :].partition(".")
+            if int(place) in gone:
+                continue
+            name = f"{path}.{int(place) - sum(one < int(place) for one in gone)}.{rest}"
+        found[name] = shape
+    return found

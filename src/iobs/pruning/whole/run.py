@@ -1,0 +1,225 @@
+"""`iobs.prune` with `Structured(units="blocks")` or `units="experts"`: choose parts, remove them, refit what follows.
+
+The layers that write into the residual stream after the first removal are solved anew: their targets are the sums of
+the dense model, so they repair what the removed parts leave out. The recipe "best" ends with gradient steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.column_groups import Groups
+from iobs.core.patterns import keep_count
+from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError, first_line
+from iobs.pruning.algorithm import run
+from iobs.pruning.allocation.sensitivity import PROBE, PROBE_TOKENS
+from iobs.pruning.calibration.additions import captured_additions
+from iobs.pruning.calibration.losses import answered, mean_loss
+from iobs.pruning.callbacks import Callbacks
+from iobs.pruning.coverage import Reason
+from iobs.pruning.finetune.scoring import dense_copy
+from iobs.pruning.network.layers import Layer, find_layers
+from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
+from iobs.pruning.network.selection import Selection
+from iobs.pruning.recipe.structured import require_structured
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.store import Store
+from iobs.pruning.structure import widths
+from iobs.pruning.structured import Asked, outputs_of, require_same, seconds_of
+from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRecord
+from iobs.pruning.whole.blocks import Blocks
+from iobs.pruning.whole.experts import Experts
+from iobs.pruning.whole.part import Kind
+from iobs.pruning.widths.clock import require_runtime
+from iobs.pruning.widths.costs import Products
+from iobs.pruning.widths.latency import can_copy
+from iobs.pruning.widths.softened import softened, temperature_of
+from iobs.pruning.workspace import Request, Workspace
+
+_ANSWERS = 2**26  # most numbers in the stored outputs of the dense model
+
+
+class _Beside(Store):
+    """A store of a model that has lost parts, with the dense model beside it."""
+
+    def __init__(self, model: nn.Module, dense: nn.Module) -> None:
+        super().__init__(model)
+        self._dense = dense
+
+    @property
+    def dense_model(self) -> nn.Module:
+        """The dense model."""
+        return self._dense
+
+
+def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:
+    """Remove blocks or experts of the model of a store.
+
+    Raises:
+        LayerSelectionError: there are none, or no layer that could repair their absence.
+        PatternError: the share is none of them, or more than can be removed.
+        ModelError: the model's class cannot have fewer of them.
+        ProblemError: the recipe, names of layers, or the model's weights are not in memory.
+    """
+    if not store.whole:
+        raise ProblemError("Structured removes units of a model in memory; load the model whole.")
+    if asked.include is not None or asked.ignore is not None:
+        raise ProblemError(f'units="{asked.pattern.units}" chooses among all of them: leave out include= and ignore=.')
+    require_structured(asked.recipe)
+    require_runtime(asked.pattern.runtime)
+    model = store.model
+    with evaluating(model) as frozen, seeded(model, asked.seed):
+        parts: Kind = (
+            Blocks.found(model, collected[0]) if asked.pattern.units == "blocks" else Experts.found(model, collected)
+        )
+        keep = _kept(parts, asked.pattern.sparsity)
+        parts.require_possible(keep)
+        dense = dense_copy(model)
+        removed = parts.chosen(keep, _Damage(model, dense, collected))
+        for path, gone in removed.items():
+            told.on_note(f"Removed {parts.name} of {path or 'the model'}: {', '.join(map(str, gone))}.")
+        with parts.without(removed):
+            own = _Beside(model, dense)
+            try:
+                report = run(_workspace(own, collected, asked, told, frozen, parts, removed))
+                before = outputs_of(model, collected[0])
+                parts.finish(removed)
+                require_same(before, outputs_of(model, collected[0]))
+                _require_loadable(model, collected[0])
+            except BaseException:
+                own.reset()
+                raise
+    records = [
+        WidthRecord(one.path, parts.name, one.path, one.count, keep, parts.errors.get(one.path, 0.0))
+        for one in parts.stacks
+    ]
+    found = StructuredReport(**{**vars(report), "audit": []}, widths=records, costs=_costs(dense, model, collected[0]))
+    wide = dense if can_copy(model) else None
+    return replace(found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, told)])
+
+
+class _Damage:
+    """KL divergence of softened outputs from those of the dense model, on calibration samples."""
+
+    def __init__(self, model: nn.Module, dense: nn.Module, data: list[Batch]) -> None:
+        self.model = model
+        with torch.no_grad():
+            self.answers = answered(dense, Samples.of(data).first(PROBE, PROBE_TOKENS), _ANSWERS)
+        self.loss = softened(temperature_of(self.answers))
+
+    @torch.no_grad()
+    def __call__(self) -> float:
+        return mean_loss(self.model, self.answers, self.loss)
+
+
+def _kept(parts: Kind, share: float) -> int:
+    """The number of parts that are left in each stack.
+
+    Raises:
+        PatternError: it is all of them, or fewer than are needed.
+    """
+    count = parts.stacks[0].count
+    keep = keep_count(count, share)
+    if keep == count:
+        raise PatternError(
+            f"{share:.3g} of {count} {parts.name} is less than a half of one; ask for at least {1 / count:.3g}."
+        )
+    if keep < parts.least:
+        raise PatternError(
+            f"{keep} of {count} {parts.name} would be left, and {parts.least} are needed; ask for at most "
+            f"{1 - parts.least / count:.3g}."
+        )
+    return keep
+
+
+def _workspace(
+    store: Store,
+    collected: list[Batch],
+    asked: Asked,
+    told: Callbacks,
+    frozen: frozenset[str],
+    parts: Kind,
+    removed: Mapping[str, Sequence[int]],
+) -> Workspace:
+    """The workspace of the refit of the layers after the first removal; all their columns are kept."""
+    layers = _writers(store.model, collected[0], parts.first(removed))
+    skipped = {one.name: Reason("asked", "is not refitted") for one in find_layers(store.model) if one not in layers}
+    selection = store.checked(collected, Selection(tuple(layers), skipped))
+    patterns = {layer: Groups(layer.shape[1], keep=1) for layer in selection.layers}
+    request = Request(asked.recipe, patterns, asked.pattern, asked.holdout, asked.seed, asked.checkpoint)
+    unused = [f"{path}." for path in parts.unused(removed)]
+    names = [name for name, _ in store.model.named_parameters() if name.startswith(tuple(unused))] if unused else []
+    work = Workspace.of(store, request, selection, collected, told, frozenset({*frozen, *names}))
+    lists = {block.path.rpartition(".")[0] for block in work.chain}
+    if unused and not lists >= {one.path for one in parts.stacks}:  # the chain would skip the dense model's blocks too
+        work.run_whole()
+    return work
+
+
+@torch.no_grad()
+def _writers(model: nn.Module, batch: Batch, first: str) -> list[Layer]:
+    """Layers that write into a residual stream after a module was called; all such layers if there are none after it.
+
+    Raises:
+        LayerSelectionError: no layer writes into a residual stream.
+    """
+    layers = [layer for layer in find_layers(model) if layer.is_called and layer.groups == 1]
+    adding: set[str] = set()
+    order: list[str] = []
+    paths = {first, *(layer.path for layer in layers)}
+    handles = [
+        model.get_submodule(path).register_forward_hook(lambda *_, path=path: order.append(path)) for path in paths
+    ]
+    try:
+        with keeping_buffers(model), captured_additions(model, layers, lambda layer, _: adding.add(layer.name)):
+            batches.forward(model, batches.first_sample(batch))
+    finally:
+        for handle in handles:
+            handle.remove()
+    place = {path: number for number, path in reversed([*enumerate(order)])}
+    writers = sorted((one for one in layers if one.name in adding), key=lambda one: place[one.path])
+    if not writers:
+        raise LayerSelectionError("No layer adds its output to a residual stream, so none could repair a removal.")
+    after = [one for one in writers if place[one.path] > place[first]]
+    return after or writers
+
+
+def _costs(dense: nn.Module, model: nn.Module, batch: Batch) -> list[CostRecord]:
+    """Multiplications by the weights of modules, and all parameters, before and after."""
+    macs = [Products.count(one, batch, ()).of({}) for one in (dense, model)]
+    numbers = [float(sum(value.numel() for value in one.parameters())) for one in (dense, model)]
+    return [
+        CostRecord("parameters", numbers[0], numbers[1], "in all layers"),
+        CostRecord("macs", macs[0], macs[1], "in linear layers and convolutions"),
+    ]
+
+
+def _require_loadable(model: nn.Module, batch: Batch) -> None:
+    """Check that the model's class, built from its configuration, gives the same outputs with the model's weights.
+
+    Raises:
+        ModelError: it does not.
+    """
+    if not widths.is_configured(model) or not can_copy(model):
+        return
+    try:
+        again = type(model)(copy.deepcopy(model.config)).eval()
+        again.load_state_dict(model.state_dict())
+        again = again.to(next(model.parameters()))
+        found: Tensor = outputs_of(again, batch)
+    except Exception as error:  # every class has its own
+        raise ModelError(
+            f"{type(model).__name__} cannot be built from its new configuration: {first_line(error)}."
+        ) from None
+    if not torch.allclose(found, outputs_of(model, batch), atol=1e-3, rtol=1e-2):
+        raise ModelError(
+            f"{type(model).__name__} gives other outputs when it is built from its new configuration: its layers "
+            "depend on their place in a way that the configuration does not say."
+        )

@@ -1,0 +1,229 @@
+"""Blocks and experts that are removed: the model is loaded by its class as it is, and gives the same outputs."""
+
+import copy
+from itertools import combinations
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+import iobs
+from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError
+from iobs.pruning.whole.blocks import Blocks
+from iobs.pruning.whole.experts import Experts
+from iobs.report import read_report
+
+SIZE = {"hidden_size": 16, "vocab_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MIXTURES = {
+    "mixtral": lambda: MixtralConfig(
+        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=12, num_local_experts=6, num_experts_per_tok=2
+    ),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=24, moe_intermediate_size=12,
+        shared_expert_intermediate_size=20, num_experts=6, num_experts_per_tok=2,
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=24, moe_intermediate_size=12, num_experts=6,
+        num_experts_per_tok=2, head_dim=4,
+    ),
+    "olmoe": lambda: OlmoeConfig(
+        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=12, num_experts=6, num_experts_per_tok=2
+    ),
+}  # fmt: skip
+
+
+def built(config):
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for value in model.parameters():  # otherwise blocks of a new network change their input very little
+        if value.ndim > 1:
+            value.data.mul_(4)
+    return model
+
+
+def llama(blocks=5):
+    return built(LlamaConfig(**SIZE, **TOKENS, num_hidden_layers=blocks, intermediate_size=24))
+
+
+def text(seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [{"input_ids": torch.randint(3, 48, (8, 16), generator=generator)} for _ in range(3)]
+
+
+def gap(model, dense):
+    with torch.no_grad():
+        wanted = torch.cat([dense(**one).logits for one in text(9)])
+        return float((torch.cat([model(**one).logits for one in text(9)]) - wanted).square().mean())
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 20), nn.Linear(20, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("recipe", ["one-shot", "best"])
+def test_fewer_blocks_are_loaded_unpatched(tmp_path, recipe):
+    model = llama()
+    steps = {} if recipe == "one-shot" else {
+        "finetune": iobs.FineTune(lr=1e-3, optimizer="adam", steps=3, loss="kl", parameters="all", support="fixed")
+    }  # fmt: skip
+    report = iobs.prune(model, text(), iobs.Structured(0.4, units="blocks"), recipe, **steps)
+    assert [(one.kind, one.before, one.after) for one in report.widths] == [("blocks", 5, 3)]
+    assert model.config.num_hidden_layers == len(model.model.layers) == 3
+    assert [block.self_attn.layer_idx for block in model.model.layers] == [0, 1, 2]
+    assert report.costs[0].share < 0.8
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(**text()[0]).logits, model(**text()[0]).logits)
+    generated = [one.generate(text()[0]["input_ids"][:2], max_new_tokens=4, do_sample=False) for one in (again, model)]
+    assert torch.equal(*generated)
+    report.save(tmp_path / "report.json")
+    assert read_report(tmp_path / "report.json").widths == report.widths
+
+
+def test_refit_after_a_removed_block_is_closer_to_the_dense_model():
+    dense = llama()
+    for layer in (dense.model.layers[4].self_attn.o_proj, dense.model.layers[4].mlp.down_proj):
+        layer.weight.data.mul_(3)  # not the last block, since nothing follows it
+    model = copy.deepcopy(dense)
+    report = iobs.prune(model, text(), iobs.Structured(0.2, units="blocks"), "one-shot")
+    assert "layers: 4." not in " ".join(report.notes)
+    candidates = []
+    for gone in range(5):
+        plain = copy.deepcopy(dense)
+        with Blocks.found(plain, text()[0]).without({"model.layers": [gone]}):
+            candidates.append(gap(plain, dense))
+    assert gap(model, dense) < min(candidates)
+
+
+def test_least_harmful_block_is_removed_first():
+    """The third block adds almost nothing."""
+    model = llama()
+    block = model.model.layers[2]
+    for layer in (block.self_attn.o_proj, block.mlp.down_proj):
+        layer.weight.data.mul_(1e-4)
+    report = iobs.prune(model, text(), iobs.Structured(0.2, units="blocks"), "one-shot")
+    assert any("layers: 2." in note for note in report.notes)
+    assert block not in [*model.model.layers]
+
+
+def test_blocks_of_an_own_network_are_removed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(*(Residual(8) for _ in range(4))), nn.Linear(8, 3)).eval()
+    dense = copy.deepcopy(model)
+    data = list(torch.randn(120, 6, generator=torch.Generator().manual_seed(1)).split(40))
+    report = iobs.prune(model, data, "structured:25%,units=blocks", "one-shot")
+    assert len(model[1]) == 3
+    assert report.widths[0].name == "1"
+    with torch.no_grad():
+        wanted = dense(data[0])
+        assert float((model(data[0]) - wanted).square().mean()) < 0.5 * float((wanted - wanted.mean(0)).square().mean())
+
+
+def test_conv1d_blocks_of_gpt2_are_removed(tmp_path):
+    model = built(GPT2Config(n_embd=16, n_layer=4, n_head=2, vocab_size=48, n_positions=64, **TOKENS))
+    iobs.prune(model, text(), iobs.Structured(0.25, units="blocks"), "one-shot")
+    assert model.config.n_layer == len(model.transformer.h) == 3
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(**text()[0]).logits, model(**text()[0]).logits)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_fewer_experts_are_loaded_unpatched(name, tmp_path):
+    model = built(MIXTURES[name]())
+    dense = copy.deepcopy(model)
+    report = iobs.prune(model, text(), iobs.Structured(0.34, units="experts"), "one-shot")
+    assert [(one.kind, one.before, one.after) for one in report.widths] == [("experts", 6, 4)] * 2
+    assert all(0 < one.error < 1 for one in report.widths)
+    assert report.costs[0].share < 1
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert {vars(again.config).get(field) for field in ("num_experts", "num_local_experts")} - {None} == {4}
+    torch.testing.assert_close(again(**text()[0]).logits, model(**text()[0]).logits)
+    assert not torch.allclose(model(**text()[0]).logits, dense(**text()[0]).logits, atol=1e-3)
+
+
+def test_one_expert_is_chosen_as_brute_force_does():
+    model = built(MIXTURES["mixtral"]())
+    parts = Experts.found(model, text())
+    stack = parts.stacks[0]
+    module, given = model.get_submodule(stack.path), parts.inputs[stack.path]
+    with torch.no_grad():
+        dense = module(given)
+        errors = {}
+        for (gone,) in combinations(range(6), 1):
+            logits = given[:, 0] @ module.gate.weight.T
+            logits[:, gone] = -torch.inf
+            values, index = logits.softmax(-1).topk(2)
+            values = values / values.sum(-1, keepdim=True)
+            found = module.experts(given[:, 0], index, values)
+            errors[gone] = float((found - dense[:, 0]).double().square().sum())
+    chosen = parts.chosen(5, lambda: 0.0)[stack.path]
+    assert chosen == [min(errors, key=errors.get)]
+    assert parts.errors[stack.path] == pytest.approx(
+        min(errors.values()) / float(dense.double().square().sum()), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("units", ["blocks", "experts"])
+def test_a_failed_run_leaves_the_model_as_it_was(monkeypatch, units):
+    model = llama() if units == "blocks" else built(MIXTURES["mixtral"]())
+    before, dense = copy.deepcopy(model.state_dict()), model(**text()[0]).logits
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("iobs.pruning.whole.run.outputs_of", fail)  # after the refit
+    with pytest.raises(KeyboardInterrupt):
+        iobs.prune(model, text(), iobs.Structured(0.4, units=units), "one-shot")
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(model(**text()[0]).logits, dense)
+
+
+def test_impossible_requests_are_refused():
+    with pytest.raises(PatternError, match="less than a half of one"):
+        iobs.prune(llama(), text(), iobs.Structured(0.05, units="blocks"))
+    with pytest.raises(PatternError, match="2 are needed"):
+        iobs.prune(built(MIXTURES["mixtral"]()), text(), iobs.Structured(0.9, units="experts"))
+    with pytest.raises(LayerSelectionError, match="No experts"):
+        iobs.prune(llama(), text(), iobs.Structured(0.3, units="experts"))
+    with pytest.raises(ModelError, match="Experts are removed from models of transformers"):
+        iobs.prune(nn.Linear(3, 3), [torch.ones(2, 3)], iobs.Structured(0.3, units="experts"))
+    with pytest.raises(LayerSelectionError, match="No blocks"):
+        iobs.prune(nn.Linear(3, 3), [torch.ones(2, 3)], iobs.Structured(0.3, units="blocks"))
+    with pytest.raises(ProblemError, match="leave out include"):
+        iobs.prune(llama(), text(), iobs.Structured(0.3, units="blocks"), include="*")
+    with pytest.raises(PatternError, match="leave out of"):
+        iobs.Structured(0.3, of="latency", units="blocks")
+    with pytest.raises(PatternError, match="units must be"):
+        iobs.Structured(0.3, units="layers")
+
+
+def test_blocks_that_end_in_a_norm_are_removed_too(tmp_path):
+    config = BertConfig(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24, vocab_size=48)
+    torch.manual_seed(0)
+    model = BertModel(config).eval()
+    iobs.prune(model, text(), iobs.Structured(0.25, units="blocks"), "one-shot")
+    assert model.config.num_hidden_layers == 3
+    model.save_pretrained(tmp_path)
+    again = BertModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(**text()[0]).last_hidden_state, model(**text()[0]).last_hidden_state)
