@@ -293,6 +293,7 @@ class Workspace:
 
         def keep(losses: list[float]) -> None:
             nonlocal last
+            self.memory.look()
             if len(losses) == trainer.step.steps or time.monotonic() - last > SAVED_EVERY:
                 self.checkpoint.put(key, trainer.snapshot(), {"taken": trainer.taken, "losses": losses})
                 last = time.monotonic()
