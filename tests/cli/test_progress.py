@@ -38,6 +38,7 @@ def test_watch_counts_layers_and_steps(monkeypatch):
 def test_plain_progress_prints_a_line_at_intervals(capsys, monkeypatch):
     clock = iter([0.0, 1.0, 20.0, 21.0])
     monkeypatch.setattr("iobs.pruning.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr(Steps, "_keep_talking", lambda _: None)  # its thread reads the clock too
     with Steps("work") as steps:
         for done in (1, 5, 6):
             steps.update(done, 10)
