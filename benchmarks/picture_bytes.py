@@ -43,7 +43,7 @@ def draw(theme: str) -> Path:
         panels = figure.subplots(2, 2).flat
         for panel, (network, (title, metric, limits)) in zip(panels, PANELS.items(), strict=True):
             own = [row for row in rows if row["network"] == network]
-            panel.set(title=title, xlabel="bits a weight", ylabel=metric, xscale="log", ylim=limits)
+            panel.set(title=title, xlabel="bits a weight", ylabel=metric, xscale="log", ylim=limits, xlim=(1.4, 9))
             panel.set_xticks([1.5, 2, 3, 4, 6, 8], ["1.5", "2", "3", "4", "6", "8"], minor=False)
             panel.set_xticks([], minor=True)
             panel.axhline(1 if network in LOWER else own[0]["dense"], color=ink, linewidth=1, linestyle=(0, (4, 3)))

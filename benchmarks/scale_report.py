@@ -92,7 +92,7 @@ def _solves(rows: list[Row]) -> str:
     body = []
     for row in rows:
         times = [f"{row[name]:.1f}" for name in ("one", "layers", "rows")]
-        body.append([str(row["ranks"]), *times, f"{row['one'] / row['rows']:.2f}", f"{row['equal']:.4%}"])
+        body.append([str(row["ranks"]), *times, f"{row['one'] / row['rows']:.2f}", f"{row['equal']:.2%}"])
     title = "## Solves of one block of 1,024 columns: processor seconds of the rank that takes longest"
     return "\n\n".join([title, _table(head, body)])
 

@@ -90,8 +90,8 @@ def run_solves(divided: bool, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 1, "num_attention_heads": 16}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=1000)).eval()
-    data = [{"input_ids": torch.randint(0, 1000, (4, 256))} for _ in range(4)]
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=16384)).eval()
+    data = [{"input_ids": torch.randint(0, 16384, (4, 256))} for _ in range(4)]
     used = 0.0
 
     def timed(function: Any) -> Any:
@@ -140,16 +140,19 @@ def solves() -> None:
     """Solve seconds of one block on several ranks, with a layer for each rank and with divided rows."""
     before = os.times()
     alone, _, reference = launched("rows", 1)
+
+    def equal(weights: dict[str, torch.Tensor]) -> float:
+        same = sum(int(((reference[key] == 0) == (weights[key] == 0)).sum()) for key in reference)
+        return same / sum(value.numel() for value in reference.values())
+
     for ranks in (2, 4):
         found = {name: launched(name, ranks) for name in SOLVES}
-        weights = found["rows"][2]
-        same = sum(int(((reference[key] == 0) == (weights[key] == 0)).sum()) for key in reference)
-        equal = same / sum(value.numel() for value in reference.values())
         after = os.times()
         used = after.children_user + after.children_system - before.children_user - before.children_system
         values = {"one": alone, "layers": found["layers"][0], "rows": found["rows"][0], "by_rank": found["rows"][1]}
-        record("solves", f"{ranks} ranks", used, ranks=ranks, equal=equal, **values)
-        print(f"{ranks} ranks: {values}, {equal:.4%} equal")
+        masks = {"equal_layers": equal(found["layers"][2]), "equal": equal(found["rows"][2])}
+        record("solves", f"{ranks} ranks", used, ranks=ranks, **masks, **values)
+        print(f"{ranks} ranks: {values}, {masks}", flush=True)
 
 
 def main() -> None:

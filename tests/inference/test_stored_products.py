@@ -33,7 +33,7 @@ def plain(matrix, given, rounds):
 
 
 @pytest.mark.parametrize(("level", "name"), CASES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (6, 64), (5, 129), (20, 320)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (6, 64), (5, 129), (20, 320), (4, 700)])
 def test_products_equal_the_plain_form(level, name, shape):
     require(level)
     matrix = store(sparse(*shape), name)
@@ -66,7 +66,7 @@ def test_rounding_of_activations_equals_the_plain_form_but_for_ties():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (33, 129), (200, 1200)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (33, 129), (200, 1200), (40, 1090)])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_products_of_many_tokens_by_amx_equal_the_plain_form(needs_amx, name, shape, threads):
     matrix = store(sparse(*shape), name)

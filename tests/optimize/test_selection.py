@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from sklearn.model_selection import GroupKFold, KFold, RepeatedKFold
 
-from iobs import SparseClassifier, SparseRegressor
+from iobs import SparseClassifier, SparseRegressor, minimize
 from iobs.errors import ProblemError
-from iobs.optimize.objectives import Tweedie
+from iobs.optimize.objectives import Logistic, Tweedie
 
 
 def _linear(rng, n=120, d=8, noise=1.5):
@@ -82,3 +82,25 @@ def test_offset_must_have_one_number_per_sample(rng):
         SparseRegressor(2).fit(X, y, offset=y[:5])
     with pytest.raises(ProblemError, match="negative_binomial"):
         SparseRegressor(2, loss="cauchy").fit(X, y)
+
+
+@pytest.mark.parametrize("k", [2, "bic", "cv"])
+def test_offset_of_a_classifier_is_known_log_odds(k):
+    rng = np.random.default_rng(4)
+    X, offset = rng.standard_normal((400, 6)), 2.0 * rng.standard_normal(400)
+    margin = X[:, 1] - 1.5 * X[:, 4] + offset
+    y = np.where(rng.random(400) < 1 / (1 + np.exp(-margin)), "yes", "no")
+    model = SparseClassifier(k, ridge=0.0).fit(X, y, offset=offset)
+    assert {1, 4} <= set(model.support_.tolist())
+    exact = minimize(Logistic(X, (y == "yes").astype(float), intercept=True, offset=offset), model.k_)
+    np.testing.assert_allclose(model.coef_[0], exact.theta, rtol=1e-6, atol=1e-9)
+    shifted = model.decision_function(X, offset=offset) - model.decision_function(X)
+    np.testing.assert_allclose(shifted, offset, atol=1e-12)
+    assert np.mean(model.predict(X, offset=offset) == y) > np.mean(model.predict(X) == y)
+    np.testing.assert_allclose(model.predict_proba(X, offset=offset).sum(axis=1), 1)
+
+
+def test_offset_of_several_classes_is_refused(rng):
+    X = rng.standard_normal((30, 4))
+    with pytest.raises(ProblemError, match="two classes"):
+        SparseClassifier(2).fit(X, np.arange(30) % 3, offset=np.zeros(30))

@@ -13,6 +13,7 @@ from iobs.errors import ProblemError
 from iobs.pruning.decisions import learning_rate
 from iobs.pruning.decisions import sparsity as sparsities
 from iobs.pruning.recipe import PRESETS, BlockFit
+from iobs.pruning.runtime import memory
 
 BEST = PRESETS["best"]
 SHORT = BEST.but(finetune=replace(BEST.finetune, steps=60, most_steps=None))
@@ -120,6 +121,22 @@ def test_best_recipe_measures_damage_relative_to_dense_loss():
     )
     assert report.rounds[0].loss_heldout > 1
     assert [record.kind for record in report.rounds].count("projection") == 1
+
+
+def test_peak_memory_includes_the_gradient_steps(monkeypatch):
+    used = [10]
+    monkeypatch.setattr(memory, "resident", lambda: used[0])
+
+    class Steps(iobs.Callback):
+        def on_step(self, round_index, done, total, loss):
+            used[0] = 1000
+
+        def on_round(self, record):
+            used[0] = 20
+
+    model, data = three_layers()
+    last = iobs.FineTune(lr=1e-4, steps=3, loss="kl", support="fixed")
+    assert iobs.prune(model, data, 0.5, "one-shot", finetune=last, callbacks=[Steps()]).peak_memory_bytes == 1000
 
 
 def test_projection_is_returned_if_every_rate_diverges():

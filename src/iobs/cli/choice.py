@@ -134,10 +134,10 @@ def size_of(
             times = np.column_stack([table.y, sides.events])
             return int(cox.fit(table.X, times, sides.weights, offset=sides.offset).k_), cox
         if loss == "logistic":
-            if sides.offset is not None or sides.interactions is not None:
-                raise DataError(f"-k {k} cannot use an offset or interactions with the logistic loss; give a number.")
+            if sides.interactions is not None:
+                raise DataError(f"-k {k} cannot choose among interactions with the logistic loss; give a number.")
             chooser = SparseClassifier(choice, **columns)
-            return int(chooser.fit(table.X, table.y, sides.weights).k_), chooser
+            return int(chooser.fit(table.X, table.y, sides.weights, offset=sides.offset).k_), chooser
         kind = cast("Loss", loss)
         if sides.interactions is not None:
             products = SparseInteractions(choice, hierarchy=sides.interactions, loss=kind, **search)

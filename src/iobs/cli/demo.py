@@ -46,6 +46,7 @@ def demo(
     Keeps the model of the last, I-OBS: writes it with report.html and report.json, reads it back and counts its zeros.
     """
     from iobs import models
+    from iobs.cli.progress import Steps
     from iobs.cli.results import write_results
     from iobs.cli.run_file import Asked, RunOptions
     from iobs.core.patterns import Unstructured, share
@@ -77,7 +78,8 @@ def demo(
     if talk.as_json:
         console.print_json({"output": str(output), **report.as_dict()})
         return
-    faster = _faster(output / MODEL_FOLDER)
+    with Steps("measuring the speed (the first run also compiles)"):
+        faster = _faster(output / MODEL_FOLDER)
     out.print(f"Done in {time.perf_counter() - started:.0f} s. Look at {output / 'report.html'}")
     out.print(
         f"Next: iobs inspect {shlex.quote(str(output / MODEL_FOLDER))}, or prune a model of yours: iobs prune --help"

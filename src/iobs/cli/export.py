@@ -51,6 +51,7 @@ def export(
 ) -> None:
     """Write a pruned model for another runtime: zeros stay exact zeros, weights on a grid stay whole numbers."""
     from iobs.cli.loading import load_model
+    from iobs.cli.progress import Steps
     from iobs.exports import TARGETS, export
     from iobs.models import beside, names_to_replace
 
@@ -67,7 +68,8 @@ def export(
         raise typer.BadParameter("this is the directory that is read; give another one", param_hint="--output / -o")
     loaded = load_model(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)
     console.say(f"Writing {to}. For a large model this takes minutes.")
-    found = export(loaded, target, to, bits, replaceable=replaceable)
+    with Steps(f"writing {to}"):
+        found = export(loaded, target, to, bits, replaceable=replaceable)
     if talk.as_json:
         matrices = [asdict(one) for one in found.matrices]
         console.print_json(

@@ -51,7 +51,8 @@ class Wanted:
     ] = None
 
     units: Annotated[
-        str | None, option("KIND", "Of structured:SHARE: auto (channels, neurons, heads; default), blocks or experts.")
+        str | None,
+        option("KIND", "Of structured:SHARE: auto (channels, neurons, heads; default), stream, blocks or experts."),
     ] = None
 
     def parsed(self) -> Pattern | None:

@@ -41,6 +41,7 @@ def pack(
     talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Store a pruned model as bit masks and nonzero values: losslessly, or with --precision ready to run."""
+    from iobs.cli.progress import Steps
     from iobs.models import beside, names_to_replace, output_directory
     from iobs.models.packed import packed_share, save_packed, unpack
     from iobs.models.ready import PRECISIONS
@@ -54,14 +55,15 @@ def pack(
     if replaceable and target.resolve() == directory.resolve():
         raise typer.BadParameter("this is the directory that is read; give another one", param_hint="--output / -o")
     if back:
-        with output_directory(target, replaceable) as temporary:
+        with output_directory(target, replaceable) as temporary, Steps("unpacking"):
             unpack(directory, temporary)
         if talk.as_json:
             console.print_json({"output": str(target)})
         else:
             out.print(f"Written: {target}")
         return
-    save_packed(directory, target, replaceable, precision)
+    with Steps("packing"):
+        save_packed(directory, target, replaceable, precision)
     share = packed_share(directory, target)
     if talk.as_json:
         console.print_json({"output": str(target), "share_of_dense_bytes": share})

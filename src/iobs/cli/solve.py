@@ -108,6 +108,7 @@ def solve(
     The coefficients are for the columns as they are; scaling a column never changes the choice.
     """
     from iobs.cli import near_optimal, solution, solution_tables
+    from iobs.cli.progress import Steps
     from iobs.cli.sides import sides_of, with_interactions
     from iobs.data.tables import read_table
 
@@ -133,18 +134,21 @@ def solve(
     sides = sides_of(table, columns, loss, limits)
     if sides.interactions is not None:
         table = with_interactions(table)
-    if selection.knockoff:
-        found = selection.solution(table, sides, columns.target, loss, ridge, seed)
-    else:
-        found = _solution(table, sides, columns, loss, ridge, k, seed)
-    model = solution.report(found)
-    if proofs.certify is not None:
-        model["certificate"] = _certificate(found.objective, found.size, found.best, proofs.certify)
-    if proofs.near is not None:
-        seconds = near_optimal.SECONDS if proofs.certify is None else proofs.certify
-        model["near_optimal"] = near_optimal.near_optimal(
-            found.objective, found.table.names, found.size, proofs.near, seconds
-        )
+    with Steps("searching (the first run also compiles)") as steps:
+        if selection.knockoff:
+            found = selection.solution(table, sides, columns.target, loss, ridge, seed)
+        else:
+            found = _solution(table, sides, columns, loss, ridge, k, seed)
+        model = solution.report(found)
+        if proofs.certify is not None:
+            steps.update(0, 0, "proving")
+            model["certificate"] = _certificate(found.objective, found.size, found.best, proofs.certify)
+        if proofs.near is not None:
+            steps.update(0, 0, "proving")
+            seconds = near_optimal.SECONDS if proofs.certify is None else proofs.certify
+            model["near_optimal"] = near_optimal.near_optimal(
+                found.objective, found.table.names, found.size, proofs.near, seconds
+            )
     if talk.as_json:
         console.print_json(model)
     else:

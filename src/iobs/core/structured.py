@@ -11,7 +11,7 @@ from iobs.errors import PatternError, is_a
 
 Cost = Literal["macs", "parameters", "latency"]
 Runtime = Literal["torch", "onnx"]
-Units = Literal["auto", "blocks", "experts"]
+Units = Literal["auto", "stream", "blocks", "experts"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class Structured:
         uniform: True: layers with the same kind and number of units keep the same number. False: every layer has its
             own width; a model of transformers can then be exported, but not loaded by its class. None: equal widths
             where the class of the model has one number for several layers, so that it loads the narrower model.
-        units: "auto": channels, neurons and heads, so that the network becomes narrower. "blocks": whole blocks of the
-            longest stack, so that it becomes shorter. "experts": whole experts, the same number in every mixture.
+        units: "auto": channels, neurons and heads inside blocks: the network becomes narrower. "stream": also the
+            channels between blocks of a network with batch norms, which many layers read. "blocks": whole blocks of
+            the longest stack: the network becomes shorter. "experts": whole experts, the same number in every mixture.
         runtime: runtime whose time is meant and reported: "torch", or "onnx" for ONNX Runtime.
 
     Raises:
@@ -58,11 +59,16 @@ class Structured:
         if self.runtime not in get_args(Runtime):
             raise PatternError(f'runtime must be "torch" or "onnx", got {self.runtime!r}.')
         if self.units not in get_args(Units):
-            raise PatternError(f'units must be "auto", "blocks" or "experts", got {self.units!r}.')
-        if self.units != "auto" and (self.of == "latency" or self.multiple_of > 1 or self.uniform is not None):
+            raise PatternError(f'units must be "auto", "stream", "blocks" or "experts", got {self.units!r}.')
+        if self.whole and (self.of == "latency" or self.multiple_of > 1 or self.uniform is not None):
             raise PatternError(
                 f'units="{self.units}" removes a share of their number: leave out of="latency", multiple_of, uniform.'
             )
+
+    @property
+    def whole(self) -> bool:
+        """True if blocks or experts are removed, and widths stay as they are."""
+        return self.units in ("blocks", "experts")
 
     @classmethod
     def read(cls, text: str, sparsity: float) -> Structured:

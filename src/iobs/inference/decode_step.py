@@ -77,7 +77,7 @@ class Scratch(NamedTuple):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _multiply(fields: Value, given: Value, found: Value, scratch: Value) -> None:
-    """Write one matrix times a vector, plus the bias, to `found`."""
+    """Write one matrix times a vector, plus the bias, to `found`; `fields` has the order of `FIELDS`."""
     matrix = Addresses(fields[0], fields[1], fields[2], fields[3], fields[4], fields[5], fields[6], fields[7])
     wide, rows, code, bias = 64 * fields[7], fields[8], fields[10], fields[11]
     output = found.ctypes.data

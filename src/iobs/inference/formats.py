@@ -9,7 +9,7 @@
 | bitmask-int4 | a bit for every entry, 4-bit codes of a table of 16 levels, scales as above   |
 | index-bf16   | a 16-bit column and a bfloat16 value for every non-zero entry                 |
 
-Columns are filled up to a multiple of 128 with zeros. A bit of the mask belongs to column 64 * block + bit.
+Columns are filled up to a multiple of 64 with zeros. A bit of the mask belongs to column 64 * block + bit.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ class StoredMatrix:
             whole = self.tensors["values"][: 2 * self.rows * wide].view(torch.bfloat16).view(self.rows, wide)
             return whole[numbers, : self.columns].float()
         if self.format == "int8":
-            codes = self.tensors["values"][: self.rows * wide].view(torch.int8).view(self.rows, -1, GROUP)[numbers]
-            found = codes.float() * self.tensors["scales"][numbers].float()[..., None]
-            return found.view(len(numbers), wide)[:, : self.columns]
+            codes = self.tensors["values"][: self.rows * wide].view(torch.int8).view(self.rows, wide)[numbers]
+            return _scaled(codes.float(), self.tensors["scales"][numbers])[:, : self.columns]
         different, places = torch.unique(numbers, return_inverse=True)
         if not len(different):
             return torch.zeros(0, self.columns)
@@ -120,8 +119,7 @@ class StoredMatrix:
         return torch.from_numpy(bits).bool()
 
     def _scaled(self, codes: Tensor, first: int, last: int) -> Tensor:
-        scales = self.tensors["scales"][first:last].float()
-        return (codes.view(len(codes), -1, GROUP) * scales[..., None]).view(len(codes), -1)[:, : self.columns]
+        return _scaled(codes, self.tensors["scales"][first:last])[:, : self.columns]
 
     def _codes(self, mask: Tensor, stored: Tensor) -> Tensor:
         """The 4-bit codes of the set bits, in order; each block begins with a new byte."""
@@ -142,9 +140,19 @@ class StoredMatrix:
         return found.index_put_((row, columns), values, accumulate=True)  # fillers add zero
 
 
+def _scaled(codes: Tensor, scales: Tensor) -> Tensor:
+    """Codes (rows, filled columns) times the scales (rows, groups) of their groups; the last group may be half."""
+    return codes * scales.float().repeat_interleave(GROUP, 1)[:, : codes.shape[1]]
+
+
 def blocks_of(columns: int) -> int:
-    """Words of the mask for a row with this number of columns: an even number."""
-    return -(-columns // GROUP) * (GROUP // _BLOCK)
+    """Words of the mask for a row with this number of columns."""
+    return -(-columns // _BLOCK)
+
+
+def groups_of(blocks: int) -> int:
+    """Scales of a row with this number of words; the last group may have one word only."""
+    return -(-blocks * _BLOCK // GROUP)
 
 
 def bytes_of(name: FormatName, rows: int, columns: int, nonzeros: int) -> int:
@@ -161,7 +169,7 @@ def bytes_of(name: FormatName, rows: int, columns: int, nonzeros: int) -> int:
         return 4 * nonzeros + 8 * rows
     bits = _BITS[name.removeprefix("bitmask-")]
     values = filled // 8 + nonzeros * bits // 8 + 8 * rows if name.startswith("bitmask") else filled * bits // 8
-    scales = 0 if bits == _BITS["bf16"] else 2 * filled // GROUP + 4 * rows
+    scales = 0 if bits == _BITS["bf16"] else (2 * groups_of(blocks_of(columns)) + 4) * rows
     return values + scales
 
 
@@ -215,15 +223,15 @@ def _bfloats(wide: Tensor, name: FormatName) -> dict[str, Tensor]:
 
 
 def _integers(wide: Tensor, name: FormatName) -> dict[str, Tensor]:
-    grouped = wide.view(len(wide), -1, GROUP)
+    grouped = _grouped(wide)
     largest = grouped.abs().amax(2)
     # Scales are rounded up to bfloat16, so that no code exceeds 127.
     scales = (largest / 127 * 1.004).to(torch.bfloat16)
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    ratio = grouped / scales.float()[..., None]
+    ratio = (grouped / scales.float()[..., None]).view(len(wide), -1)[:, : wide.shape[1]]
     if name == "bitmask-int4":
         return _four_bits(wide, ratio, scales)
-    codes = ratio.round().clamp(-127, 127).view(len(wide), -1)
+    codes = ratio.round().clamp(-127, 127)
     tensors = {"scales": scales, "corrections": _corrections(codes, scales)}
     if name == "int8":
         return {**tensors, "values": _bytes(codes.to(torch.int8))}
@@ -236,16 +244,21 @@ def _integers(wide: Tensor, name: FormatName) -> dict[str, Tensor]:
     }
 
 
+def _grouped(wide: Tensor) -> Tensor:
+    """Filled rows in groups, (rows, groups, 128), the last one filled up with zeros."""
+    return torch.nn.functional.pad(wide, (0, -wide.shape[1] % GROUP)).view(len(wide), -1, GROUP)
+
+
 def _corrections(codes: Tensor, scales: Tensor) -> Tensor:
     """128 times the sum of each row: kernels add 128 to activations, which makes them unsigned."""
-    return (128 * (codes.view(len(codes), -1, GROUP).double().sum(2) * scales.double()).sum(1)).float()
+    return (128 * (_grouped(codes).double().sum(2) * scales.double()).sum(1)).float()
 
 
 def _four_bits(wide: Tensor, ratio: Tensor, scales: Tensor) -> dict[str, Tensor]:
     mask = wide != 0
-    levels = fitted_levels(ratio.view(len(wide), -1)[mask])
+    levels = fitted_levels(ratio[mask])
     middles = (levels[1:].float() + levels[:-1].float()) / 2
-    codes = torch.bucketize(ratio.view(len(wide), -1), middles).to(torch.uint8)
+    codes = torch.bucketize(ratio.contiguous(), middles).to(torch.uint8)
     counts = mask.view(-1, _BLOCK).sum(1)
     sizes = (counts + 1) // 2  # each block begins with a new byte
     begins = sizes.cumsum(0) - sizes
@@ -321,7 +334,7 @@ def require_valid(matrix: StoredMatrix) -> None:
     if masked:
         shapes["mask"] = (torch.int64, (rows, blocks))
     if matrix.quantised:
-        shapes["scales"] = (torch.bfloat16, (rows, blocks // 2))
+        shapes["scales"] = (torch.bfloat16, (rows, groups_of(blocks)))
         shapes["corrections"] = (torch.float32, (rows,))
     if matrix.format == "bitmask-int4":
         shapes["levels"] = (torch.int8, (_LEVELS,))

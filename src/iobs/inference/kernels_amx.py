@@ -143,7 +143,7 @@ def scratch_for(matrix: StoredMatrix, pairs: int) -> Scratch:
         _memory("dense", (ROWS // STRIP * _PIECE * _BYTES_A_GROUP[matrix.quantised],), np.uint8),
         _memory("integers", (STRIP, STRIP), np.int32),
         _memory("sums", (ROWS // STRIP, pairs, STRIP, STRIP), np.float32),
-        _memory("scales", (ROWS // STRIP, matrix.blocks // 2, STRIP), np.float32),
+        _memory("scales", (ROWS // STRIP, (matrix.blocks + 1) // 2, STRIP), np.float32),
         _memory("places", (ROWS,), np.int64),
         _SETTINGS,
     )
@@ -239,7 +239,7 @@ def _scatter(matrix: Value, row: Value, place: Value, first: Value, last: Value,
 @njit(cache=True, nogil=True, error_model="numpy")
 def _begin(matrix: Value, code: Value, row: Value, count: Value, scratch: Value, pairs: Value) -> None:
     """Find the values of some rows, read their scales, and clear the sums."""
-    groups = matrix.blocks // 2
+    groups = (matrix.blocks + 1) // 2
     for number in range(count):
         if code == 2:
             scratch.places[number] = read_long(matrix.starts + 8 * (row + number))
@@ -280,7 +280,7 @@ def _finish(given: Value, row: Value, count: Value, scratch: Value) -> None:
 def quantised(matrix: Value, code: Value, given: Value, scratch: Value, first: Value, last: Value) -> None:
     """Rows `first` to `last` of a matrix of 8 or 4 bits times all tokens, into `given.found`."""
     amx.configure(scratch.settings.ctypes.data)
-    groups, integers = matrix.blocks // 2, scratch.integers.ctypes.data
+    groups, integers = (matrix.blocks + 1) // 2, scratch.integers.ctypes.data
     half = REGISTER * matrix.blocks  # bytes of 16 tokens
     for row in range(first, last, ROWS):
         count = min(ROWS, last - row)
@@ -288,16 +288,18 @@ def quantised(matrix: Value, code: Value, given: Value, scratch: Value, first: V
         _begin(matrix, code, row, count, scratch, given.pairs)
         for start in range(0, groups, _PIECE):
             end = min(start + _PIECE, groups)
-            _write_bytes(matrix, code, row, count, 2 * start, 2 * end, scratch)
+            blocks = min(2 * end, matrix.blocks) - 2 * start
+            _write_bytes(matrix, code, row, count, 2 * start, 2 * start + blocks, scratch)
             for square in range(given.pairs * strips):
                 pair, strip = square // strips, square % strips
                 sums = scratch.sums.ctypes.data + 4 * STRIP * STRIP * (given.pairs * strip + pair)
                 for group in range(start, end):
-                    weights = scratch.dense.ctypes.data + 4 * REGISTER * ((end - start) * strip + group - start)
+                    weights = scratch.dense.ctypes.data + 2 * REGISTER * (blocks * strip + 2 * (group - start))
                     tokens = given.place + 2 * half * pair + 2 * REGISTER * group
                     amx.clear_sums()
                     amx.multiply_bytes(weights, tokens, tokens + half)
-                    amx.multiply_bytes(weights + 2 * REGISTER, tokens + REGISTER, tokens + half + REGISTER)
+                    if 2 * group + 1 < matrix.blocks:
+                        amx.multiply_bytes(weights + 2 * REGISTER, tokens + REGISTER, tokens + half + REGISTER)
                     amx.write_registers(integers)
                     amx.add_square(integers, sums, scratch.scales.ctypes.data + 4 * STRIP * (groups * strip + group))
         _finish(given, row, count, scratch)
@@ -308,21 +310,21 @@ def quantised(matrix: Value, code: Value, given: Value, scratch: Value, first: V
 def bfloats(matrix: Value, code: Value, given: Value, scratch: Value, first: Value, last: Value) -> None:
     """Rows `first` to `last` of a bfloat16 matrix times all tokens, into `given.found`."""
     amx.configure(scratch.settings.ctypes.data)
-    groups, half = matrix.blocks // 2, 2 * REGISTER * matrix.blocks  # bytes of 16 tokens
+    half = 2 * REGISTER * matrix.blocks  # bytes of 16 tokens
     for row in range(first, last, ROWS):
         count = min(ROWS, last - row)
         strips = (count + STRIP - 1) // STRIP
         _begin(matrix, code, row, count, scratch, given.pairs)
-        for start in range(0, groups, _PIECE):
-            steps = 4 * (min(start + _PIECE, groups) - start)
-            _write_halves(matrix, code, row, count, 2 * start, 2 * start + steps // 2, scratch)
+        for start in range(0, matrix.blocks, 2 * _PIECE):
+            steps = 2 * (min(start + 2 * _PIECE, matrix.blocks) - start)
+            _write_halves(matrix, code, row, count, start, start + steps // 2, scratch)
             for square in range(given.pairs * strips):
                 pair, strip = square // strips, square % strips
                 sums = scratch.sums.ctypes.data + 4 * STRIP * STRIP * (given.pairs * strip + pair)
                 amx.read_registers(sums)
                 for step in range(steps):
                     weights = scratch.dense.ctypes.data + 2 * REGISTER * (steps * strip + step)
-                    tokens = given.place + 2 * half * pair + REGISTER * (4 * start + step)
+                    tokens = given.place + 2 * half * pair + REGISTER * (2 * start + step)
                     amx.multiply_halves(weights, tokens, tokens + half)
                 amx.write_registers(sums)
         _finish(given, row, count, scratch)

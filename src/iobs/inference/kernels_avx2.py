@@ -77,7 +77,7 @@ def bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Valu
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-int8 matrix times each token, without the correction and the scale of the token."""
-    groups = matrix.blocks // 2
+    groups = (matrix.blocks + 1) // 2
     for token in range(len(tokens)):
         for row in range(first, last):
             place = matrix.values + read_long(matrix.starts + 8 * row)
@@ -86,7 +86,7 @@ def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, fir
             for group in range(groups):
                 prefetch(place + _AHEAD)
                 even, odd = zero_words8(), zero_words8()
-                for word in range(2):
+                for word in range(min(2, matrix.blocks - 2 * group)):
                     bits = read_mask(mask + 16 * group + 8 * word)
                     for part in range(2):
                         one, two = bits & _BYTE, (bits >> np.uint64(8)) & _BYTE
@@ -108,7 +108,7 @@ def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, fir
 @njit(cache=True, nogil=True, error_model="numpy")
 def int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of an int8 matrix times each token, without the correction and the scale of the token."""
-    groups = matrix.blocks // 2
+    groups = (matrix.blocks + 1) // 2
     for token in range(len(tokens)):
         for row in range(first, last):
             place, scale = matrix.values + 64 * matrix.blocks * row, matrix.scales + 2 * groups * row
@@ -116,7 +116,7 @@ def int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Valu
             for group in range(groups):
                 prefetch(place + _AHEAD)
                 even, odd = zero_words8(), zero_words8()
-                for part in range(4):
+                for part in range(2 * min(2, matrix.blocks - 2 * group)):
                     here = given + 128 * group + 32 * part
                     even = add_pairs(even, widen_bytes(place), here)
                     odd = add_pairs(odd, widen_bytes(place + 16), here + 16)

@@ -100,13 +100,13 @@ def bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Valu
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-int8 matrix times each token, without the correction and the scale of the token."""
-    groups = matrix.blocks // 2
+    groups = (matrix.blocks + 1) // 2
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
         mask = matrix.mask + 8 * matrix.blocks * row
         scale = matrix.scales + 2 * groups * row
         tile = scaled_tile(tokens)
-        for group in range(groups):
+        for group in range(matrix.blocks // 2):
             bits, more = read_mask(mask + 16 * group), read_mask(mask + 16 * group + 8)
             prefetch(place + _AHEAD)
             second = place + count_bits(bits)
@@ -115,18 +115,23 @@ def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, fir
             sums = add_bytes(sums, tokens, 128 * group + 64, expand_bytes(second, more))
             tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
             place = second + count_bits(more)
+        if matrix.blocks % 2:
+            last_group = groups - 1
+            expanded = expand_bytes(place, read_mask(mask + 16 * last_group))
+            sums = add_bytes(integer_tile(tokens), tokens, 128 * last_group, expanded)
+            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * last_group))
         write_sums(tile, tokens, output + 4 * row, stride)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of an int8 matrix times each token, without the correction and the scale of the token."""
-    groups = matrix.blocks // 2
+    groups = (matrix.blocks + 1) // 2
     for row in range(first, last):
         place = matrix.values + 64 * matrix.blocks * row
         scale = matrix.scales + 2 * groups * row
         tile = scaled_tile(tokens)
-        for group in range(groups):
+        for group in range(matrix.blocks // 2):
             prefetch(place + 2 * _AHEAD)
             prefetch(place + 2 * _AHEAD + 64)
             sums = integer_tile(tokens)
@@ -134,20 +139,24 @@ def int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Valu
             sums = add_bytes(sums, tokens, 128 * group + 64, read_bytes64(place + 64))
             tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
             place += 128
+        if matrix.blocks % 2:
+            last_group = groups - 1
+            sums = add_bytes(integer_tile(tokens), tokens, 128 * last_group, read_bytes64(place))
+            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * last_group))
         write_sums(tile, tokens, output + 4 * row, stride)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_int4(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-int4 matrix times each token, without the correction and the scale of the token."""
-    groups = matrix.blocks // 2
+    groups = (matrix.blocks + 1) // 2
     levels = read_bytes64(matrix.levels)
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
         mask = matrix.mask + 8 * matrix.blocks * row
         scale = matrix.scales + 2 * groups * row
         tile = scaled_tile(tokens)
-        for group in range(groups):
+        for group in range(matrix.blocks // 2):
             bits, more = read_mask(mask + 16 * group), read_mask(mask + 16 * group + 8)
             prefetch(place + _AHEAD)
             second = place + ((count_bits(bits) + 1) >> 1)
@@ -156,6 +165,11 @@ def bitmask_int4(matrix: Value, tokens: Value, output: Value, stride: Value, fir
             sums = add_bytes(sums, tokens, 128 * group + 64, expand_codes(levels, second, more))
             tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
             place = second + ((count_bits(more) + 1) >> 1)
+        if matrix.blocks % 2:
+            last_group = groups - 1
+            expanded = expand_codes(levels, place, read_mask(mask + 16 * last_group))
+            sums = add_bytes(integer_tile(tokens), tokens, 128 * last_group, expanded)
+            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * last_group))
         write_sums(tile, tokens, output + 4 * row, stride)
 
 
@@ -200,7 +214,7 @@ def unpack_bitmask_int8(matrix: Value, output: Value, first: Value, last: Value)
     """Store rows as float32 at `output`, (last - first, filled columns)."""
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
-        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + matrix.blocks * row
+        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
         for block in range(matrix.blocks):
             bits = read_mask(mask + 8 * block)
             write_scaled(output, expand_bytes(place, bits), read_bfloat(scale + 2 * (block // 2)))
@@ -214,7 +228,7 @@ def unpack_bitmask_int4(matrix: Value, output: Value, first: Value, last: Value)
     levels = read_bytes64(matrix.levels)
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
-        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + matrix.blocks * row
+        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
         for block in range(matrix.blocks):
             bits = read_mask(mask + 8 * block)
             write_scaled(output, expand_codes(levels, place, bits), read_bfloat(scale + 2 * (block // 2)))

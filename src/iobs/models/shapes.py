@@ -6,7 +6,6 @@ from pathlib import Path
 
 from iobs.models.output import expanded
 from iobs.models.streamed import blocks_of, skeleton
-from iobs.pruning.calibration.blocks import inside
 from iobs.pruning.cost.machines import Network
 from iobs.pruning.network.selection import select
 from iobs.pruning.store import Names
@@ -28,7 +27,7 @@ def shapes_of(path: str | Path, include: Names = None, ignore: Names = None, dep
     module = skeleton(expanded(Path(path)))
     blocks = blocks_of(module)
     chosen = select(module, include, ignore, depthwise=depthwise, check_finite=False).layers
-    layers = [layer for layer in chosen if any(inside(layer, block.path) for block in blocks)]
+    layers = [layer for layer in chosen if any(block.holds(layer.path) for block in blocks)]
     sizes = [sum(one.numel() for one in module.get_submodule(block.path).parameters()) for block in blocks]
     total = sum(parameter.numel() for parameter in module.parameters())
     vocabulary = int(getattr(module.config, "vocab_size", 0))

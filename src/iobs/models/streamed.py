@@ -20,10 +20,12 @@ from iobs.models.huggingface import check_directory
 from iobs.models.output import expanded
 from iobs.models.shards import Entry, read_entries
 from iobs.models.vision_shim import ensure_torchvision
-from iobs.pruning.calibration.blocks import Block, inside
+from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.halving import halved
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import Selection, select
+from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Names
 
 _BY_USE = ("parameter", "convolution")  # reasons of weights that a forward pass of the whole model may show
@@ -149,7 +151,7 @@ class StreamedModel:
         _require_all(directory, [name for name, one in parameters if one.is_meta and not name.startswith(prefixes)])
         place, dtypes = torch.device(device), {}
         for layer in find_layers(module):
-            if any(inside(layer, block.path) for block in blocks) and layer.key in directory.entries:
+            if any(block.holds(layer.path) for block in blocks) and layer.key in directory.entries:
                 dtypes[layer.key] = directory.entries[layer.key].dtype
         widest = _widest(dtypes) if dtypes else torch.float32
         return cls(directory, module, blocks, place, arithmetic or _native(widest, place), surplus)
@@ -170,7 +172,7 @@ class StreamedModel:
             LayerSelectionError: no chosen layer is inside a block, or a name pattern matches nothing.
         """
         chosen = select(self.module, include, ignore, depthwise=depthwise, check_finite=False)
-        layers = tuple(one for one in chosen.layers if any(inside(one, block.path) for block in self.blocks))
+        layers = tuple(one for one in chosen.layers if any(block.holds(one.path) for block in self.blocks))
         dropped = {one.name: Reason("outside", "outside the blocks") for one in chosen.layers if one not in layers}
         if not layers:
             raise LayerSelectionError(
@@ -188,7 +190,26 @@ class StreamedModel:
     def names(self, block: Block) -> list[str]:
         """The names of a block's tensors."""
         names = self.directory.entries.keys() - self.surplus
-        return sorted(name for name in names if name.startswith(f"{block.path}."))
+        return sorted(name for name in names if block.holds(name))
+
+    def halve(self, batch: Batch) -> list[Block]:
+        """Divide the blocks into halves, unless they are; also those of a `dense_copy`. Returns the halves.
+
+        Raises:
+            ProblemError: a block cannot be divided.
+        """
+        if any(block.half is not None for block in self.blocks):
+            return self.blocks
+        whole = [*self.blocks]
+        self.blocks[:] = halved(
+            self.module,
+            whole,
+            batch,
+            self.arithmetic,
+            lambda stage: self.load(whole[stage]),
+            lambda stage: self.drop(whole[stage]),
+        )
+        return self.blocks
 
     def load(self, block: Block) -> None:
         """Load the weights of a block."""

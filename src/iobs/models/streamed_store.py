@@ -24,7 +24,7 @@ from iobs.models.output import check_output, output_of_ranks
 from iobs.models.spill import Place, Room, Storage, chosen, reserve, spilled, spilled_batches
 from iobs.models.streamed import StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
-from iobs.pruning.calibration.blocks import Block, inside
+from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.cost.memory_plan import Plan, Sizes, plan
 from iobs.pruning.cost.phases import STEP_TOKENS
 from iobs.pruning.network.layers import Layer
@@ -217,9 +217,9 @@ class StreamedStore(Store):
             self._storage.place = cast(Place, self.plan(selection, batches, self._run.recipe, 0.0).streams)
         return selection
 
-    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
-        """The blocks of the model."""
-        return self.streamed.blocks
+    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
+        """The blocks of the model, or their halves."""
+        return self.streamed.halve(batches[0]) if halves else self.streamed.blocks
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
         """All tensors of the files."""
@@ -255,7 +255,7 @@ class StreamedStore(Store):
             self.streamed.load(block)
             if self._dense is not None and stage not in self._known:
                 self._dense.load(block)
-            require_finite(self.model, [layer for layer in self._run.patterns if inside(layer, block.path)])
+            require_finite(self.model, [layer for layer in self._run.patterns if block.holds(layer.path)])
 
     def leave(self, stage: int) -> None:
         """Write a block to the output and drop it; after the stage before the blocks, drop the weights outside them."""
@@ -268,9 +268,9 @@ class StreamedStore(Store):
         elif stage < len(self.streamed.blocks):
             block = self.streamed.blocks[stage]
             written = {layer: pattern for layer, pattern in self._run.patterns.items() if layer in self._run.pruned}
-            written = {layer: pattern for layer, pattern in written.items() if inside(layer, block.path)}
+            written = {layer: pattern for layer, pattern in written.items() if block.holds(layer.path)}
             self._run.rows += audit_layers(self.model, written, self.stored_dtype)
-            changed = {name for name in self._run.changed if name.startswith(f"{block.path}.")}
+            changed = {name for name in self._run.changed if block.holds(name)}
             self._run.changed -= changed
             self._writer.block(block, {layer.key for layer in written} | changed)
             self.streamed.drop(block)
@@ -324,7 +324,7 @@ class StreamedStore(Store):
         """Write a parameter into the model, rounded to its dtype in the files; outside the blocks also to its file."""
         rounded = self.streamed.rounded(name, value)
         super().write_tensor(name, rounded)
-        if any(name.startswith(f"{block.path}.") for block in self.streamed.blocks):
+        if any(block.holds(name) for block in self.streamed.blocks):
             self._run.changed.add(name)
         else:
             self._writer.put(name, rounded)
@@ -357,6 +357,8 @@ class StreamedStore(Store):
     # ---- cost of a run
     def plan(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float) -> Plan:
         """Predict memory, time and disk space of a run."""
+        if recipe.blocks is not None and recipe.blocks.halves:
+            self.streamed.halve(batches[0])
         entries, itemsize = self.streamed.directory.entries, self.streamed.arithmetic.itemsize
         model_bytes = sum(entry.bytes for entry in entries.values())
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]

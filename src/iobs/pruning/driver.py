@@ -103,7 +103,7 @@ def prune(
         request_of_units = Asked(wanted, units, include, ignore, holdout, seed, checkpoint)
         require_numbers(holdout, seed)
         with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
-            chosen_run = prune_units if wanted.units == "auto" else prune_whole
+            chosen_run = prune_whole if wanted.whole else prune_units
             return chosen_run(store, store.collected(data), request_of_units, Callbacks([*heard, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     store.require_possible(chosen)

@@ -128,7 +128,8 @@ def seconds_of(
 def _sites(model: nn.Module, batch: Batch, asked: Asked) -> SitesOfLayers:
     """The sites of a model with the layers that read them, as far as the names of the readers are asked for."""
     layers = {layer.path: layer for layer in find_layers(model) if layer.parameter == "weight" and layer.groups == 1}
-    every = [site for site in find_sites(model, batch) if all(one.path in layers for one in site.readers)]
+    inner = asked.pattern.units == "auto"
+    every = [site for site in find_sites(model, batch, inner) if all(one.path in layers for one in site.readers)]
     read = {layers[one.path]: site for site in every for one in site.readers}
     if not read:
         raise LayerSelectionError("No channels, neurons or heads were found that can be removed from this model.")

@@ -205,7 +205,8 @@ class Workspace:
     def chain(self) -> list[Block]:
         """The blocks along which the model can be run; found at the first use, while the model is dense."""
         if self._chain is None:
-            self._chain = self.store.chain([*self.fit.batches, *self.heldout.batches], self.selection.layers)
+            halves = self.recipe.blocks is not None and self.recipe.blocks.halves
+            self._chain = self.store.chain([*self.fit.batches, *self.heldout.batches], self.selection.layers, halves)
         return self._chain
 
     def run_whole(self) -> None:
@@ -292,6 +293,7 @@ class Workspace:
 
         def keep(losses: list[float]) -> None:
             nonlocal last
+            self.memory.look()
             if len(losses) == trainer.step.steps or time.monotonic() - last > SAVED_EVERY:
                 self.checkpoint.put(key, trainer.snapshot(), {"taken": trainer.taken, "losses": losses})
                 last = time.monotonic()

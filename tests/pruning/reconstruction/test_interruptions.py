@@ -2,6 +2,7 @@
 
 import copy
 import errno
+from dataclasses import replace
 from functools import partial
 
 import families
@@ -86,6 +87,24 @@ def test_streamed_run_that_is_killed_repeatedly_ends_in_the_same_bits(puts, tmp_
     found = {}
     kills = killed_again_and_again(puts, lambda: found.update(streamed(tmp_path, "out", tmp_path / "run")), 9)
     assert kills >= 3
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_streamed_fast_that_is_killed_after_every_entry_ends_in_the_same_bits(puts, tmp_path, halves):
+    """Kills in every phase: the allocation, the trials of rates, the solves of layers, the fits of windows."""
+    families.saved("llama", tmp_path / "model")
+    fast = iobs.Recipe.preset("fast")
+    recipe = fast.but(solver="sparsegpt", blocks=replace(fast.blocks, steps=2, halves=halves))
+
+    def run(output, checkpoint=None):
+        with StreamedStore.open(tmp_path / "model", tmp_path / output) as store:
+            iobs.prune(store, families.language_batches(count=4), 0.5, recipe, checkpoint=checkpoint)
+        return load_file(tmp_path / output / "model.safetensors")
+
+    expected, found = run("undisturbed"), {}
+    kills = killed_again_and_again(puts, lambda: found.update(run("out", tmp_path / "run")), 1)
+    assert kills >= 18  # the allocation, 14 layers, a rate and the windows
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 

@@ -13,7 +13,7 @@ from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import Choice, Labels, Observations, SparseEstimator
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
-from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike
+from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_vector
 from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.multinomial import Multinomial
 from iobs.optimize.refit.fit import Fit
@@ -80,6 +80,7 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         y: npt.ArrayLike,
         sample_weight: VectorLike | None = None,
         *,
+        offset: VectorLike | None = None,
         sample_groups: npt.ArrayLike | None = None,
     ) -> SparseClassifier:
         """Fit to (n, d) features, dense or sparse, and (n,) labels of any type.
@@ -88,10 +89,11 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
             X: features.
             y: labels.
             sample_weight: (n,) non-negative.
+            offset: (n,) known part of the log-odds of the second of two classes.
             sample_groups: (n,) labels; cross-validation keeps the samples of one label in one fold.
 
         Raises:
-            ProblemError: invalid settings, or labels of a single class.
+            ProblemError: invalid settings, labels of a single class, or an offset with more than two classes.
         """
         features, labels, weights = self._validated(X, y, sample_weight)
         check_classification_targets(labels)
@@ -99,24 +101,29 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         self.classes_, numbers = np.unique(labels, return_inverse=True)
         if self.classes_.size < 2:
             raise ProblemError(f"A classifier needs at least two classes, got only one class: {self.classes_[0]!r}.")
-        self._fit_path(Observations(features, numbers.astype(np.float64), weights), sample_groups)
+        if offset is not None and self.classes_.size > 2:
+            raise ProblemError(f"An offset needs two classes, got {self.classes_.size}; leave it out.")
+        known = None if offset is None else as_vector(offset, "offset", features.shape[0])
+        self._fit_path(Observations(features, numbers.astype(np.float64), weights, known), sample_groups)
         return self
 
-    def decision_function(self, X: MatrixLike) -> Array:
-        """Log-odds of the second class (n,), or margins (n, C)."""
+    def decision_function(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:
+        """Log-odds of the second class (n,), or margins (n, C); with the offset (n,) of the new samples."""
         margins = self._margin(X)
-        return margins[:, 0] if self.classes_.size == 2 else margins
+        if self.classes_.size > 2:
+            return margins
+        return margins[:, 0] if offset is None else margins[:, 0] + as_vector(offset, "offset", len(margins))
 
-    def predict_proba(self, X: MatrixLike) -> Array:
+    def predict_proba(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:
         """Class probabilities (n, C)."""
-        margins = self.decision_function(X)
+        margins = self.decision_function(X, offset=offset)
         if margins.ndim == 1:
             return np.stack([expit(-margins), expit(margins)], axis=1)
         return np.asarray(softmax(margins, axis=1))
 
-    def predict(self, X: MatrixLike) -> Labels:
+    def predict(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Labels:
         """Predicted labels (n,)."""
-        margins = self.decision_function(X)
+        margins = self.decision_function(X, offset=offset)
         numbers = (margins > 0).astype(int) if margins.ndim == 1 else margins.argmax(axis=1)
         labels: Labels = self.classes_[numbers]
         return labels
@@ -131,7 +138,15 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
             return Multinomial(X, y, self.classes_.size, ridge=ridge, sample_weight=weights)
         forced = () if self.groups is not None else self._forced_features
         ridge = self._penalty(X, weights)
-        return Logistic(X, y, ridge=ridge, intercept=self.fit_intercept, sample_weight=weights, forced=forced)
+        return Logistic(
+            X,
+            y,
+            ridge=ridge,
+            intercept=self.fit_intercept,
+            sample_weight=weights,
+            forced=forced,
+            offset=data.offset,
+        )
 
     def _keep(self, objective: Objective, fit: Fit) -> None:
         super()._keep(objective, fit)
@@ -144,6 +159,5 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
             table, constants = objective.table(fit.theta)
             margins = X @ table.T + constants
             return float(weights @ (logsumexp(margins, axis=1) - margins[np.arange(len(y)), y.astype(np.int64)]))
-        coefficients, intercept = objective.split(fit.theta)
-        margin = X @ coefficients + intercept
+        margin = data.margin(*objective.split(fit.theta))
         return float(weights @ (np.logaddexp(0.0, margin) - y * margin))

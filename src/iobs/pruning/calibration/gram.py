@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -227,6 +227,15 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
             total += a.to(exact).transpose(1, 2) @ b.to(exact)
 
 
+@dataclass(frozen=True)
+class Energies:
+    """Energies of the outputs of a layer: of its target, on calibration and held-out samples, and of dense weights."""
+
+    calibration: float
+    heldout: float
+    dense: float
+
+
 @dataclass
 class Statistics:
     """Grams of the inputs of one layer.
@@ -236,12 +245,14 @@ class Statistics:
         heldout: on the held-out samples, or None.
         tokens: number of tokens that were routed to an expert; None for other layers.
         rule: the rule that replaced the Grams if there were too few inputs; otherwise empty.
+        energies: by name of the layer, computed before the Grams that they need are freed.
     """
 
     calibration: Gram
     heldout: Gram | None = None
     tokens: int | None = None
     rule: str = ""
+    energies: dict[str, Energies] = field(default_factory=dict)
 
     @cached_property
     def centred(self) -> Statistics:

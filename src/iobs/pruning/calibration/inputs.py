@@ -86,7 +86,7 @@ def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[
                     captured_additions(stream.model, uncounted, lambda layer, _: adding.update([layer.name]))
                 )
             stack.enter_context(captured_inputs(stream.model, uncounted, note, used))
-            if shortcuts is None and 0 <= stage < len(stream.chain):
+            if shortcuts is None and 0 <= stage < len(stream.chain) and stream.chain[stage].half is None:
                 stack.enter_context(tracer.recording(stream.model, stream.chain[stage].path))
             output = stream.run(stage, index)
         if shortcuts is None:

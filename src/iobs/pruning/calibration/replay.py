@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import CalibrationError, IOBSError, ModelError, first_line, is_out_of_memory
-from iobs.pruning.calibration.blocks import Block, find_chains, hidden_of, inside, with_hidden
+from iobs.pruning.calibration.blocks import Block, find_chains, hidden_of, with_hidden
+from iobs.pruning.calibration.half_blocks import run_half
 from iobs.pruning.calibration.hooks import Args, Kwargs, captured_inputs
 from iobs.pruning.calibration.shortcuts import Shortcuts
 from iobs.pruning.network.layers import Layer
@@ -83,7 +84,7 @@ class Stream:
     def _block_of(self, layer: Layer) -> int | None:
         """The number of the block that holds a layer; None for layers outside the blocks."""
         if layer.name not in self._blocks:
-            number = next((number for number, block in enumerate(self.chain) if inside(layer, block.path)), None)
+            number = next((number for number, block in enumerate(self.chain) if block.holds(layer.path)), None)
             self._blocks[layer.name] = number
         return self._blocks[layer.name]
 
@@ -109,8 +110,9 @@ class Stream:
 
     def _block(self, stage: int, index: int, hidden: Tensor) -> object:
         block = self.chain[stage]
-        args, kwargs = _insert(self.arguments[index][stage], block.hidden, hidden)
-        return self.model.get_submodule(block.path)(*args, **kwargs)
+        args, kwargs = inserted(self.arguments[index][stage], block.hidden, hidden)
+        module = self.model.get_submodule(block.path)
+        return module(*args, **kwargs) if block.half is None else run_half(module, block, args, kwargs)
 
     def through(self, stages: Iterable[int], index: int, hidden: Tensor) -> Tensor:
         """A hidden state of the batch at `index` after some blocks; the stored hidden states are not used."""
@@ -167,7 +169,7 @@ class Stream:
             if position == 0:
                 self.hidden.append(self.keep(index, hidden))
             passed_on = hidden
-            recorded.append(_insert((args, kwargs), block.hidden, None))
+            recorded.append(inserted((args, kwargs), block.hidden, None))
             if position == len(self.chain) - 1:
                 raise StopForward
             return with_hidden(hidden, block.rest)
@@ -268,7 +270,7 @@ def _cast(value: object, dtype: torch.dtype, seen: dict[int, Tensor]) -> Any:
     return value
 
 
-def _insert(arguments: Arguments, where: int | str, hidden: Tensor | None) -> Arguments:
+def inserted(arguments: Arguments, where: int | str, hidden: Tensor | None) -> Arguments:
     """The arguments with a hidden state at a position or keyword."""
     args, kwargs = arguments
     if isinstance(where, str):
@@ -280,11 +282,26 @@ def _insert(arguments: Arguments, where: int | str, hidden: Tensor | None) -> Ar
 def _replaced(
     model: nn.Module, blocks: list[Block], behaviour: Callable[[int, Args, Kwargs], object]
 ) -> Iterator[None]:
-    """Replace the forward of blocks by `behaviour(position, args, kwargs)`; restored on exit."""
-    modules = [model.get_submodule(block.path) for block in blocks]
+    """Replace the forward of blocks by `behaviour(position, args, kwargs)`; restored on exit.
+
+    Two halves of a block follow each other.
+    """
+    positions: dict[str, list[int]] = {}
+    for position, block in enumerate(blocks):
+        positions.setdefault(block.path, []).append(position)
+
+    def run(path: str, args: Args, kwargs: Kwargs) -> object:
+        first, *others = positions[path]
+        output = behaviour(first, args, kwargs)
+        for position in others:
+            args, kwargs = inserted((args, kwargs), blocks[position].hidden, hidden_of(output))
+            output = behaviour(position, args, kwargs)
+        return output
+
+    modules = [model.get_submodule(path) for path in positions]
     own = [vars(module).get("forward") for module in modules]  # set on the instance by an adapter or a user
-    for position, module in enumerate(modules):
-        module.forward = lambda *args, position=position, **kwargs: behaviour(position, args, kwargs)
+    for path, module in zip(positions, modules, strict=True):
+        module.forward = lambda *args, path=path, **kwargs: run(path, args, kwargs)
     try:
         yield
     finally:

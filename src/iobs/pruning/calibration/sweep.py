@@ -282,20 +282,19 @@ class Sweep:
         layer = shared.layers[0]
         device = layer.tensor(streams[0].model).device
         used = streams[-1:] if self.dense_inputs else streams
-        pairs = shared.residuals > 0 and self._pairs
         generator = torch.Generator().manual_seed(self.moments.seed)
         lost = torch.zeros(2, device=device)  # batches whose inputs, or whose residuals, have no partner
         grams = []
         # One after the other: finished Grams of wide layers take half of the memory of their sums.
         for part in (False, True) if self.heldout.batches else (False,):
-            grams.append(Gram.empty(layer, device, len(used) > 1, self.moments.means, pairs))
+            drifts = shared.residuals > 0 and self._pairs
+            grams.append(Gram.empty(layer, device, len(used) > 1, self.moments.means, drifts))
             for index, held_out, number in self._numbered():
                 if held_out is part:
                     found = [captured(stream, stage, index, shared) for stream in used]
                     attended = outputs.attended(streams[0].model, streams[0].data[index])
                     lost += self._add(grams[-1], found, layer, number, attended, generator).to(device)
-            grams[-1].sum_over(self.ranks)
-            grams[-1].finish()
+            self._complete(grams[-1:])
         self.ranks.sum(lost)
         for one in grams:
             if lost[0]:
@@ -312,20 +311,12 @@ class Sweep:
         layer: Layer,
         number: int,
         attended: Tensor | None,
-        generator: torch.Generator,
+        draws: torch.Generator,
     ) -> Tensor:
-        """Add a batch to a Gram.
-
-        Args:
-            total: the Gram.
-            found: what was captured, by stream.
-            layer: the first layer with this input.
-            number: of the caller's batch.
-            attended: mask of the tokens that are no padding, or None.
-            generator: of the positions of convolutions.
+        """Add what was captured of one batch, by stream, to a Gram; `draws` chooses the positions of convolutions.
 
         Returns:
-            (2,) 1 if the inputs have no partner, and 1 if the residuals have none; otherwise 0.
+            (2,) 1 where the inputs, or the residuals, have no partner; otherwise 0.
         """
         lost = torch.zeros(2)
         drift = drift_of([one.residual for one in found]) if total.drift is not None else None
@@ -336,15 +327,14 @@ class Sweep:
             calls = calls[:1]
         for call in zip(*calls, strict=True):
             module, values = call[0][0], [value for _, value in call]
-            positions = gram.draw_positions(module, values[0], generator, self.moments.positions)
+            positions = gram.draw_positions(module, values[0], draws, self.moments.positions)
             if positions is None:  # not a convolution
                 values = [outputs.unpadded(value, attended) for value in values]
                 drift = None if drift is None else outputs.unpadded(drift, attended)
             _require_finite(values, layer, number)
             rows = [gram.input_rows(layer, module, value, positions) for value in values]
-            own, dense = rows[0], rows[1] if len(rows) > 1 else None
             moved = None if drift is None else gram.output_rows(layer, drift, positions)
-            total.add(own, dense, moved)
+            total.add(rows[0], rows[1] if len(rows) > 1 else None, moved)
         return lost
 
     def _complete(self, grams: Sequence[Gram]) -> None:

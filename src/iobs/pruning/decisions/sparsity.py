@@ -35,7 +35,7 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
     Layers whose pattern a rule sets keep it; the others share the pattern of the run.
     """
     if isinstance(work.request.pattern, Structured):
-        whole = work.request.pattern.units != "auto"  # blocks or experts: the other layers keep all columns
+        whole = work.request.pattern.whole  # the layers that are refitted keep all columns
         return (dict(work.request.patterns), []) if whole else allocate_widths(work, work.request.pattern)
     patterns, recipe = dict(work.request.patterns), work.recipe
     allocation = under_pattern(as_allocation(recipe.allocation), work.request.pattern)

@@ -21,7 +21,7 @@ from torch import Tensor
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Solution
 from iobs.errors import NonFiniteError
-from iobs.pruning.calibration.gram import Statistics, relative_output_error, target_energy
+from iobs.pruning.calibration.gram import Energies, Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.sweep import Group, batched
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.layerwise.grids import stored_weight
@@ -78,7 +78,6 @@ class Projection:
     importance: Mapping[Layer, Tensor] = field(default_factory=dict)
     level: str = ""
     record: RoundRecord = field(init=False)
-    _energies: dict[Layer, _Energies] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.record = RoundRecord(self.index, asked(self.patterns), None, None, [])
@@ -97,7 +96,7 @@ class Projection:
         if not left:
             return
         statistics = group.statistics()
-        self._energies = {layer: self._energies_of(layer, statistics) for layer in left}
+        statistics.energies = {layer.name: self._energies_of(layer, statistics) for layer in left}
         statistics.forget_energy()  # a third of the memory of Grams, which the solves need
         if self.ranks.size == 1:
             self._project_on_one_rank(left, statistics)
@@ -116,14 +115,14 @@ class Projection:
         """The ranks that share the errors of a layer; small layers take no time."""
         return self.ranks if layer.shape[1] >= SEARCH_COLUMNS else ALONE
 
-    def _energies_of(self, layer: Layer, statistics: Statistics) -> _Energies:
+    def _energies_of(self, layer: Layer, statistics: Statistics) -> Energies:
         """The energies of the layer's target and of its dense weights."""
         task, ranks, dense = self._task(layer), self._sharing(layer), self.store.dense(layer)
         target, used = task.current if task.target is None else task.target, task.statistics(statistics)
         own = target_energy(used.calibration, target, ranks)
         # A target other than the current weights is the dense layer.
         known = dense is None or task.target is not None
-        return _Energies(
+        return Energies(
             own,
             0.0 if used.heldout is None else target_energy(used.heldout, target, ranks),
             own if known or dense is None else target_energy(used.calibration, dense, ranks),
@@ -231,6 +230,7 @@ class Projection:
                 self.ranks.broadcast(bias, owner)
                 self.store.write_tensor(self.biases[layer], bias)
             self.ranks.broadcast(solved.numbers, owner)
+        energies = statistics.energies[layer.name]
         began, statistics = time.perf_counter(), task.statistics(statistics)
         damping, dead_columns, drift_damping, seconds = solved.numbers.tolist()
         written, gram, heldout = layer.read(self.store.model), statistics.calibration, statistics.heldout
@@ -241,7 +241,7 @@ class Projection:
             )
         target = task.current if task.target is None else task.target
         dense = self.store.dense(layer)
-        ranks, energies = self._sharing(layer), self._energies[layer]
+        ranks = self._sharing(layer)
         error = relative_output_error(gram, written, target, ranks, energies.calibration)
         of_dense = error
         if dense is not None and task.target is None:
@@ -289,15 +289,6 @@ class Projection:
         """Add the record of a layer to the record of the round, and tell the callback."""
         self.record.layers.append(entry)
         self.callback.on_layer(entry, self.index)
-
-
-@dataclass(frozen=True)
-class _Energies:
-    """Energies of the outputs of a layer: of its target, on calibration and held-out samples, and of dense weights."""
-
-    calibration: float
-    heldout: float
-    dense: float
 
 
 @dataclass(frozen=True)

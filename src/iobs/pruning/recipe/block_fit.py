@@ -33,6 +33,8 @@ class BlockFit:
         network_steps: gradient steps of the whole network after the last window, block by block; 0 for none. Where a
             recipe has them and fine-tuning too, text takes these steps alone, and other data the fine-tuning alone.
         network_lr: learning rate of these steps, or "auto": short trials choose it on held-out samples.
+        halves: True: half-blocks take the place of blocks, the attention and the perceptron, so that one of them is in
+            memory at a time. Steps of the whole network have the same gradient.
 
     Raises:
         ProblemError: a setting is outside its range.
@@ -48,6 +50,7 @@ class BlockFit:
     last: Literal["kl", "mse"] = "kl"
     network_steps: int = 0
     network_lr: float | Literal["auto"] = "auto"
+    halves: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("masks", 1), ("between", 0), ("steps", 0), ("network_steps", 0)):
@@ -64,6 +67,8 @@ class BlockFit:
             raise ProblemError(
                 f'batch_size of blocks must be a whole number of at least 1 or "auto", got {self.batch_size!r}.'
             )
+        if not isinstance(self.halves, bool):
+            raise ProblemError(f"halves of blocks must be true or false, got {self.halves!r}.")
         if self.last not in ("kl", "mse"):
             raise ProblemError(f'last of blocks must be "kl" or "mse", got {self.last!r}.')
 

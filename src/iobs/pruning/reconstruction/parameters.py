@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.layerwise.grids import GridRounding
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.store import Store
 
 
 def fitted_names(
-    model: nn.Module, layers: Iterable[Layer], paths: Iterable[str], frozen: Iterable[str]
+    model: nn.Module, layers: Iterable[Layer], blocks: Sequence[Block], frozen: Iterable[str]
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """The parameters that are fitted in some modules, by name, and the masks of pruned weights.
+    """The parameters that are fitted in some blocks, by name, and the masks of pruned weights.
 
     These are the parameters of pruned layers, and vectors such as biases and norm scales. Matrices that stay dense keep
     their bits, and so do parameters that the user froze.
@@ -24,16 +25,15 @@ def fitted_names(
     Args:
         model: the model.
         layers: pruned layers.
-        paths: of the modules; a parameter outside them is left out.
+        blocks: the blocks or half-blocks; a parameter outside them is left out.
         frozen: names of parameters that the user froze.
     """
-    inside = tuple(f"{path}." for path in paths)
     pruned = {layer.key for layer in layers}
     left = set(frozen) - pruned
     names: list[str] = []
     masks: dict[str, Tensor] = {}
     for name, value in model.named_parameters():
-        if not name.startswith(inside) or name in left or not value.is_floating_point():
+        if not any(block.holds(name) for block in blocks) or name in left or not value.is_floating_point():
             continue
         if name in pruned:
             masks[name] = value.detach() != 0

@@ -312,8 +312,8 @@ class Walk:
     def _masters(self, stages: range, outside: Sequence[str] = (), final: bool = True) -> Masters:
         """The masters of some blocks and of vectors outside them; with final patterns values stay on their grids."""
         work, model = self.work, self.work.store.model
-        paths = [self.sweep.chain[stage].path for stage in stages]
-        names, masks = fitted_names(model, work.selection.layers, paths, work.frozen)
+        blocks = [self.sweep.chain[stage] for stage in stages]
+        names, masks = fitted_names(model, work.selection.layers, blocks, work.frozen)
         rounding = None
         if final:
             own = {layer: self.projection.patterns[layer] for layer in work.selection.layers if layer.key in masks}
