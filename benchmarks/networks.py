@@ -126,6 +126,7 @@ PLAIN_BEST = Recipe(allocation="auto", target="model", rounds=BEST.rounds, finet
 OURS: dict[str, Recipe] = {
     "best": BEST,
     "fast": FAST,
+    "fast, joint curvature": FAST.but(curvature="joint"),
     "best without blocks": PLAIN_BEST,
     "fast without blocks": PLAIN_FAST,
     "one shot, allocation by error": Recipe(target="dense", allocation="error"),

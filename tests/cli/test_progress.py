@@ -36,11 +36,10 @@ def test_watch_counts_layers_and_steps(monkeypatch):
 
 
 def test_plain_progress_prints_a_line_at_intervals(capsys, monkeypatch):
-    clock = iter([0.0, 1.0, 20.0, 21.0])
-    monkeypatch.setattr("iobs.pruning.progress.time.monotonic", lambda: next(clock))
-    monkeypatch.setattr(Steps, "_keep_talking", lambda _: None)  # its thread reads the clock too
+    clock = [0.0]
+    monkeypatch.setattr("iobs.pruning.progress.time.monotonic", lambda: clock[0])
     with Steps("work") as steps:
-        for done in (1, 5, 6):
+        for clock[0], done in ((1.0, 1), (20.0, 5), (21.0, 6)):
             steps.update(done, 10)
     shown = capsys.readouterr().err
     assert re.fullmatch(r"work: 50 %, about 20 s left, memory \d+ MB \(peak \d+ MB\)\n", shown)

@@ -197,6 +197,14 @@ def _no_table(tensors, metadata):
     metadata["iobs_matrices"] = "[1, 2]"
 
 
+def _tensors_of_no_layer(tensors, metadata):
+    metadata["iobs_matrices"] = metadata["iobs_matrices"].replace('"tensors": "4"', '"tensors": "40"')
+
+
+def _tensors_that_are_no_name(tensors, metadata):
+    metadata["iobs_matrices"] = metadata["iobs_matrices"].replace('"tensors": "4"', '"tensors": ["4"]')
+
+
 def _negative_shape(tensors, metadata):
     metadata["iobs_matrices"] = metadata["iobs_matrices"].replace("[130", "[-130")
 
@@ -220,6 +228,8 @@ HOSTILE = [
     _missing_layer,
     _unknown_format,
     _no_table,
+    _tensors_of_no_layer,
+    _tensors_that_are_no_name,
     _negative_shape,
 ]
 

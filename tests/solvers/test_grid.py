@@ -12,6 +12,7 @@ from iobs.core.partition import Partition
 from iobs.core.patterns import parse
 from iobs.errors import DampingWarning, PatternError, ProblemError
 from iobs.solvers.families import GRID_SOLVERS
+from iobs.solvers.gridded import search
 from iobs.solvers.gridded.lattice import refit_scales, rounded, search_scales
 from iobs.solvers.kernels import descend
 from iobs.solvers.kernels.descend import GridRows
@@ -148,6 +149,20 @@ def test_search_has_at_most_the_loss_of_the_published_methods(pattern):
         for solver in (EVERY_SOLVER if isinstance(pattern, iobs.Grid) else SPARSE_SOLVERS)
     }
     assert losses["admm"] == min(losses.values())
+
+
+def test_wide_layers_choose_their_entries_with_less_work(monkeypatch):
+    chosen = []
+
+    def masks(budget):
+        chosen.append(budget)
+        return iobs.ADMM(budget)
+
+    monkeypatch.setattr(search, "ADMM", masks)
+    for widest in (16, 8):
+        monkeypatch.setattr(search, "ACCURATE", widest)
+        iobs.solve(random_problem(6, 16), iobs.Unstructured(0.5) & iobs.Grid(4, 8))
+    assert chosen == ["best", "default"]
 
 
 @pytest.mark.parametrize("solver", EVERY_SOLVER)

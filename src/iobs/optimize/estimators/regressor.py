@@ -133,13 +133,12 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
 
     def _objective(self, data: Observations) -> Objective:
         forced = () if self.groups is not None else self._forced_features
-        ridge = self._penalty(data.X, data.weights)
         return self._family()(
             data.X,
             data.y,
-            ridge=ridge,
+            ridge=self._penalty(data.X, data.weights) if self.ridge else 0.0,
             intercept=self.fit_intercept,
-            sample_weight=data.weights,
+            sample_weight=None if (data.weights == 1).all() else data.weights,
             forced=forced,
             offset=data.offset,
         )

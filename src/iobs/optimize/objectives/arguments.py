@@ -20,7 +20,7 @@ def prepare(X: MatrixLike, y: VectorLike, sample_weight: VectorLike | None) -> t
     n = design.shape[0]
     target = designs.as_vector(y, "target y", n)
     weights = np.ones(n) if sample_weight is None else designs.as_vector(sample_weight, "sample weights", n)
-    if weights.min() < 0 or weights.sum() == 0:
+    if sample_weight is not None and (weights.min() < 0 or weights.sum() == 0):
         raise ProblemError(f"Sample weights must not be negative and not all zero, got values from {weights.min()}.")
     with np.errstate(over="ignore"):
         if not np.isfinite(weights @ target**2):

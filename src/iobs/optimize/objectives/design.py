@@ -291,6 +291,8 @@ def as_design(matrix: MatrixLike | Design) -> Design:
 
 
 def _wrap(matrix: MatrixLike | Design) -> Design:
+    if type(matrix) is np.ndarray and matrix.ndim == 2 and matrix.dtype in (np.float32, np.float64):
+        return DenseDesign(matrix)  # the most frequent case; the checks below take longer than a small fit's algebra
     if isinstance(matrix, (DenseDesign, SparseDesign, TorchDesign, CentredDesign)):
         return matrix
     if isinstance(matrix, torch.Tensor):
@@ -323,7 +325,7 @@ def as_vector(values: VectorLike, name: str, length: int | None = None) -> Array
         ProblemError: wrong shape, or not numeric.
         NonFiniteError: NaN or infinity in the vector.
     """
-    if isinstance(values, torch.Tensor):
+    if type(values) is not np.ndarray and isinstance(values, torch.Tensor):
         values = values.detach().cpu().numpy()
     try:
         vector = np.asarray(values, dtype=np.float64)

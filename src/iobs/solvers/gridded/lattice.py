@@ -11,7 +11,7 @@ from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import PatternError
 
 _SHRINKS = 26  # candidates for a scale, between half of the largest value and the largest value over the levels
-_ACCURATE = 2048  # columns up to which grids are searched in float64
+ACCURATE = 2048  # columns up to which grids are searched in float64
 
 
 def parts(pattern: Pattern) -> tuple[Pattern, Grid]:
@@ -28,7 +28,7 @@ def parts(pattern: Pattern) -> tuple[Pattern, Grid]:
 
 def working_dtype(problem: Quadratic) -> torch.dtype:
     """Dtype of the search: float64 up to 2,048 columns, else that of the problem."""
-    return torch.float64 if problem.shape[1] <= _ACCURATE else problem.dtype
+    return torch.float64 if problem.shape[1] <= ACCURATE else problem.dtype
 
 
 def rounded(values: Tensor, scale: Tensor, levels: int) -> Tensor:

@@ -13,14 +13,13 @@ from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.admm import ADMM
 from iobs.solvers.gridded.baselines import codes_of
 from iobs.solvers.gridded.feedback import feedback_order, is_affordable, round_with_feedback
-from iobs.solvers.gridded.lattice import on_grid, parts, refit_scales, rounded, search_scales, working_dtype
+from iobs.solvers.gridded.lattice import ACCURATE, on_grid, parts, refit_scales, rounded, search_scales, working_dtype
 from iobs.solvers.kernels.descend import GridRows, descend_values, exchange_entries, step_pairs
 from iobs.solvers.options import require_budget
 from iobs.solvers.protocols import Budget
 
 _SWEEPS = 30  # of the values in a round; they end once nothing changes
 _CANDIDATES = 48  # entries, or steps, that moves of two entries compare
-_MOVES = 64  # moves of two entries in a row, in a round
 _SETTLED = 1e-4  # relative decrease of the loss below which a further round is not worth its time
 
 
@@ -30,21 +29,25 @@ class Effort:
 
     Attributes:
         masks: budget of the ADMM that chooses the entries.
+        wide: the same with more than 2,048 columns.
+        moves: moves of two entries in a row, in a round.
         rounds: most rounds of moves after each rounding.
         paths: roundings of a row that are carried along.
         roundings: roundings with feedback; later ones begin from the entries and scales of the descent before.
     """
 
     masks: Budget
+    wide: Budget
+    moves: int
     rounds: int
     paths: int
     roundings: int
 
 
 EFFORTS = {
-    "fast": Effort("fast", rounds=1, paths=4, roundings=1),
-    "default": Effort("best", rounds=6, paths=16, roundings=2),
-    "best": Effort("best", rounds=30, paths=64, roundings=4),
+    "fast": Effort("fast", "fast", moves=4, rounds=1, paths=4, roundings=1),
+    "default": Effort("best", "default", moves=64, rounds=6, paths=16, roundings=2),
+    "best": Effort("best", "best", moves=64, rounds=30, paths=64, roundings=4),
 }
 
 
@@ -78,20 +81,20 @@ class GridSearch:
         if groups.keep == groups.size:
             centre, mask = wide.centre(), torch.ones(problem.shape, dtype=torch.bool, device=problem.device)
         else:
-            found = ADMM(effort.masks)(problem, sparse)
+            found = ADMM(effort.masks if problem.shape[1] <= ACCURATE else effort.wide)(problem, sparse)
             centre, mask = found.weight.to(wide.dtype), found.mask.clone()
         scales = search_scales(centre, mask, wide.matrix.diagonal(), grid, problem.dtype)
         start = rounded(centre, over_columns(scales, grid, problem.shape[1]), grid.levels) * mask
         state = _State(wide, grid, start, mask.contiguous(), scales, problem.dtype)
         width = min(groups.size, problem.shape[1])
         if not is_affordable(mask):
-            rounds = state.descend(width, effort.rounds)
+            rounds = state.descend(width, effort)
             return state.solution(problem, rounds)
         order, rounds = feedback_order(wide.matrix), 0
         for number in range(effort.roundings):
             again = state.copy()
             again.weight = round_with_feedback(wide, state.mask, state.spread(), grid.levels, order, effort.paths)
-            rounds += again.descend(width, effort.rounds)
+            rounds += again.descend(width, effort)
             state = state.better(again) if number else again
         return state.solution(problem, rounds)
 
@@ -130,31 +133,31 @@ class _State:
         codes = codes_of(self.weight, self.scales, self.grid)
         return on_grid(problem, codes, self.scales, self.mask, self.grid, rounds=rounds)
 
-    def descend(self, of: int, rounds: int) -> int:
+    def descend(self, of: int, effort: Effort) -> int:
         """Lower the loss until it has settled or the rounds end; returns the number of rounds."""
         loss = self.problem.loss(self.weight)
-        for made in range(rounds):
+        for made in range(effort.rounds):
             before = loss
-            self._move(of)
+            self._move(of, effort.moves)
             loss = self._refit(self.problem.loss(self.weight))
             if float((before - loss).sum()) <= _SETTLED * self._size(loss):
                 return made + 1
-        self._move(of)
-        return rounds
+        self._move(of, effort.moves)
+        return effort.rounds
 
     def _size(self, loss: Tensor) -> float:
         """Loss above that of the dense minimiser: the error of the layer."""
         return float((loss - self.problem.loss(self.problem.centre())).sum())
 
-    def _move(self, of: int) -> None:
+    def _move(self, of: int, moves: int) -> None:
         gradient = self.problem.gradient(self.weight).contiguous()
         hessian = self.problem.matrix.contiguous()
         scales = self.scales.contiguous()
         rows = GridRows(self.weight, gradient, self.mask, scales, hessian, self.grid.group, self.grid.levels)
         descend_values(rows, _SWEEPS)
         if not bool(self.mask.all()):
-            exchange_entries(rows, of, _CANDIDATES, _MOVES)
-        step_pairs(rows, _CANDIDATES, _MOVES)
+            exchange_entries(rows, of, _CANDIDATES, moves)
+        step_pairs(rows, _CANDIDATES, moves)
         descend_values(rows, _SWEEPS)
 
     def _refit(self, loss: Tensor) -> Tensor:
