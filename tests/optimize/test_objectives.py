@@ -10,6 +10,7 @@ import torch
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.optimize import objectives
 from iobs.optimize.objectives.autodiff import from_torch
+from iobs.optimize.objectives.design import SparseDesign
 from iobs.optimize.objectives.families import Logistic, Poisson
 from iobs.optimize.objectives.linear import LeastSquares
 
@@ -114,6 +115,19 @@ def _check_equal(model, reference, theta, tolerance):
     np.testing.assert_allclose(
         part.value_and_gradient(theta[support])[1], model.value_and_gradient(embedded)[1][support], **close
     )
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+def test_rows_of_the_hessian_of_a_sparse_design_leave_its_columns_sparse(intercept, monkeypatch):
+    X, y, _, theta = _data()
+    model = LeastSquares(sp.csc_array(X), y, intercept=intercept)
+    expected = LeastSquares(X, y, intercept=intercept).hessian_columns(theta, np.array([1, 4]), np.array([0, 2, 5]))
+    read = []
+    columns = SparseDesign.columns
+    monkeypatch.setattr(SparseDesign, "columns", lambda self, which: read.extend(which) or columns(self, which))
+    found = model.hessian_columns(theta, np.array([1, 4]), np.array([0, 2, 5]))
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+    assert read == [1, 4]
 
 
 @pytest.mark.parametrize("storage", [np.asarray, np.asfortranarray, sp.csr_array, torch.from_numpy])

@@ -191,8 +191,8 @@ class Cox:
     def hessian_columns(self, theta: Array, support: Indices, rows: Indices | None = None) -> Array:
         """H_:Q, or only the rows in `rows`."""
         curved = self._curved(theta, self.design.columns(support).astype(np.float64))
+        block = self.design.rmatmat(curved, None if rows is None or rows.size >= self.dimension else rows)
         rows = np.arange(self.dimension) if rows is None else rows
-        block = self.design.columns(rows).T @ curved if rows.size < self.dimension else self.design.rmatmat(curved)
         return np.asarray(block + np.where(rows[:, None] == support[None, :], self.ridge[support][None, :], 0.0))
 
     def hessian_block(self, theta: Array, support: Indices) -> Array:

@@ -42,8 +42,8 @@ class Design(Protocol):
         """X^T r, (d,)."""
         ...
 
-    def rmatmat(self, matrix: Array) -> Array:
-        """X^T A for A of shape (n, m): (d, m)."""
+    def rmatmat(self, matrix: Array, rows: Indices | None = None) -> Array:
+        """X^T A for A of shape (n, m): (d, m), or only the rows in `rows`."""
         ...
 
     def columns(self, support: Indices) -> Array:
@@ -87,8 +87,10 @@ class DenseDesign:
         """X^T r."""
         return double(self.matrix.T @ vector.astype(self.matrix.dtype, copy=False))
 
-    def rmatmat(self, matrix: Array) -> Array:
+    def rmatmat(self, matrix: Array, rows: Indices | None = None) -> Array:
         """X^T A."""
+        if rows is not None:
+            return double(self.columns(rows).T @ matrix)
         return double(self.matrix.T @ matrix.astype(self.matrix.dtype, copy=False))
 
     def columns(self, support: Indices) -> Array:
@@ -142,9 +144,9 @@ class SparseDesign:
         """X^T r."""
         return double(self._rows @ vector)
 
-    def rmatmat(self, matrix: Array) -> Array:
-        """X^T A."""
-        return double(self._rows @ matrix)
+    def rmatmat(self, matrix: Array, rows: Indices | None = None) -> Array:
+        """X^T A; the columns of X stay sparse."""
+        return double((self._rows if rows is None else self.matrix[:, rows].T) @ matrix)
 
     def columns(self, support: Indices) -> Array:
         """The columns in `support`, dense."""
@@ -194,8 +196,10 @@ class TorchDesign:
         """X^T r."""
         return _host(self.matrix.T @ self._there(vector))
 
-    def rmatmat(self, matrix: Array) -> Array:
+    def rmatmat(self, matrix: Array, rows: Indices | None = None) -> Array:
         """X^T A."""
+        if rows is not None:
+            return double(self.columns(rows).T @ matrix)
         return _host(self.matrix.T @ self._there(matrix))
 
     def columns(self, support: Indices) -> Array:
@@ -251,9 +255,10 @@ class CentredDesign:
         """(X - u m^T)^T r."""
         return self.inner.rmatvec(vector) - self.mean * float(self.level @ vector)
 
-    def rmatmat(self, matrix: Array) -> Array:
+    def rmatmat(self, matrix: Array, rows: Indices | None = None) -> Array:
         """(X - u m^T)^T A."""
-        return self.inner.rmatmat(matrix) - np.outer(self.mean, self.level @ matrix)
+        mean = self.mean if rows is None else self.mean[rows]
+        return self.inner.rmatmat(matrix, rows) - np.outer(mean, self.level @ matrix)
 
     def columns(self, support: Indices) -> Array:
         """The columns in `support`, centred."""

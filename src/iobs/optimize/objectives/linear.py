@@ -193,7 +193,7 @@ class LinearModel(ABC):
             block = self.design.rmatmat(weighted)
             block[support, np.arange(support.size)] += self.ridge[support]
             return block if rows is None else block[rows]
-        block = self.design.columns(rows).T @ weighted
+        block = self.design.rmatmat(weighted, rows)
         block += np.where(rows[:, None] == support[None, :], self.ridge[support][None, :], 0.0)
         return block
 
