@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_ENOUGH = 0.85  # share of the best gain of a trial; a fit takes several times its steps, and needs a larger rate
+_ENOUGH = 0.95  # share of the best gain of a trial; a fit takes several times its steps, and needs a larger rate
 
 
 def useful_rate(tried: Mapping[float, float], before: float) -> float | None:
