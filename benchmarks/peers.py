@@ -207,8 +207,8 @@ def tables(rows: list[Row]) -> str:
         "llama.cpp has its own quantisation, without an importance matrix; it takes other types where the columns are "
         "no multiple of 256, as all of the small Llama. OpenVINO's weights are compressed by NNCF without data; "
         'ONNX Runtime\'s are blocks of 32 columns ("dynamic": products in int8, a scale a row). Bytes are those of the '
-        "files, embedding included; ONNX Runtime's keep the embedding in float32. Older rows of ours do so too, and fill "
-        "64 columns up to 128: today the file in int8 without zeros has 311,656 bytes. The pretrained Llama shows "
+        "files, embedding included; ONNX Runtime's keep the embedding in float32. Older rows of ours do so too, and "
+        "fill 64 columns up to 128: today the file in int8 without zeros has 311,656 bytes. The pretrained Llama shows "
         "accuracy, not speed: its tokens take fractions of a millisecond, in which calls count more than products.",
     ]
     for part, threads in dict.fromkeys((row["part"], row["threads"]) for row in rows):

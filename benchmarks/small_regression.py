@@ -83,8 +83,8 @@ def tables(every: list[Row]) -> str:
         "",
         "Made by `python benchmarks/small_regression.py` (needs `pip install abess`): processor time of "
         "`iobs.SparseRegressor` divided by that of abess, one thread, one seed, median of the repeats. Less than 1 "
-        "means that ours is faster. The times are of a machine with other work; on the smallest problem, where both are "
-        "mostly calls from Python, abess is faster with a given k.",
+        "means that ours is faster. The times are of a machine with other work; on the smallest problem, where both "
+        "are mostly calls from Python, abess is faster with a given k.",
         "",
         "| rows, columns | " + " | ".join(choices) + " |",
         "|---" * (1 + len(choices)) + "|",

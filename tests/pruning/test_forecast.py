@@ -94,18 +94,19 @@ def test_bar_ends_at_the_whole_with_no_time_left(recipe):
 
 @pytest.mark.parametrize("network_steps", [0, 30])
 def test_forecast_of_block_reconstruction_counts_its_passes(network_steps, monkeypatch):
-    # A machine on which only forward passes take time: a second per sample.
+    # A machine on which only forward passes take time: a second per sample. Short windows are joined, so count tokens.
     monkeypatch.setattr(seconds, "_OVERHEAD", 0.0)
     monkeypatch.setattr(
         "iobs.pruning.algorithm.measured_costs", lambda *_: seconds.Costs(1.0, 0.0, 12, dict.fromkeys(names, 0.0))
     )
     model = families.LANGUAGE_MODELS["llama"][0]().eval()
-    names = [name for name, _ in model.named_modules()]
-    blocks = model.model.layers
+    data, names = families.language_batches(), [name for name, _ in model.named_modules()]
+    length, blocks = data[0]["input_ids"].shape[1], model.model.layers
     passes, foretold = [0.0], []
 
     def count(module, args, output):
-        passes[0] += len(output) * (3 if output.requires_grad else 1) / len(blocks)
+        samples = output.shape[:2].numel() / length
+        passes[0] += samples * (3 if output.requires_grad else 1) / len(blocks)
 
     for block in blocks:
         block.self_attn.q_proj.register_forward_hook(count)
@@ -113,5 +114,5 @@ def test_forecast_of_block_reconstruction_counts_its_passes(network_steps, monke
     monkeypatch.setattr(bar, "on_forecast", lambda forecast: foretold.append(forecast.seconds))
     fit = BlockFit(window=1, masks=2, between=10, steps=20, lr=1e-3, network_steps=network_steps, network_lr=1e-4)
     changes = {"solver": "sparsegpt", "target": "residual", "blocks": fit, "holdout": 0.0}
-    iobs.prune(model, families.language_batches(), 0.5, callbacks=[bar], **changes)
+    iobs.prune(model, data, 0.5, callbacks=[bar], **changes)
     assert foretold[0] == pytest.approx(passes[0], rel=0.3)

@@ -97,7 +97,7 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
             )
             work = Workspace.of(store, request, selection, collected, told, frozen)
             report = run(work)
-            kept = {site.name: kept_units(model, site, sites, work.widths[site.name]) for site in sites.sites}
+            kept = {site.name: kept_units(model, site, sites, work.decided.widths[site.name]) for site in sites.sites}
     before = outputs_of(model, collected[0])
     wide = copy.deepcopy(model) if can_copy(model) else None  # its zeros take the time of the dense network
     remove(model, sites.sites, {name: units.tolist() for name, units in kept.items()}, _taken(model, added))

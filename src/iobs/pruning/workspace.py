@@ -89,12 +89,14 @@ class Decisions:
         finetune: gradient steps after the last round, or None.
         tuned: True if the recipe leaves the learning rate of `finetune` to trials.
         blocks: block reconstruction of the first round, or None.
+        widths: number of units that are kept, by name of the site, after an allocation of widths.
     """
 
     rounds: Rounds
     finetune: FineTune | None
     tuned: bool = False
     blocks: BlockFit | None = None
+    widths: Mapping[str, int] = field(default_factory=dict)
 
     def described(self) -> JsonObject:
         """The decisions in plain types, for the report."""
@@ -119,7 +121,6 @@ class Workspace:
         scoring: losses of the model; None if the model cannot be run as a whole.
         decided: rounds and fine-tuning as decided so far.
         memory: watch of the peak memory.
-        widths: number of units that are kept, by name of the site, after an allocation of widths.
     """
 
     store: Store
@@ -133,7 +134,6 @@ class Workspace:
     scoring: Scoring | None = field(init=False)
     decided: Decisions = field(init=False)
     memory: MemoryWatch = field(init=False)
-    widths: dict[str, int] = field(default_factory=dict, init=False)
     _chain: list[Block] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from iobs.pruning.calibration.products import Index, Product, outside_vmap, products
 from iobs.pruning.calibration.tracking import Tracker
+from iobs.pruning.network.folding import unfolded
 from iobs.pruning.network.layers import Layer, View, layers_by_class
 
 Note = Callable[[Layer, nn.Module, Tensor], None]
@@ -109,7 +110,8 @@ class _Seen:
 class Observer:
     """Observe forward passes of a model and find the layers that no class shows.
 
-    Parameters of layers whose module is called, and of embeddings, are left out.
+    Parameters of layers whose module is called, of embeddings, and of parametrisations such as the spectral norm are
+    left out.
 
     Args:
         model: the model.
@@ -118,7 +120,7 @@ class Observer:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._seen: dict[str, _Seen] = {}
-        embeddings = {
+        left = unfolded(model) | {
             id(one)
             for module in model.modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -127,7 +129,7 @@ class Observer:
         self._parameters = {
             name: one
             for name, one in model.named_parameters()
-            if one.is_floating_point() and one.numel() >= _LEAST and id(one) not in embeddings
+            if one.is_floating_point() and one.numel() >= _LEAST and id(one) not in left
         }
         self._classes = [layer for layer in layers_by_class(model) if layer.key in self._parameters]
 

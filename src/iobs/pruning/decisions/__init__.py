@@ -2,6 +2,7 @@
 
     decision                     made by                      stored in              in the report
     sparsity of every layer      sparsity.allocate            `plan` of `run`        `allocation`
+    units of every site          widths.allocate_widths       `Workspace.decided`    `allocation`
     sparsity of every round      sparsity.scheduled           not stored             `asked` of each round
     kind of network steps        sparsity.decide_steps        `Workspace.decided`    `settings["decided"]`
     number of rounds             sparsity.decide_growth       `Workspace.decided`    `settings["decided"]`

@@ -43,7 +43,7 @@ def allocate_widths(work: Workspace, pattern: Structured) -> tuple[dict[Layer, P
 
     found = work.checkpoint.remembered("allocation", planned)
     widths, chosen = found["widths"], found["chosen"]
-    work.widths = {**widths, **{name: len(units) for name, units in chosen.items()}}
+    work.decided = replace(work.decided, widths={**widths, **{name: len(units) for name, units in chosen.items()}})
     plan: dict[Layer, Pattern] = {}
     for layer, one in work.request.patterns.items():
         assert isinstance(one, Groups)

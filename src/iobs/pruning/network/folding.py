@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 _PROBED = 1e-2  # relative difference up to which a weight counts as given back by its parametrisation
@@ -44,6 +45,18 @@ def folded(model: nn.Module) -> Iterator[None]:
     finally:
         for restore in reversed(restores):
             restore()
+
+
+def unfolded(model: nn.Module) -> set[int]:
+    """Identities of the parameters from which a weight is still computed: a solution for them could not be kept."""
+    found: list[nn.Parameter] = []
+    for module in model.modules():
+        if isinstance(module, parametrize.ParametrizationList):
+            found += module.parameters()
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                found.append(getattr(module, f"{hook.name}_orig"))
+    return {id(one) for one in found}
 
 
 def _plain(module: nn.Module, name: str, value: Tensor, trained: bool) -> Callable[[], Tensor | None]:
