@@ -42,7 +42,7 @@ def test_plain_progress_prints_a_line_at_intervals(capsys, monkeypatch):
         for clock[0], done in ((1.0, 1), (20.0, 5), (21.0, 6)):
             steps.update(done, 10)
     shown = capsys.readouterr().err
-    assert re.fullmatch(r"work: 50 %, about 20 s left, memory \d+ MB \(peak \d+ MB\)\n", shown)
+    assert re.fullmatch(r"work: 50 %, about 20 s left, memory [\d.]+ [MG]B \(peak [\d.]+ [MG]B\)\n", shown)
 
 
 def test_watch_leaves_out_steps_of_the_resumed_run():
