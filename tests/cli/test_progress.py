@@ -38,11 +38,12 @@ def test_watch_counts_layers_and_steps(monkeypatch):
 def test_plain_progress_prints_a_line_at_intervals(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("iobs.pruning.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("iobs.pruning.progress._memory", lambda peak: (512_000_000, 2_100_000_000))
     with Steps("work") as steps:
         for clock[0], done in ((1.0, 1), (20.0, 5), (21.0, 6)):
             steps.update(done, 10)
     shown = capsys.readouterr().err
-    assert re.fullmatch(r"work: 50 %, about 20 s left, memory [\d.]+ [MG]B \(peak [\d.]+ [MG]B\)\n", shown)
+    assert shown == "work: 50 %, about 20 s left, memory 512 MB (peak 2.1 GB)\n"
 
 
 def test_watch_leaves_out_steps_of_the_resumed_run():
