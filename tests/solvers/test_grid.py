@@ -1,5 +1,6 @@
 """Solvers on a grid, against brute force and slow transcriptions of the published methods."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -151,7 +152,7 @@ def test_search_has_at_most_the_loss_of_the_published_methods(pattern):
     assert losses["admm"] == min(losses.values())
 
 
-def test_wide_layers_choose_their_entries_with_less_work(monkeypatch):
+def test_large_layers_choose_their_entries_with_less_work(monkeypatch):
     chosen = []
 
     def masks(budget):
@@ -159,8 +160,8 @@ def test_wide_layers_choose_their_entries_with_less_work(monkeypatch):
         return iobs.ADMM(budget)
 
     monkeypatch.setattr(search, "ADMM", masks)
-    for widest in (16, 8):
-        monkeypatch.setattr(search, "ACCURATE", widest)
+    for most in (6 * 16**2, 6 * 16**2 - 1):
+        monkeypatch.setitem(search.EFFORTS, "default", replace(search.EFFORTS["default"], most=most))
         iobs.solve(random_problem(6, 16), iobs.Unstructured(0.5) & iobs.Grid(4, 8))
     assert chosen == ["best", "default"]
 

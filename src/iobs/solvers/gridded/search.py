@@ -13,7 +13,7 @@ from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.admm import ADMM
 from iobs.solvers.gridded.baselines import codes_of
 from iobs.solvers.gridded.feedback import feedback_order, is_affordable, round_with_feedback
-from iobs.solvers.gridded.lattice import ACCURATE, on_grid, parts, refit_scales, rounded, search_scales, working_dtype
+from iobs.solvers.gridded.lattice import on_grid, parts, refit_scales, rounded, search_scales, working_dtype
 from iobs.solvers.kernels.descend import GridRows, descend_values, exchange_entries, step_pairs
 from iobs.solvers.options import require_budget
 from iobs.solvers.protocols import Budget
@@ -29,7 +29,7 @@ class Effort:
 
     Attributes:
         masks: budget of the ADMM that chooses the entries.
-        wide: the same with more than 2,048 columns.
+        large: the same for layers with more than `most` = rows x columns^2, the work of one of its iterations.
         moves: moves of two entries in a row, in a round.
         rounds: most rounds of moves after each rounding.
         paths: roundings of a row that are carried along.
@@ -37,7 +37,8 @@ class Effort:
     """
 
     masks: Budget
-    wide: Budget
+    large: Budget
+    most: int
     moves: int
     rounds: int
     paths: int
@@ -45,9 +46,9 @@ class Effort:
 
 
 EFFORTS = {
-    "fast": Effort("fast", "fast", moves=4, rounds=1, paths=4, roundings=1),
-    "default": Effort("best", "default", moves=64, rounds=6, paths=16, roundings=2),
-    "best": Effort("best", "best", moves=64, rounds=30, paths=64, roundings=4),
+    "fast": Effort("best", "fast", 1 << 31, moves=16, rounds=2, paths=4, roundings=1),
+    "default": Effort("best", "default", 1 << 33, moves=64, rounds=6, paths=16, roundings=2),
+    "best": Effort("best", "best", 1 << 33, moves=64, rounds=30, paths=64, roundings=4),
 }
 
 
@@ -81,7 +82,9 @@ class GridSearch:
         if groups.keep == groups.size:
             centre, mask = wide.centre(), torch.ones(problem.shape, dtype=torch.bool, device=problem.device)
         else:
-            found = ADMM(effort.masks if problem.shape[1] <= ACCURATE else effort.wide)(problem, sparse)
+            rows, columns = problem.shape
+            budget = effort.masks if rows * columns**2 <= effort.most else effort.large
+            found = ADMM(budget)(problem, sparse)
             centre, mask = found.weight.to(wide.dtype), found.mask.clone()
         scales = search_scales(centre, mask, wide.matrix.diagonal(), grid, problem.dtype)
         start = rounded(centre, over_columns(scales, grid, problem.shape[1]), grid.levels) * mask

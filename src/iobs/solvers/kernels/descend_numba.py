@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -12,9 +14,9 @@ Indices = NDArray[np.int64]
 
 
 @njit(nogil=True, cache=True)
-def _point(value: float, scale: float, top: float) -> float:
+def _point(value: Any, scale: Any, top: Any) -> Any:
     """Nearest point of the grid, in the dtype of the arguments."""
-    return min(max(np.rint(value / scale), -top), top) * scale  # type: ignore[no-any-return]
+    return min(max(np.rint(value / scale), -top), top) * scale
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
