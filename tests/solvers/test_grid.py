@@ -1,6 +1,5 @@
 """Solvers on a grid, against brute force and slow transcriptions of the published methods."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -161,7 +160,7 @@ def test_large_layers_choose_their_entries_with_less_work(monkeypatch):
 
     monkeypatch.setattr(search, "ADMM", masks)
     for most in (6 * 16**2, 6 * 16**2 - 1):
-        monkeypatch.setitem(search.EFFORTS, "default", replace(search.EFFORTS["default"], most=most))
+        monkeypatch.setitem(search.LARGE, "default", (most, search.LARGE["default"][1]))
         iobs.solve(random_problem(6, 16), iobs.Unstructured(0.5) & iobs.Grid(4, 8))
     assert chosen == ["best", "default"]
 

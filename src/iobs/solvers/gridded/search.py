@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ class Effort:
 
     Attributes:
         masks: budget of the ADMM that chooses the entries.
-        large: the same for layers with more than `most` = rows x columns^2, the work of one of its iterations.
         moves: moves of two entries in a row, in a round.
         rounds: most rounds of moves after each rounding.
         paths: roundings of a row that are carried along.
@@ -37,8 +36,6 @@ class Effort:
     """
 
     masks: Budget
-    large: Budget
-    most: int
     moves: int
     rounds: int
     paths: int
@@ -46,10 +43,21 @@ class Effort:
 
 
 EFFORTS = {
-    "fast": Effort("best", "fast", 1 << 31, moves=16, rounds=2, paths=4, roundings=1),
-    "default": Effort("best", "default", 1 << 33, moves=64, rounds=6, paths=16, roundings=2),
-    "best": Effort("best", "best", 1 << 33, moves=64, rounds=30, paths=64, roundings=4),
+    "fast": Effort("best", moves=16, rounds=2, paths=4, roundings=1),
+    "default": Effort("best", moves=64, rounds=6, paths=16, roundings=2),
+    "best": Effort("best", moves=64, rounds=30, paths=64, roundings=4),
 }
+# Efforts for layers with more than so many rows x columns^2, the work of an iteration of ADMM.
+LARGE = {
+    "fast": (1 << 31, Effort("fast", moves=4, rounds=1, paths=4, roundings=1)),
+    "default": (1 << 33, replace(EFFORTS["default"], masks="default")),
+}
+
+
+def effort_for(budget: Budget, shape: tuple[int, int]) -> Effort:
+    """Work of the search for a budget and a shape (rows, columns)."""
+    most, large = LARGE.get(budget, (0, EFFORTS[budget]))
+    return large if shape[0] * shape[1] ** 2 > most else EFFORTS[budget]
 
 
 @dataclass(frozen=True)
@@ -76,15 +84,13 @@ class GridSearch:
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
         """Weights on the grid with the exact counts of the pattern; `stats["scales"]` has the scales (rows, groups)."""
         sparse, grid = parts(pattern)
-        effort = EFFORTS[self.budget]
+        effort = effort_for(self.budget, problem.shape)
         wide = problem.to(working_dtype(problem))
         groups = sparse.groups(problem.shape)
         if groups.keep == groups.size:
             centre, mask = wide.centre(), torch.ones(problem.shape, dtype=torch.bool, device=problem.device)
         else:
-            rows, columns = problem.shape
-            budget = effort.masks if rows * columns**2 <= effort.most else effort.large
-            found = ADMM(budget)(problem, sparse)
+            found = ADMM(effort.masks)(problem, sparse)
             centre, mask = found.weight.to(wide.dtype), found.mask.clone()
         scales = search_scales(centre, mask, wide.matrix.diagonal(), grid, problem.dtype)
         start = rounded(centre, over_columns(scales, grid, problem.shape[1]), grid.levels) * mask
