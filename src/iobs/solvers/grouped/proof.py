@@ -278,12 +278,12 @@ def lower_bounds(inverse: Array, energy: Array, size: int, sets: Indices) -> Arr
         present = member[:, last]
         inner = pairs * present[:, None]
         left = m[last][:, None] @ p  # M_lg P_gh, by g and h
-        right = p @ p[:, last]  # P_hk P_kl, by h and k
+        right = p[last][:, None] @ p  # P_lk P_kh, by k and h: the transposes of P_hk P_kl
         moments[0] += present * np.trace(m[last, last])
         moments[1] += present * (member @ np.einsum("gij,gji->g", m[last], p[:, last]))
-        moments[2] += inner @ np.einsum("ghij,hji->gh", left, p[:, last]).ravel()
-        flat = left.transpose(1, 0, 2, 3).reshape(groups, groups, -1)
-        chains = flat @ right.swapaxes(2, 3).reshape(groups, groups, -1).swapaxes(1, 2)  # by h, g and k
+        flat, turned = left.reshape(groups, groups, -1), right.reshape(groups, groups, -1)
+        moments[2] += inner @ np.einsum("ghx,hx->gh", flat, p[last].reshape(groups, -1)).ravel()
+        chains = flat.transpose(1, 0, 2) @ turned.transpose(1, 2, 0)  # by h, g and k
         moments[3] += ((inner @ chains.reshape(groups**2, groups)) * member).sum(1)
     zeroth, first, second, third = moments
     simple = zeroth**2 / first  # the best a without b
