@@ -85,7 +85,7 @@ def sampled_text(model: nn.Module, part: Samples, count: int, seed: int) -> Samp
     generator = torch.Generator().manual_seed(seed)
     length = batches.positions(part.batches[0])
     found: list[Tensor] = []
-    for rows in torch.randint(part.samples, (count,), generator=generator).split(max(1, _TOKENS // length)):
+    for rows in torch.split(torch.randint(part.samples, (count,), generator=generator), max(1, _TOKENS // length)):
         picked = part.pick(rows)
         assert isinstance(picked, Mapping)
         start = picked["input_ids"][:, : length // _PREFIX].to(next(model.parameters()).device)
