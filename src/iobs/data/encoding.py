@@ -122,7 +122,7 @@ class Coding:
                 f"{_some(unknown)}; it knows {_some(list(self.levels))}."
             )
         # A category of a single level has no column.
-        return (values[:, None] == np.array(self.levels[1:], dtype=object)).astype(np.float64)
+        return np.asarray(values[:, None] == np.array(self.levels[1:], dtype=object), dtype=np.float64)
 
 
 def coding_of(name: str, values: Column, missing: Missing, problems: Problems, category: bool = False) -> Coding | None:
