@@ -125,11 +125,12 @@ def forecast(
     seconds = {layer.name: shared + projections * (solves[layer.name] + grams[layer.name]) for layer in layers}
     mean = sum(seconds.values()) / len(layers)
     rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count  # "auto" seldom adds rounds
+    network_steps = _network_parts(reconstruction, step)
     parts = [
-        *_allocation_parts(request, costs, layers, fit, groups + one_pass),
+        *_allocation_parts(request, costs, layers, fit, groups + one_pass, bool(network_steps)),
         *_rate_parts(reconstruction, blocks, step),
         Part("layers", rounds * len(layers), mean),
-        *_network_parts(reconstruction, step),
+        *network_steps,
         *_step_parts(decided, rounds, fit, _STEP_PASSES * costs.forward),
     ]
     if sampled and decided.finetune is not None:
@@ -161,7 +162,7 @@ def _group_passes(costs: Costs, blocks: int, fit: Samples, one_pass: float) -> f
 
 
 def _allocation_parts(
-    request: Request, costs: Costs, layers: tuple[Layer, ...], fit: Samples, sweep: float
+    request: Request, costs: Costs, layers: tuple[Layer, ...], fit: Samples, sweep: float, network_steps: bool
 ) -> list[Part]:
     """The curves of all layers, and the search.
 
@@ -171,6 +172,7 @@ def _allocation_parts(
         layers: the layers to prune.
         fit: calibration samples.
         sweep: seconds of the passes of a sweep with one model.
+        network_steps: steps of the whole network follow, before which "auto" does not search.
     """
     allocation = under_pattern(as_allocation(request.recipe.allocation), request.pattern)
     if allocation.criterion == "uniform":
@@ -179,7 +181,10 @@ def _allocation_parts(
     evaluated = int(evaluation_share(request.holdout) * fit.samples)
     probe = max(1, min(PROBE, PROBE_TOKENS // positions, evaluated))
     searched = allocation.criterion == "evolve" or (
-        allocation.criterion == "auto" and can_keep_grams(layers) and probe * positions >= ENOUGH_OUTPUTS
+        allocation.criterion == "auto"
+        and not network_steps
+        and can_keep_grams(layers)
+        and probe * positions >= ENOUGH_OUTPUTS
     )
     by_damage = allocation.by_damage or allocation.criterion == "auto"
     passes = _TRIAL_SHARE * damage_passes(len(layers), probe, fit.samples) if by_damage else PROBE
