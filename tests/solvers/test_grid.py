@@ -151,7 +151,7 @@ def test_search_has_at_most_the_loss_of_the_published_methods(pattern):
     assert losses["admm"] == min(losses.values())
 
 
-def test_wide_layers_choose_their_entries_with_less_work(monkeypatch):
+def test_large_layers_choose_their_entries_with_less_work(monkeypatch):
     chosen = []
 
     def masks(budget):
@@ -159,8 +159,8 @@ def test_wide_layers_choose_their_entries_with_less_work(monkeypatch):
         return iobs.ADMM(budget)
 
     monkeypatch.setattr(search, "ADMM", masks)
-    for widest in (16, 8):
-        monkeypatch.setattr(search, "ACCURATE", widest)
+    for most in (6 * 16**2, 6 * 16**2 - 1):
+        monkeypatch.setitem(search.LARGE, "default", (most, search.LARGE["default"][1]))
         iobs.solve(random_problem(6, 16), iobs.Unstructured(0.5) & iobs.Grid(4, 8))
     assert chosen == ["best", "default"]
 
@@ -242,6 +242,33 @@ def test_moves_on_a_grid_numba_equals_torch(name, arguments, dtype):
     torch.testing.assert_close(numba.gradient, plain.gradient, rtol=slack, atol=slack)
     exact = problem.gradient(plain.weight.double()).to(dtype)
     torch.testing.assert_close(plain.gradient, exact, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sweeps_in_blocks_of_columns_equal_sweeps_column_by_column(monkeypatch, dtype):
+    monkeypatch.setattr(descend, "_WIDE", 1)
+    monkeypatch.setattr(descend, "_BLOCK", 10)
+    problem, (plain, blocks) = rows_for(2, dtype)
+    before = plain.weight.clone()
+    descend.descend_values_torch(plain, 4)
+    descend.descend_values_numba(blocks, 4)
+    assert not torch.equal(plain.weight, before)
+    torch.testing.assert_close(blocks.weight, plain.weight)
+    exact = problem.gradient(blocks.weight.double()).to(dtype)
+    slack = 1e-3 if dtype == torch.float32 else 1e-9
+    torch.testing.assert_close(blocks.gradient, exact, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_settle(dtype):
+    # A value computed in a wider dtype never equals the stored one, and each sweep would change it again.
+    _, (rows, _) = rows_for(3, dtype)
+    assert ((rows.weight.abs() / rows.spread()).round() == rows.levels).any()
+    descend.descend_values_numba(rows, 200)
+    settled = rows.weight.clone(), rows.gradient.clone()
+    assert descend._sweep_in_blocks(rows) == 0
+    assert torch.equal(rows.weight, settled[0])
+    assert torch.equal(rows.gradient, settled[1])
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 _TRUST = 0.05  # share of a part after which its own speed counts as much as the speed of the run
-_FIRST = 2.0  # most that the first unit of a part counts, relative to its forecast
-_TRUST_ALL = 0.005  # share of the run after which its speed counts as much as the forecast
+_FIRST_ENTRIES, _FIRST = 3, 1.5  # first entries of a part, which may compile kernels; most that they count, relatively
+_TRUST_ALL = 0.03  # share of the run after which its speed counts as much as the forecast
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Remaining:
     """The time that is left of a run.
 
     The speed of a part, relative to its forecast, is that of its own units as far as they are done, and otherwise that
-    of the run so far. Work that was not forecast is expected to go on as it began.
+    of the run so far. Its first units count little more than the later ones. Work that was not forecast is expected to
+    go on as it began.
 
     Args:
         clock: () -> seconds.
@@ -60,7 +61,8 @@ class Remaining:
         self._clock = clock
         self._parts: dict[str, Part] = {}
         self._done: dict[str, float] = {}  # units by part
-        self._spent: dict[str, float] = {}  # seconds by part
+        self._first: dict[str, list[tuple[float, float, float]]] = {}  # units, seconds, and most seconds as forecast
+        self._later: dict[str, float] = {}  # seconds by part, after its first entries
         self._over: set[str] = set()
         self._weights: Mapping[str, float] = {}
         self._last = clock()
@@ -99,10 +101,12 @@ class Remaining:
         part = self._parts[name]
         if not part.seconds:
             self._parts[name] = replace(part, seconds=taken / units / self._speed)
-        elif name not in self._done:  # the first unit may also compile kernels
-            taken = min(taken, _FIRST * units * part.seconds * self._speed)
+        first = self._first.setdefault(name, [])
+        if len(first) < _FIRST_ENTRIES:
+            first.append((units, taken, _FIRST * units * self._parts[name].seconds * self._speed))
+        else:
+            self._later[name] = self._later.get(name, 0.0) + taken
         self._done[name] = self._done.get(name, 0.0) + units
-        self._spent[name] = self._spent.get(name, 0.0) + taken
         earlier = [*self._parts][: [*self._parts].index(name)]
         self._over |= {other for other in earlier if self._parts[other].once}
 
@@ -122,15 +126,22 @@ class Remaining:
     @property
     def share(self) -> float:
         """Share of the time of the run that is over, in [0, 1]."""
-        done, left = sum(self._spent.values()), self.left
+        done, left = sum(map(self._spent, self._parts)), self.left
         return 0.0 if left is None or done == 0 else done / (done + left)
+
+    def _spent(self, name: str) -> float:
+        """Seconds of the units of a part that are done; the first ones count at most a multiple of the later ones."""
+        first, later = self._first.get(name, []), self._later.get(name, 0.0)
+        units = self._done.get(name, 0.0) - sum(units for units, _, _ in first)
+        mean = later / units if units > 0 else None
+        return later + sum(min(taken, most if mean is None else _FIRST * own * mean) for own, taken, most in first)
 
     @property
     def _speed(self) -> float:
         """Time of all work so far relative to its forecast."""
         parts = self._parts.values()
         expected = sum(self._done.get(part.name, 0.0) * part.seconds for part in parts)
-        spent = sum(self._spent.get(part.name, 0.0) for part in parts)
+        spent = sum(self._spent(part.name) for part in parts)
         trust = _TRUST_ALL * sum(part.units * part.seconds for part in parts)
         return (spent + trust) / (expected + trust) if expected + trust > 0 else 1.0
 
@@ -138,4 +149,4 @@ class Remaining:
         """Time of a part relative to its forecast: its own as far as it is done, otherwise that of the run."""
         trust = _TRUST * part.units * part.seconds
         expected = self._done.get(part.name, 0.0) * part.seconds
-        return (self._spent.get(part.name, 0.0) + trust * speed) / (expected + trust) if trust else speed
+        return (self._spent(part.name) + trust * speed) / (expected + trust) if trust else speed

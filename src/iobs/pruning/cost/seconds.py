@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from iobs.pruning.allocation.counts import under_pattern
 from iobs.pruning.allocation.sensitivity import (
@@ -40,11 +41,16 @@ from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Decisions, Request
 
 _STEP_PASSES = 4  # cost of a gradient step in forward passes: one of the dense model, three for forward and backward
+_SAMPLE_PASSES = 3  # cost of a window that is sampled token by token, in forward passes of the window
 _STEP_BUDGET = 1.25e13  # multiply-adds of all gradient steps: about five minutes on one core
 _SOLVE_CUBES = 60  # cost of a solve in products of (columns, columns) matrices, and in products with the weight matrix
 _OTHER_CUBES = 3  # the same for a solver without iterations
 _FAST_CUBES = 10  # the same for a solve of an error curve
-_OVERHEAD = 0.035  # seconds of a solve besides its products
+_OVERHEAD = 0.015  # seconds of a solve besides its products
+_GROUP_SHARE, _GROUP_OVERHEAD = 0.25, 0.0013  # of a block's forward pass, and seconds, per group of layers and batch
+_UNFOLDED = 250  # cost of an entry of a convolution's unfolded input, in multiply-adds
+_TRIAL_SHARE = 0.6  # of the model that a trial of a layer runs: the blocks behind the layer
+_STEP_FORWARDS = 4.0  # cost of a gradient step of a window in forward passes of its blocks
 
 
 @dataclass(frozen=True)
@@ -56,22 +62,26 @@ class Costs:
         multiply: seconds of a multiply-add in a product of matrices.
         inputs: number of different inputs of the layers; layers with the same input share their passes.
         rows: input rows of each layer per sample, by name.
+        convolutions: names of the layers whose inputs are unfolded.
     """
 
     forward: float
     multiply: float
     inputs: int
     rows: Mapping[str, float]
+    convolutions: frozenset[str] = frozenset()
 
 
 @torch.no_grad()
 def measured_costs(model: nn.Module, layers: tuple[Layer, ...], fit: Samples) -> Costs:
     """Measure the dense model, in eval mode, on the first calibration samples."""
     batch = batches.take(fit.batches[0], torch.arange(min(16, batches.size(fit.batches[0]))))
-    forward = min(_timed(model, batch) for _ in range(2)) / batches.size(batch)
+    usual = batches.take(batch, torch.arange(min(samples_of_fit(batch, BlockFit()), batches.size(batch))))
+    forward = min(_timed(model, usual) for _ in range(3)) / batches.size(usual)
     rows, inputs = _rows_per_sample(model, layers, batch, POSITIONS)
     by_name = {layer.name: rows.get(layer.path, 0.0) for layer in layers}
-    return Costs(forward, 2 / speed(next(model.parameters()).device), inputs, by_name)
+    unfolded = {layer.name for layer in layers if isinstance(model.get_submodule(layer.path), CONVOLUTIONS)}
+    return Costs(forward, 2 / speed(next(model.parameters()).device), inputs, by_name, frozenset(unfolded))
 
 
 def forecast(
@@ -81,6 +91,7 @@ def forecast(
     fit: Samples,
     request: Request,
     decided: Decisions,
+    sampled: int = 0,
 ) -> Forecast:
     """Forecast the work of a whole run. LOG.md has the measurements behind its constants.
 
@@ -91,14 +102,14 @@ def forecast(
         fit: calibration samples.
         request: what was asked.
         decided: rounds and fine-tuning, as far as they are decided.
+        sampled: number of windows of text that are sampled from the dense model.
     """
     recipe = request.recipe
     if recipe.network_solver is not None:
         return Forecast(())
     streams = 2 if recipe.target != "layer" or recipe.inputs == "dense" else 1
-    # A group of layers costs a pass of its own block along a chain, and otherwise half a pass of the whole model.
-    passes = 1 + costs.inputs / (blocks if blocks else 2)
     one_pass = costs.forward * fit.samples / (1 - request.holdout)
+    groups = _group_passes(costs, blocks, fit, one_pass)
     usual = _SOLVE_CUBES if is_admm(recipe) else _OTHER_CUBES
     solves = {layer.name: _solve_seconds(layer, costs, usual) for layer in layers}
     grams = {layer.name: _gram_seconds(layer, costs, fit.samples * (2 * streams - 1)) for layer in layers}
@@ -109,17 +120,21 @@ def forecast(
         reconstruction = reconstruction.within(steps_a_pass)
         projections, fits = reconstruction.masks, _fit_passes(reconstruction) / len(layers)
         step = costs.forward * fit.samples / steps_a_pass
-    shared = projections * streams * passes * one_pass / len(layers) + fits * step
+    moves = streams if reconstruction is None else reconstruction.window + 0.5  # with the outputs of the dense blocks
+    shared = (projections * streams * groups + moves * one_pass) / len(layers) + fits * step
     seconds = {layer.name: shared + projections * (solves[layer.name] + grams[layer.name]) for layer in layers}
     mean = sum(seconds.values()) / len(layers)
     rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count  # "auto" seldom adds rounds
+    network_steps = _network_parts(reconstruction, step)
     parts = [
-        *_allocation_parts(request, costs, layers, fit, passes * one_pass),
+        *_allocation_parts(request, costs, layers, fit, groups + one_pass, bool(network_steps)),
         *_rate_parts(reconstruction, blocks, step),
         Part("layers", rounds * len(layers), mean),
-        *_network_parts(reconstruction, step),
+        *network_steps,
         *_step_parts(decided, rounds, fit, _STEP_PASSES * costs.forward),
     ]
+    if sampled and decided.finetune is not None:
+        parts.append(Part("windows of sampled text", sampled, _SAMPLE_PASSES * costs.forward, once=True))
     return Forecast(tuple(parts), {name: value / mean for name, value in seconds.items()})
 
 
@@ -130,11 +145,24 @@ def _solve_seconds(layer: Layer, costs: Costs, cubes: float) -> float:
 
 
 def _gram_seconds(layer: Layer, costs: Costs, samples: int) -> float:
-    return costs.multiply * samples * costs.rows[layer.name] * layer.shape[1] ** 2
+    unfolded = _UNFOLDED if layer.name in costs.convolutions else 0
+    return costs.multiply * samples * costs.rows[layer.name] * layer.shape[1] * (layer.shape[1] + unfolded)
+
+
+def _group_passes(costs: Costs, blocks: int, fit: Samples, one_pass: float) -> float:
+    """Seconds of the passes that give all groups of layers with one input their Gram, of one stream.
+
+    Along a chain a group runs the rest of its own block, from the layers that were pruned last; otherwise it runs half
+    of the whole model.
+    """
+    if not blocks:
+        return (1 + costs.inputs / 2) * one_pass
+    calls = _step_batches(BlockFit(), fit)
+    return costs.inputs * (_GROUP_SHARE * one_pass / blocks + _GROUP_OVERHEAD * calls)
 
 
 def _allocation_parts(
-    request: Request, costs: Costs, layers: tuple[Layer, ...], fit: Samples, sweep: float
+    request: Request, costs: Costs, layers: tuple[Layer, ...], fit: Samples, sweep: float, network_steps: bool
 ) -> list[Part]:
     """The curves of all layers, and the search.
 
@@ -144,6 +172,7 @@ def _allocation_parts(
         layers: the layers to prune.
         fit: calibration samples.
         sweep: seconds of the passes of a sweep with one model.
+        network_steps: steps of the whole network follow, before which "auto" does not search.
     """
     allocation = under_pattern(as_allocation(request.recipe.allocation), request.pattern)
     if allocation.criterion == "uniform":
@@ -152,10 +181,13 @@ def _allocation_parts(
     evaluated = int(evaluation_share(request.holdout) * fit.samples)
     probe = max(1, min(PROBE, PROBE_TOKENS // positions, evaluated))
     searched = allocation.criterion == "evolve" or (
-        allocation.criterion == "auto" and can_keep_grams(layers) and probe * positions >= ENOUGH_OUTPUTS
+        allocation.criterion == "auto"
+        and not network_steps
+        and can_keep_grams(layers)
+        and probe * positions >= ENOUGH_OUTPUTS
     )
     by_damage = allocation.by_damage or allocation.criterion == "auto"
-    passes = damage_passes(len(layers), probe, fit.samples) if by_damage else PROBE
+    passes = _TRIAL_SHARE * damage_passes(len(layers), probe, fit.samples) if by_damage else PROBE
     cubes = _FAST_CUBES if is_admm(request.recipe) else _OTHER_CUBES
     solves = sum(_solve_seconds(layer, costs, cubes) for layer in layers)
     curves = min(1.0, CURVE_TOKENS / (positions * fit.samples)) * sweep + CURVE_LEVELS * solves + passes * costs.forward
@@ -172,15 +204,15 @@ def _step_batches(blocks: BlockFit, fit: Samples) -> int:
 
 
 def _fit_passes(blocks: BlockFit) -> float:
-    """Passes of the whole network on the samples of one step, in all fits: forward, and twice as much backward."""
-    return 3.0 * (blocks.window * blocks.steps + (blocks.masks - 1) * blocks.between)
+    """Passes of the whole network on the samples of one step, in all fits."""
+    return _STEP_FORWARDS * (blocks.window * blocks.steps + (blocks.masks - 1) * blocks.between)
 
 
 def _rate_parts(blocks: BlockFit | None, count: int, step: float) -> list[Part]:
     """The trials of the rate of block reconstruction, on the first window; `step` are seconds of a forward pass."""
     if blocks is None or blocks.lr != "auto" or not blocks.steps:
         return []
-    trial = 3.0 * step * blocks_trial_steps(blocks) * min(1.0, blocks.window / count)
+    trial = _STEP_FORWARDS * step * blocks_trial_steps(blocks) * min(1.0, blocks.window / count)
     return [Part("rate of block reconstruction", len(RATES), trial, once=True)]
 
 
@@ -229,20 +261,33 @@ def _timed(model: nn.Module, batch: Batch) -> float:
 
 
 @torch.no_grad()
-def affordable(step: FineTune, model: nn.Module, layers: tuple[Layer, ...], fit: Samples) -> FineTune:
+def affordable(
+    step: FineTune, model: nn.Module, layers: tuple[Layer, ...], fit: Samples, sampled: bool = False
+) -> FineTune:
     """Raise `steps` towards `most_steps` as far as the budget of multiply-adds allows.
 
-    The budget counts multiply-adds of the layers to prune, not seconds, so that the number of steps is the same on
-    every machine. Text keeps `steps`: attention and vocabulary cost more than these layers, and samples of text cannot
-    be mixed.
+    The budget counts multiply-adds, not seconds, so that the number of steps is the same on every machine: those of the
+    layers to prune, for text those of the whole model, where attention and vocabulary cost more than these layers.
+
+    Args:
+        step: fine-tuning.
+        model: the dense model.
+        layers: the layers to prune.
+        fit: calibration samples.
+        sampled: text is sampled from the dense model. Other text keeps `steps`: more of them fit the few windows alone.
     """
     if step.most_steps is None:
         return step
     batch = batches.take(fit.batches[0], torch.arange(1))
     if batches.positions(batch) > 1:
-        return replace(step, most_steps=None)
-    rows, _ = _rows_per_sample(model, layers, batch)
-    sample = sum(rows.get(layer.path, 0.0) * layer.weights for layer in layers)
+        if not sampled:
+            return replace(step, most_steps=None)
+        with FlopCounterMode(display=False) as counter:
+            batches.forward(model, batch)
+        sample = counter.get_total_flops() / 2
+    else:
+        rows, _ = _rows_per_sample(model, layers, batch)
+        sample = sum(rows.get(layer.path, 0.0) * layer.weights for layer in layers)
     count = int(_STEP_BUDGET / max(1.0, _STEP_PASSES * sample * samples_a_step(step, fit)))
     return replace(step, steps=max(step.steps, min(step.most_steps, count)), most_steps=None)
 

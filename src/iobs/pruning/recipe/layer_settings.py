@@ -58,4 +58,9 @@ class LayerSettings:
             ProblemError: a name is unknown.
         """
         assert not isinstance(self.solver, NetworkSolver)
+        try:
+            require_known(self.solver, None)
+        except ProblemError as error:
+            others = ", ".join(sorted(NETWORK_SOLVERS))
+            raise ProblemError(f"{str(error).rstrip('.')}; or one of the whole network: {others}.") from None
         require_known(self.solver, self.refine)

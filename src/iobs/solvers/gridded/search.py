@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.admm import ADMM
 from iobs.solvers.gridded.baselines import codes_of
 from iobs.solvers.gridded.feedback import feedback_order, is_affordable, round_with_feedback
-from iobs.solvers.gridded.lattice import ACCURATE, on_grid, parts, refit_scales, rounded, search_scales, working_dtype
+from iobs.solvers.gridded.lattice import on_grid, parts, refit_scales, rounded, search_scales, working_dtype
 from iobs.solvers.kernels.descend import GridRows, descend_values, exchange_entries, step_pairs
 from iobs.solvers.options import require_budget
 from iobs.solvers.protocols import Budget
@@ -29,7 +29,6 @@ class Effort:
 
     Attributes:
         masks: budget of the ADMM that chooses the entries.
-        wide: the same with more than 2,048 columns.
         moves: moves of two entries in a row, in a round.
         rounds: most rounds of moves after each rounding.
         paths: roundings of a row that are carried along.
@@ -37,7 +36,6 @@ class Effort:
     """
 
     masks: Budget
-    wide: Budget
     moves: int
     rounds: int
     paths: int
@@ -45,10 +43,21 @@ class Effort:
 
 
 EFFORTS = {
-    "fast": Effort("fast", "fast", moves=4, rounds=1, paths=4, roundings=1),
-    "default": Effort("best", "default", moves=64, rounds=6, paths=16, roundings=2),
-    "best": Effort("best", "best", moves=64, rounds=30, paths=64, roundings=4),
+    "fast": Effort("best", moves=16, rounds=2, paths=4, roundings=1),
+    "default": Effort("best", moves=64, rounds=6, paths=16, roundings=2),
+    "best": Effort("best", moves=64, rounds=30, paths=64, roundings=4),
 }
+# Efforts for layers with more than so many rows x columns^2, the work of an iteration of ADMM.
+LARGE = {
+    "fast": (1 << 31, Effort("fast", moves=4, rounds=1, paths=4, roundings=1)),
+    "default": (1 << 33, replace(EFFORTS["default"], masks="default")),
+}
+
+
+def effort_for(budget: Budget, shape: tuple[int, int]) -> Effort:
+    """Work of the search for a budget and a shape (rows, columns)."""
+    most, large = LARGE.get(budget, (0, EFFORTS[budget]))
+    return large if shape[0] * shape[1] ** 2 > most else EFFORTS[budget]
 
 
 @dataclass(frozen=True)
@@ -75,13 +84,13 @@ class GridSearch:
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
         """Weights on the grid with the exact counts of the pattern; `stats["scales"]` has the scales (rows, groups)."""
         sparse, grid = parts(pattern)
-        effort = EFFORTS[self.budget]
+        effort = effort_for(self.budget, problem.shape)
         wide = problem.to(working_dtype(problem))
         groups = sparse.groups(problem.shape)
         if groups.keep == groups.size:
             centre, mask = wide.centre(), torch.ones(problem.shape, dtype=torch.bool, device=problem.device)
         else:
-            found = ADMM(effort.masks if problem.shape[1] <= ACCURATE else effort.wide)(problem, sparse)
+            found = ADMM(effort.masks)(problem, sparse)
             centre, mask = found.weight.to(wide.dtype), found.mask.clone()
         scales = search_scales(centre, mask, wide.matrix.diagonal(), grid, problem.dtype)
         start = rounded(centre, over_columns(scales, grid, problem.shape[1]), grid.levels) * mask
@@ -92,38 +101,47 @@ class GridSearch:
             return state.solution(problem, rounds)
         order, rounds = feedback_order(wide.matrix), 0
         for number in range(effort.roundings):
-            again = state.copy()
-            again.weight = round_with_feedback(wide, state.mask, state.spread(), grid.levels, order, effort.paths)
+            again = state.rounded_again(order, effort.paths)
             rounds += again.descend(width, effort)
             state = state.better(again) if number else again
         return state.solution(problem, rounds)
 
 
 class _State:
-    """Weights on the grid during the descent."""
+    """Weights on the grid during the descent, with their gradient."""
 
     def __init__(
         self, problem: Quadratic, grid: Grid, weight: Tensor, mask: Tensor, scales: Tensor, dtype: torch.dtype
     ) -> None:
         self.problem = problem
         self.grid = grid
-        self.weight = weight
         self.mask = mask
         self.scales = scales
         self.dtype = dtype
+        self.centre = problem.centre()
+        self.set(weight)
+
+    def set(self, weight: Tensor) -> None:
+        """Take other weights on the same grid."""
+        self.weight = weight.contiguous()
+        self.gradient = self.problem.gradient(self.weight).contiguous()
 
     def spread(self) -> Tensor:
         """Scale of every entry, (rows, d)."""
         return over_columns(self.scales, self.grid, self.weight.shape[1])
 
-    def copy(self) -> _State:
-        """A state with tensors of its own."""
-        tensors = self.weight.clone(), self.mask.clone(), self.scales.clone()
-        return _State(self.problem, self.grid, *tensors, self.dtype)
+    def error(self) -> Tensor:
+        """Loss of every row above that of the dense minimiser, (rows,)."""
+        return _error(self.weight, self.centre, self.gradient)
+
+    def rounded_again(self, order: Tensor, paths: int) -> _State:
+        """State with the same entries and scales, whose values are rounded with feedback."""
+        weight = round_with_feedback(self.problem, self.mask, self.spread(), self.grid.levels, order, paths)
+        return _State(self.problem, self.grid, weight, self.mask.clone(), self.scales.clone(), self.dtype)
 
     def better(self, other: _State) -> _State:
         """The better one of two states in each row."""
-        lower = (self.problem.loss(other.weight) < self.problem.loss(self.weight))[:, None]
+        lower = (other.error() < self.error())[:, None]
         pairs = (self.weight, other.weight), (self.mask, other.mask), (self.scales, other.scales)
         weight, mask, scales = (torch.where(lower, theirs, ours) for ours, theirs in pairs)
         return _State(self.problem, self.grid, weight, mask, scales, self.dtype)
@@ -135,38 +153,40 @@ class _State:
 
     def descend(self, of: int, effort: Effort) -> int:
         """Lower the loss until it has settled or the rounds end; returns the number of rounds."""
-        loss = self.problem.loss(self.weight)
+        error = self.error()
         for made in range(effort.rounds):
-            before = loss
+            before = error
             self._move(of, effort.moves)
-            loss = self._refit(self.problem.loss(self.weight))
-            if float((before - loss).sum()) <= _SETTLED * self._size(loss):
+            error = self._refit()
+            if float((before - error).sum()) <= _SETTLED * float(error.sum()):
                 return made + 1
         self._move(of, effort.moves)
         return effort.rounds
 
-    def _size(self, loss: Tensor) -> float:
-        """Loss above that of the dense minimiser: the error of the layer."""
-        return float((loss - self.problem.loss(self.problem.centre())).sum())
-
     def _move(self, of: int, moves: int) -> None:
-        gradient = self.problem.gradient(self.weight).contiguous()
         hessian = self.problem.matrix.contiguous()
         scales = self.scales.contiguous()
-        rows = GridRows(self.weight, gradient, self.mask, scales, hessian, self.grid.group, self.grid.levels)
+        rows = GridRows(self.weight, self.gradient, self.mask, scales, hessian, self.grid.group, self.grid.levels)
         descend_values(rows, _SWEEPS)
         if not bool(self.mask.all()):
             exchange_entries(rows, of, _CANDIDATES, moves)
         step_pairs(rows, _CANDIDATES, moves)
         descend_values(rows, _SWEEPS)
 
-    def _refit(self, loss: Tensor) -> Tensor:
-        """Refit the scales of the rows whose loss that lowers; returns the losses."""
+    def _refit(self) -> Tensor:
+        """Refit the scales of the rows whose loss that lowers; returns the errors of all rows."""
         codes = codes_of(self.weight, self.scales, self.grid)
         scales = refit_scales(codes, self.scales, self.problem, self.grid, self.dtype)
         weight = codes * over_columns(scales, self.grid, codes.shape[1])
-        refitted = self.problem.loss(weight)
-        better = refitted < loss
-        self.weight = torch.where(better[:, None], weight, self.weight)
-        self.scales = torch.where(better[:, None], scales, self.scales)
-        return torch.where(better, refitted, loss)
+        gradient = self.problem.gradient(weight)
+        error, refitted = self.error(), _error(weight, self.centre, gradient)
+        better = (refitted < error)[:, None]
+        self.weight = torch.where(better, weight, self.weight)
+        self.scales = torch.where(better, scales, self.scales)
+        self.gradient = torch.where(better, gradient, self.gradient)
+        return torch.minimum(refitted, error)
+
+
+def _error(weight: Tensor, centre: Tensor, gradient: Tensor) -> Tensor:
+    """(v - c) H (v - c)^T / 2 of every row, from the gradient (v - c) H."""
+    return 0.5 * ((weight - centre) * gradient).sum(1)

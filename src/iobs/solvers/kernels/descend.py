@@ -15,6 +15,10 @@ from torch import Tensor
 
 from iobs.solvers.kernels.threads import over_rows
 
+_WIDE = 1024  # columns from which rows are swept in blocks
+_BLOCK = 256  # columns of a block
+_DENSE_CHANGES = 0.04  # share of changed values above which a matrix product is cheaper than a step for each of them
+
 
 @dataclass(frozen=True)
 class GridRows:
@@ -175,10 +179,36 @@ def _least(rows: GridRows) -> Tensor:
 
 
 def descend_values_numba(rows: GridRows, sweeps: int) -> None:
-    """Numba form of `descend_values`."""
+    """Numba form of `descend_values`.
+
+    While many values change, wide rows are swept in blocks of columns with one matrix product after each block.
+    """
     from iobs.solvers.kernels import descend_numba as kernel
 
+    columns = rows.weight.shape[1]
+    if columns >= _WIDE:
+        enough = _DENSE_CHANGES * float(rows.mask.sum())
+        while sweeps and _sweep_in_blocks(rows) > enough:
+            sweeps -= 1
     _over_rows(kernel.values, rows, sweeps)
+
+
+def _sweep_in_blocks(rows: GridRows) -> int:
+    """One sweep over the values of all rows; returns the number of changed values."""
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    count, columns = rows.weight.shape
+    weight, gradient, mask, scales = (one.numpy() for one in (rows.weight, rows.gradient, rows.mask, rows.scales))
+    changes = torch.zeros(count, dtype=torch.long)
+    for first in range(0, columns, _BLOCK):
+        own = slice(first, min(first + _BLOCK, columns))
+        hessian = rows.hessian[own, own].contiguous()
+        step = torch.empty(count, own.stop - first, dtype=rows.weight.dtype)
+        arrays = weight, gradient, mask, scales, hessian.numpy(), rows.group, rows.levels, first
+        out = step.numpy(), changes.numpy()
+        over_rows(lambda start, stop: kernel.block_values(start, stop, *arrays, *out), count)  # noqa: B023
+        rows.gradient.addmm_(step, rows.hessian[own])
+    return int(changes.sum())
 
 
 def exchange_entries_numba(rows: GridRows, of: int, candidates: int, limit: int) -> None:

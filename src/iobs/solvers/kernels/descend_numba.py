@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -12,14 +14,9 @@ Indices = NDArray[np.int64]
 
 
 @njit(nogil=True, cache=True)
-def _point(value: float, scale: float, levels: int) -> float:
-    """Nearest point of the grid."""
-    code = np.rint(value / scale)
-    if code > levels:
-        code = code * 0 + levels
-    elif code < -levels:
-        code = code * 0 - levels
-    return code * scale  # type: ignore[no-any-return]
+def _point(value: Any, scale: Any, top: Any) -> Any:
+    """Nearest point of the grid, in the dtype of the arguments."""
+    return min(max(np.rint(value / scale), -top), top) * scale
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
@@ -68,6 +65,7 @@ def values(
     sweeps: int,
 ) -> None:
     """Rows `start` to `stop` of `descend.descend_values`."""
+    top = weight.dtype.type(levels)  # in the dtype of the weights: a wider product would never equal a stored weight
     for r in range(start, stop):
         w, g, kept = weight[r], gradient[r], mask[r]
         for _ in range(sweeps):
@@ -75,13 +73,53 @@ def values(
             for j in range(w.size):
                 if not kept[j]:
                     continue
-                x = _point(w[j] - g[j] / hessian[j, j], scales[r, j // group], levels)
+                x = _point(w[j] - g[j] / hessian[j, j], scales[r, j // group], top)
                 if x != w[j]:
                     _shift(g, hessian[j], x - w[j])
                     w[j] = x
                     changed = True
             if not changed:
                 break
+
+
+@njit(nogil=True, cache=True)
+def block_values(
+    start: int,
+    stop: int,
+    weight: Floats,
+    gradient: Floats,
+    mask: Bools,
+    scales: Floats,
+    hessian: Floats,
+    group: int,
+    levels: int,
+    first: int,
+    step: Floats,
+    changes: Indices,
+) -> None:
+    """Rows `start` to `stop` of one sweep over columns `first` to `first + len(hessian)`.
+
+    `hessian` is that of these columns. `gradient` stays as it is; the changes of the weights are written to `step`, and
+    their number in each row is added to `changes`.
+    """
+    width = len(hessian)
+    top = weight.dtype.type(levels)
+    g = np.empty(width, weight.dtype)
+    for r in range(start, stop):
+        w, kept, moved = weight[r, first : first + width], mask[r, first : first + width], step[r]
+        g[:] = gradient[r, first : first + width]
+        made = 0
+        for j in range(width):
+            moved[j] = 0
+            if not kept[j]:
+                continue
+            x = _point(w[j] - g[j] / hessian[j, j], scales[r, (first + j) // group], top)
+            if x != w[j]:
+                moved[j] = x - w[j]
+                _shift(g[j + 1 :], hessian[j, j + 1 :], moved[j])
+                w[j] = x
+                made += 1
+        changes[r] += made
 
 
 @njit(nogil=True, cache=True)
@@ -100,6 +138,7 @@ def exchanges(
     limit: int,
 ) -> None:
     """Rows `start` to `stop` of `descend.exchange_entries`."""
+    top = weight.dtype.type(levels)
     d = weight.shape[1]
     leaving, entering = np.empty(d, weight.dtype), np.empty(d, weight.dtype)
     leavers, enterers = np.empty(d, np.int64), np.empty(d, np.int64)
@@ -121,7 +160,7 @@ def exchanges(
                     if kept[j]:
                         continue
                     slope = g[j] - hessian[i, j] * w[i]
-                    x = _point(-slope / hessian[j, j], scales[r, j // group], levels)
+                    x = _point(-slope / hessian[j, j], scales[r, j // group], top)
                     change = leaving[i] + (slope + 0.5 * hessian[j, j] * x) * x
                     if change < best:
                         best, leave, enter, value = change, i, j, x
