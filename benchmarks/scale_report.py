@@ -32,23 +32,16 @@ _INTRODUCTION = (
 )
 
 
-def _table(head: list[str], body: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *body])
+def _table(head: str, body: list[list[str]]) -> str:
+    """A table; the names of its columns are divided by " | "."""
+    names = head.split(" | ")
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [names, ["---"] * len(names), *body])
 
 
 def _models(rows: list[Row]) -> str:
-    head = [
-        "model",
-        "budget",
-        "device",
-        "peak, MB",
-        "predicted, MB",
-        "off by",
-        "minutes",
-        "of processor time",
-        "predicted",
-        "zeros",
-    ]
+    head = (
+        "model | budget | device | peak, MB | predicted, MB | off by | minutes | of processor time | predicted | zeros"
+    )
     body, notes = [], []
     for row in sorted(rows, key=lambda row: row["model_mb"]):
         name = f"{row['layers']} x {row['width']} wide, {row['model_mb']:,.0f} MB, {row['samples']} x {row['length']}"
@@ -63,7 +56,7 @@ def _models(rows: list[Row]) -> str:
 
 
 def _kills(rows: list[Row]) -> str:
-    head = ["ranks", "killed at work", "resumed to the same bits", "work, s", "entries of the journal at the kills"]
+    head = "ranks | killed at work | resumed to the same bits | work, s | entries of the journal at the kills"
     body = []
     for row in rows:
         entries = f"{min(row['entries'])} to {max(row['entries'])} of {row['whole']}"
@@ -72,7 +65,7 @@ def _kills(rows: list[Row]) -> str:
 
 
 def _ranks(rows: list[Row]) -> str:
-    head = ["run", "1 rank, s", "2 ranks, s", "times faster", "share spent in sums and broadcasts", "equal masks"]
+    head = "run | 1 rank, s | 2 ranks, s | times faster | share spent in sums and broadcasts | equal masks"
     body = []
     for row in rows:
         times = [f"{row['one']:.1f}", f"{row['two']:.1f}", f"{row['one'] / row['two']:.2f}"]
@@ -81,14 +74,7 @@ def _ranks(rows: list[Row]) -> str:
 
 
 def _solves(rows: list[Row]) -> str:
-    head = [
-        "ranks",
-        "one rank, s",
-        "a layer for each rank, s",
-        "rows divided, s",
-        "times faster than one",
-        "equal masks",
-    ]
+    head = "ranks | one rank, s | a layer for each rank, s | rows divided, s | times faster than one | equal masks"
     body = []
     for row in rows:
         times = [f"{row[name]:.1f}" for name in ("one", "layers", "rows")]

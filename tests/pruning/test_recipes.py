@@ -12,7 +12,7 @@ import iobs
 from iobs.errors import ProblemError
 from iobs.pruning.decisions import learning_rate
 from iobs.pruning.decisions import sparsity as sparsities
-from iobs.pruning.recipe import PRESETS, BlockFit
+from iobs.pruning.recipe import PRESETS, Allocation, BlockFit
 from iobs.pruning.runtime import memory
 
 BEST = PRESETS["best"]
@@ -82,6 +82,15 @@ def test_best_recipe_takes_network_steps_on_text_and_fine_tuning_on_other_data()
         found[name] = decided["blocks"]["network_steps"], decided["finetune"] is not None, len(report.rounds) > 1
         assert any("take the place of rounds and fine-tuning" in note for note in report.notes) == (name == "text")
     assert found == {"text": (2, False, False), "other": (0, True, True)}
+
+
+@pytest.mark.parametrize(("steps", "found"), [(0, "by a search"), (2, "by measured damages, no search")])
+def test_allocation_searches_unless_steps_of_the_whole_network_follow(steps, found):
+    fit = BlockFit(masks=1, steps=0, network_steps=steps, network_lr=1e-4)
+    allocation = Allocation("auto", generations=2)
+    changes = {"solver": "sparsegpt", "target": "residual", "blocks": fit, "allocation": allocation}
+    report = iobs.prune(LANGUAGE_MODELS["llama"][0](), language_batches(count=12), 0.5, iobs.Recipe(**changes))
+    assert any(f"Sparsities of layers: {found}" in note for note in report.notes)
 
 
 def test_best_recipe_does_not_allocate_n_of_m():

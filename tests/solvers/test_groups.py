@@ -12,7 +12,7 @@ from iobs.errors import DampingWarning, NotPositiveDefiniteError, PatternError, 
 from iobs.solvers import solve_many
 from iobs.solvers.families import GROUP_SOLVERS
 from iobs.solvers.grouped.exchange import Tableau
-from iobs.solvers.grouped.proof import lower_bounds
+from iobs.solvers.grouped.proof import lower_bounds, prove
 from iobs.solvers.grouped.removal import removal_path
 from iobs.solvers.grouped.system import GroupSystem, refitted
 
@@ -140,6 +140,11 @@ def test_wide_groups_are_proved_by_bounds_of_sets(removed, coupling):
     lost = float((problem.loss(found.weight) - problem.loss(problem.centre())).sum())
     assert found.stats["proved"]
     assert lost == pytest.approx(float(costs.min()) / 2, rel=1e-8)
+    worst = torch.ones(11, dtype=torch.bool)
+    worst[list(sets[int(costs.argmax())])] = False  # from here most sets are computed
+    proof = prove(system, worst, 100_000)
+    assert proof.proved
+    assert tuple((~proof.kept).nonzero().flatten().tolist()) == sets[int(costs.argmin())]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)

@@ -229,8 +229,9 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     warn_of_coverage(work, census.coverage(work.selection, 0))
     if work.scoring is None:
         return ComparisonLoss("not measured"), {}
+    sampled = work.scoring.windows_to_sample() > 0
     between, after = (
-        None if step is None else affordable(step, work.store.model, layers, work.fit)
+        None if step is None else affordable(step, work.store.model, layers, work.fit, sampled)
         for step in (decided.rounds.finetune, decided.finetune)
     )
     work.decided = replace(decided, rounds=replace(decided.rounds, finetune=between), finetune=after)
@@ -253,10 +254,11 @@ def forecaster(work: Workspace) -> Callable[[], object]:
     if work.scoring is None or work.recipe.network_solver or not (steps or work.callbacks.wants_forecast):
         return lambda: None
     costs = measured_costs(work.store.model, work.selection.layers, work.fit)
+    sampled = work.scoring.windows_to_sample()
 
     def foretell() -> Forecast:
         layers, blocks = work.selection.layers, len(work.chain)
-        found = forecast(costs, layers, blocks, work.fit, work.request, work.decided)
+        found = forecast(costs, layers, blocks, work.fit, work.request, work.decided, sampled)
         work.callbacks.on_forecast(found)
         return found
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from iobs.pruning.allocation.counts import under_pattern
 from iobs.pruning.allocation.sensitivity import (
@@ -40,6 +41,7 @@ from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Decisions, Request
 
 _STEP_PASSES = 4  # cost of a gradient step in forward passes: one of the dense model, three for forward and backward
+_SAMPLE_PASSES = 3  # cost of a window that is sampled token by token, in forward passes of the window
 _STEP_BUDGET = 1.25e13  # multiply-adds of all gradient steps: about five minutes on one core
 _SOLVE_CUBES = 60  # cost of a solve in products of (columns, columns) matrices, and in products with the weight matrix
 _OTHER_CUBES = 3  # the same for a solver without iterations
@@ -89,6 +91,7 @@ def forecast(
     fit: Samples,
     request: Request,
     decided: Decisions,
+    sampled: int = 0,
 ) -> Forecast:
     """Forecast the work of a whole run. LOG.md has the measurements behind its constants.
 
@@ -99,6 +102,7 @@ def forecast(
         fit: calibration samples.
         request: what was asked.
         decided: rounds and fine-tuning, as far as they are decided.
+        sampled: number of windows of text that are sampled from the dense model.
     """
     recipe = request.recipe
     if recipe.network_solver is not None:
@@ -121,13 +125,16 @@ def forecast(
     seconds = {layer.name: shared + projections * (solves[layer.name] + grams[layer.name]) for layer in layers}
     mean = sum(seconds.values()) / len(layers)
     rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count  # "auto" seldom adds rounds
+    network_steps = _network_parts(reconstruction, step)
     parts = [
-        *_allocation_parts(request, costs, layers, fit, groups + one_pass),
+        *_allocation_parts(request, costs, layers, fit, groups + one_pass, bool(network_steps)),
         *_rate_parts(reconstruction, blocks, step),
         Part("layers", rounds * len(layers), mean),
-        *_network_parts(reconstruction, step),
+        *network_steps,
         *_step_parts(decided, rounds, fit, _STEP_PASSES * costs.forward),
     ]
+    if sampled and decided.finetune is not None:
+        parts.append(Part("windows of sampled text", sampled, _SAMPLE_PASSES * costs.forward, once=True))
     return Forecast(tuple(parts), {name: value / mean for name, value in seconds.items()})
 
 
@@ -155,7 +162,7 @@ def _group_passes(costs: Costs, blocks: int, fit: Samples, one_pass: float) -> f
 
 
 def _allocation_parts(
-    request: Request, costs: Costs, layers: tuple[Layer, ...], fit: Samples, sweep: float
+    request: Request, costs: Costs, layers: tuple[Layer, ...], fit: Samples, sweep: float, network_steps: bool
 ) -> list[Part]:
     """The curves of all layers, and the search.
 
@@ -165,6 +172,7 @@ def _allocation_parts(
         layers: the layers to prune.
         fit: calibration samples.
         sweep: seconds of the passes of a sweep with one model.
+        network_steps: steps of the whole network follow, before which "auto" does not search.
     """
     allocation = under_pattern(as_allocation(request.recipe.allocation), request.pattern)
     if allocation.criterion == "uniform":
@@ -173,7 +181,10 @@ def _allocation_parts(
     evaluated = int(evaluation_share(request.holdout) * fit.samples)
     probe = max(1, min(PROBE, PROBE_TOKENS // positions, evaluated))
     searched = allocation.criterion == "evolve" or (
-        allocation.criterion == "auto" and can_keep_grams(layers) and probe * positions >= ENOUGH_OUTPUTS
+        allocation.criterion == "auto"
+        and not network_steps
+        and can_keep_grams(layers)
+        and probe * positions >= ENOUGH_OUTPUTS
     )
     by_damage = allocation.by_damage or allocation.criterion == "auto"
     passes = _TRIAL_SHARE * damage_passes(len(layers), probe, fit.samples) if by_damage else PROBE
@@ -250,20 +261,33 @@ def _timed(model: nn.Module, batch: Batch) -> float:
 
 
 @torch.no_grad()
-def affordable(step: FineTune, model: nn.Module, layers: tuple[Layer, ...], fit: Samples) -> FineTune:
+def affordable(
+    step: FineTune, model: nn.Module, layers: tuple[Layer, ...], fit: Samples, sampled: bool = False
+) -> FineTune:
     """Raise `steps` towards `most_steps` as far as the budget of multiply-adds allows.
 
-    The budget counts multiply-adds of the layers to prune, not seconds, so that the number of steps is the same on
-    every machine. Text keeps `steps`: attention and vocabulary cost more than these layers, and samples of text cannot
-    be mixed.
+    The budget counts multiply-adds, not seconds, so that the number of steps is the same on every machine: those of the
+    layers to prune, for text those of the whole model, where attention and vocabulary cost more than these layers.
+
+    Args:
+        step: fine-tuning.
+        model: the dense model.
+        layers: the layers to prune.
+        fit: calibration samples.
+        sampled: text is sampled from the dense model. Other text keeps `steps`: more of them fit the few windows alone.
     """
     if step.most_steps is None:
         return step
     batch = batches.take(fit.batches[0], torch.arange(1))
     if batches.positions(batch) > 1:
-        return replace(step, most_steps=None)
-    rows, _ = _rows_per_sample(model, layers, batch)
-    sample = sum(rows.get(layer.path, 0.0) * layer.weights for layer in layers)
+        if not sampled:
+            return replace(step, most_steps=None)
+        with FlopCounterMode(display=False) as counter:
+            batches.forward(model, batch)
+        sample = counter.get_total_flops() / 2
+    else:
+        rows, _ = _rows_per_sample(model, layers, batch)
+        sample = sum(rows.get(layer.path, 0.0) * layer.weights for layer in layers)
     count = int(_STEP_BUDGET / max(1.0, _STEP_PASSES * sample * samples_a_step(step, fit)))
     return replace(step, steps=max(step.steps, min(step.most_steps, count)), most_steps=None)
 

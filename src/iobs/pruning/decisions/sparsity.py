@@ -65,7 +65,9 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
         allocation = replace(allocation, criterion="block")
     if allocation.criterion == "auto":
         # `planner.output_count` runs the model, so it comes last: only if a search is affordable.
-        searched = allocation.generations > 0 and can_keep_grams(layers) and planner.output_count >= ENOUGH_OUTPUTS
+        # A search judges one-shot masks: before steps of the whole network its allocations lose (LOG.md).
+        wanted = allocation.generations > 0 and can_keep_grams(layers) and not _takes_network_steps(work)
+        searched = wanted and planner.output_count >= ENOUGH_OUTPUTS
         found_by = f"a search, judged by {planner.output_count} outputs" if searched else "measured damages, no search"
         work.note(f"Sparsities of layers: by {found_by}.")
         allocation = replace(allocation, criterion="evolve" if searched else "kl")
@@ -125,6 +127,11 @@ def divide_bits(
     patterns = dict(work.request.patterns)
     patterns |= {layer: budget.choice(bits, keep, layer.shape) for layer, (bits, keep) in choices.items()}
     return patterns, [allocation_record(record) for record in found["records"]]
+
+
+def _takes_network_steps(work: Workspace) -> bool:
+    blocks = work.decided.blocks
+    return bool(work.chain) and blocks is not None and blocks.network_steps > 0
 
 
 def scheduled(plan: dict[Layer, Pattern], rounds: Rounds, index: int) -> dict[Layer, Pattern]:

@@ -14,6 +14,8 @@ from iobs.errors import ModelError, NonFiniteError, first_line
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import block_distance_to, kl_to, mean_loss, task_loss
 from iobs.pruning.finetune.augment import copies, suited
+from iobs.pruning.finetune.sampled_text import sampled_text, windows_to_sample
+from iobs.pruning.finetune.trainer import samples_a_step
 from iobs.pruning.network.modes import put, state
 from iobs.pruning.recipe import Augmentation, FineTune, Loss, LossFunction, Recipe
 from iobs.pruning.samples.subsets import Samples
@@ -127,10 +129,10 @@ class Scoring:
         return self.with_copies(samples.first(self.heldout.samples)) if self.heldout.batches else self.fit
 
     def with_copies(self, samples: Samples) -> Samples:
-        """The samples, with augmented copies if gradient steps use augmentation."""
+        """The samples, with augmented copies if gradient steps use augmentation of other data than text."""
         step = self.steps[1] or self.steps[0]
-        if step is None or not samples.batches:
-            return samples
+        if step is None or not samples.batches or self.windows_to_sample():
+            return samples  # text is compared as it is
         # Mixed samples have no label, but the dense model gives outputs for them.
         augmentation = self.augmentation(replace(step, loss=_loss_of(self.steps[0])))
         return samples if augmentation is None else copies(augmentation, samples, self.seed)
@@ -142,9 +144,22 @@ class Scoring:
         mix = step.loss in ("kl", "block")  # the dense model gives the labels of mixed samples
         if mix not in self._suited:
             assert self.reference is not None
-            self._suited[mix] = suited(self.reference, self.fit, self.seed, mix=mix)
+            sampled = self.windows_to_sample() if mix else 0
+            self._suited[mix] = (
+                sampled_text(self.reference, self.fit, sampled, self.seed)
+                if sampled
+                else suited(self.reference, self.fit, self.seed, mix=mix)
+            )
             self._note(f"Augmentation of the gradient steps: {self._suited[mix] or 'none'}.")
         return self._suited[mix]
+
+    def windows_to_sample(self) -> int:
+        """Number of windows of text that are sampled from the dense model for gradient steps."""
+        if self.reference is None:
+            return 0
+        steps = [step for step in self.steps if step is not None and step.augment == "auto"]
+        used = sum((step.most_steps or step.steps) * samples_a_step(step, self.fit) for step in steps)
+        return windows_to_sample(self.reference, self.fit, used)
 
     # ---- models
     def current_copy(self) -> nn.Module:

@@ -30,7 +30,7 @@ class FineTune:
         steps: number of steps. Each step takes the next batch of the calibration data, in an endless loop. A single
             step without a batch_size takes the gradient of all data, as in the paper.
         most_steps: upper limit of the steps for cheap networks. The steps grow towards it while they cost less than
-            1.25e13 multiply-adds in all. On text they never grow. None: exactly `steps`.
+            1.25e13 multiply-adds in all. On text they grow only if `augment` samples text. None: exactly `steps`.
         loss: "task": the model's own loss, or cross-entropy with the labels. "kl": KL divergence to the dense model.
             "block": mean squared distance to the block outputs of the dense model. Or a function (model, batch) ->
             scalar.
@@ -44,7 +44,7 @@ class FineTune:
             samples if that is less, but at least 16; for text 2048 tokens.
         augment: (batch, torch.Generator) -> batch, applied before each use. "auto": mirror and shift images as far as
             the dense model's predictions stay the same. With the losses "kl" and "block" it also mixes two samples
-            of real numbers. None: no augmentation.
+            of real numbers, or samples half of the windows of text from the dense causal model. None: no augmentation.
 
     Raises:
         ProblemError: a setting is outside its range.

@@ -26,8 +26,11 @@ from iobs.pruning.samples import batches
 
 Argument: TypeAlias = Any  # an argument or the result of any function of torch
 TOKENS = 8  # positions of text in a traced batch: softmax needs more than one
-_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 _TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+_SETTINGS: dict[Callable[..., Tensor], tuple[str, ...]] = {  # arguments of convolutions after input and weight
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("bias", "stride", "padding", "dilation", "groups")),
+    **dict.fromkeys(_TRANSPOSED, ("bias", "stride", "padding", "output_padding", "groups", "dilation")),
+}
 _PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 _VIEWS = ("__get__", "t", "transpose")
 _SMOOTH: dict[Callable[..., Argument], Callable[[Tensor], Tensor]] = {
@@ -188,10 +191,8 @@ class _Recorder(TorchFunctionMode):
             return self._product(func, *args)
         if func is F.linear:
             return self._linear(*args, **kwargs)
-        if func in _CONVOLUTIONS:
+        if func in _SETTINGS:
             return self._convolution(func, *args, **kwargs)
-        if func in _TRANSPOSED:
-            return self._transposed_convolution(func, *args, **kwargs)
         if func is torch.addmm and len(args) == 3 and id(args[2]) in self.names and not kwargs:
             return self._layer(args[1], args[2], 0, 1, args[1].ndim - 1, lambda x, w: torch.mm(x, w))
         if func is F.embedding:
@@ -226,40 +227,17 @@ class _Recorder(TorchFunctionMode):
         return func(*self._replaced((given, other)))
 
     def _convolution(
-        self,
-        func: Callable[..., Tensor],
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Argument = 1,
-        padding: Argument = 0,
-        dilation: Argument = 1,
-        groups: int = 1,
+        self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Argument, **kwargs: Argument
     ) -> Tensor:
+        """A convolution, or a transposed convolution, whose weight has its inputs first."""
+        settings = {**dict(zip(_SETTINGS[func], args, strict=False)), **kwargs}
+        bias, groups = settings.pop("bias", None), settings.get("groups", 1)
         if id(weight) not in self.names or groups > 1:
             own, bias = self._replaced((weight, bias))
-            return func(input, own, bias, stride, padding, dilation, groups)
+            return func(input, own, bias, **settings)
+        columns = 0 if func in _TRANSPOSED else 1
         channel = input.ndim - weight.ndim + 1
-        return self._layer(input, weight, 1, 0, channel, lambda x, w: func(x, w, None, stride, padding, dilation))
-
-    def _transposed_convolution(
-        self,
-        func: Callable[..., Tensor],
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Argument = 1,
-        padding: Argument = 0,
-        output_padding: Argument = 0,
-        groups: int = 1,
-        dilation: Argument = 1,
-    ) -> Tensor:
-        settings = stride, padding, output_padding, groups, dilation
-        if id(weight) not in self.names or groups > 1:
-            own, bias = self._replaced((weight, bias))
-            return func(input, own, bias, *settings)
-        channel = input.ndim - weight.ndim + 1
-        return self._layer(input, weight, 0, 1, channel, lambda x, w: func(x, w, None, *settings))
+        return self._layer(input, weight, columns, 1 - columns, channel, lambda x, w: func(x, w, **settings))
 
     def _layer(
         self, given: Tensor, weight: Tensor, columns: int, rows: int, channel: int, compute: Callable[..., Tensor]

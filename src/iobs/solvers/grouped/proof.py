@@ -26,7 +26,8 @@ from iobs.solvers.options import require_whole
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-_FEW = 200  # sets that are computed one by one
+_FEW = 200  # sets that are all computed
+_APART = 2  # sets that are computed one by one
 _MOST_SETS = 20_000  # sets that bounds are computed for; 12,870 of 16 groups
 _WIDE = 8  # columns of a group from which bounds are cheaper than a search
 _ROUNDING = 1e-9  # relative error of a bound
@@ -88,8 +89,7 @@ def prove(system: GroupSystem, kept: Tensor, limit: int) -> Proof:
         return Proof(kept, True, 0)
     inverse, energy = system.inverse.cpu().numpy(), system.energy.cpu().numpy()
     search = _Search(size, removed, limit)
-    slots = (np.array(removed)[:, None] * size + np.arange(size)).ravel()
-    search.best = _joint_cost(inverse[np.ix_(slots, slots)], energy[np.ix_(slots, slots)])
+    search.best = search.joint(inverse, energy, np.array(removed))
     search.visit(inverse, energy, np.arange(groups), [], 0.0)
     found = torch.ones_like(kept)
     found[search.removed] = False
@@ -138,7 +138,7 @@ class _Search:
         if len(open_) < todo:
             return
         if len(open_) == todo:
-            self._improve([*gone, *free[open_].tolist()], lost + self._joint(inverse, energy, open_))
+            self._improve([*gone, *free[open_].tolist()], lost + self.joint(inverse, energy, open_))
             return
         # Expensive removals first: they leave little room below them, so their branches end early.
         order = open_[np.argsort(-costs[open_], kind="stable")]
@@ -149,8 +149,7 @@ class _Search:
         if sets is None:
             self._branch(inverse, energy, free, gone, lost, costs, order)
         elif len(sets) <= _FEW:
-            for chosen in sets:
-                self._improve([*gone, *free[chosen].tolist()], lost + self._joint(inverse, energy, chosen))
+            self._compute(inverse, energy, free, gone, lost, sets)
         else:
             self._branch(inverse, energy, free, gone, lost, costs, order[np.isin(order, sets)])
 
@@ -162,11 +161,26 @@ class _Search:
         if self.size < _WIDE or todo < 3 or not _FEW < comb(len(order), todo) <= _MOST_SETS:
             return None
         every = np.array([*combinations(range(len(order)), todo)])
-        slots = self._slots(order)
-        bounds = lower_bounds(inverse[np.ix_(slots, slots)], energy[np.ix_(slots, slots)], self.size, every)
+        bounds = lower_bounds(self._part(inverse, order, order), self._part(energy, order, order), self.size, every)
         left = np.flatnonzero(bounds < (self.best - lost) * (1 - _TIE))
         found: Indices = order[every[left[np.argsort(bounds[left], kind="stable")]]]
         return found
+
+    def _compute(
+        self, inverse: Array, energy: Array, free: Indices, gone: list[int], lost: float, sets: Indices
+    ) -> None:
+        """Compute the costs of some sets (sets, todo): sets with a common group share its removal."""
+        while len(sets) > _APART and sets.shape[1] > 1:
+            group = int(np.bincount(sets.ravel()).argmax())
+            held = (sets == group).any(1)
+            among, sets = sets[held], sets[~held]
+            others = among[among != group].reshape(len(among), -1)
+            rest, places = np.unique(others, return_inverse=True)
+            below = [*gone, int(free[group])], lost + self.joint(inverse, energy, np.array([group]))
+            after = self._without(inverse, energy, group, rest)
+            self._compute(*after, free[rest], *below, places.reshape(others.shape))
+        for chosen in sets:
+            self._improve([*gone, *free[chosen].tolist()], lost + self.joint(inverse, energy, chosen))
 
     def _branch(
         self, inverse: Array, energy: Array, free: Indices, gone: list[int], lost: float, costs: Array, order: Indices
@@ -184,18 +198,19 @@ class _Search:
             if self.nodes > self.limit:
                 return
 
-    def _joint(self, inverse: Array, energy: Array, groups: Indices) -> float:
+    def joint(self, inverse: Array, energy: Array, groups: Indices) -> float:
         """Cost of removing all of some groups."""
-        slots = self._slots(groups)
-        return _joint_cost(inverse[np.ix_(slots, slots)], energy[np.ix_(slots, slots)])
+        return _joint_cost(self._part(inverse, groups, groups), self._part(energy, groups, groups))
 
     def _improve(self, removed: list[int], total: float) -> None:
         if total < self.best * (1 - _TIE):
             self.best, self.removed = total, removed
 
-    def _slots(self, groups: Indices) -> Indices:
-        slots: Indices = (groups[:, None] * self.size + np.arange(self.size)).ravel()
-        return slots
+    def _part(self, matrix: Array, rows: Indices, columns: Indices) -> Array:
+        """A copy of the blocks of some groups; far faster than an index for every row and column."""
+        count = len(matrix) // self.size
+        found: Array = matrix.reshape(count, self.size, count, self.size).take(rows, 0).take(columns, 2)
+        return found.reshape(len(rows) * self.size, len(columns) * self.size)
 
     def _own(self, matrix: Array) -> Array:
         """Diagonal blocks, (groups, size, size)."""
@@ -206,10 +221,10 @@ class _Search:
 
     def _step(self, inverse: Array, energy: Array, group: int, rest: Indices) -> tuple[Array, Array, Array]:
         """P_gr, u^T = P_gg^-1 P_gr, and v^T with which removing g changes M by - u v^T - v u^T."""
-        own, left = self._slots(np.array([group])), self._slots(rest)
-        crossed = inverse[np.ix_(own, left)]
-        u = np.linalg.solve(inverse[np.ix_(own, own)], crossed).astype(np.float64, copy=False)
-        return crossed, u, energy[np.ix_(own, left)] - 0.5 * energy[np.ix_(own, own)] @ u
+        own = np.array([group])
+        crossed = self._part(inverse, own, rest)
+        u = np.linalg.solve(self._part(inverse, own, own), crossed).astype(np.float64, copy=False)
+        return crossed, u, self._part(energy, own, rest) - 0.5 * self._part(energy, own, own) @ u
 
     def _costs_after(self, inverse: Array, energy: Array, group: int, rest: Indices) -> Array:
         """Costs of removing each of the groups `rest` after a group: only the diagonal blocks change hands."""
@@ -224,9 +239,12 @@ class _Search:
     def _without(self, inverse: Array, energy: Array, group: int, rest: Indices) -> tuple[Array, Array]:
         """P and M of the groups `rest` after the removal of a group."""
         crossed, u, v = self._step(inverse, energy, group, rest)
-        left = self._slots(rest)
+        left, turned = self._part(inverse, rest, rest), self._part(energy, rest, rest)
+        left -= u.T @ crossed
         moved = u.T @ v
-        return inverse[np.ix_(left, left)] - u.T @ crossed, energy[np.ix_(left, left)] - moved - moved.T
+        turned -= moved
+        turned -= moved.T
+        return left, turned
 
 
 def _costs(inverse: Array, energy: Array) -> Array:
@@ -260,12 +278,12 @@ def lower_bounds(inverse: Array, energy: Array, size: int, sets: Indices) -> Arr
         present = member[:, last]
         inner = pairs * present[:, None]
         left = m[last][:, None] @ p  # M_lg P_gh, by g and h
-        right = p @ p[:, last]  # P_hk P_kl, by h and k
+        right = p[last][:, None] @ p  # P_lk P_kh, by k and h: the transposes of P_hk P_kl
         moments[0] += present * np.trace(m[last, last])
         moments[1] += present * (member @ np.einsum("gij,gji->g", m[last], p[:, last]))
-        moments[2] += inner @ np.einsum("ghij,hji->gh", left, p[:, last]).ravel()
-        flat = left.transpose(1, 0, 2, 3).reshape(groups, groups, -1)
-        chains = flat @ right.swapaxes(2, 3).reshape(groups, groups, -1).swapaxes(1, 2)  # by h, g and k
+        flat, turned = left.reshape(groups, groups, -1), right.reshape(groups, groups, -1)
+        moments[2] += inner @ np.einsum("ghx,hx->gh", flat, p[last].reshape(groups, -1)).ravel()
+        chains = flat.transpose(1, 0, 2) @ turned.transpose(1, 2, 0)  # by h, g and k
         moments[3] += ((inner @ chains.reshape(groups**2, groups)) * member).sum(1)
     zeroth, first, second, third = moments
     simple = zeroth**2 / first  # the best a without b

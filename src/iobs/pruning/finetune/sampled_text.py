@@ -1,0 +1,112 @@
+"""Text sampled from the dense model, so that fine-tuning on few windows of text does not overfit.
+
+The dense model gives the targets of any text, also of its own (data-free distillation: Liu et al., LLM-QAT, 2023).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.outputs import attended
+from iobs.pruning.samples.subsets import Samples
+
+_SHARE = 2  # one of so many windows of a step is sampled text
+_MOST_COPIES = 8  # sampled windows per calibration window
+_PREFIX = 16  # a sampled window begins with this part of a calibration window: one of so many tokens
+_TOKENS = 8192  # tokens that are sampled at once; they bound the memory of keys and values
+_READ = {"input_ids", "attention_mask", "labels"}  # entries of a batch of plain text
+
+
+@dataclass(frozen=True, eq=False)
+class SampledText:
+    """Replace half of the windows of a batch by windows sampled from the dense model; labels are unchanged.
+
+    Args:
+        windows: token ids, int64 (windows, positions).
+    """
+
+    windows: Tensor
+
+    def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """Replace the last half of the rows, rounded down, or one row with probability 1/2 if there is only one."""
+        assert isinstance(batch, Mapping)
+        tokens = batch["input_ids"]
+        count = len(tokens) // _SHARE if len(tokens) > 1 else int(torch.randint(_SHARE, (), generator=generator) == 0)
+        rows = torch.randint(len(self.windows), (count,), generator=generator)
+        sampled = self.windows[rows].to(tokens.device, tokens.dtype)
+        return {**batch, "input_ids": torch.cat([tokens[: len(tokens) - count], sampled])}
+
+    def __str__(self) -> str:
+        return f"{len(self.windows)} windows of text sampled from the dense model, half of each step"
+
+
+def windows_to_sample(model: nn.Module, part: Samples, used: int) -> int:
+    """Number of windows to sample for gradient steps; 0 if the model or its samples are not suited.
+
+    Suited are causal models of transformers with a cache of keys and values, and windows of equal length without
+    padding.
+
+    Args:
+        model: the dense model.
+        part: calibration samples.
+        used: number of samples that all steps read.
+    """
+    read = inspect.signature(model.forward).parameters
+    if not {"past_key_values", "use_cache", "input_ids"} <= set(read) or not part.batches or not part.alike:
+        return 0
+    if not all(isinstance(batch, Mapping) and set(batch) <= _READ for batch in part.batches):
+        return 0
+    masks = (attended(model, batch) for batch in part.batches)
+    if batches.positions(part.batches[0]) < _PREFIX or not all(mask is None or bool(mask.all()) for mask in masks):
+        return 0
+    return min(_MOST_COPIES * part.samples, -(-used // _SHARE))
+
+
+@torch.no_grad()
+def sampled_text(model: nn.Module, part: Samples, count: int, seed: int) -> SampledText | None:
+    """Windows that the dense model continues from the first tokens of calibration windows.
+
+    Args:
+        model: the dense model, in eval mode.
+        part: calibration samples, suited by `windows_to_sample`.
+        count: number of windows.
+        seed: of the draws.
+
+    Returns:
+        None if the model predicts no next tokens, or keeps no keys and values.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    length = batches.positions(part.batches[0])
+    found: list[Tensor] = []
+    for rows in torch.split(torch.randint(part.samples, (count,), generator=generator), max(1, _TOKENS // length)):
+        picked = part.pick(rows)
+        assert isinstance(picked, Mapping)
+        start = picked["input_ids"][:, : length // _PREFIX].to(next(model.parameters()).device)
+        drawn = _continued(model, start, length, generator)
+        if drawn is None:
+            return None
+        found.append(drawn.cpu())
+    return SampledText(torch.cat(found)) if found else None
+
+
+def _continued(model: nn.Module, tokens: Tensor, length: int, generator: torch.Generator) -> Tensor | None:
+    """Token ids (windows, length): given first tokens (windows, prefix), and draws of the model after them."""
+    cache, new = None, tokens
+    while tokens.shape[1] < length:
+        output = model(input_ids=new, past_key_values=cache, use_cache=True)
+        if not isinstance(output, Mapping) or output.get("past_key_values") is None:
+            return None
+        scores, cache = output.get("logits"), output["past_key_values"]
+        if not isinstance(scores, Tensor) or scores.ndim != 3 or scores.shape[:2] != new.shape:
+            return None
+        chances = scores[:, -1].float().softmax(-1).cpu()
+        new = torch.multinomial(chances, 1, generator=generator).to(tokens.device)
+        tokens = torch.cat([tokens, new], 1)
+    return tokens

@@ -1,0 +1,90 @@
+"""Text sampled from the dense model, for fine-tuning on few windows."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+import iobs
+from iobs.pruning.finetune.sampled_text import SampledText, sampled_text, windows_to_sample
+from iobs.pruning.samples.subsets import Samples
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)  # far from uniform
+    return model
+
+
+def text(windows=6, length=32, **more):
+    tokens = torch.randint(40, (windows, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, **more}
+
+
+def reference(model, starts, length, seed, windows):
+    """Slow: every token from a pass of the whole window."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(len(starts), (windows,), generator=generator)
+    tokens = starts[rows][:, : length // 16]
+    while tokens.shape[1] < length:
+        chances = model(input_ids=tokens).logits[:, -1].softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
+    return tokens
+
+
+@torch.no_grad()
+def test_sampled_windows_equal_those_of_passes_of_whole_windows(model):
+    part = Samples.of([text()])
+    found = sampled_text(model, part, 9, 5)
+    assert torch.equal(found.windows, reference(model, text()["input_ids"], 32, 5, 9))
+
+
+def test_half_of_a_batch_is_replaced_and_draws_repeat():
+    change, batch = SampledText(torch.full((4, 32), 39)), text(5, labels=torch.arange(5))
+    first, again = (change(batch, torch.Generator().manual_seed(2)) for _ in range(2))
+    assert torch.equal(first["input_ids"], again["input_ids"])
+    assert torch.equal(first["input_ids"][:3], batch["input_ids"][:3])
+    assert bool((first["input_ids"][3:] == 39).all())
+    assert torch.equal(first["labels"], batch["labels"])
+    generator = torch.Generator().manual_seed(0)
+    replaced = [bool((change(text(1), generator)["input_ids"] == 39).all()) for _ in range(40)]
+    assert 8 < sum(replaced) < 32
+
+
+def test_only_causal_text_without_padding_is_suited(model):
+    part = Samples.of([text()])
+    assert windows_to_sample(model, part, 31) == 16
+    assert windows_to_sample(model, part, 10_000) == 48
+    padded = torch.ones(6, 32, dtype=torch.int64)
+    assert windows_to_sample(model, Samples.of([text(attention_mask=padded)]), 31) == 16
+    padded[0, 0] = 0
+    assert windows_to_sample(model, Samples.of([text(attention_mask=padded)]), 31) == 0
+    assert windows_to_sample(model, Samples.of([text(), text(length=40)]), 31) == 0
+    assert windows_to_sample(model, Samples.of([text(length=12)]), 31) == 0
+    assert windows_to_sample(model, Samples.of([text(pixel_values=torch.zeros(6, 3, 8, 8))]), 31) == 0
+    assert windows_to_sample(nn.Embedding(40, 4), part, 31) == 0
+
+
+def test_an_encoder_gives_no_text():
+    config = BertConfig(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    assert sampled_text(BertModel(config).eval(), Samples.of([text()]), 4, 0) is None
+
+
+def test_fewer_units_are_tuned_on_sampled_text(model):
+    steps = iobs.FineTune(1e-3, "adam", 3, most_steps=6, loss="kl", parameters="all", support="fixed", augment="auto")
+    pruned = LlamaForCausalLM(model.config).eval()
+    pruned.load_state_dict(model.state_dict())
+    report = iobs.prune(pruned, [text(20)], iobs.Structured(0.25, of="parameters"), "one-shot", finetune=steps)
+    assert any("windows of text sampled from the dense model" in note for note in report.notes)
+    assert [len(record.step_losses) for record in report.rounds] == [0, 6]
