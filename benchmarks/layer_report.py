@@ -46,7 +46,7 @@ def tables(rows: list[Row]) -> str:
         "`python benchmarks/layer_race.py --peers FOLDER`: real layers of all-MiniLM-L6-v2 and synthetic ones, float32 "
         "problems, damping 0.01, CPU, one thread, one process, interleaved, nonzeros equal to within five. Errors are "
         "relative, under the undamped Gram matrix. Seconds are processor time, least of up to three repeats. "
-        "SparseGPT and ours were timed beside each other, mostly in a run after the others. "
+        "Rows of one layer come from one run, except for OBC, the largest layer and two sparsities of S1024. "
         f"The ADMM schedules were chosen on {', '.join(CHOSEN_ON)}; every layer is reported. Of the {len(rows)} rows, "
         f"{old} were measured before commits were recorded; they name the commit that stored them.",
         "",

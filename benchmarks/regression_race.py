@@ -57,7 +57,8 @@ def adelie_path(family: str) -> Solver:
 
     def glm(y: np.ndarray) -> object:
         if family == "Cox":
-            return adelie.glm.cox(start=np.full(len(y), -1.0), stop=y[:, 0], status=y[:, 1])
+            stop, status = y.T.copy()  # adelie refuses strided columns
+            return adelie.glm.cox(start=np.full(len(y), -1.0), stop=stop, status=status)
         names = {"linear": "gaussian", "logistic": "binomial", "Poisson": "poisson"}
         return getattr(adelie.glm, names[family])(y)
 

@@ -96,6 +96,21 @@ def test_batch_of_one_and_half_precision_give_a_graph_of_any_batch(tmp_path):
     assert torch.allclose(outputs(tmp_path / "out", input=sample), expected, atol=1e-5)
 
 
+def test_length_of_the_inputs_leaves_the_batch_free(tmp_path):
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.start = nn.Linear(6, 6), nn.Parameter(torch.randn(1, 1, 6))
+
+        def forward(self, sample):
+            return self.layer(torch.cat((self.start.expand(len(sample), -1, -1), sample), 1))[:, 0]
+
+    model, sample = Pooled(), torch.randn(5, 4, 6)
+    iobs.export(model, tmp_path / "out", "onnx", example=sample[:1])
+    with torch.no_grad():
+        assert torch.allclose(outputs(tmp_path / "out", input=sample), model(sample), atol=1e-5)
+
+
 def test_several_inputs_by_name_or_position(tmp_path):
     class Both(nn.Module):
         def __init__(self):

@@ -149,3 +149,32 @@ def test_a_single_row_is_no_regression(write):
     result = CliRunner().invoke(app, [str(write("a,y\n1,2\n"))])
     assert isinstance(result.exception, IOBSError)
     assert "1 row" in str(result.exception)
+
+
+def test_a_category_of_one_level_has_no_column(write):
+    table = read_table(write("town,a,y\n" + "".join(f"Rome,{i % 3},{i}\n" for i in range(6))), "y")
+    assert table.names == ["a"]
+    assert table.X.shape == (6, 1)
+
+
+@pytest.mark.parametrize("options", [["--drop", "w"], ["--target", "w"], ["--offset", "w"], ["--category", "w"]])
+def test_a_weight_with_another_role_is_refused(write, options):
+    file = write("a,b,w,y\n" + "".join(f"{i % 3},{i % 2},1,{i}\n" for i in range(8)))
+    result = CliRunner().invoke(app, [str(file), "--weight", "w", *options])
+    assert isinstance(result.exception, IOBSError)
+    assert "'w' has two roles" in str(result.exception)
+
+
+@pytest.mark.parametrize("weights", [[0] * 8, [1] * 7 + [-1]])
+def test_weights_are_refused_by_their_name(write, weights):
+    file = write("a,b,w,y\n" + "".join(f"{i % 3},{i % 2},{w},{i}\n" for i, w in enumerate(weights)))
+    result = CliRunner().invoke(app, [str(file), "--weight", "w", "-k", "1"])
+    assert isinstance(result.exception, IOBSError)
+    assert "weights 'w'" in str(result.exception)
+
+
+def test_constant_columns_have_no_knockoffs(write):
+    file = write("a,one,b,y\n" + "".join(f"{i % 3},1,{i % 2},{i}\n" for i in range(8)))
+    result = CliRunner().invoke(app, [str(file), "--select", "knockoff"])
+    assert isinstance(result.exception, IOBSError)
+    assert "--drop one" in str(result.exception)

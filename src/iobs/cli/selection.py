@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +66,7 @@ class Selection:
         """The fits of the first k columns in the order of the filter's statistic, up to all that it chooses.
 
         Raises:
-            DataError: a target of more than two classes.
+            DataError: a target of more than two classes, or constant columns.
             ProblemError: columns that have no knockoffs.
         """
         import numpy as np
@@ -78,6 +79,10 @@ class Selection:
 
         if len(table.classes) > 2:
             raise DataError("--select knockoff needs a target of numbers, or of at most two classes.")
+        constant = [name for name, values in zip(table.names, table.X.T, strict=True) if (values == values[0]).all()]
+        if constant:
+            what = " ".join(f"--drop {shlex.quote(name)}" for name in constant)
+            raise DataError(f"Constant columns have no knockoffs; leave them out with {what}.")
         objective = objective_of(table, loss, ridge, [], sides)[0]
         estimator, answers = _estimator(table, sides, loss, ridge)
         fdr = 0.1 if self.fdr is None else self.fdr

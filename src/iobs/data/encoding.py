@@ -121,7 +121,8 @@ class Coding:
                 f"column {self.name!r} has {_count(len(unknown), 'level')} that the model does not know: "
                 f"{_some(unknown)}; it knows {_some(list(self.levels))}."
             )
-        return np.column_stack([values == level for level in self.levels[1:]]).astype(np.float64)
+        # A category of a single level has no column.
+        return np.asarray(values[:, None] == np.array(self.levels[1:], dtype=object), dtype=np.float64)
 
 
 def coding_of(name: str, values: Column, missing: Missing, problems: Problems, category: bool = False) -> Coding | None:

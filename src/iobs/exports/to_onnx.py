@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ def traced(source: Source) -> ModuleType:
     with _silent(), evaluated(source.module):
         try:
             program = torch.onnx.export(
-                Graph(single(source.module), inputs).eval(),
+                _captured(Graph(single(source.module), inputs).eval(), tuple(inputs.tensors.values()), (moving,)),
                 tuple(inputs.tensors.values()),
                 dynamic_shapes=(moving,),
                 input_names=names,
@@ -85,6 +86,19 @@ def traced(source: Source) -> ModuleType:
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
     return model  # type: ignore[no-any-return]
+
+
+def _captured(graph: nn.Module, given: tuple[Tensor, ...], shapes: Any) -> nn.Module | torch.export.ExportedProgram:
+    """The graph as captured by torch.export; itself if only the exporter of ONNX can capture it.
+
+    The exporter itself never reads the code of a model (strict=True), and takes len(inputs) for a constant.
+    """
+    for strict in (False, True):
+        try:
+            return torch.export.export(graph, given, dynamic_shapes=shapes, strict=strict)
+        except Exception:  # torch raises many types
+            continue
+    return graph
 
 
 @contextmanager

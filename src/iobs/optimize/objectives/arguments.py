@@ -34,6 +34,8 @@ def ridge_vector(ridge: float | VectorLike, dimension: int) -> Array:
     Raises:
         ProblemError: a ridge is negative or not finite.
     """
+    if type(ridge) is float and ridge == 0:
+        return np.zeros(dimension)
     values = (
         np.full(dimension, float(np.asarray(ridge)))
         if np.ndim(ridge) == 0

@@ -95,7 +95,8 @@ class DenseDesign:
 
     def columns(self, support: Indices) -> Array:
         """The columns in `support`; the matrix itself, not a copy, if they are all columns in order."""
-        if support.size == self.shape[1] and support[0] == 0 and (np.diff(support) == 1).all():
+        size = self.shape[1]
+        if support.size == size and (support == np.arange(size)).all():
             return double(self.matrix)
         return double(self.matrix[:, support])
 

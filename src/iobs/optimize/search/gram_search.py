@@ -279,7 +279,7 @@ def search(
         k: number of candidates in the support, at least 1.
         merged: number of coordinates that the merging pursuit adds.
         centre: absolute values of the minimiser of f without a limit (d,); its k largest entries are a start; empty if
-            not known.
+            not known. If the first three starts agree on a support, it is the result.
         draws: uniform in [0, 1), (kicks, 2, k).
         agreements: number of stages in a row that must agree on the support, after which the kicks end.
 
@@ -289,24 +289,24 @@ def search(
     best, value, agreed = problem.forced, np.inf, 0
     kicks = draws.shape[0]
     for number in range(kicks + 4):
-        if 2 < number < kicks + 3 and agreed >= agreements:
-            continue
+        if agreed >= agreements:
+            break
         if number == 0:
             done, supports, _ = path(problem, k)
             proposal = supports[k] if done > k else problem.forced
         elif number == 1:
             proposal = _pursuit(problem, k, 12)
         elif number == 2:
-            proposal = _merged(problem, k, merged, 20)
-        elif number < kicks + 3:
-            proposal = _kicked(problem, best, k, number - 3, draws[number - 3])
-        elif centre.size:
+            if not centre.size:
+                continue
             proposal = _top(problem, centre, k)
+        elif number == 3:
+            proposal = _merged(problem, k, merged, 20)
         else:
-            break
+            proposal = _kicked(problem, best, k, number - 4, draws[number - 4])
         if _same(proposal, best):
             # A pursuit that ends on the best support without any swap is strong evidence for it.
-            agreed += agreements // 2 if number < 3 else 1
+            agreed += agreements // 2 if number < 4 else 1
             continue
         fine, proposal, new, minimal = improved(problem, proposal)
         if not fine or proposal.size < k + problem.forced.size:

@@ -58,10 +58,10 @@ def windows_to_sample(model: nn.Module, part: Samples, used: int) -> int:
         part: calibration samples.
         used: number of samples that all steps read.
     """
-    read = inspect.signature(model.forward).parameters
-    if not {"past_key_values", "use_cache", "input_ids"} <= set(read) or not part.batches or not part.alike:
+    if not part.batches or not all(isinstance(batch, Mapping) and set(batch) <= _READ for batch in part.batches):
         return 0
-    if not all(isinstance(batch, Mapping) and set(batch) <= _READ for batch in part.batches):
+    read = inspect.signature(model.forward).parameters
+    if not {"past_key_values", "use_cache", "input_ids"} <= set(read) or not part.alike:
         return 0
     masks = (attended(model, batch) for batch in part.batches)
     if batches.positions(part.batches[0]) < _PREFIX or not all(mask is None or bool(mask.all()) for mask in masks):
