@@ -49,7 +49,7 @@ EFFORTS = {
 }
 # Efforts for layers with more than so many rows x columns^2, the work of an iteration of ADMM.
 LARGE = {
-    "fast": (1 << 31, Effort("fast", moves=4, rounds=1, paths=4, roundings=1)),
+    "fast": (1 << 31, Effort("fast", moves=0, rounds=1, paths=4, roundings=1)),
     "default": (1 << 33, replace(EFFORTS["default"], masks="default")),
 }
 
