@@ -58,6 +58,9 @@ ROWS: dict[str, Recipe] = {
     "two blocks, 600 steps, 1200 network steps": ALLOCATED.but(blocks=BlockFit(masks=4, steps=600, network_steps=1200)),
     "one block, network steps": ALLOCATED.but(blocks=BlockFit(window=1, last="mse", masks=4, network_steps=600)),
     "one block, 1200 network steps": ALLOCATED.but(blocks=BlockFit(window=1, last="mse", masks=4, network_steps=1200)),
+    "two blocks, 1200 network steps, sampled text": ALLOCATED.but(
+        blocks=BlockFit(masks=4, network_steps=1200, sampled=2)
+    ),
     "one-shot": Recipe.preset("one-shot"),
     "fast": Recipe.preset("fast"),
     "best": Recipe.preset("best"),

@@ -12,6 +12,7 @@ import iobs
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, ProblemError
 from iobs.models import load
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.recipe import BlockFit
 
 OPTIONS = {"solver": "sparsegpt"}
 
@@ -43,6 +44,8 @@ def test_settings_for_the_whole_network_are_refused(tmp_path):
             prune_directory(*arguments, **{"target": "layer", name: value})
     with pytest.raises(ProblemError, match=r"^rounds: not with one block in memory"):
         prune_directory(*arguments, rounds=iobs.Rounds(data="fresh"))
+    with pytest.raises(ProblemError, match=r"^blocks\.sampled: not with one block in memory"):
+        prune_directory(*arguments, blocks=BlockFit(sampled=1))
     assert not (tmp_path / "out").exists()
 
 

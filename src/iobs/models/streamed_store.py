@@ -170,6 +170,8 @@ class StreamedStore(Store):
         if recipe.blocks is None or not recipe.blocks.network_steps:  # on text, which take the place of both
             whole += ["rounds", "finetune"]
         names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
+        if recipe.blocks is not None and recipe.blocks.sampled:
+            names.append("blocks.sampled")
         if not as_allocation(recipe.allocation).by_block:
             names.append("allocation")
         if recipe.target == "model":

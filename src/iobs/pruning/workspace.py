@@ -16,6 +16,7 @@ from iobs.core.patterns import Pattern
 from iobs.errors import ProblemError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.callbacks import Callbacks
+from iobs.pruning.finetune.sampled_text import with_sampled_text
 from iobs.pruning.finetune.scoring import Scoring
 from iobs.pruning.finetune.trainer import Trainer, differentiable, samples_a_step
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
@@ -173,6 +174,8 @@ class Workspace:
     ) -> Workspace:
         """The workspace of a run on all the given batches."""
         fit, heldout = split(Samples.of(batches), request.holdout, request.seed)
+        if request.recipe.blocks is not None and request.recipe.blocks.sampled:
+            fit = with_sampled_text(store.model, fit, request.recipe.blocks.sampled, request.seed)
         return cls(store, request, selection, fit, heldout, callbacks, frozen)
 
     @property

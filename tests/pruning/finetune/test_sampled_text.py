@@ -1,12 +1,16 @@
 """Text sampled from the dense model, for fine-tuning on few windows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import iobs
-from iobs.pruning.finetune.sampled_text import SampledText, sampled_text, windows_to_sample
+from iobs.errors import ProblemError
+from iobs.pruning.finetune.sampled_text import SampledText, sampled_text, windows_to_sample, with_sampled_text
+from iobs.pruning.recipe import BlockFit
 from iobs.pruning.samples.subsets import Samples
 
 
@@ -79,6 +83,36 @@ def test_only_causal_text_without_padding_is_suited(model):
 def test_an_encoder_gives_no_text():
     config = BertConfig(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     assert sampled_text(BertModel(config).eval(), Samples.of([text()]), 4, 0) is None
+
+
+@torch.no_grad()
+def test_calibration_samples_get_sampled_windows_in_equal_batches(model):
+    part = Samples.of([text(4, attention_mask=torch.ones(4, 32, dtype=torch.int64)), text(2)])
+    found = with_sampled_text(model, Samples.of(part.batches[:1]), 2, 5)
+    assert found.numbers == [0, 1, 2]
+    assert found.batches[0] is part.batches[0]
+    tokens = torch.cat([batch["input_ids"] for batch in found.batches[1:]])
+    assert torch.equal(tokens, reference(model, text(4)["input_ids"], 32, 5, 8))
+    assert all(bool((batch["attention_mask"] == 1).all()) for batch in found.batches)
+    with pytest.raises(ProblemError, match=r"blocks\.sampled: .* leave it at 0"):
+        with_sampled_text(model, part, 2, 5)
+
+
+def test_blocks_are_fitted_on_sampled_text_too(model):
+    fit = BlockFit(masks=1, steps=2, lr=1e-3, sampled=2)
+    counts = {}
+    for copies in (0, 2):
+        pruned, seen = LlamaForCausalLM(model.config).eval(), []
+        pruned.load_state_dict(model.state_dict())
+        pruned.model.layers[0].self_attn.q_proj.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out))
+        report = iobs.prune(pruned, [text(20)], 0.5, "one-shot", blocks=replace(fit, sampled=copies))
+        assert report.zeros == report.weights // 2
+        counts[copies] = sum(len(one) for one in seen)
+    assert counts[2] > 1.5 * counts[0]
+    with pytest.raises(ProblemError, match=r"blocks\.sampled"):
+        iobs.prune(nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4), 0.5, "one-shot", blocks=fit)
+    with pytest.raises(ProblemError, match="sampled of blocks must be a whole number"):
+        BlockFit(sampled=-1)
 
 
 def test_fewer_units_are_tuned_on_sampled_text(model):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from iobs.errors import ProblemError
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import attended
@@ -45,6 +46,35 @@ class SampledText:
 
     def __str__(self) -> str:
         return f"{len(self.windows)} windows of text sampled from the dense model, half of each step"
+
+
+def with_sampled_text(model: nn.Module, part: Samples, copies: int, seed: int) -> Samples:
+    """Add windows that the dense model samples to calibration samples, in batches of the same size.
+
+    Args:
+        model: the dense model, in eval mode.
+        part: calibration samples.
+        copies: sampled windows per calibration window.
+        seed: of the draws.
+
+    Raises:
+        ProblemError: the model or its samples are not suited.
+    """
+    suited = windows_to_sample(model, part, _SHARE) > 0
+    sampled = sampled_text(model, part, copies * part.samples, seed) if suited else None
+    if sampled is None:
+        raise ProblemError(
+            "blocks.sampled: text is sampled from causal language models with a cache of keys and values, and needs "
+            f"windows of equal length, at least {_PREFIX} tokens, without padding; leave it at 0."
+        )
+    found = Samples([*part.batches], [*part.numbers])
+    for number, windows in enumerate(sampled.windows.split(batches.size(part.batches[0])), max(part.numbers) + 1):
+        pattern = batches.take(part.batches[0], torch.arange(len(windows)))
+        assert isinstance(pattern, Mapping)
+        ids = windows.to(pattern["input_ids"].device, pattern["input_ids"].dtype)
+        found.batches.append({**pattern, **{name: ids for name in ("input_ids", "labels") if name in pattern}})
+        found.numbers.append(number)
+    return found
 
 
 def windows_to_sample(model: nn.Module, part: Samples, used: int) -> int:

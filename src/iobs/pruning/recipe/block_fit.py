@@ -33,6 +33,9 @@ class BlockFit:
         network_steps: gradient steps of the whole network after the last window, block by block; 0 for none. Where a
             recipe has them and fine-tuning too, text takes these steps alone, and other data the fine-tuning alone.
         network_lr: learning rate of these steps, or "auto": short trials choose it on held-out samples.
+        sampled: windows of text per calibration window that the dense model samples; they are added to the calibration
+            samples, so that many steps do not overfit few windows. It needs a causal language model in memory, and
+            windows of equal length without padding. Held-out samples stay as they are.
         halves: True: half-blocks take the place of blocks, the attention and the perceptron, so that one of them is in
             memory at a time. Steps of the whole network have the same gradient.
 
@@ -50,10 +53,12 @@ class BlockFit:
     last: Literal["kl", "mse"] = "kl"
     network_steps: int = 0
     network_lr: float | Literal["auto"] = "auto"
+    sampled: int = 0
     halves: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("masks", 1), ("between", 0), ("steps", 0), ("network_steps", 0)):
+        counts = {"window": 1, "masks": 1, "between": 0, "steps": 0, "network_steps": 0, "sampled": 0}
+        for name, least in counts.items():
             value = getattr(self, name)
             if not is_a(Integral, value) or value < least:
                 raise ProblemError(f"{name} of blocks must be a whole number of at least {least}, got {value!r}.")
