@@ -170,7 +170,7 @@ class StreamedStore(Store):
         if recipe.blocks is None or not recipe.blocks.network_steps:  # on text, which take the place of both
             whole += ["rounds", "finetune"]
         names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
-        if recipe.blocks is not None and recipe.blocks.sampled:
+        if recipe.blocks is not None and recipe.blocks.sampled not in (0, "auto"):
             names.append("blocks.sampled")
         if not as_allocation(recipe.allocation).by_block:
             names.append("allocation")

@@ -16,7 +16,7 @@ from iobs.core.patterns import Pattern
 from iobs.errors import ProblemError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.callbacks import Callbacks
-from iobs.pruning.finetune.sampled_text import with_sampled_text
+from iobs.pruning.finetune.sampled_text import AUTO_COPIES, windows_to_sample, with_sampled_text
 from iobs.pruning.finetune.scoring import Scoring
 from iobs.pruning.finetune.trainer import Trainer, differentiable, samples_a_step
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
@@ -174,8 +174,12 @@ class Workspace:
     ) -> Workspace:
         """The workspace of a run on all the given batches."""
         fit, heldout = split(Samples.of(batches), request.holdout, request.seed)
-        if request.recipe.blocks is not None and request.recipe.blocks.sampled:
-            fit = with_sampled_text(store.model, fit, request.recipe.blocks.sampled, request.seed)
+        copies = 0 if request.recipe.blocks is None else request.recipe.blocks.sampled
+        if copies == "auto":
+            copies = AUTO_COPIES if store.whole and windows_to_sample(store.model, fit, 2) else 0
+        if copies:
+            callbacks.on_note(f"Calibration: {copies} windows sampled from the dense model for every given one.")
+            fit = with_sampled_text(store.model, fit, copies, request.seed)
         return cls(store, request, selection, fit, heldout, callbacks, frozen)
 
     @property

@@ -111,6 +111,13 @@ def test_blocks_are_fitted_on_sampled_text_too(model):
     assert counts[2] > 1.5 * counts[0]
     with pytest.raises(ProblemError, match=r"blocks\.sampled"):
         iobs.prune(nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4), 0.5, "one-shot", blocks=fit)
+    auto = iobs.prune(
+        nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4), 0.5, "one-shot", blocks=BlockFit(sampled="auto")
+    )
+    assert not any("sampled" in note for note in auto.notes)
+    pruned.load_state_dict(model.state_dict())
+    auto = iobs.prune(pruned, [text(20)], 0.5, "one-shot", blocks=replace(fit, sampled="auto"))
+    assert any("2 windows sampled from the dense model" in note for note in auto.notes)
     with pytest.raises(ProblemError, match="sampled of blocks must be a whole number"):
         BlockFit(sampled=-1)
 

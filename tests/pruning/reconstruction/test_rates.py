@@ -8,6 +8,7 @@ from iobs.pruning.reconstruction.rates import useful_rate
 def test_larger_rate_with_nearly_the_best_gain_is_taken():
     assert useful_rate({3e-4: 0.71, 1e-3: 0.58, 3e-3: 0.59, 1e-2: 2.7}, before=0.87) == 3e-3
     assert useful_rate({3e-4: 0.71, 1e-3: 0.58, 3e-3: 0.60}, before=0.87) == 1e-3
+    assert useful_rate({3e-4: 0.71, 1e-3: 0.58, 3e-3: 0.60}, before=0.87, share=0.9) == 3e-3
 
 
 def test_rate_without_gain_is_not_taken_where_all_losses_are_close():

@@ -19,6 +19,7 @@ from iobs.pruning.samples.outputs import attended
 from iobs.pruning.samples.subsets import Samples
 
 _SHARE = 2  # one of so many windows of a step is sampled text
+AUTO_COPIES = 2  # sampled windows per calibration window in block reconstruction
 _MOST_COPIES = 8  # sampled windows per calibration window
 _PREFIX = 16  # a sampled window begins with this part of a calibration window: one of so many tokens
 _TOKENS = 8192  # tokens that are sampled at once; they bound the memory of keys and values
@@ -68,7 +69,8 @@ def with_sampled_text(model: nn.Module, part: Samples, copies: int, seed: int) -
             f"windows of equal length, at least {_PREFIX} tokens, without padding; leave it at 0."
         )
     found = Samples([*part.batches], [*part.numbers])
-    for number, windows in enumerate(sampled.windows.split(batches.size(part.batches[0])), max(part.numbers) + 1):
+    parts = torch.split(sampled.windows, batches.size(part.batches[0]))
+    for number, windows in enumerate(parts, max(part.numbers) + 1):
         pattern = batches.take(part.batches[0], torch.arange(len(windows)))
         assert isinstance(pattern, Mapping)
         ids = windows.to(pattern["input_ids"].device, pattern["input_ids"].dtype)

@@ -35,7 +35,7 @@ class BlockFit:
         network_lr: learning rate of these steps, or "auto": short trials choose it on held-out samples.
         sampled: windows of text per calibration window that the dense model samples; they are added to the calibration
             samples, so that many steps do not overfit few windows. It needs a causal language model in memory, and
-            windows of equal length without padding. Held-out samples stay as they are.
+            windows of equal length without padding; "auto" is 2 where this is so, otherwise 0. Held-out samples stay.
         halves: True: half-blocks take the place of blocks, the attention and the perceptron, so that one of them is in
             memory at a time. Steps of the whole network have the same gradient.
 
@@ -53,11 +53,12 @@ class BlockFit:
     last: Literal["kl", "mse"] = "kl"
     network_steps: int = 0
     network_lr: float | Literal["auto"] = "auto"
-    sampled: int = 0
+    sampled: int | Literal["auto"] = 0
     halves: bool = False
 
     def __post_init__(self) -> None:
-        counts = {"window": 1, "masks": 1, "between": 0, "steps": 0, "network_steps": 0, "sampled": 0}
+        counts = {"window": 1, "masks": 1, "between": 0, "steps": 0, "network_steps": 0}
+        counts |= {} if self.sampled == "auto" else {"sampled": 0}
         for name, least in counts.items():
             value = getattr(self, name)
             if not is_a(Integral, value) or value < least:

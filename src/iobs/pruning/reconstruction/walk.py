@@ -24,7 +24,7 @@ from iobs.pruning.reconstruction.fitting import Fit, Streams, Window
 from iobs.pruning.reconstruction.growth import growing, next_start
 from iobs.pruning.reconstruction.network_steps import NetworkSteps, StepCheckpoint
 from iobs.pruning.reconstruction.parameters import Masters, fitted_names
-from iobs.pruning.reconstruction.rates import useful_rate
+from iobs.pruning.reconstruction.rates import ENOUGH_OF_NETWORK, useful_rate
 from iobs.pruning.report import JsonObject
 from iobs.pruning.workspace import Workspace
 
@@ -187,7 +187,7 @@ class Walk:
 
         tried = try_rates(trial, NETWORK_RATES, before)
         steps.undo()
-        rate = useful_rate(tried, before) or NETWORK_RATES[0]
+        rate = useful_rate(tried, before, ENOUGH_OF_NETWORK) or NETWORK_RATES[0]
         text = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in tried.items())
         return {"rate": rate, "text": f"held-out loss {before:.4g}, trials {text}"}
 
