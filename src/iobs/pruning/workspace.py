@@ -16,7 +16,7 @@ from iobs.core.patterns import Pattern
 from iobs.errors import ProblemError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.callbacks import Callbacks
-from iobs.pruning.finetune.sampled_text import AUTO_COPIES, windows_to_sample, with_sampled_text
+from iobs.pruning.finetune.sampled_text import copies_to_sample, with_sampled_text
 from iobs.pruning.finetune.scoring import Scoring
 from iobs.pruning.finetune.trainer import Trainer, differentiable, samples_a_step
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
@@ -176,7 +176,7 @@ class Workspace:
         fit, heldout = split(Samples.of(batches), request.holdout, request.seed)
         copies = 0 if request.recipe.blocks is None else request.recipe.blocks.sampled
         if copies == "auto":
-            copies = AUTO_COPIES if store.whole and windows_to_sample(store.model, fit, 2) else 0
+            copies = copies_to_sample(store.model, fit) if store.whole else 0
         if copies:
             callbacks.on_note(f"Calibration: {copies} windows sampled from the dense model for every given one.")
             fit = with_sampled_text(store.model, fit, copies, request.seed)

@@ -9,7 +9,13 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import iobs
 from iobs.errors import ProblemError
-from iobs.pruning.finetune.sampled_text import SampledText, sampled_text, windows_to_sample, with_sampled_text
+from iobs.pruning.finetune.sampled_text import (
+    SampledText,
+    copies_to_sample,
+    sampled_text,
+    windows_to_sample,
+    with_sampled_text,
+)
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.samples.subsets import Samples
 
@@ -78,6 +84,12 @@ def test_only_causal_text_without_padding_is_suited(model):
     assert windows_to_sample(model, Samples.of([text(length=12)]), 31) == 0
     assert windows_to_sample(model, Samples.of([text(pixel_values=torch.zeros(6, 3, 8, 8))]), 31) == 0
     assert windows_to_sample(nn.Embedding(40, 4), part, 31) == 0
+
+
+def test_plain_text_of_few_tokens_gets_sampled_windows(model):
+    assert copies_to_sample(model, Samples.of([text(4096, 32)])) == 2
+    assert copies_to_sample(model, Samples.of([text(4096, 32), text(1, 32)])) == 0
+    assert copies_to_sample(nn.Embedding(40, 4), Samples.of([text()])) == 0
 
 
 def test_an_encoder_gives_no_text():

@@ -19,7 +19,8 @@ from iobs.pruning.samples.outputs import attended
 from iobs.pruning.samples.subsets import Samples
 
 _SHARE = 2  # one of so many windows of a step is sampled text
-AUTO_COPIES = 2  # sampled windows per calibration window in block reconstruction
+_AUTO_COPIES = 2  # sampled windows per calibration window in block reconstruction
+_AUTO_TOKENS = 2**17  # most tokens of calibration text that gets them: more text is overfitted less, and costs more
 _MOST_COPIES = 8  # sampled windows per calibration window
 _PREFIX = 16  # a sampled window begins with this part of a calibration window: one of so many tokens
 _TOKENS = 8192  # tokens that are sampled at once; they bound the memory of keys and values
@@ -77,6 +78,18 @@ def with_sampled_text(model: nn.Module, part: Samples, copies: int, seed: int) -
         found.batches.append({**pattern, **{name: ids for name in ("input_ids", "labels") if name in pattern}})
         found.numbers.append(number)
     return found
+
+
+def copies_to_sample(model: nn.Module, part: Samples) -> int:
+    """Sampled windows per calibration window for block reconstruction; 0 without need, or if they are not suited.
+
+    Args:
+        model: the dense model, in memory whole.
+        part: calibration samples.
+    """
+    if sum(batches.size(batch) * batches.positions(batch) for batch in part.batches) > _AUTO_TOKENS:
+        return 0
+    return _AUTO_COPIES if windows_to_sample(model, part, _SHARE) else 0
 
 
 def windows_to_sample(model: nn.Module, part: Samples, used: int) -> int:

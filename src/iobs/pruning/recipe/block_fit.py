@@ -35,7 +35,8 @@ class BlockFit:
         network_lr: learning rate of these steps, or "auto": short trials choose it on held-out samples.
         sampled: windows of text per calibration window that the dense model samples; they are added to the calibration
             samples, so that many steps do not overfit few windows. It needs a causal language model in memory, and
-            windows of equal length without padding; "auto" is 2 where this is so, otherwise 0. Held-out samples stay.
+            windows of equal length without padding; "auto" is 2 where this is so, up to 2^17 tokens of
+            calibration text, otherwise 0. Held-out samples stay as they are.
         halves: True: half-blocks take the place of blocks, the attention and the perceptron, so that one of them is in
             memory at a time. Steps of the whole network have the same gradient.
 
