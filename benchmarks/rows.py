@@ -1,7 +1,8 @@
 """Rows of measurements: one JSON object a line, each with commit, seed, processor seconds and machine.
 
 A benchmark appends a row as soon as it is measured, and skips rows that the file already has. So it can be stopped and
-continued. `--again` measures every row anew that is not of the present commit. RESULTS.md is made from the rows alone.
+continued. `--again` measures every row anew that is not of the present commit; but a race in which a peer took part
+that is not installed here stays as it is (`Rows.stay`). RESULTS.md is made from the rows alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -60,6 +61,22 @@ class Rows:
     def has(self, **key: Any) -> bool:
         """Check that there is a row with these keys: with `again` one of the present commit."""
         return any(self._same(row, key) and (not self.again or row["commit"] == commit()) for row in self.all)
+
+    def stay(self, here: Iterable[str], **key: Any) -> bool:
+        """Check that rows of a race must not be measured anew: a solver among them cannot run here.
+
+        The times of a race are compared, so they come from one run on one machine.
+
+        Args:
+            here: names of the solvers that can run.
+            **key: fields of the rows that belong to the race.
+        """
+        raced = {row["solver"] for row in self.all if all(row.get(name) == value for name, value in key.items())}
+        if not self.again or not (missing := raced - set(here)):
+            return False
+        shown = " ".join(str(value) for value in key.values())
+        print(f"{shown}: the rows stay, since {', '.join(sorted(missing))} took part and cannot run here.", flush=True)
+        return True
 
     def put(self, row: Row) -> None:
         """Add a row in place of the older one with the same keys, and write the file."""

@@ -67,6 +67,21 @@ def test_rows_are_skipped_and_measured_again(scripts, tmp_path, monkeypatch):
         again.put({**row, "machine": None})
 
 
+def test_a_race_is_measured_anew_only_with_all_its_peers(scripts, tmp_path, monkeypatch, capsys):
+    import rows
+
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    common = {"problem": "p", "seed": 0, "commit": "1234567", "machine": "m", "processor_seconds": 1.0}
+    for solver in ("iobs", "abess"):
+        rows.Rows("some", ("problem", "solver")).put({**common, "solver": solver})
+    again = rows.Rows("some", ("problem", "solver"), again=True)
+    assert again.stay(["iobs"], problem="p")
+    assert "p: the rows stay, since abess took part and cannot run here." in capsys.readouterr().out
+    assert not again.stay(["iobs", "abess"], problem="p")
+    assert not again.stay(["iobs"], problem="another")
+    assert not rows.Rows("some", ("problem", "solver")).stay(["iobs"], problem="p")
+
+
 def test_measured_counts_passes_and_steps(scripts):
     import rows
     import torch
