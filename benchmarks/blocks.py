@@ -225,8 +225,8 @@ def tables(rows: list[Row]) -> str:
         "# Residual targets and block reconstruction",
         "",
         "Made by `python benchmarks/blocks.py --data FOLDER [--seed 1]`, one thread. Cells with ± have several draws. "
-        "Passes are forward passes of the calibration data (a gradient step counts as three). Cells without a figure "
-        "are not measured yet.",
+        "Passes are forward passes of the calibration data (a gradient step counts as three); rows from before commit "
+        "6068592 also count calls without data, which compute nothing. Cells without a figure are not measured yet.",
         "",
     ]
     for name in CASES:
