@@ -37,7 +37,6 @@ OURS = {
     "our Net-Trim": {"solver": "nettrim"},
 }
 THEIRS = {"SparseGPT": "sparsegpt", "ALPS": "alps", "OBC": "obc"}
-WITHOUT_A_RACE = ("OBC", "ours obc")  # run in some cells only, and on their own
 SLOW = 4.0  # seconds: what takes longer runs once
 
 
@@ -74,10 +73,7 @@ def contestants(problem: Problem, cell: str, peers: Peers | None) -> dict[str, C
 def measure(problem: Problem, cell: str, peers: Peers | None, repeats: int, done: Rows) -> list[Row]:
     """One row a contestant: errors, seconds, non-zeros."""
     calls = contestants(problem, cell, peers)
-    if done.stay({*calls, *WITHOUT_A_RACE}, problem=problem.name, cell=cell):
-        return []
-    done_here = {name for name in calls if done.has(problem=problem.name, cell=cell, solver=name)}
-    calls = {name: call for name, call in calls.items() if name not in done_here}
+    calls = {name: calls[name] for name in done.unmeasured(calls, problem=problem.name, cell=cell)}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     weights: dict[str, Tensor] = {}
     for repeat in range(repeats):

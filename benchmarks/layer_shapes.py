@@ -107,14 +107,10 @@ def race_shapes(device: str, peers: Path | None, shapes: list[str], repeats: int
     unit = "GPU" if device == "cuda" else f"CPU, {threads} thread" + "s" * (threads > 1)
     here = [name for name, solver in SOLVERS.items() if solver is not None or peers is not None]
     for shape in shapes:
-        if rows.stay(here, shape=shape, unit=unit):
-            continue
-        for name in here:
-            key = {"shape": shape, "unit": unit, "solver": name}
-            if rows.has(**key):
-                continue
+        key = {"shape": shape, "unit": unit}
+        for name in rows.unmeasured(here, **key):
             found = _in_own_process(name, shape, device, peers, repeats, threads)
-            rows.put({**key, **found, "product_rate": rate, **stamp(0)})
+            rows.put({**key, "solver": name, **found, "product_rate": rate, **stamp(0)})
 
 
 def tables(rows: list[Row]) -> str:

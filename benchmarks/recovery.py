@@ -139,11 +139,8 @@ def _skscope(solver, X, y, k, kind):
 def race(section, cells, make, entries, rows):
     """One row a problem and solver: shares of successes, and the median time."""
     for label, trials, seed, arguments in cells:
-        if rows.stay(entries, section=section, problem=label, seed=seed):
-            continue
-        missing = {
-            name: solver for name, solver in entries.items() if not rows.has(**key_of(section, label, name, seed))
-        }
+        names = rows.unmeasured(entries, section=section, problem=label, seed=seed)
+        missing = {name: entries[name] for name in names}
         stats = {name: ([], [], []) for name in missing}
         for trial in range(-1, trials if missing else -1):  # the first warms everything up and is not counted
             X, y, truth = problem(seed + trial, **arguments)
@@ -245,18 +242,15 @@ def section_general(trials, seed, out):
     import logging
 
     logging.disable(logging.WARNING)
-    here = ["iobs from_torch", *(["skscope Scope"] if available("skscope") else [])]
+    problems = [problem(seed + 10_000 + trial, 500, 500, 10, 0.5) for trial in range(-1, max(5, trials // 2))]
     for kind in ("soft-label logistic", "pseudo-Huber"):
-        if out.stay(here, section="general", problem=kind, seed=seed):
-            continue
+        solvers = [general_solvers(kind, X, X @ truth) for X, _, truth in problems]
+        names = out.unmeasured(solvers[0], section="general", problem=kind, seed=seed)
         found: dict[str, list[tuple[float, float, float]]] = {}
-        for trial in range(-1, max(5, trials // 2)):
-            X, _, truth = problem(seed + 10_000 + trial, 500, 500, 10, 0.5)
-            for name, solver in general_solvers(kind, X, X @ truth).items():
-                if out.has(**key_of("general", kind, name, seed)):
-                    continue
+        for trial, ((_, _, truth), entries) in enumerate(zip(problems, solvers, strict=True), -1):
+            for name in names:
                 begun = time.perf_counter(), time.process_time()
-                theta = np.asarray(solver()).ravel()
+                theta = np.asarray(entries[name]()).ravel()
                 wall, spent = time.perf_counter() - begun[0], time.process_time() - begun[1]
                 if trial >= 0:
                     error = float(np.linalg.norm(theta - truth) / np.linalg.norm(truth))
@@ -377,11 +371,11 @@ def section_million(trials, seed, out):
         model = abess.LinearRegression(support_size=k, fit_intercept=False)
         entries["abess"] = lambda X, y, k: model.fit(X, y).coef_
     label = "d 1,000,000 sparse columns, n 10,000, 100 nonzeros a row, k 20, no noise"
-    for name, solver in entries.items():
-        if not out.has(**key_of("million", label, name, seed)):
-            found = within(PATIENCE, lambda solver=solver: np.flatnonzero(np.asarray(solver(X, y, k)).ravel()))
-            right = None if found["support"] is None else int(np.intersect1d(found.pop("support"), chosen).size)
-            out.put({**key_of("million", label, name, seed), **found, "found": right, "of": k, **stamped(seed)})
+    for name in out.unmeasured(entries, section="million", problem=label, seed=seed):
+        solver = entries[name]
+        found = within(PATIENCE, lambda solver=solver: np.flatnonzero(np.asarray(solver(X, y, k)).ravel()))
+        right = None if found["support"] is None else int(np.intersect1d(found.pop("support"), chosen).size)
+        out.put({**key_of("million", label, name, seed), **found, "found": right, "of": k, **stamped(seed)})
 
 
 PATIENCE = 120  # seconds of processor time that a solver of the million columns may take

@@ -2,7 +2,7 @@
 
 A benchmark appends a row as soon as it is measured, and skips rows that the file already has. So it can be stopped and
 continued. `--again` measures every row anew that is not of the present commit; but a race in which a peer took part
-that is not installed here stays as it is (`Rows.stay`). RESULTS.md is made from the rows alone.
+that is not installed here stays as it is (`Rows.unmeasured`). RESULTS.md is made from the rows alone.
 """
 
 from __future__ import annotations
@@ -62,21 +62,22 @@ class Rows:
         """Check that there is a row with these keys: with `again` one of the present commit."""
         return any(self._same(row, key) and (not self.again or row["commit"] == commit()) for row in self.all)
 
-    def stay(self, here: Iterable[str], **key: Any) -> bool:
-        """Check that rows of a race must not be measured anew: a solver among them cannot run here.
+    def unmeasured(self, here: Iterable[str], **key: Any) -> list[str]:
+        """The solvers of a race that need a row: none with `again` if a solver that has a row cannot run here.
 
-        The times of a race are compared, so they come from one run on one machine.
+        The times of a race are compared, so they are measured anew in one run, or not at all.
 
         Args:
             here: names of the solvers that can run.
-            **key: fields of the rows that belong to the race.
+            **key: the keys of the race's rows, without the solver.
         """
+        here = list(here)
         raced = {row["solver"] for row in self.all if all(row.get(name) == value for name, value in key.items())}
-        if not self.again or not (missing := raced - set(here)):
-            return False
-        shown = " ".join(str(value) for value in key.values())
-        print(f"{shown}: the rows stay, since {', '.join(sorted(missing))} took part and cannot run here.", flush=True)
-        return True
+        if self.again and (missing := raced.difference(here)):
+            shown, names = " ".join(map(str, key.values())), ", ".join(sorted(missing))
+            print(f"{shown}: the rows stay, since {names} took part and cannot run here.", flush=True)
+            return []
+        return [name for name in here if not self.has(**key, solver=name)]
 
     def put(self, row: Row) -> None:
         """Add a row in place of the older one with the same keys, and write the file."""

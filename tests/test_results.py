@@ -75,11 +75,11 @@ def test_a_race_is_measured_anew_only_with_all_its_peers(scripts, tmp_path, monk
     for solver in ("iobs", "abess"):
         rows.Rows("some", ("problem", "solver")).put({**common, "solver": solver})
     again = rows.Rows("some", ("problem", "solver"), again=True)
-    assert again.stay(["iobs"], problem="p")
+    assert again.unmeasured(["iobs"], problem="p") == []
     assert "p: the rows stay, since abess took part and cannot run here." in capsys.readouterr().out
-    assert not again.stay(["iobs", "abess"], problem="p")
-    assert not again.stay(["iobs"], problem="another")
-    assert not rows.Rows("some", ("problem", "solver")).stay(["iobs"], problem="p")
+    assert again.unmeasured(["iobs", "abess"], problem="p") == ["iobs", "abess"]
+    assert again.unmeasured(["iobs"], problem="another") == ["iobs"]
+    assert rows.Rows("some", ("problem", "solver")).unmeasured(["iobs", "OMP"], problem="p") == ["OMP"]
 
 
 def test_measured_counts_passes_and_steps(scripts):
