@@ -13,14 +13,11 @@ import argparse
 import copy
 import sys
 import time
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import blocks
 import torch
 from rows import Row, Rows, commit, machine, measured
-from torch import nn
 
 import iobs
 from iobs.pruning.recipe import Recipe
@@ -33,7 +30,7 @@ RECIPES: dict[str, Recipe] = {
     "fast": Recipe.preset("fast"),
     "best": Recipe.preset("best"),
 }
-QUERIES = {"llama": "q_proj", "encoder": "query", "encoder-128": "query", "vit": "qkv"}
+NETWORKS = ("llama", "encoder", "encoder-128", "vit")
 # The phase of a call is the first of these files among its callers, from the outermost on.
 PHASES = {
     "allocation/": "allocation",
@@ -60,20 +57,6 @@ def phase() -> str:
     return "other"
 
 
-def counted(module: nn.Module, suffix: str) -> Counter[str]:
-    """Positions through all modules whose name ends with `suffix`, by phase; a run may join windows of text."""
-    total: Counter[str] = Counter()
-
-    def hook(_: nn.Module, args: Any, output: Any) -> None:
-        if not output.is_meta:  # otherwise nothing was computed
-            total[phase()] += output[..., 0].numel() * (3 if output.requires_grad else 1)
-
-    for name, one in module.named_modules():
-        if name.endswith(suffix):
-            one.register_forward_hook(hook)
-    return total
-
-
 def measure(case: blocks.Case, name: str, recipe: str, level: str, seed: int) -> Row:
     """Prune a copy of a network, and count its passes."""
     module = copy.deepcopy(case.module)
@@ -81,11 +64,11 @@ def measure(case: blocks.Case, name: str, recipe: str, level: str, seed: int) ->
     with measured() as one, torch.no_grad():
         batches.forward(module, case.batches[0])
     whole = one.forward / batches.size(case.batches[0]) * samples
-    total = counted(module, QUERIES[name])
+    total = blocks.counted(module, case.queries, phase)
     with torch.no_grad():
         for batch in case.batches:
             batches.forward(module, batch)
-    one_pass = sum(total.values())
+    one_pass = total.total()
     total.clear()
     began = time.process_time()
     with measured() as work:
@@ -97,7 +80,7 @@ def measure(case: blocks.Case, name: str, recipe: str, level: str, seed: int) ->
         "recipe": recipe,
         "level": level,
         "seed": seed,
-        "passes": round(sum(total.values()) / one_pass, 2),
+        "passes": round(total.total() / one_pass, 2),
         "phases": phases,
         "products": round((work.forward + 2 * work.backward) / whole, 2),
         "score": round(case.score(module), 4),
@@ -133,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--minilm", type=Path, default=Path())
-    parser.add_argument("--networks", nargs="*", choices=[*QUERIES], default=[*QUERIES])
+    parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=NETWORKS)
     parser.add_argument("--recipes", nargs="*", choices=[*RECIPES], default=[*RECIPES])
     parser.add_argument("--level", default="50%")
     parser.add_argument("--seed", type=int, default=0)
