@@ -121,6 +121,8 @@ benchmarks: setup
 	$(BENCHMARK)/recovery.py $(AGAIN)
 	-$(BENCHMARK)/small_regression.py $(AGAIN)
 	$(BENCHMARK)/resume_kills.py
+	$(BENCHMARK)/resume_kills.py --recipe fast
+	$(BENCHMARK)/resume_kills.py --recipe fast-low-memory
 	$(BENCHMARK)/resume_kills.py --ranks 2 --kills 5
 	$(BENCHMARK)/two_ranks.py
 	$(BENCHMARK)/scale.py --model 1024 --layers 1 --threads 1

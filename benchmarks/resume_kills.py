@@ -1,9 +1,10 @@
 """Kill a pruning run at random moments, resume it every time, and compare the bits with an undisturbed run.
 
-    python benchmarks/resume_kills.py [--kills 25] [--seed 0] [--ranks 1] [--recipe rounds|blocks|low-memory]
+    python benchmarks/resume_kills.py [--kills 25] [--seed 0] [--ranks 1] [--recipe NAME]
 
 Recipe "rounds": three rounds with gradient steps and fine-tuning of a perceptron. "blocks": growing masks, windows and
-whole-network steps of a small Llama; "low-memory": the same from files.
+whole-network steps of a small Llama; "low-memory": the same from files. "fast": the preset of this name on the Llama,
+with its curves, trials of rates and windows; "fast-low-memory": the same from files.
 
 The moment is drawn uniformly over the work of an undisturbed run, which is timed first: from the first file of the
 checkpoint to the last weights. A run that ends before its moment, because the machine was quicker, is drawn again and
@@ -46,9 +47,16 @@ def prune(recipe: str, output: Path, checkpoint: Path) -> None:
     """The run that is killed; it writes its weights into `output` when it ends."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    {"rounds": prune_rounds, "blocks": prune_blocks, "low-memory": prune_files}[recipe](output, checkpoint)
+    {
+        "rounds": prune_rounds,
+        "blocks": partial(prune_blocks, "one-shot", OPTIONS),
+        "low-memory": partial(prune_files, "one-shot", OPTIONS),
+        "fast": partial(prune_blocks, "fast", {}),
+        "fast-low-memory": partial(prune_files, "fast", {}),
+    }[recipe](output, checkpoint)
 
 
+RECIPES = ("rounds", "blocks", "low-memory", "fast", "fast-low-memory")
 FIT = BlockFit(masks=2, between=4, steps=10, lr=1e-3, network_steps=30, network_lr=1e-4)
 OPTIONS: Any = {"solver": "sparsegpt", "target": "residual", "blocks": FIT, "holdout": 0.25}
 
@@ -63,19 +71,19 @@ def llama() -> Any:
     return model, [{"input_ids": torch.randint(0, 128, (8, 32))} for _ in range(8)]
 
 
-def prune_blocks(output: Path, checkpoint: Path) -> None:
+def prune_blocks(recipe: str, changes: Any, output: Path, checkpoint: Path) -> None:
     model, data = llama()
     with often_saved():
-        iobs.prune(model, data, 0.6, "one-shot", checkpoint=checkpoint, **OPTIONS)
+        iobs.prune(model, data, 0.6, recipe, checkpoint=checkpoint, **changes)
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, output)
 
 
-def prune_files(output: Path, checkpoint: Path) -> None:
+def prune_files(recipe: str, changes: Any, output: Path, checkpoint: Path) -> None:
     model, data = llama()
     folder = Path(tempfile.mkdtemp(dir=output.parent))
     model.save_pretrained(folder / "model")
     with often_saved(), StreamedStore.open(folder / "model", folder / "out") as store:
-        iobs.prune(store, data, 0.6, "one-shot", checkpoint=checkpoint, **OPTIONS)
+        iobs.prune(store, data, 0.6, recipe, checkpoint=checkpoint, **changes)
     (folder / "out" / "model.safetensors").rename(output)
 
 
@@ -167,7 +175,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--recipe", choices=("rounds", "blocks", "low-memory"), default="rounds")
+    parser.add_argument("--recipe", choices=RECIPES, default="rounds")
     options = parser.parse_args()
     recipe = options.recipe
     if recipe != "rounds" and options.ranks > 1:

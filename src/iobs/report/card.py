@@ -61,8 +61,11 @@ def _on_the_hub(name: str) -> bool:
 
 def _recipe(report: Report) -> list[str]:
     settings, recipe = report.settings, report.settings.get("recipe", {})
+    pattern = settings.get("pattern")
+    if report.allocation and pattern is not None:
+        pattern = str(pattern).removesuffix(" per layer")  # the count is that of all layers together
     facts = {
-        "pattern": settings.get("pattern"),
+        "pattern": pattern,
         "sparsity of single layers": "divided by measured damage" if report.allocation else None,
         "solver": recipe.get("solver"),
         "target": recipe.get("target"),

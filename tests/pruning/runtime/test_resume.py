@@ -9,6 +9,9 @@ from small_runs import problem, prune
 
 import iobs
 from iobs.pruning import workspace
+from iobs.pruning.allocation.bits import BitPlanner
+from iobs.pruning.allocation.sensitivity import Planner
+from iobs.pruning.widths.curves import Curves
 
 
 def falls_off(module, batch):
@@ -102,3 +105,40 @@ def test_resumed_run_restores_buffers_that_forward_changes(tmp_path):
         iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", checkpoint=tmp_path, callbacks=[StopsAt(3)])
     assert model.passes == 0
     iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", checkpoint=tmp_path)
+
+
+MEASUREMENTS = {
+    "curves of layers": (Planner, "_measure_layer", 0.5, {"allocation": "auto"}, 3),
+    "curves of bits": (BitPlanner, "_measure", iobs.Budget(3.0), {"allocation": "auto"}, 3),
+    "plans of bits": (BitPlanner, "_divergence", iobs.Budget(3.0), {"allocation": "auto"}, 2),
+    "damages of widths": (Curves, "damage", iobs.Structured(0.3), {"allocation": "auto"}, 1 + 2 * 4),
+}
+
+
+@pytest.mark.parametrize(("planner", "method", "pattern", "options", "calls"), MEASUREMENTS.values(), ids=MEASUREMENTS)
+def test_stopped_run_measures_nothing_twice(planner, method, pattern, options, calls, tmp_path, monkeypatch):
+    """Only what was measured at the moment of the stop is measured again."""
+    measure, done = getattr(planner, method), []
+
+    def counted(self, *args):
+        found = measure(self, *args)
+        done.append(1)
+        return found
+
+    monkeypatch.setattr(planner, method, counted)
+    model, data = problem()
+    iobs.prune(copy.deepcopy(model), data, pattern, "one-shot", **options)
+    assert len(done) >= calls
+    undisturbed = len(done)
+    done.clear()
+    attempts = 0
+    for moment in itertools.count(1):
+        attempts = moment
+        try:
+            iobs.prune(model, data, pattern, "one-shot", checkpoint=tmp_path, callbacks=[StopsAt(moment)], **options)
+        except Stop:
+            continue
+        break
+    assert attempts > 3
+    # Each attempt may measure the loss of the dense network anew.
+    assert len(done) <= undisturbed + (attempts if method == "damage" else 0)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from iobs.core.quadratic import Solution
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.allocation.counts import Curve
 from iobs.pruning.allocation.knapsack import best_choices
+from iobs.pruning.allocation.measurements import LayerCurves
 from iobs.pruning.allocation.response import Trial, common_response
 from iobs.pruning.allocation.uniform import Choice, uniform_plans
 from iobs.pruning.calibration.blocks import Block
@@ -27,7 +29,8 @@ from iobs.pruning.calibration.gram import Statistics, relative_output_error
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.report import AllocationRecord
+from iobs.pruning.report import AllocationRecord, JsonObject
+from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.samples.subsets import Samples, split
 
 SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
@@ -45,19 +48,6 @@ _ANSWERS = 2**26  # most numbers in the stored outputs of the dense model
 _MEASURED = "by measured damages"  # name of the plan that the curves give
 
 
-@dataclass(frozen=True)
-class LayerCurves:
-    """Measurements of one layer.
-
-    Attributes:
-        curves: output errors by bits.
-        trials: errors with the damages that they cause.
-    """
-
-    curves: dict[int, Curve]
-    trials: list[Trial]
-
-
 @dataclass
 class BitPlanner:
     """Measure a dense model, and divide a budget of bits among its layers.
@@ -71,6 +61,7 @@ class BitPlanner:
         solve: (layer, statistics, dense weight, pattern) -> solutions, one per group of the layer.
         seed: of every random choice.
         on_progress: called with (task, done, total).
+        checkpoint: keeps the measurements of every layer, and of every plan that was tried.
     """
 
     model: nn.Module
@@ -81,6 +72,7 @@ class BitPlanner:
     solve: SolveLayer
     seed: int
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     @torch.no_grad()
     def allocate(self, budget: Budget) -> tuple[dict[Layer, Choice], list[AllocationRecord], dict[str, float]]:
@@ -99,9 +91,10 @@ class BitPlanner:
         sweep = Sweep(self.model, fitted, judging, self.layers, self.chain, moments=moments)
         measured: dict[Layer, LayerCurves] = {}
         for group in sweep.groups():
-            statistics = group.statistics()
+            statistics = cache(group.statistics)  # not called if the checkpoint holds the curves
             for layer in group.layers:
-                measured[layer] = self._measure(layer, statistics, budget, probe)
+                measure = partial(self._measure, layer, statistics, budget, probe)
+                measured[layer] = LayerCurves.of(self.checkpoint.remembered(f"curves of {layer.name}", measure))
                 self.on_progress("error curves of layers on grids", len(measured), len(self.layers))
         response = common_response([own.trials for own in measured.values() if own.trials])
         effects = {
@@ -111,11 +104,13 @@ class BitPlanner:
         shapes = {layer: layer.shape for layer in measured}
         plans = {_MEASURED: divided(budget, shapes, effects), **_uniform(budget, shapes, effects)}
         # Samples that layers were solved for would judge in favour of plans that fit them.
-        tried = (
-            {name: self._divergence(plan, budget, fitted, probe) for name, plan in plans.items()}
+        tried = {
+            name: self.checkpoint.number(
+                f"divergence of bits {name}", partial(self._divergence, plan, budget, fitted, probe)
+            )
+            for name, plan in plans.items()
             if judging.batches
-            else {}
-        )
+        }
         chosen = plans[min(tried, key=tried.__getitem__)] if tried else plans[_MEASURED]
         records = [_record(layer, measured[layer], effects[layer], *chosen[layer]) for layer in measured]
         return chosen, records, tried
@@ -137,8 +132,9 @@ class BitPlanner:
             for layer, weight in dense.items():
                 layer.write(self.model, weight)
 
-    def _measure(self, layer: Layer, statistics: Statistics, budget: Budget, probe: Samples) -> LayerCurves:
-        """The error of one layer at every level, and the damage of three of them."""
+    def _measure(self, layer: Layer, inputs: Callable[[], Statistics], budget: Budget, probe: Samples) -> JsonObject:
+        """The values of the error of one layer at every level, and of the damage of three of them."""
+        statistics = inputs()
         dense = layer.read(self.model)
         judged = statistics.heldout or statistics.calibration
         energy = judged.energy(dense)
@@ -162,7 +158,7 @@ class BitPlanner:
             errors = [points[bits, keep] for keep in keeps]
             falling = [min(errors[: place + 1]) for place in range(len(errors))]
             curves[bits] = Curve(keeps, falling, energy)
-        return LayerCurves(curves, damages)
+        return LayerCurves(curves, damages).values()
 
     def _damage(self, layer: Layer, weight: Tensor, probe: Samples) -> float:
         """KL divergence from the dense model to the model with other weights in one layer."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from statistics import fmean
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.pruning.allocation.counts import Curve, global_sparsity, keep_ranges, optimal_counts, total_kept
+from iobs.pruning.allocation.measurements import Measured
 from iobs.pruning.allocation.output_fisher import output_fisher
 from iobs.pruning.allocation.response import Trial, common_response
 from iobs.pruning.allocation.trials import Trials
@@ -25,7 +26,8 @@ from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import InMemory, Moments, Residency, Sweep
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe.allocation import Allocation
-from iobs.pruning.report import AllocationRecord
+from iobs.pruning.report import AllocationRecord, JsonObject
+from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples, split
@@ -54,21 +56,6 @@ SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
 
 
 @dataclass
-class Measured:
-    """The measurements of one layer.
-
-    Args:
-        curve: its output errors.
-        trials: trials in which only this layer was pruned.
-        statistics: its Grams, if a search needs them; otherwise None.
-    """
-
-    curve: Curve
-    trials: list[Trial]
-    statistics: Statistics | None = None
-
-
-@dataclass
 class Planner:
     """Measure a dense model and allocate its sparsity.
 
@@ -84,6 +71,7 @@ class Planner:
         seed: seed of every random choice.
         on_progress: called with (task, done, total).
         residency: of the blocks.
+        checkpoint: keeps the measurements of every group of layers.
 
     Attributes:
         measured: results by layer.
@@ -100,6 +88,7 @@ class Planner:
     seed: int
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None
     residency: Residency = field(default_factory=InMemory)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     measured: dict[Layer, Measured] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,12 +145,12 @@ class Planner:
         )
         trials = self._trials(sweep, by_block) if tries and self.chain else None
         for group in sweep.groups():
-            statistics = group.statistics()
+            statistics = cache(group.statistics)  # not called if the checkpoint holds the curves
             for layer in group.layers:
-                self.measured[layer] = self._measure_layer(layer, statistics, levels, tried, trials)
+                measure = partial(self._measure_layer, layer, statistics, levels, tried, trials)
+                found = self.checkpoint.remembered(f"curve of {layer.name}", measure)
+                self.measured[layer] = Measured.of(found, statistics() if allocation.criterion == "evolve" else None)
                 self.on_progress("error curves of layers", len(self.measured), len(self.layers))
-                if allocation.criterion == "evolve":
-                    self.measured[layer].statistics = statistics
         return [*sweep.without_input]
 
     def _trials(self, sweep: Sweep, by_block: bool) -> Trials:
@@ -180,17 +169,23 @@ class Planner:
 
     @torch.no_grad()
     def _measure_layer(
-        self, layer: Layer, statistics: Statistics, levels: list[float], tried: set[float], along: Trials | None
-    ) -> Measured:
-        """The error of one layer at each density of `levels`, and the damage at each density of `tried`.
+        self,
+        layer: Layer,
+        inputs: Callable[[], Statistics],
+        levels: list[float],
+        tried: set[float],
+        along: Trials | None,
+    ) -> JsonObject:
+        """The values of the error of one layer at each density of `levels`, and of the damage at those of `tried`.
 
         Args:
             layer: the layer.
-            statistics: Grams of its input.
+            inputs: computes the Grams of its input.
             levels: densities.
             tried: those of them with a trial.
             along: trials along the blocks; None: trials run the whole model.
         """
+        statistics = inputs()
         stage = None if along is None else along.stage_of(layer)
         if along is not None and stage is not None and tried:
             along.prepare(stage)
@@ -214,7 +209,7 @@ class Planner:
                 damage = self._damage_along(along, stage, layer, weight)
                 if damage is not None:
                     trials.append(Trial(error, damage))
-        return Measured(Curve([*keeps, full], [*errors, 0.0], energy), trials)
+        return Measured(Curve([*keeps, full], [*errors, 0.0], energy), trials).values()
 
     def _solved(self, layer: Layer, statistics: Statistics, dense: Tensor, keep: int) -> Tensor:
         """The layer's weight (rows, columns), pruned to `keep` entries."""

@@ -67,7 +67,7 @@ def _best_descent(
         None if every rate diverges, or if all trials raise the loss so far that a longer run would not recover.
     """
     length = trial_length(step)
-    done = work.checkpoint.remembered(name, lambda: _trials(work, plan, step, length))
+    done = work.checkpoint.remembered(name, lambda: _trials(work, plan, step, length, name))
     tried: dict[tuple[Optimizer, float], float] = {(optimizer, rate): loss for optimizer, rate, loss in done["tried"]}
     best = boldest(tried)
     if best is None:
@@ -85,12 +85,15 @@ def _best_descent(
     return best
 
 
-def _trials(work: Workspace, plan: Mapping[Layer, Pattern], step: FineTune, length: int) -> JsonObject:
+def _trials(work: Workspace, plan: Mapping[Layer, Pattern], step: FineTune, length: int, name: str) -> JsonObject:
     """Held-out losses after `length` steps with each optimizer and rate, and the loss before any step."""
     assert work.scoring is not None
     scoring, start = work.scoring, work.store.snapshot()
 
     def trial(optimizer: Optimizer, rate: float) -> float:
+        return work.checkpoint.number(f"{name}, {optimizer} {rate:g}", partial(measured, optimizer, rate))
+
+    def measured(optimizer: Optimizer, rate: float) -> float:
         work.store.restore(start)
         short = replace(step, lr=rate, optimizer=optimizer, steps=length, decay=True)
         task = f"trial of {optimizer} with rate {rate:g}, step"

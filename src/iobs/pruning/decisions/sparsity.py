@@ -60,6 +60,7 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
         work.request.seed,
         work.callbacks.on_measure,
         residency=work.store,
+        checkpoint=work.checkpoint,
     )
     if allocation.criterion == "auto" and not work.store.whole:
         allocation = replace(allocation, criterion="block")
@@ -107,6 +108,7 @@ def divide_bits(
             solve_fast,
             work.request.seed,
             work.callbacks.on_measure,
+            work.checkpoint,
         )
         chosen, records, tried = planner.allocate(budget)
         choices = {layer.name: [*choice] for layer, choice in chosen.items()}

@@ -87,6 +87,7 @@ def _curves(work: Workspace) -> Curves:
         work.recipe.damping,
         work.request.seed,
         work.callbacks.on_measure,
+        work.checkpoint,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -169,11 +169,11 @@ class Walk:
         if self.fit.network_lr != "auto":
             return self.fit.network_lr
         key = f"round {self.projection.index} rate of the network"
-        found = self.work.checkpoint.remembered(key, lambda: self._network_trials(steps, before))
+        found = self.work.checkpoint.remembered(key, lambda: self._network_trials(key, steps, before))
         self.work.note(f"Learning rate of the whole network: {found['rate']:g} ({found['text']}).")
         return float(found["rate"])
 
-    def _network_trials(self, steps: NetworkSteps, before: float) -> JsonObject:
+    def _network_trials(self, key: str, steps: NetworkSteps, before: float) -> JsonObject:
         """The largest rate with about the best gain of held-out loss in a few steps of the whole network."""
         count = network_trial_steps(self.fit)
 
@@ -185,7 +185,7 @@ class Walk:
             steps.run(count, rate)
             return steps.loss()
 
-        tried = try_rates(trial, NETWORK_RATES, before)
+        tried = try_rates(self._kept(key, trial), NETWORK_RATES, before)
         steps.undo()
         rate = useful_rate(tried, before, ENOUGH_OF_NETWORK) or NETWORK_RATES[0]
         text = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in tried.items())
@@ -335,14 +335,17 @@ class Walk:
         on_grids = window.final and any(grid_of(pattern) is not None for pattern in patterns)
         if on_grids not in self.rates:
             values = " on grids" if on_grids else ""
-            found = self.work.checkpoint.remembered(
-                f"round {self.projection.index} rate of blocks{values}", lambda: self._trials(fit)
-            )
+            key = f"round {self.projection.index} rate of blocks{values}"
+            found = self.work.checkpoint.remembered(key, lambda: self._trials(key, fit))
             self.rates[on_grids] = float(found["rate"])
             self.work.note(f"Learning rate of block reconstruction{values}: {found['rate']:g} ({found['text']}).")
         return self.rates[on_grids]
 
-    def _trials(self, fit: Fit) -> JsonObject:
+    def _kept(self, key: str, trial: Callable[[float], float]) -> Callable[[float], float]:
+        """The trial of a rate, whose loss the checkpoint keeps."""
+        return lambda rate: self.work.checkpoint.number(f"{key}, trial of {rate:g}", partial(trial, rate))
+
+    def _trials(self, key: str, fit: Fit) -> JsonObject:
         """The largest rate with about the best gain of held-out loss in a short fit, which is undone."""
         steps = trial_steps(self.fit)
 
@@ -353,7 +356,7 @@ class Walk:
             return fit.loss()
 
         before = fit.loss()
-        tried = try_rates(trial, RATES, before)
+        tried = try_rates(self._kept(key, trial), RATES, before)
         fit.undo()
         text = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in tried.items())
         return {

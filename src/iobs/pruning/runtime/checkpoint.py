@@ -57,6 +57,10 @@ class Checkpoint:
         self.put(key, {}, values)
         return values
 
+    def number(self, key: str, compute: Callable[[], float]) -> float:
+        """The number of an entry; computed and stored if there is no such entry."""
+        return float(self.remembered(key, lambda: {"value": compute()})["value"])
+
 
 class DiskCheckpoint(Checkpoint):
     """Entries of a run in a directory, by key. Only the first rank writes.

@@ -21,6 +21,8 @@ from iobs.pruning.calibration.losses import answered, mean_loss
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LossFunction
+from iobs.pruning.report import JsonObject
+from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.samples.subsets import Samples, split
 from iobs.pruning.structure.units import Site
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
@@ -90,6 +92,7 @@ class Curves:
         damping: relative to the mean of each Hessian's diagonal.
         seed: of every random choice.
         on_progress: called with (task, done, total).
+        checkpoint: keeps the damages of every site.
     """
 
     model: nn.Module
@@ -101,6 +104,7 @@ class Curves:
     damping: float
     seed: int
     on_progress: Callable[[str, int, int], None]
+    checkpoint: Checkpoint
     readers: dict[Layer, ReaderProblem] = field(default_factory=dict, init=False)
     _paths: dict[str, _Path] = field(default_factory=dict, init=False)
 
@@ -181,11 +185,15 @@ class Curves:
         self._paths[site.name] = _Path(site, path, parts)
         errors = [0.0, *path.losses]
         count = len(path.order)
-        points = [(0.0, 0.0)]
-        for removed in sorted({min(count - 1, round(share * count)) for share in LEVELS} - {0}):
-            points.append((errors[removed], max(0.0, self.damage({site.name: count - removed}) - untouched)))
+        tried = sorted({min(count - 1, round(share * count)) for share in LEVELS} - {0})
+
+        def measured() -> JsonObject:
+            return {"damages": [self.damage({site.name: count - removed}) for removed in tried]}
+
+        damages = self.checkpoint.remembered(f"damages of {site.name}", measured)["damages"]
+        points = [(errors[removed], max(0.0, one - untouched)) for removed, one in zip(tried, damages, strict=True)]
         energy = reader.energy if self.sites.single(site) else float(len(parts))
-        return SiteCurve(reader.layer, errors, interpolated(errors, points), energy)
+        return SiteCurve(reader.layer, errors, interpolated(errors, [(0.0, 0.0), *points]), energy)
 
     @contextmanager
     def _written(self, solved: Mapping[Layer, Solved]) -> Iterator[None]:

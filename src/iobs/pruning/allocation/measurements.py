@@ -1,0 +1,58 @@
+"""The measurements of one layer, as values that a checkpoint holds: a stopped run measures no layer twice."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from iobs.pruning.allocation.counts import Curve
+from iobs.pruning.allocation.response import Trial
+from iobs.pruning.calibration.gram import Statistics
+from iobs.pruning.report import JsonObject
+
+
+@dataclass
+class Measured:
+    """The measurements of one layer.
+
+    Args:
+        curve: its output errors.
+        trials: trials in which only this layer was pruned.
+        statistics: its Grams, if a search needs them; otherwise None.
+    """
+
+    curve: Curve
+    trials: list[Trial]
+    statistics: Statistics | None = None
+
+    def values(self) -> JsonObject:
+        """JSON values of the curve and the trials."""
+        return {"curve": asdict(self.curve), "trials": [asdict(trial) for trial in self.trials]}
+
+    @classmethod
+    def of(cls, values: JsonObject, statistics: Statistics | None = None) -> Measured:
+        """The measurements with these values, and the Grams."""
+        return cls(Curve(**values["curve"]), [Trial(**trial) for trial in values["trials"]], statistics)
+
+
+@dataclass(frozen=True)
+class LayerCurves:
+    """Measurements of one layer on grids.
+
+    Attributes:
+        curves: output errors by bits.
+        trials: errors with the damages that they cause.
+    """
+
+    curves: dict[int, Curve]
+    trials: list[Trial]
+
+    def values(self) -> JsonObject:
+        """JSON values of the curves and the trials."""
+        curves = {str(bits): asdict(curve) for bits, curve in self.curves.items()}
+        return {"curves": curves, "trials": [asdict(trial) for trial in self.trials]}
+
+    @classmethod
+    def of(cls, values: JsonObject) -> LayerCurves:
+        """The measurements with these values."""
+        curves = {int(bits): Curve(**curve) for bits, curve in values["curves"].items()}
+        return cls(curves, [Trial(**trial) for trial in values["trials"]])
