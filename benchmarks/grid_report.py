@@ -32,9 +32,9 @@ of one sample through the whole network. The columns before `best` do not includ
 allocation."""
 
 HEADLINE = """`best` takes thousands of gradient steps on the calibration samples, which no one-shot peer does: up to
-4,800 that are kept, 8,640 with the trials of learning rates. Along a line stands what the parts of the recipe are worth with one
-solver. The last lines of each network are what the solver is worth in each recipe: the lead of ours over the better
-of magnitude and SparseGPT, and over ALPS-like ADMM, which is much nearer."""
+4,800 that are kept, 8,640 with the trials of learning rates. Along a line stands what the parts of the recipe are
+worth with one solver. The last lines of each network are what the solver is worth in each recipe: the lead of ours
+over the better of magnitude and SparseGPT, and over ALPS-like ADMM, which is much nearer."""
 
 
 def tables(rows: list[Row]) -> str:
