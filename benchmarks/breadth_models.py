@@ -80,6 +80,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "gemma3": {"mm_tokens_per_image": 4},
+    "t5gemma2": {"mm_tokens_per_image": 4},
+    "step3p7": {"sliding_window": 8},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "qwen3_vl": {"deepstack_visual_indexes": [0]},
     "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
@@ -89,7 +91,63 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    "xlm": {"emb_dim": 64},
+    "flaubert": {"emb_dim": 64},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2},
+    "mobilebert": {"intra_bottleneck_size": 64},
+    "reformer": {
+        **{"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [32, 32], "attn_layers": ["local", "lsh"]},
+        **{"local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 2},
+    },
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 4, "mamba_head_dim": 32},
+    "zamba": {
+        **{"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
+        **{"attention_hidden_size": 128, "attention_head_dim": 32},
+    },
+    "zamba2": {
+        **{"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
+        **{"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 32},
+    },
+    "longcat_flash": {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "blip-2": {"image_token_index": MARKS["image_token"], "num_query_tokens": 4},
+    "instructblip": {"image_token_index": MARKS["image_token"], "num_query_tokens": 4},
+    "llama4": {
+        "vision_config": {
+            **{"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+            **{"intermediate_size": 256},  # the entries of four patches together
+        }
+    },
+    "chameleon": {
+        **{"vocabulary_map": {"<image>": MARKS["image_token"]}},
+        **{"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1]}},
+    },
+    "kosmos-2": {"latent_query_num": 4},
+    "hunyuan_vl": {"head_dim": 16},
+    "janus": {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1]}},
+    "levit": {"patch_size": 16, "image_size": 64},
+    "cvt": {"embed_dim": [16, 32, 48], "num_heads": [1, 2, 3]},
+    "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 2},
+    "data2vec-vision": {"num_hidden_layers": 4, "out_indices": [0, 1, 2, 3]},
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16] * 4},
+    "upernet": {"use_auxiliary_head": False},
+    "mobilevitv2": {"aspp_out_channels": 64},
+    "rt_detr": {"encoder_layers": 1},
+    "rt_detr_v2": {"encoder_layers": 1},
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    "wav2vec2-bert": {"vocab_size": VOCABULARY, "feature_projection_input_dim": 16},
+    "wav2vec2-conformer": {"vocab_size": VOCABULARY},
+    "speech_to_text": {"input_feat_per_channel": 16},
+    "seamless_m4t": {"feature_projection_input_dim": 16},
+    "seamless_m4t_v2": {"feature_projection_input_dim": 16},
 }
+# Sections of rotary embeddings: in their language models alone.
+_SECTIONED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+for _name in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl"):
+    FIELDS[_name] = {"text_config": _SECTIONED}
 TIMM = [
     "resnet10t",
     "resnet18",
@@ -305,12 +363,13 @@ def _small(config: Any, form: dict[str, Any]) -> dict[str, Any]:
 
     fields: dict[str, Any] = {}
     for name, value in vars(config).items():
-        if name in form:
-            fields[name] = form[name]
-        elif isinstance(value, PretrainedConfig):
-            fields[name] = {"model_type": value.model_type, **_small(value, form)}
+        if isinstance(value, PretrainedConfig):
+            own = form.get(name, {})  # fields of this configuration alone
+            fields[name] = {"model_type": value.model_type, **_small(value, {**form, **own}), **own}
             if "backbone" in vars(value):
                 fields[name]["backbone"] = "test_resnet"  # of timm
+        elif name in form:
+            fields[name] = form[name]
         elif isinstance(value, dict) and "mrope_section" in value:
             fields[name] = {**value, "mrope_section": [2, 3, 3]}
         elif isinstance(value, float) and "drop" in name:
