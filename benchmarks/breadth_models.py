@@ -99,7 +99,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mobilebert": {"intra_bottleneck_size": 64},
     "reformer": {
         **{"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [32, 32], "attn_layers": ["local", "lsh"]},
-        **{"local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 2},
+        **{"local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 2, "hash_seed": 0},
     },
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "nemotron_h": {"n_groups": 1, "mamba_num_heads": 4, "mamba_head_dim": 32},
