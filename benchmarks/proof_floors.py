@@ -1,6 +1,6 @@
 """How far any relaxation of the set of sparse vectors can prove a support, n = d = 1,000.
 
-    python benchmarks/proof_floors.py [--quick] [--seeds S ...]
+    python benchmarks/proof_floors.py [--quick] [--problems SEED ...]
 
 Of all convex sets that hold the k-sparse vectors with |v_j| <= t_j, the smallest is their hull, {|v_j| <= t_j,
 sum |v_j| / t_j <= k}. So the least f over the hull is the best bound that relaxes this set and keeps f, and its
@@ -168,10 +168,10 @@ def tables(rows: list[Row]) -> str:
 
 def main() -> None:
     options_of = parser(__doc__, data=False)
-    options_of.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
+    options_of.add_argument("--problems", nargs="*", type=int, default=SEEDS)
     options = options_of.parse_args()
     rows = Rows("proof_floors", KEYS, options.again)
-    for seed in options.seeds[:1] if options.quick else options.seeds:
+    for seed in options.problems[:1] if options.quick else options.problems:
         X, y, theta = problem(seed, SIZE, SIZE, NONZERO, CORRELATION, SNR)
         missing = {name for name in settings(theta) if not rows.has(setting=name, seed=seed)}
         for name, (floor, seconds) in floors(X, y, NONZERO, missing).items():
