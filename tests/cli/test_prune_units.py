@@ -22,7 +22,10 @@ def test_language_model_is_written_narrower_and_loads_unpatched(run, tmp_path):
     assert "Widths before and after" in page
     assert "of its units" in page
     assert "of its units" in (out / "README.md").read_text(encoding="utf8")
-    assert "No zeros" in run("inspect", out).output
+    counted = run("inspect", out).output
+    assert "No zeros" in counted
+    assert "neurons are left" in counted
+    assert "promises" not in counted
 
 
 def test_what_units_cannot_do_is_said_before_any_work(run, classifier, tmp_path):

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
-from iobs.pruning.allocation.counts import Curve, global_sparsity, keep_ranges, optimal_counts, total_kept
+from iobs.pruning.allocation.counts import (
+    Curve,
+    global_sparsity,
+    keep_ranges,
+    optimal_counts,
+    total_kept,
+    within_support,
+)
+from iobs.pruning.allocation.kin import Kin
 from iobs.pruning.allocation.measurements import Measured
 from iobs.pruning.allocation.output_fisher import output_fisher
 from iobs.pruning.allocation.response import Trial, common_response
@@ -144,13 +152,19 @@ class Planner:
             followers=(),
         )
         trials = self._trials(sweep, by_block) if tries and self.chain else None
+        kin = Kin(self.layers if by_block else (), self.chain)
+        likened: dict[Layer, int] = {}
         for group in sweep.groups():
             statistics = cache(group.statistics)  # not called if the checkpoint holds the curves
             for layer in group.layers:
+                if kin.covers(layer, self.measured):
+                    likened[layer] = int(torch.count_nonzero(layer.read(self.model))) or layer.weights
+                    continue
                 measure = partial(self._measure_layer, layer, statistics, levels, tried, trials)
                 found = self.checkpoint.remembered(f"curve of {layer.name}", measure)
                 self.measured[layer] = Measured.of(found, statistics() if allocation.criterion == "evolve" else None)
-                self.on_progress("error curves of layers", len(self.measured), len(self.layers))
+                self.on_progress("error curves of layers", len(self.measured) + len(likened), len(self.layers))
+        self.measured |= {layer: kin.likened(layer, count, self.measured) for layer, count in likened.items()}
         return [*sweep.without_input]
 
     def _trials(self, sweep: Sweep, by_block: bool) -> Trials:
@@ -348,22 +362,6 @@ def damage_passes(layers: int, available: int, samples: int) -> int:
 def can_keep_grams(layers: tuple[Layer, ...]) -> bool:
     """Check that the Grams of all layers are small enough to be kept for a search."""
     return sum(layer.groups * layer.shape[1] ** 2 for layer in layers) <= _SEARCH_ENTRIES
-
-
-def within_support(
-    curves: dict[Layer, Curve], ranges: dict[Layer, tuple[int, int]], total: int
-) -> dict[Layer, tuple[int, int]]:
-    """Limit the ranges to the nonzero entries of each layer; no limit if there are fewer than `total` nonzero entries.
-
-    Args:
-        curves: curve of each layer; its last count is the number of nonzero entries.
-        ranges: least and greatest count of each layer.
-        total: number of entries to keep in all layers.
-    """
-    narrowed = {
-        layer: (fewest, max(fewest, min(most, curves[layer].keeps[-1]))) for layer, (fewest, most) in ranges.items()
-    }
-    return narrowed if sum(most for _, most in narrowed.values()) >= total else ranges
 
 
 def complete(found: dict[Layer, Curve], curves: dict[Layer, Curve]) -> dict[Layer, Curve]:
