@@ -118,7 +118,7 @@ def _exact_shortcuts(
     if not tracer.calls:
         return []
     layers = [layer for group in groups for layer in group]
-    found = find_shortcuts(stream.model, tracer.calls, stream.chain[stage].path, layers)
+    found: list[Shortcut | Bypass] = [*find_shortcuts(stream.model, tracer.calls, stream.chain[stage].path, layers)]
     counts = Counter(call.path for call in tracer.calls)
     # A cache of keys and values among the arguments would keep tensors without data.
     plain = without_state(stream.arguments[index][stage])
@@ -128,7 +128,7 @@ def _exact_shortcuts(
     place = {layer: number for number, group in enumerate(groups) for layer in group}
     found.sort(key=lambda one: place[one.layer])
     exact: list[Shortcut | Bypass] = []
-    for one in [*found, *others]:
+    for one in found + others:
         if one.layer in known:
             # It is in force before the inputs of later shortcuts are known: the block must be exact without these.
             before = [other for other in exact if place[other.layer] < place[one.layer]]
