@@ -93,9 +93,9 @@ its commit, seed, processor seconds and machine. This page is written from the r
   recorded"): their machines were small and shared, so trust ratios, not seconds.
 - **Old tables.** Where a table was made before rows were kept, its old figures stand under "Older figures", transcribed
   with their commit, until the command has measured them again.
-- **`fast` and `best`** are this library's recipes. `fast` takes some hundred gradient steps on single blocks, `best` up
-  to 4,800 on the whole network, with the calibration samples. No one-shot peer does; the first section says what these
-  steps are worth."""
+- **`fast` and `best`** are this library's recipes. `fast` takes some hundred gradient steps on single blocks, `best`
+  some thousand (with the trials of learning rates up to 10,080), all on the calibration samples. No one-shot peer
+  does; the first section says what these steps are worth."""
 
 
 def page() -> str:
