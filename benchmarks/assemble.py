@@ -22,6 +22,7 @@ import networks_report
 import paper_rounds
 import passes
 import peers
+import proof_floors
 import recovery_report
 import regression_race_report
 import resnet20_oneshot
@@ -72,6 +73,7 @@ SECTIONS = (
     Section("breadth", breadth.tables, "tiny networks of every family: coverage and exactness"),
     Section("speakers", speakers.tables, "a trained LSTM, pruned gate by gate"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
+    Section("proof_floors", proof_floors.tables, "how far any relaxation can prove a support"),
     Section("regression_race", regression_race_report.tables, "sparse regression beside six libraries, small to wide"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),

@@ -99,7 +99,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mobilebert": {"intra_bottleneck_size": 64},
     "reformer": {
         **{"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [32, 32], "attn_layers": ["local", "lsh"]},
-        **{"local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 2},
+        **{"local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 2, "hash_seed": 0},
     },
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "nemotron_h": {"n_groups": 1, "mamba_num_heads": 4, "mamba_head_dim": 32},
@@ -111,7 +111,10 @@ FIELDS: dict[str, dict[str, Any]] = {
         **{"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
         **{"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 32},
     },
-    "longcat_flash": {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    "longcat_flash": {
+        **{"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        **{"zero_expert_num": 1},
+    },
     "xlstm": {"qk_dim_factor": 1.0},
     "blip-2": {"image_token_index": MARKS["image_token"], "num_query_tokens": 4},
     "instructblip": {"image_token_index": MARKS["image_token"], "num_query_tokens": 4},

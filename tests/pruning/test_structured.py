@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import iobs
 from iobs.core.patterns import parse
-from iobs.errors import LayerSelectionError, PatternError, ProblemError
+from iobs.errors import CalibrationError, LayerSelectionError, PatternError, ProblemError
 from iobs.pruning import structured
 from iobs.pruning.decisions import widths
 from iobs.pruning.structured_report import StructuredReport
@@ -181,6 +181,9 @@ def test_what_does_not_apply_is_refused_before_any_work():
         iobs.prune(network(), pictures(), "structured:30%", "paper")
     with pytest.raises(LayerSelectionError, match="No channels"):
         iobs.prune(nn.Sequential(nn.Linear(4, 3)), [torch.randn(8, 4)], "structured:30%")
+    for units in ("auto", "blocks"):
+        with pytest.raises(CalibrationError, match="batch 0"):
+            iobs.prune(network(), [torch.randn(8, 1, 8, 8)], iobs.Structured(0.3, units=units))
     with pytest.raises(PatternError, match=r"iobs\.prune"):
         iobs.solve(iobs.Quadratic.at(torch.randn(2, 4), torch.eye(4)), iobs.Structured(0.5))
 
