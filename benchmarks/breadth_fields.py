@@ -42,7 +42,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "kimi_linear": HYBRID,
     "bailing_hybrid": {**HYBRID, "layer_group_size": 2},
     "cohere_compass_text": FULL_ROTARY,
-    "cohere_compass": {"text_config": FULL_ROTARY},
+    "cohere_compass": {"text_config": FULL_ROTARY, "deepstack_visual_indexes": [0]},
     "gemma3": {"mm_tokens_per_image": 4},
     "t5gemma2": {"mm_tokens_per_image": 4},
     "step3p7": {"sliding_window": 8},
