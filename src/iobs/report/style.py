@@ -19,7 +19,7 @@ body.iobs { margin: 0; }
   white-space: pre-wrap; overflow-wrap: anywhere; }
 .iobs .facts { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(9.25rem, 1fr)); }
 .iobs .facts div { background: var(--card); border-radius: .6rem; padding: .8rem .75rem; }
-.iobs .facts b { display: block; font-size: 1.2rem; white-space: nowrap; }
+.iobs .facts b { display: block; font-size: 1.2rem; }
 .iobs .facts span { color: var(--soft); font-size: .85rem; }
 .iobs .bar { display: flex; height: 1.4rem; border-radius: .4rem; overflow: hidden; margin: .25rem 0 .75rem; }
 .iobs .legend { list-style: none; padding: 0; margin: 0; font-size: .9rem; }

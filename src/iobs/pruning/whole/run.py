@@ -7,7 +7,8 @@ the dense model, so they repair what the removed parts leave out. The recipe "be
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -57,6 +58,18 @@ class _Beside(Store):
     def dense_model(self) -> nn.Module:
         """The dense model."""
         return self._dense
+
+    @contextmanager
+    def as_dense(self) -> Iterator[None]:
+        """Context in which the dense model answers calls of the model, whose parts are gone already."""
+        own = vars(self.model).get("forward")
+        self.model.forward = self._dense.forward
+        try:
+            yield
+        finally:
+            del self.model.forward
+            if own is not None:
+                self.model.forward = own
 
 
 def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:
