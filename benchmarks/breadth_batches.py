@@ -13,6 +13,8 @@ from torch import Tensor, nn
 Batch = dict[str, Tensor] | Tensor
 
 VOCABULARY, TEXT, PICTURE = 128, 16, 32
+# Ids of the tokens that stand for pictures and sounds; texts have none of them.
+MARKS = {"image_token": 126, "video_token": 125, "vision_start_token": 124, "vision_end_token": 123, "audio_token": 122}
 MOST_TOKENS = 1024  # of a picture: the forward pass on more takes minutes
 # Batches that are tried for each kind of network, the most natural first.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -22,7 +24,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "ImageTextToText": (
         *("tokens and patches", "tokens and picture", "tokens and sized picture", "tokens and pictures"),
         *("tokens and tiles", "tokens and aspects", "tokens, picture and text to write"),
-        *("text and picture", "picture and text to write", "text"),
+        *("flattened patches", "text and picture", "picture and text to write", "text"),
     ),
     "ImageClassification": ("picture", "rows of patches", "text"),
     "CTC": ("sound", "frames"),
@@ -118,6 +120,16 @@ def _makers(kind: str, model: nn.Module, config: Any) -> Iterator[Callable[[int]
             "decoder_input_ids": tokens(8),
         },
         "picture and text to write": lambda _: {"pixel_values": pixels(), "decoder_input_ids": tokens(8)},
+        "flattened patches": lambda _: {
+            "flattened_patches": torch.cat(  # the row and the column of each, and its entries
+                [
+                    torch.stack([torch.arange(16) // 4 + 1, torch.arange(16) % 4 + 1], 1).expand(4, 16, 2).float(),
+                    torch.randn(4, 16, getattr(vision, "patch_embed_hidden_size", 64), generator=draw),
+                ],
+                2,
+            ),
+            "decoder_input_ids": tokens(8),
+        },
         "rows of patches": lambda _: {
             "pixel_values": torch.randn(2, 16, 3 * patch * patch, generator=draw),
             "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
@@ -141,6 +153,7 @@ def _makers(kind: str, model: nn.Module, config: Any) -> Iterator[Callable[[int]
     for name in KINDS[kind]:
         needed = {"tokens and patches": "image_grid_thw", "tokens and sized picture": "image_sizes"}
         needed |= {"tokens and aspects": "aspect_ratio_ids", "rows of patches": "spatial_shapes"}
+        needed |= {"flattened patches": "flattened_patches"}
         needed |= dict.fromkeys(("tokens, picture and text to write", "picture and text to write"), "decoder_input_ids")
         if name not in needed or needed[name] in taken:
             yield makers[name]
