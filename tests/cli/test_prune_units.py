@@ -32,3 +32,7 @@ def test_what_units_cannot_do_is_said_before_any_work(run, classifier, tmp_path)
     given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", tmp_path / "out")
     assert "torch.save" in run(*given, "--pattern", "structured:30%", code=2).output
     assert "whole units" in run("prune", "--dry-run", "--pattern", "structured:30%", code=2).output
+    own = run("prune", "-o", tmp_path / "out", "--pattern", "structured:30%,uniform=false", code=2).output
+    assert "uniform=false gives every layer" in own
+    kept = run("prune", "-o", tmp_path / "out", "--pattern", "structured:30%", "--low-memory", code=2).output
+    assert "--pattern structured: not with" in kept
