@@ -26,14 +26,14 @@ def _shift(gradient: Floats, row: Floats, step: float) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _improve(w: Floats, g: Floats, hessian: Floats, j: int, scale: Any, top: Any, first: int) -> Any:
-    """Set entry j to its best value on the grid, shift the gradient of the columns from `first` on; return the step."""
+def _improve(w: Floats, g: Floats, hessian: Floats, j: int, scale: np.floating, top: np.floating, first: int) -> bool:
+    """Set entry j to its best value on the grid, and shift the gradient of the columns from `first` on."""
     x = _point(w[j] - g[j] / hessian[j, j], scale, top)
-    step = x - w[j]
-    if x != w[j]:
-        _shift(g[first:], hessian[j, first:], step)
-        w[j] = x
-    return step
+    if x == w[j]:
+        return False
+    _shift(g[first:], hessian[j, first:], x - w[j])
+    w[j] = x
+    return True
 
 
 @njit(nogil=True, cache=True)
@@ -82,7 +82,7 @@ def values(
         for _ in range(sweeps):
             changed = False
             for j in range(w.size):
-                if kept[j] and _improve(w, g, hessian, j, scales[r, j // group], top, 0) != 0:
+                if kept[j] and _improve(w, g, hessian, j, scales[r, j // group], top, 0):
                     changed = True
             if not changed:
                 break
@@ -116,8 +116,9 @@ def block_values(
         g[:] = gradient[r, first : first + width]
         made = 0
         for j in range(width):
-            moved[j] = _improve(w, g, hessian, j, scales[r, (first + j) // group], top, j + 1) if kept[j] else 0
-            made += moved[j] != 0
+            old = w[j]
+            made += kept[j] and _improve(w, g, hessian, j, scales[r, (first + j) // group], top, j + 1)
+            moved[j] = w[j] - old
         changes[r] += made
 
 
