@@ -61,9 +61,9 @@ def tables(rows: list[dict[str, Any]]) -> str:
         "the best round by held-out samples.",
         "- SparseGPT, CHITA, CBS and WoodFisher are this library's own forms of these methods (`docs/accuracy.md`).",
         "- **Stale rows.** The rows are of several commits, which `networks.jsonl` names. Made by older code: some "
-        "ablations of the language model, of ViT and of MobileNet (an allocation from before 2e48af6, LOG.md), `best "
-        "without blocks` on the language model at 2:4, and `one shot, uniform` on ResNet-20 where its seconds are wall "
-        "seconds. `make benchmarks AGAIN=--again` measures all rows of other commits anew.",
+        "ablations of the language model, of ViT and of MobileNet (an allocation from before 2e48af6, LOG.md), and "
+        "`best without blocks` on the language model at 2:4. `make benchmarks AGAIN=--again` measures all rows of "
+        "other commits anew.",
     ]
     for name, network in NETWORKS.items():
         own = [row for row in rows if row["network"] == name]

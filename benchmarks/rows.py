@@ -251,5 +251,6 @@ def require_data(folder: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules["zoo"] = module  # torch.export looks for the module of a network's class
     spec.loader.exec_module(module)
     return module
