@@ -104,6 +104,7 @@ benchmarks-quick-others:
 	$(BENCHMARK)/structured_layers.py --quick --data $(DATA) $(AGAIN)
 	-$(BENCHMARK)/grid_layers.py --quick $(AGAIN)
 	$(BENCHMARK)/recovery.py --quick $(AGAIN)
+	$(BENCHMARK)/proof_floors.py --quick $(AGAIN)
 	$(BENCHMARK)/resume_kills.py --kills 5
 	$(BENCHMARK)/grid.py --quick --networks vit --data $(DATA) $(AGAIN)
 
@@ -119,6 +120,7 @@ benchmarks: setup
 	$(BENCHMARK)/structured_layers.py --data $(DATA) $(AGAIN)
 	-$(BENCHMARK)/grid_layers.py $(AGAIN)
 	$(BENCHMARK)/recovery.py $(AGAIN)
+	$(BENCHMARK)/proof_floors.py $(AGAIN)
 	-$(BENCHMARK)/small_regression.py $(AGAIN)
 	$(BENCHMARK)/resume_kills.py
 	$(BENCHMARK)/resume_kills.py --recipe fast

@@ -22,6 +22,7 @@ import networks_report
 import paper_rounds
 import passes
 import peers
+import proof_floors
 import recovery_report
 import regression_race_report
 import resnet20_oneshot
@@ -72,6 +73,7 @@ SECTIONS = (
     Section("breadth", breadth.tables, "tiny networks of every family: coverage and exactness"),
     Section("speakers", speakers.tables, "a trained LSTM, pruned gate by gate"),
     Section("recovery", recovery_report.tables, "sparse regression beside abess, skscope and others"),
+    Section("proof_floors", proof_floors.tables, "how far any relaxation can prove a support"),
     Section("regression_race", regression_race_report.tables, "sparse regression beside six libraries, small to wide"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),
@@ -91,9 +93,9 @@ its commit, seed, processor seconds and machine. This page is written from the r
   recorded"): their machines were small and shared, so trust ratios, not seconds.
 - **Old tables.** Where a table was made before rows were kept, its old figures stand under "Older figures", transcribed
   with their commit, until the command has measured them again.
-- **`fast` and `best`** are this library's recipes. `fast` takes some hundred gradient steps on single blocks, `best` up
-  to 4,800 on the whole network, with the calibration samples. No one-shot peer does; the first section says what these
-  steps are worth."""
+- **`fast` and `best`** are this library's recipes. `fast` takes some hundred gradient steps on single blocks, `best`
+  some thousand (with the trials of learning rates up to 10,080), all on the calibration samples. No one-shot peer
+  does; the first section says what these steps are worth."""
 
 
 def page() -> str:

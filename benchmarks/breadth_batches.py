@@ -13,6 +13,9 @@ from torch import Tensor, nn
 Batch = dict[str, Tensor] | Tensor
 
 VOCABULARY, TEXT, PICTURE = 128, 16, 32
+# Ids of the tokens that stand for pictures and sounds; texts have none of them.
+MARKS = {"image_token": 126, "video_token": 125, "vision_start_token": 124, "vision_end_token": 123, "audio_token": 122}
+MOST_TOKENS = 1024  # of a picture: the forward pass on more takes minutes
 # Batches that are tried for each kind of network, the most natural first.
 KINDS: dict[str, tuple[str, ...]] = {
     "CausalLM": ("text",),
@@ -20,12 +23,12 @@ KINDS: dict[str, tuple[str, ...]] = {
     "MaskedLM": ("text",),
     "ImageTextToText": (
         *("tokens and patches", "tokens and picture", "tokens and sized picture", "tokens and pictures"),
-        *("tokens and tiles", "tokens and aspects"),
-        *("text and picture", "text"),
+        *("tokens and tiles", "tokens and aspects", "tokens, picture and text to write"),
+        *("flattened patches", "text and picture", "picture and text to write", "text"),
     ),
-    "ImageClassification": ("picture",),
+    "ImageClassification": ("picture", "rows of patches", "text"),
     "CTC": ("sound", "frames"),
-    "SpeechSeq2Seq": ("spectrogram",),
+    "SpeechSeq2Seq": ("spectrogram", "frames and text", "sound and text"),
     "ObjectDetection": ("picture",),
     "SemanticSegmentation": ("picture",),
 }
@@ -52,7 +55,8 @@ def fitting(kind: str, model: nn.Module, config: Any) -> tuple[list[Batch], list
                 errors.append(f"{type(error).__name__}: {str(error)[:90]}")
                 told = _COUNTS.search(str(error))
                 if told is not None and count == 4:  # features of four samples; some networks tell their entries
-                    counts += [int(told[1]) // 4, int(told[1]) // 4 // 64]
+                    asked = (int(told[1]) // 4, int(told[1]) // 4 // 64)
+                    counts += [one for one in asked if 0 < one <= MOST_TOKENS and one not in counts]
             else:
                 return batches, errors
     return [], errors
@@ -78,7 +82,11 @@ def _makers(kind: str, model: nn.Module, config: Any) -> Iterator[Callable[[int]
         begin, end = (getattr(config, f"vision_{name}_token_id", None) or 5 for name in ("start", "end"))
         picture = torch.tensor([begin, *[token] * count, end]).expand(4, -1)
         words = torch.cat([tokens(3), picture, tokens(6)], 1)
-        extra = {name: (words == token).long() for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
+        marked = ("mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
+        extra = {name: (words == token).long() for name in marked if name in taken}
+        extra |= {"qformer_input_ids": tokens()} if "qformer_input_ids" in taken else {}
+        seen = torch.ones(*words.shape, 1, dtype=torch.long)  # the one picture of each text
+        extra |= {"image_attention_mask": seen} if "image_attention_mask" in taken else {}
         return {"input_ids": words, "attention_mask": torch.ones_like(words), **extra}
 
     def patches(count: int) -> Batch:
@@ -106,6 +114,35 @@ def _makers(kind: str, model: nn.Module, config: Any) -> Iterator[Callable[[int]
             "cross_attention_mask": torch.ones(4, 11 + count, 1, 1, dtype=torch.long),
         },
         "text and picture": lambda _: {"input_ids": tokens(), "pixel_values": pixels()},
+        "tokens, picture and text to write": lambda count: {
+            **shown(count),
+            "pixel_values": pixels(),
+            "decoder_input_ids": tokens(8),
+        },
+        "picture and text to write": lambda _: {"pixel_values": pixels(), "decoder_input_ids": tokens(8)},
+        "flattened patches": lambda _: {
+            "flattened_patches": torch.cat(  # the row and the column of each, and its entries
+                [
+                    torch.stack([torch.arange(16) // 4 + 1, torch.arange(16) % 4 + 1], 1).expand(4, 16, 2).float(),
+                    torch.randn(4, 16, getattr(vision, "patch_embed_hidden_size", 64), generator=draw),
+                ],
+                2,
+            ),
+            "decoder_input_ids": tokens(8),
+        },
+        "rows of patches": lambda _: {
+            "pixel_values": torch.randn(2, 16, 3 * patch * patch, generator=draw),
+            "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+            "spatial_shapes": torch.tensor([[4, 4]] * 2),
+        },
+        "frames and text": lambda _: {
+            "input_features": torch.randn(2, 64, 16, generator=draw),
+            "decoder_input_ids": tokens(8, 2),
+        },
+        "sound and text": lambda _: {
+            "input_values": torch.randn(2, 4000, generator=draw),
+            "decoder_input_ids": tokens(8, 2),
+        },
         "frames": lambda _: {"input_features": torch.randn(2, 128, 16, generator=draw)},
         "sound": lambda _: {"input_values": torch.randn(2, 4000, generator=draw)},
         "spectrogram": lambda _: {
@@ -115,6 +152,8 @@ def _makers(kind: str, model: nn.Module, config: Any) -> Iterator[Callable[[int]
     }
     for name in KINDS[kind]:
         needed = {"tokens and patches": "image_grid_thw", "tokens and sized picture": "image_sizes"}
-        needed |= {"tokens and aspects": "aspect_ratio_ids"}
+        needed |= {"tokens and aspects": "aspect_ratio_ids", "rows of patches": "spatial_shapes"}
+        needed |= {"flattened patches": "flattened_patches"}
+        needed |= dict.fromkeys(("tokens, picture and text to write", "picture and text to write"), "decoder_input_ids")
         if name not in needed or needed[name] in taken:
             yield makers[name]

@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 import torch
-from breadth_batches import KINDS, PICTURE, VOCABULARY, Batch, fitting, run
+from breadth_batches import KINDS, MARKS, PICTURE, VOCABULARY, Batch, fitting, run
+from breadth_fields import FIELDS
 from torch import nn
 
 from iobs.models import ensure_torchvision
@@ -51,8 +52,6 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"num_conv_pos_embedding_groups", 4),
     (r"index_topk", 4),
 )
-# Ids of the tokens that stand for pictures and sounds; texts have none of them.
-MARKS = {"image_token": 126, "video_token": 125, "vision_start_token": 124, "vision_end_token": 123, "audio_token": 122}
 # Further sizes, for families that a first form does not fit.
 FORMS: tuple[dict[str, Any], ...] = (
     {},
@@ -66,30 +65,6 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 1], "image_size": 64, "num_groups": 4},
     {"rope_head_dim": 8, "head_dim": 8},
 )
-# Fields that a family needs beside the general ones.
-FIELDS: dict[str, dict[str, Any]] = {
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
-    },
-    "mamba2": {"expand": 2, "num_heads": 4, "head_dim": 32, "n_groups": 1},
-    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32},
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 32},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
-    "gemma3": {"mm_tokens_per_image": 4},
-    "aria": {"projector_patch_to_query_dict": {16: 4}},
-    "qwen3_vl": {"deepstack_visual_indexes": [0]},
-    "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
-    "efficientnet": {
-        **{"in_channels": [32, 16], "out_channels": [16, 24], "kernel_sizes": [3, 3], "strides": [1, 2]},
-        **{"num_block_repeats": [1, 1], "expand_ratios": [1, 2], "depthwise_padding": [], "hidden_dim": 2560},
-    },
-    "codegen": {"rotary_dim": 8},
-    "gptj": {"rotary_dim": 8},
-}
 TIMM = [
     "resnet10t",
     "resnet18",
@@ -305,12 +280,13 @@ def _small(config: Any, form: dict[str, Any]) -> dict[str, Any]:
 
     fields: dict[str, Any] = {}
     for name, value in vars(config).items():
-        if name in form:
-            fields[name] = form[name]
-        elif isinstance(value, PretrainedConfig):
-            fields[name] = {"model_type": value.model_type, **_small(value, form)}
+        if isinstance(value, PretrainedConfig):
+            own = form.get(name, {})  # fields of this configuration alone
+            fields[name] = {"model_type": value.model_type, **_small(value, {**form, **own}), **own}
             if "backbone" in vars(value):
                 fields[name]["backbone"] = "test_resnet"  # of timm
+        elif name in form:
+            fields[name] = form[name]
         elif isinstance(value, dict) and "mrope_section" in value:
             fields[name] = {**value, "mrope_section": [2, 3, 3]}
         elif isinstance(value, float) and "drop" in name:

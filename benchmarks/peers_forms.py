@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from rows import importable
 from torch import Tensor, nn
 
 import iobs
@@ -340,10 +341,10 @@ def _made(
         yield f"llama.cpp {kind}", made
         made.close()
         file.unlink()
-    for bits in (8, 4):
-        if wanted(f"OpenVINO int{bits}"):
-            write_openvino(model.module, folder / f"openvino{bits}", bits)
-            yield f"OpenVINO int{bits}", OpenVINO(folder / f"openvino{bits}", threads)
+    widths = [bits for bits in (8, 4) if wanted(f"OpenVINO int{bits}")]
+    for bits in widths if widths and importable("OpenVINO", "openvino", "nncf") else ():
+        write_openvino(model.module, folder / f"openvino{bits}", bits)
+        yield f"OpenVINO int{bits}", OpenVINO(folder / f"openvino{bits}", threads)
     hows = [how for how in ("dynamic", "int8", "int4") if wanted(f"ONNX Runtime {how}")]
     if hows:
         graph = write_graph(model.module, folder / "graph")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import importlib.util
 import json
 import platform
 import subprocess
@@ -222,6 +223,22 @@ def parser(description: str | None, data: bool = True) -> argparse.ArgumentParse
     return found
 
 
+def importable(rows: str, *packages: str) -> bool:
+    """Import packages that some rows need; if one of them is missing or broken, say so.
+
+    Args:
+        rows: what is not measured without them, for the message.
+        packages: names to import.
+    """
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except Exception as error:  # a package of another version of torch fails in many ways
+            print(f"No rows of {rows}: {package} cannot be imported ({type(error).__name__}: {error}).")
+            return False
+    return True
+
+
 def require_data(folder: Path) -> Any:
     """The loaders of the networks and data that are not part of this repository.
 
@@ -230,11 +247,10 @@ def require_data(folder: Path) -> Any:
     """
     if not (folder / "zoo.py").is_file():
         raise SystemExit(f"{folder}/zoo.py is not there: give --data FOLDER (CONTRIBUTING.md, Benchmarks and data).")
-    import importlib.util
-
     spec = importlib.util.spec_from_file_location("zoo", folder / "zoo.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules["zoo"] = module  # torch.export looks for the module of a network's class
     spec.loader.exec_module(module)
     return module

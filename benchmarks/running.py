@@ -11,7 +11,6 @@ tokens; OpenVINO, where it is installed, has the same weights in int8 and keeps 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import statistics
 import tempfile
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, Rows, parser, stamp
+from rows import Row, Rows, importable, parser, stamp
 from torch import Tensor, nn
 
 import iobs
@@ -169,7 +168,7 @@ def prompts(rows: Rows, sparsities: tuple[float, ...]) -> None:
             calls[f"modules {precision}"] = lambda model=model: model(prompt, **settings).logits[0, -1]
             calls[f"one call {precision}"] = lambda one=decoder: torch.from_numpy(one._prefill(prompt)[2])
         with tempfile.TemporaryDirectory() as place:
-            if importlib.util.find_spec("openvino") and importlib.util.find_spec("nncf"):
+            if importable("OpenVINO", "openvino", "nncf"):
                 from peers_forms import OpenVINO, write_openvino
 
                 write_openvino(dense, Path(place) / "model", 8)

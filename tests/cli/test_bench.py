@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from iobs import models
 from iobs.cli import app
-from iobs.cli.benching import Workload, repetition
+from iobs.cli.benching import Timing, Workload, fastest_threads, repetition
 from iobs.errors import ModelError
 from iobs.inference import accelerate
 from iobs.models import EMBEDDED, LoadedModel
@@ -95,3 +95,17 @@ def test_bench_measures_dense_and_stored_forms(tmp_path):
     assert all(row["speed"] > 0 for row in rows)
     assert (tmp_path / "x.svg").read_text().startswith("<?xml")
     assert torch.get_num_threads() >= 1
+
+
+def test_bench_takes_the_faster_number_of_threads(monkeypatch):
+    """A repetition that is faster with one thread gets one, and the other way round."""
+    kept = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    used = []
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    for speeds, best in (({1: 200.0, 4: 3.0}, 1), ({1: 20.0, 4: 60.0}, 4)):
+        used.clear()
+        assert fastest_threads(lambda speeds=speeds: Timing(speeds[used[-1]], None)) == best
+        assert used == [1, 4, best]
+    monkeypatch.undo()
+    assert torch.get_num_threads() == kept

@@ -22,10 +22,17 @@ def test_language_model_is_written_narrower_and_loads_unpatched(run, tmp_path):
     assert "Widths before and after" in page
     assert "of its units" in page
     assert "of its units" in (out / "README.md").read_text(encoding="utf8")
-    assert "No zeros" in run("inspect", out).output
+    counted = run("inspect", out).output
+    assert "No zeros" in counted
+    assert "neurons are left" in counted
+    assert "promises" not in counted
 
 
 def test_what_units_cannot_do_is_said_before_any_work(run, classifier, tmp_path):
     given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", tmp_path / "out")
     assert "torch.save" in run(*given, "--pattern", "structured:30%", code=2).output
     assert "whole units" in run("prune", "--dry-run", "--pattern", "structured:30%", code=2).output
+    own = run("prune", "-o", tmp_path / "out", "--pattern", "structured:30%,uniform=false", code=2).output
+    assert "uniform=false gives every layer" in own
+    kept = run("prune", "-o", tmp_path / "out", "--pattern", "structured:30%", "--low-memory", code=2).output
+    assert "--pattern structured: not with" in kept

@@ -8,6 +8,7 @@ from torch import nn
 
 import iobs
 from iobs.errors import ModelError
+from iobs.exports import to_onnx
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -109,6 +110,12 @@ def test_length_of_the_inputs_leaves_the_batch_free(tmp_path):
     iobs.export(model, tmp_path / "out", "onnx", example=sample[:1])
     with torch.no_grad():
         assert torch.allclose(outputs(tmp_path / "out", input=sample), model(sample), atol=1e-5)
+
+
+def test_size_that_the_tracer_fixes_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(to_onnx, "_captured", lambda graph, given, shapes: torch.export.export(graph, given))
+    with pytest.warns(UserWarning, match=r"input: batch = 2"):
+        iobs.export(nn.Sequential(nn.Linear(4, 3)), tmp_path / "out", "onnx", example=torch.randn(1, 4))
 
 
 def test_several_inputs_by_name_or_position(tmp_path):

@@ -160,3 +160,10 @@ def test_a_model_on_another_device_or_of_another_kind_is_refused():
         iobs.accelerate(network().to("meta"))
     with pytest.raises(ProblemError, match="torch module"):
         iobs.accelerate("model")
+
+
+def test_layers_that_are_too_small_are_named_in_a_note():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).eval()
+    found = iobs.accelerate(model)
+    assert not found.choices
+    assert "2 layers of fewer than 16,384 weights stay dense" in str(found)

@@ -116,6 +116,10 @@ def test_adapters_that_are_not_merged_are_refused_and_merged_ones_pruned():
     assert all(torch.equal(one, before[name]) for name, one in whole.named_parameters())
     report = iobs.prune(whole, families.language_batches(), 0.5, "one-shot", include="*mlp*", solver="magnitude")
     assert all("mlp" in row.name for row in report.audit)
+    whole.merge_adapter()
+    report = iobs.prune(whole, families.language_batches(), 0.5, "one-shot", solver="magnitude")
+    assert [reason for name, reason in report.skipped.items() if name.endswith("lm_head")] == ["output head"]
+    whole.unmerge_adapter()
     merged, _ = iobs.transformers.merge_adapters(whole)
     report = iobs.prune(merged, families.language_batches(), 0.5, "one-shot", solver="magnitude")
     assert len(report.audit) == 14

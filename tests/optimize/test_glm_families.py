@@ -10,6 +10,7 @@ import pytest
 from iobs.errors import ProblemError
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives import Cox, Gamma, LeastSquares, Logistic, NegativeBinomial, Poisson, Tweedie
+from iobs.optimize.objectives.multinomial import Multinomial
 from iobs.optimize.refit.newton import refit
 from iobs.optimize.search.path import information, standard_errors
 
@@ -75,6 +76,29 @@ def test_fit_on_the_support_agrees_with_statsmodels(family, weighted, rng):
     errors = standard_errors(objective, fit, float(weights.sum()) if weighted else _N, True)
     assert np.allclose(errors.errors[: _SUPPORT.size], model.bse[1:], rtol=1e-6)
     assert errors.noise**2 == pytest.approx(model.scale, rel=1e-6)
+
+
+def test_several_classes_agree_with_statsmodels(rng):
+    sm = pytest.importorskip("statsmodels.api")
+    X = rng.standard_normal((400, _D))
+    margins = X[:, [0, 2]] @ np.array([[0.8, -0.5, 0.2], [0.0, 0.6, -0.7]]) + [0.2, 0.0, -0.1]
+    y = (margins + rng.gumbel(size=margins.shape)).argmax(1)
+    objective = Multinomial(X, y, 3, ridge=1e-9)
+    support = np.concatenate([np.arange(0, 3), np.arange(6, 9), objective.forced])
+    fit = refit(objective, support)
+    theta, intercepts = objective.table(fit.theta)
+    model = sm.MNLogit(y, sm.add_constant(X[:, [0, 2]])).fit(disp=False, method="newton", tol=1e-14, maxiter=100)
+    found = np.vstack([intercepts, theta[:, [0, 2]].T])
+    assert np.allclose(found[:, 1:] - found[:, :1], model.params, rtol=1e-6, atol=1e-7)
+    assert fit.value == pytest.approx(-model.llf, rel=1e-6)
+    # statsmodels: differences to the first class; ours: differences to the mean over the classes.
+    centring = (np.eye(3) - 1 / 3)[:, 1:]
+    covariance = np.asarray(model.cov_params())
+    errors = standard_errors(objective, fit, len(y), True).errors[:6]
+    for feature in (0, 1):
+        places = [number * 3 + 1 + feature for number in range(2)]
+        expected = np.sqrt(np.diag(centring @ covariance[np.ix_(places, places)] @ centring.T))
+        assert np.allclose(errors[3 * feature : 3 * feature + 3], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("family", _FAMILIES)

@@ -121,7 +121,35 @@ def test_module_gives_the_same_in_onnx_runtime(stack):
     torch.testing.assert_close(torch.from_numpy(found[0]), model.blocks[0](batch, scale=0.5).detach())
 
 
-def test_module_that_cannot_be_exported_is_named():
+def test_attention_with_shared_keys_is_measured_in_onnx_runtime():
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+
+    class Shared(nn.Module):
+        def forward(self, query, key):
+            return nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+
+    given = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    plain = nn.functional.scaled_dot_product_attention
+    found = called_in("onnx", Example(Shared(), given, {}))()
+    torch.testing.assert_close(torch.from_numpy(found[0]), Shared()(*given))
+    assert nn.functional.scaled_dot_product_attention is plain
+
+
+def test_newer_exporter_helps_where_the_older_fails():
+    for package in ("onnxruntime", "onnx", "onnxscript"):
+        pytest.importorskip(package)
+
+    class Differences(nn.Module):
+        def forward(self, x):
+            return torch.diff(x) * 2
+
+    given = torch.arange(6.0).square()[None]
+    found = called_in("onnx", Example(Differences(), (given,), {}))()
+    torch.testing.assert_close(torch.from_numpy(found[0]), Differences()(given))
+
+
+def test_module_that_cannot_be_exported_is_named(capfd):
     pytest.importorskip("onnxruntime")
 
     class Odd(nn.Module):
@@ -130,6 +158,7 @@ def test_module_that_cannot_be_exported_is_named():
 
     with pytest.raises(ModelError, match="Odd cannot be exported"):
         called_in("onnx", Example(Odd(), (torch.randn(3, 3),), {}))
+    assert capfd.readouterr().out == ""
 
 
 def test_runtime_that_is_missing_is_named(monkeypatch):

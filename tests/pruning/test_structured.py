@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import iobs
 from iobs.core.patterns import parse
-from iobs.errors import LayerSelectionError, PatternError, ProblemError
+from iobs.errors import CalibrationError, LayerSelectionError, PatternError, ProblemError
 from iobs.pruning import structured
 from iobs.pruning.decisions import widths
 from iobs.pruning.structured_report import StructuredReport
@@ -181,10 +181,18 @@ def test_what_does_not_apply_is_refused_before_any_work():
         iobs.prune(network(), pictures(), "structured:30%", "paper")
     with pytest.raises(LayerSelectionError, match="No channels"):
         iobs.prune(nn.Sequential(nn.Linear(4, 3)), [torch.randn(8, 4)], "structured:30%")
+    for units in ("auto", "blocks"):
+        with pytest.raises(CalibrationError, match="batch 0"):
+            iobs.prune(network(), [torch.randn(8, 1, 8, 8)], iobs.Structured(0.3, units=units))
     with pytest.raises(PatternError, match=r"iobs\.prune"):
         iobs.solve(iobs.Quadratic.at(torch.randn(2, 4), torch.eye(4)), iobs.Structured(0.5))
+
+
+@pytest.mark.parametrize("recipe", ["one-shot", "fast"])
+def test_cost_that_cannot_be_reached_is_refused_before_any_measurement(monkeypatch, recipe):
+    monkeypatch.setattr(widths.Curves, "measured", lambda _: pytest.fail("measured"))
     with pytest.raises(PatternError, match="ask for less"):
-        iobs.prune(network(), pictures(), "structured:99%", "one-shot")
+        iobs.prune(network(), pictures(), "structured:99%", recipe)
 
 
 def counted_as_operations(monkeypatch):
@@ -222,5 +230,5 @@ def test_network_that_is_not_faster_is_called_so(monkeypatch):
 
 def test_time_that_cannot_be_reached_is_refused(monkeypatch):
     monkeypatch.setattr(widths, "measure", partial(measure, clock=lambda calls: [1.0] * len(calls)))
-    with pytest.raises(PatternError, match="costs more than what is asked"):
+    with pytest.raises(PatternError, match=r"At most 0\.0% of this cost"):
         iobs.prune(network(), pictures(), iobs.Structured(0.3, of="latency"), "one-shot")

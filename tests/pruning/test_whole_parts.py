@@ -1,6 +1,7 @@
 """Blocks and experts that are removed: the model is loaded by its class as it is, and gives the same outputs."""
 
 import copy
+import math
 from itertools import combinations
 
 import pytest
@@ -110,6 +111,22 @@ def test_refit_after_a_removed_block_is_closer_to_the_dense_model():
         with Blocks.found(plain, text()[0]).without({"model.layers": [gone]}):
             candidates.append(gap(plain, dense))
     assert gap(model, dense) < min(candidates)
+
+
+@pytest.mark.parametrize("units", ["blocks", "experts"])
+def test_dense_score_is_that_of_the_dense_model(units):
+    model = llama() if units == "blocks" else built(MIXTURES["mixtral"]())
+    dense, seen = copy.deepcopy(model), []
+
+    class Watch(iobs.Callback):
+        def on_start(self, model, layers, rounds):
+            seen.append(model(**text()[0]).logits.detach())
+
+    report = iobs.prune(model, text(), iobs.Structured(0.4, units=units), "one-shot", holdout=0.0, callbacks=[Watch()])
+    torch.testing.assert_close(seen[0], dense(**text()[0]).logits)
+    losses = [dense(**one, labels=one["input_ids"]).loss.item() for one in text()]
+    assert report.scores["dense"]["calibration perplexity"] == pytest.approx(math.exp(sum(losses) / 3), rel=1e-4)
+    assert report.scores["pruned"] != report.scores["dense"]
 
 
 def test_least_harmful_block_is_removed_first():

@@ -171,3 +171,9 @@ def test_card_says_what_gradient_steps_were_taken():
     made.settings["decided"] = {"blocks": {"window": 2, "steps": 100, "network_steps": 1200}}
     card = report.render_card(made, "mine", None)
     assert "at most 100 gradient steps in each window of 2 blocks, then at most 1,200 of the whole network" in card
+
+
+def test_layers_are_counted_in_whole_numbers():
+    axis = plots.zeros.__wrapped__(make_report()).axes[-1]
+    assert axis.get_xlabel() == "layer, in the order of the network"
+    assert all(tick == round(tick) for tick in axis.get_xticks())

@@ -39,7 +39,7 @@ class Workload:
         prompt: tokens of the prompt.
         shape: shape of one picture; None: as the model says.
         precision: the fewest bits of a weight of the stored form.
-        threads: threads; None: one for the compiled step, all for the others.
+        threads: threads; None: one for the compiled step, and for the others the faster of all threads and one.
         trust_remote_code: also run code that comes with the weights.
     """
 
@@ -137,10 +137,28 @@ def _prepare(work: Workload, model: str, form: str) -> int:
         accelerate(loaded.module, example, precision=work.precision, threads=work.threads)
     repeat = repetition(loaded, work, form not in DENSE)
     repeat()
+    if work.threads is None:
+        fastest_threads(repeat)
     if _HIGH_WATER.exists():
         _HIGH_WATER.write_text("5", encoding="ascii")
     _prepared.append(repeat)
     return size_in_bytes(loaded.module)
+
+
+def fastest_threads(repeat: Callable[[], Timing]) -> int:
+    """Set torch to all threads or to one, and return the number with the faster repetition.
+
+    A small model, or a busy machine, is slower with all threads: every operation then waits for the last of them.
+    """
+    import torch
+
+    speeds = {}
+    for threads in sorted({torch.get_num_threads(), 1}):
+        torch.set_num_threads(threads)
+        speeds[threads] = repeat().speed
+    chosen = max(speeds, key=lambda threads: speeds[threads])
+    torch.set_num_threads(chosen)
+    return chosen
 
 
 def _repeat() -> Timing:

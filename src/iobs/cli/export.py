@@ -52,7 +52,7 @@ def export(
     """Write a pruned model for another runtime: zeros stay exact zeros, weights on a grid stay whole numbers."""
     from iobs.cli.loading import load_model
     from iobs.cli.progress import Steps
-    from iobs.exports import TARGETS, export
+    from iobs.exports import TARGETS, export, require_packages
     from iobs.models import beside, names_to_replace
 
     if to not in TARGETS:
@@ -66,6 +66,7 @@ def export(
     replaceable = names_to_replace(target, TARGETS[to].weights, overwrite)
     if replaceable and target.resolve() == Path(model).expanduser().resolve():
         raise typer.BadParameter("this is the directory that is read; give another one", param_hint="--output / -o")
+    require_packages(to)
     loaded = load_model(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)
     console.say(f"Writing {to}. For a large model this takes minutes.")
     with Steps(f"writing {to}"):

@@ -64,17 +64,20 @@ def inspect(
             out.print(f"{dense} {'matrix has' if dense == 1 else 'matrices have'} no zero")
     else:
         out.print(f"No zeros in {len(rows)} matrices: this model is dense.")
+    for line in found.units:
+        out.print(line)
     for line in found.checked:
         out.print(Text.assemble(("✓", "green"), " ", line))
 
 
 @dataclass
 class _Findings:
-    """Audit rows of all matrices and of the pruned matrices, and a description of each check that passed."""
+    """Audit rows of all matrices and of the pruned matrices, each check that passed, and counts of units, in words."""
 
     rows: list[AuditRow]
     sparse: list[AuditRow]
     checked: list[str]
+    units: list[str]
 
     @property
     def stray(self) -> list[AuditRow]:
@@ -93,6 +96,7 @@ def _audited(directory: Path, pattern: str | None, trust_remote_code: bool) -> _
     from iobs.core import patterns
     from iobs.pruning.audit import audit, check_together, require_promised
     from iobs.pruning.network.layers import find_layers
+    from iobs.pruning.structured_report import StructuredReport
 
     file, report = _report(directory)
     promised = {row.name for row in report.audit} if report is not None else set()
@@ -118,8 +122,9 @@ def _audited(directory: Path, pattern: str | None, trust_remote_code: bool) -> _
         sparse = [row for row in rows if (row.zeros if pattern is None else row.asked)]
     if report is not None:
         require_promised(rows, report.audit, directory)
+    if report is not None and not isinstance(report, StructuredReport):
         checked.append(f"at least the {report.zeros:,} zeros that {file} promises, layer by layer")
-    return _Findings(rows, sparse, checked)
+    return _Findings(rows, sparse, checked, report.counts() if isinstance(report, StructuredReport) else [])
 
 
 def _report(directory: Path) -> tuple[Path | None, Report | None]:

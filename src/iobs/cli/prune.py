@@ -101,7 +101,7 @@ def prune(
         raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
     place = Place.of(model, output, overwrite, resume)
     if asked.options.low_memory:
-        _refuse_whole(calibration, loading)
+        _refuse_whole(asked, calibration, loading)
     elif streams is not None:
         raise typer.BadParameter("only with --low-memory", param_hint="--streams")
     failure = None
@@ -122,7 +122,7 @@ def _asked(
     """The recipe and the options of the run: the command line first, then the file given as --recipe, then defaults.
 
     Raises:
-        typer.BadParameter: --sparsity beside --pattern.
+        typer.BadParameter: --sparsity beside --pattern, or widths that a model directory cannot say.
         ProblemError, PatternError: choices that are unknown or exclude each other.
     """
     from iobs.cli.run_file import Asked, RunOptions, read_recipe
@@ -157,12 +157,21 @@ def _asked(
     }
     options = RunOptions.of(given, run, judged=recipe.blocks is not None)
     under_pattern(as_allocation(recipe.allocation), options.pattern)
+    if isinstance(options.pattern, Structured) and options.pattern.uniform is False:
+        raise typer.BadParameter(
+            "uniform=false gives every layer a width of its own, which the configuration in a model directory cannot "
+            "say; use iobs.prune in Python, and export the narrower model",
+            param_hint="--pattern",
+        )
     return Asked(recipe, options)
 
 
-def _refuse_whole(calibration: Calibration, loading: console.Loading) -> None:
+def _refuse_whole(asked: Asked, calibration: Calibration, loading: console.Loading) -> None:
     """Refuse options that need the whole model in memory."""
+    from iobs.core.structured import Structured
+
     given = {
+        "--pattern structured": isinstance(asked.options.pattern, Structured),
         "--eval-data": calibration.eval_data,
         "--allow-pickle": loading.allow_pickle,
         "--trust-remote-code": loading.trust_remote_code,

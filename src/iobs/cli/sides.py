@@ -47,16 +47,16 @@ def sides_of(table: Table, columns: Columns, loss: str, limits: Limits) -> Sides
     """The sample weights, the offset, the events and the bounds.
 
     Raises:
-        DataError: weights that are negative or all zero; an offset twice, or for more than two classes; an exposure
+        ProblemError: weights that are negative, not finite or all zero.
+        DataError: an offset twice, or for more than two classes; an exposure
             that is not positive, or without a log link; interactions with options that do not go with them; a status
             that is not 0 and 1; bounds with more than two classes.
     """
-    weights = np.ones(len(table.y)) if columns.weight is None else table.aside[columns.weight]
-    if not (np.isfinite(weights).all() and weights.min() >= 0 and weights.any()):
-        raise DataError(
-            f"The weights {columns.weight!r} must be finite, not negative and not all zero, got {weights.min():g} to "
-            f"{weights.max():g}."
-        )
+    from iobs.optimize.objectives.arguments import weights_of
+
+    weights = np.ones(len(table.y))
+    if columns.weight is not None:
+        weights = weights_of(table.aside[columns.weight], len(weights), f"weights {columns.weight!r}")
     offset = None if columns.offset is None else table.aside[columns.offset]
     if columns.exposure is not None:
         exposure = table.aside[columns.exposure]

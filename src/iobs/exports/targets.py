@@ -10,6 +10,7 @@ from torch import nn
 
 from iobs.errors import ModelError
 from iobs.exports.record import Export, Written
+from iobs.exports.requirements import needed
 from iobs.exports.source import Example, Source, source_of
 from iobs.exports.to_compressed_tensors import write_compressed_tensors
 from iobs.exports.to_coreml import write_coreml
@@ -30,22 +31,36 @@ class Target:
         bits: numbers of bits that the format can hold.
         weights: patterns of the files that hold the weights and the graph.
         what: the runtime that reads it.
+        packages: names of the optional packages that it is written with.
     """
 
     write: Callable[[Source, Path], list[Written]]
     bits: tuple[int, ...]
     weights: tuple[str, ...]
     what: str
+    packages: tuple[str, ...] = ()
 
 
 TARGETS = {
-    "gguf": Target(write_gguf, (4, 8, 16, 32), ("*.gguf",), "llama.cpp"),
-    "onnx": Target(write_onnx, (4, 8), ("*.onnx", "*.onnx_data"), "ONNX Runtime"),
+    "gguf": Target(write_gguf, (4, 8, 16, 32), ("*.gguf",), "llama.cpp", ("gguf",)),
+    "onnx": Target(write_onnx, (4, 8), ("*.onnx", "*.onnx_data"), "ONNX Runtime", ("onnx", "onnxscript")),
     "macko": Target(write_macko, (16,), ("*.pt",), "MACKO"),
-    "compressed-tensors": Target(write_compressed_tensors, (4, 8), ("*.safetensors",), "transformers, vLLM"),
-    "openvino": Target(write_openvino, (4, 8), ("openvino_model.*",), "OpenVINO"),
-    "coreml": Target(write_coreml, (16, 32), ("model.mlpackage", "model.mlpackage/**/*"), "Core ML"),
+    "compressed-tensors": Target(
+        write_compressed_tensors, (4, 8), ("*.safetensors",), "transformers, vLLM", ("compressed_tensors",)
+    ),
+    "openvino": Target(write_openvino, (4, 8), ("openvino_model.*",), "OpenVINO", ("openvino", "onnx", "onnxscript")),
+    "coreml": Target(write_coreml, (16, 32), ("model.mlpackage", "model.mlpackage/**/*"), "Core ML", ("coremltools",)),
 }
+
+
+def require_packages(to: str) -> None:
+    """Check that the packages of a target are installed, before a model is read.
+
+    Raises:
+        ModelError: a package is missing; the message has the command that installs it.
+    """
+    for package in TARGETS[to].packages:
+        needed(package, to)
 
 
 def export(
@@ -81,6 +96,7 @@ def export(
     if bits is not None and bits not in target.bits:
         known = ", ".join(map(str, target.bits))
         raise ModelError(f"An export to {to} holds {known} bits, not {bits!r}.")
+    require_packages(to)
     source = source_of(model, bits, example)
     source.require_finite()
     with output_directory(Path(path), replaceable) as temporary:

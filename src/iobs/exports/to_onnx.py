@@ -13,7 +13,7 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -82,10 +82,27 @@ def traced(source: Source) -> ModuleType:
             raise ModelError(f"torch cannot trace {source.model.source} for ONNX: {first_line(error)}") from error
     assert program is not None
     model = program.model_proto
+    _warn_of_fixed(model, inputs.moving)
     for node in model.graph.node:  # stack traces: most of the bytes of a small model, and paths of this machine
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
     return model  # type: ignore[no-any-return]
+
+
+def _warn_of_fixed(model: ModuleType, moving: Mapping[str, Mapping[int, str]]) -> None:
+    """Warn of dimensions of inputs that the tracer took for constants: the file runs with these sizes alone."""
+    fixed = [
+        f"{one.name}: {name} = {one.type.tensor_type.shape.dim[place].dim_value}"
+        for one in model.graph.input
+        for place, name in moving.get(one.name, {}).items()
+        if not one.type.tensor_type.shape.dim[place].dim_param
+    ]
+    if fixed:
+        warnings.warn(
+            f"The graph runs with these sizes of its inputs alone: {', '.join(fixed)}. torch could not trace the model "
+            "for other sizes.",
+            stacklevel=2,
+        )
 
 
 def _captured(graph: nn.Module, given: tuple[Tensor, ...], shapes: Any) -> nn.Module | torch.export.ExportedProgram:

@@ -152,7 +152,8 @@ def accelerate(
         ProblemError: the model is on another kind of device or on several, or an argument is unknown.
     """
     device = _require(model, precision, threads)
-    layers = [(name, one) for name, one in model.named_modules() if can_store(one) and one.weight.numel() >= _SMALLEST]
+    storable = [(name, one) for name, one in model.named_modules() if can_store(one)]
+    layers = [(name, one) for name, one in storable if one.weight.numel() >= _SMALLEST]
     tokens = {name: 1 for name, one in layers if isinstance(one, nn.Linear)} if example is None else {}
     if example is not None:
         tokens = _tokens(model, dict(layers), example)
@@ -171,6 +172,9 @@ def accelerate(
         if form is not None:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, form)
+    small = len(storable) - len(layers)
+    if small:
+        timings.notes.append(f"{small} layers of fewer than {_SMALLEST:,} weights stay dense, since they gain nothing")
     return Acceleration(tuple(choices), "cuda" if device.type == "cuda" else cpu.level(), tuple(timings.notes))
 
 

@@ -225,7 +225,8 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     """
     work.decided = decide_steps(work)
     layers, decided = work.selection.layers, work.decided
-    work.callbacks.on_start(work.store.model, [layer.name for layer in layers], decided.rounds.count)
+    with work.store.as_dense():
+        work.callbacks.on_start(work.store.model, [layer.name for layer in layers], decided.rounds.count)
     warn_of_coverage(work, census.coverage(work.selection, 0))
     if work.scoring is None:
         return ComparisonLoss("not measured"), {}
@@ -242,7 +243,8 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     for step in (between, after):
         if step is not None:
             work.require_gradient(step)
-    return ComparisonLoss(work.scoring.name, loss), score_of(work)
+    with work.store.as_dense():
+        return ComparisonLoss(work.scoring.name, loss), score_of(work)
 
 
 def forecaster(work: Workspace) -> Callable[[], object]:

@@ -115,6 +115,10 @@ class Store(InMemory):
         found = exact_chain(self.model, batches, layers)
         return halved(self.model, found, batches[0]) if halves and found else found
 
+    def as_dense(self) -> AbstractContextManager[object]:
+        """Context at the start of a run in which the model computes what the dense model does."""
+        return nullcontext()
+
     def state(self) -> Iterable[tuple[str, Tensor]]:
         """Every stored tensor with its name; a checkpoint is valid only for these tensors."""
         return state(self.model)

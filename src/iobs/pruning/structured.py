@@ -22,7 +22,7 @@ from iobs.pruning.algorithm import run
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer, find_layers
-from iobs.pruning.network.modes import evaluating, seeded
+from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
 from iobs.pruning.network.selection import Selection, matching
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.structured import require_structured
@@ -65,6 +65,7 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
         LayerSelectionError: no units were found, or names match nothing.
         PatternError: the cost cannot be reached.
         ProblemError: the recipe, or the model's weights are not in memory.
+        CalibrationError: the model does not take a batch.
     """
     if not store.whole:
         raise ProblemError("Structured removes units of a model in memory; load the model whole.")
@@ -72,6 +73,7 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
     require_runtime(asked.pattern.runtime)
     model = store.model
     with evaluating(model) as frozen, seeded(model, asked.seed):
+        require_taken(model, collected)
         store.observe(collected, asked.seed)  # finds transposed convolutions
         sites = _sites(model, collected[0], asked)
         form = widths_of(model, sites.sites)
@@ -108,6 +110,16 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
     require_same(before, outputs_of(model, collected[0]))
     found = reported(report, sites, kept, dense)
     return replace(found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, told)])
+
+
+def require_taken(model: nn.Module, data: Sequence[Batch]) -> None:
+    """Check that a model takes its calibration data, before anything is looked for in it.
+
+    Raises:
+        CalibrationError: the model does not take a batch.
+    """
+    with keeping_buffers(model):
+        batches.require_all_accepted(model, data)
 
 
 def seconds_of(

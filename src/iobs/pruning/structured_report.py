@@ -84,8 +84,8 @@ class StructuredReport(Report):
         found.widths, found.costs = widths, costs
         return found
 
-    def sentences(self) -> list[str]:
-        """Widths and costs in words, one line each."""
+    def counts(self) -> list[str]:
+        """Units that are left, one sentence for each kind."""
         kinds = dict.fromkeys(one.kind for one in self.widths)
         lines = []
         for kind in kinds:
@@ -93,6 +93,11 @@ class StructuredReport(Report):
             before, after = sum(one.before for one in own), sum(one.after for one in own)
             where = {"blocks": "", "experts": f" in {len(own)} mixtures"}.get(kind, f" in {len(own)} layers")
             lines.append(f"{after:,} of {before:,} {kind} are left{where}.")
+        return lines
+
+    def sentences(self) -> list[str]:
+        """Widths and costs in words, one line each."""
+        lines = self.counts()
         for cost in self.costs:
             amount = f"{cost.before:.4g} -> {cost.after:.4g}"
             lines.append(f"{cost.name} {cost.where}: {amount} ({cost.share:.1%} left)")

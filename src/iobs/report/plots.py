@@ -93,6 +93,7 @@ def zeros(report: Report) -> Figure:
         colour = _COLOURS[number % len(_COLOURS)]
         depth.plot(at, [100 * rows[place].sparsity for place in at], "o", color=colour, markersize=4.5)
     depth.axhline(100 * report.sparsity, color=GREY, linestyle="--")
+    _count(depth)
     depth.set(xlabel="layer, in the order of the network", ylabel="zeros, %", ylim=(0, 103))
     return figure
 
@@ -175,6 +176,13 @@ def comparison(scores: dict[str, dict[str, float]], metric: str) -> Figure:
     return figure
 
 
+def _count(axes: Axes) -> None:
+    """Whole numbers alone at the horizontal axis: no layer is at 0.25."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def _by_layer(
     names: list[str], series: list[tuple[str, list[float], str]], label: str, positive: bool = False
 ) -> Figure:
@@ -192,6 +200,7 @@ def _by_layer(
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlabel(label)
     else:
+        _count(axes)
         axes.set_xlabel("layer, in the order of the network")
         axes.set_ylabel(label)
     if positive:

@@ -10,7 +10,7 @@ STYLE = """
   .iobs img.figure { filter: invert(.9) hue-rotate(180deg); }
 }
 body.iobs { margin: 0; }
-.iobs main { max-width: 54rem; margin: 0 auto; padding: 1rem; }
+.iobs main { max-width: 58rem; margin: 0 auto; padding: 1rem; }
 .iobs h1 { font-size: 1.5rem; line-height: 1.25; overflow-wrap: anywhere; margin: .5rem 0 1rem; }
 .iobs h2 { font-size: 1.1rem; margin: 0 0 .5rem; }
 .iobs p { margin: 0 0 .75rem; color: var(--soft); font-size: .9rem; }
@@ -18,8 +18,8 @@ body.iobs { margin: 0; }
 .iobs pre { background: var(--card); border-radius: .6rem; padding: .7rem 1rem; margin: 1rem 0; font-size: .85rem;
   white-space: pre-wrap; overflow-wrap: anywhere; }
 .iobs .facts { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(9.25rem, 1fr)); }
-.iobs .facts div { background: var(--card); border-radius: .6rem; padding: .8rem 1rem; }
-.iobs .facts b { display: block; font-size: 1.35rem; }
+.iobs .facts div { background: var(--card); border-radius: .6rem; padding: .8rem .75rem; }
+.iobs .facts b { display: block; font-size: 1.2rem; }
 .iobs .facts span { color: var(--soft); font-size: .85rem; }
 .iobs .bar { display: flex; height: 1.4rem; border-radius: .4rem; overflow: hidden; margin: .25rem 0 .75rem; }
 .iobs .legend { list-style: none; padding: 0; margin: 0; font-size: .9rem; }

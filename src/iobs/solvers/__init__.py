@@ -2,7 +2,14 @@
 
 from iobs.solvers.admm import ADMM
 from iobs.solvers.exact import Exact
-from iobs.solvers.interface import REFINEMENTS, SOLVERS, require_known, solve, solve_many
+from iobs.solvers.interface import (
+    REFINEMENTS,
+    SOLVERS,
+    require_known_refinement,
+    require_known_solver,
+    solve,
+    solve_many,
+)
 from iobs.solvers.lobs import LOBS, network_bound
 from iobs.solvers.magnitude import Magnitude
 from iobs.solvers.net_trim import NetTrim, within_tolerance
@@ -35,7 +42,8 @@ __all__ = [
     "Wanda",
     "net_trim",
     "network_bound",
-    "require_known",
+    "require_known_refinement",
+    "require_known_solver",
     "solve",
     "solve_many",
     "within_tolerance",

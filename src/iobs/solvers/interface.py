@@ -225,18 +225,31 @@ def _solver(family: Family, solver: str | Solver, budget: Budget, options: dict[
         raise ProblemError(f"The solver {solver!r} does not take these options: {error}") from None
 
 
-def require_known(solver: str | Solver, refine: str | Refinement | None, budget: Budget = "default") -> None:
-    """Check that a solver, a refinement and a budget exist, before any work is done.
+def require_known_solver(solver: str | Solver) -> None:
+    """Check that a solver exists, before any work is done.
 
     Raises:
-        ProblemError: an unknown solver, refinement or budget.
+        ProblemError: neither a name of a solver nor a function.
     """
-    for name, value in (("solver", solver), ("refine", refine)):
-        if not (value is None or isinstance(value, str) or callable(value)):
-            raise ProblemError(f"{name} must be a name or a function such as iobs.ADMM(), got {value!r}.")
+    _require_name_or_function("solver", solver)
     known = GRIDS if isinstance(solver, str) and solver in GRIDS.solvers.keys() - SOLVERS.keys() else ENTRIES
-    _solver(known, solver, budget, {})
-    _refinement(ENTRIES, refine)
+    _solver(known, solver, "default", {})
+
+
+def require_known_refinement(refine: str | Refinement | None) -> None:
+    """Check that a refinement exists, before any work is done.
+
+    Raises:
+        ProblemError: neither None, a name of a refinement nor a function.
+    """
+    if refine is not None:
+        _require_name_or_function("refine", refine)
+        _refinement(ENTRIES, refine)
+
+
+def _require_name_or_function(argument: str, value: object) -> None:
+    if not (isinstance(value, str) or callable(value)):
+        raise ProblemError(f"{argument} must be a name or a function such as iobs.ADMM(), got {value!r}.")
 
 
 def _refinement(family: Family, refine: str | Refinement | None) -> Refinement | None:
@@ -303,4 +316,12 @@ def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | Non
     return quadratic.without(dead), dead
 
 
-__all__ = ["BUDGETED", "REFINEMENTS", "SOLVERS", "require_known", "solve", "solve_many"]
+__all__ = [
+    "BUDGETED",
+    "REFINEMENTS",
+    "SOLVERS",
+    "require_known_refinement",
+    "require_known_solver",
+    "solve",
+    "solve_many",
+]

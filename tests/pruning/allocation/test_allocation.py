@@ -9,9 +9,9 @@ from torch import nn
 
 import iobs
 from iobs.errors import LayerSelectionError, PatternError, ProblemError
-from iobs.pruning.allocation.counts import Curve, keep_ranges, optimal_counts
+from iobs.pruning.allocation.counts import Curve, keep_ranges, optimal_counts, within_support
 from iobs.pruning.allocation.output_fisher import output_fisher
-from iobs.pruning.allocation.sensitivity import complete, damage_passes, within_support
+from iobs.pruning.allocation.sensitivity import complete, damage_passes
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import select
 from iobs.pruning.recipe.allocation import Allocation

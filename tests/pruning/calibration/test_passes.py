@@ -156,6 +156,50 @@ def test_a_bypass_does_not_rely_on_shortcuts_whose_inputs_are_known_later(monkey
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+class Neck(nn.Module):
+    """Two narrow forms of a hidden state, of which the second is the residual, as in MobileBERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.narrow = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.relu(self.shared(x)), self.narrow(x)
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.proj = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, value, residual):
+        mixed = nn.functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(value))
+        return self.proj(mixed) + residual
+
+
+class WithNeck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.neck, self.attention, self.fc = Neck(), Mixed(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        shared, narrow = self.neck(x)
+        return x + self.fc(self.attention(shared, x, narrow))
+
+
+def test_a_shortcut_does_not_rely_on_shortcuts_whose_inputs_are_known_later(monkeypatch):
+    def weights():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(WithNeck() for _ in range(3)), nn.Linear(8, 4)).eval()
+        iobs.prune(model, [torch.randn(10, 6, 8) for _ in range(4)], "50%", "one-shot", holdout=0.0)
+        return model.state_dict()
+
+    found = weights()
+    monkeypatch.setattr("iobs.pruning.calibration.inputs.find_shortcuts", lambda *_: [])
+    expected = weights()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_a_bypass_gives_hooks_the_known_input_and_restores_the_modules():
     torch.manual_seed(0)
     block = Block().eval()

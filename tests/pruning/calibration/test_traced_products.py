@@ -26,6 +26,36 @@ def test_parameter_in_a_product_is_pruned_as_the_equal_linear(name):
     assert {row.name: row.zeros for row in iobs.audit(direct)} == {row.name: row.zeros for row in report.audit}
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, w: torch.einsum("bi,oi->bo", x, w),
+        lambda x, w: torch.addmm(x.new_zeros(10), x, w.t()),
+        lambda x, w: torch.bmm(x[None], w.t()[None])[0],
+        lambda x, w: functional.linear(x, torch.cat([w[:3], w[3:]])),
+        lambda x, w: functional.linear(x, torch.stack([*w])),
+    ],
+    ids=["einsum", "addmm", "bmm", "cat", "stack"],
+)
+def test_weight_of_a_linear_is_pruned_in_any_product(use):
+    class Used(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.w, self.head = nn.Linear(12, 10, bias=False), nn.Linear(10, 4)
+
+        def forward(self, x):
+            return self.head(use(x, self.w.weight))
+
+    model, plain = Used(), nn.Sequential(nn.Linear(12, 10, bias=False), nn.Linear(10, 4))
+    plain.load_state_dict(dict(zip(plain.state_dict(), model.state_dict().values(), strict=True)))
+    report = iobs.prune(model, data(), 0.5, "one-shot", target="dense")
+    iobs.prune(plain, data(), 0.5, "one-shot", target="dense")
+    assert report.coverage.share == 1
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
 def test_rounds_with_fine_tuning_keep_the_zeros_of_a_layer_found_by_use():
     shape, use, *_ = PLAIN["einsum with heads"]
     direct = Direct(shape, use)

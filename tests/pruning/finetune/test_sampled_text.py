@@ -94,7 +94,19 @@ def test_plain_text_of_few_tokens_gets_sampled_windows(model):
 
 def test_an_encoder_gives_no_text():
     config = BertConfig(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    assert sampled_text(BertModel(config).eval(), Samples.of([text()]), 4, 0) is None
+    encoder, part = BertModel(config).eval(), Samples.of([text()])
+    assert sampled_text(encoder, part, 4, 0) is None
+    assert windows_to_sample(encoder, part, 31) == 0  # although its class takes keys and values
+    assert copies_to_sample(encoder, part) == 0
+
+
+def test_best_prunes_an_encoder_without_sampled_text():
+    config = BertConfig(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    best = iobs.Recipe.preset("best")
+    short = best.but(blocks=replace(best.blocks, masks=1, steps=2, network_steps=2), solver="sparsegpt")
+    report = iobs.prune(BertModel(config).eval(), [text(12), text(12)], 0.5, short)
+    assert report.zeros == report.weights // 2
+    assert not any("sampled" in note for note in report.notes)
 
 
 @torch.no_grad()

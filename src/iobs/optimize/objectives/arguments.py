@@ -19,13 +19,25 @@ def prepare(X: MatrixLike, y: VectorLike, sample_weight: VectorLike | None) -> t
     design = designs.as_design(X)
     n = design.shape[0]
     target = designs.as_vector(y, "target y", n)
-    weights = np.ones(n) if sample_weight is None else designs.as_vector(sample_weight, "sample weights", n)
-    if sample_weight is not None and (weights.min() < 0 or weights.sum() == 0):
-        raise ProblemError(f"Sample weights must not be negative and not all zero, got values from {weights.min()}.")
+    weights = np.ones(n) if sample_weight is None else weights_of(sample_weight, n)
     with np.errstate(over="ignore"):
         if not np.isfinite(weights @ target**2):
             raise ProblemError("The target y is too large to square; divide it by a constant.")
     return design, target, weights
+
+
+def weights_of(sample_weight: VectorLike, n: int, name: str = "sample weights") -> Array:
+    """Sample weights (n,), validated and converted.
+
+    Raises:
+        ProblemError: the length is not n, a weight is negative, NaN or infinite, or all weights are zero.
+    """
+    weights = designs.as_vector(sample_weight, name, n)
+    if weights.min() < 0 or weights.sum() == 0:
+        raise ProblemError(
+            f"The {name} must not be negative and not all zero, got {weights.min():g} to {weights.max():g}."
+        )
+    return weights
 
 
 def ridge_vector(ridge: float | VectorLike, dimension: int) -> Array:

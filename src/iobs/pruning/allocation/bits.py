@@ -21,7 +21,7 @@ from iobs.core.quadratic import Solution
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.allocation.counts import Curve
 from iobs.pruning.allocation.knapsack import best_choices
-from iobs.pruning.allocation.measurements import LayerCurves
+from iobs.pruning.allocation.measurements import LayerCurves, fit_and_evaluation
 from iobs.pruning.allocation.response import Trial, common_response
 from iobs.pruning.allocation.uniform import Choice, uniform_plans
 from iobs.pruning.calibration.blocks import Block
@@ -31,7 +31,7 @@ from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.report import AllocationRecord, JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint
-from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.samples.subsets import Samples
 
 SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
 
@@ -39,7 +39,6 @@ SolveLayer = Callable[[Layer, Statistics, Tensor, Pattern], list[Solution]]
 LEVELS = {2: (0.0, 0.5, 0.8), 3: (0.0, 0.5, 0.9), 4: (0.0, 0.3, 0.6, 0.9), 8: (0.0, 0.5, 0.7, 0.9)}
 _STEP = 0.05  # between the sparsities that are compared; errors between measured sparsities are interpolated
 _TRIALS = (0.6, 1.0, 1.5)  # shares of the budget; the damage of the best choice within each is measured
-_EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors and damages, besides the held-out ones
 _POSITIONS = 16  # positions per sample of a convolution
 _TOKENS = 65536  # most positions of text for curves
 _PROBE, _PROBE_TOKENS = 100, 8192  # most samples and positions of text for divergences
@@ -82,8 +81,7 @@ class BitPlanner:
             The plan, the curves of every layer, and the divergences of the plans that were tried, by name; empty if
             no samples are left to judge them.
         """
-        fit, rest = split(self.calibration, _EVALUATION_SHARE, self.seed)
-        evaluation = Samples(rest.batches + self.heldout.batches, rest.numbers + self.heldout.numbers)
+        fit, evaluation = fit_and_evaluation(self.calibration, self.heldout, self.seed)
         probed = evaluation if evaluation.batches else self.calibration
         probe = answered(self.model, probed.first(_PROBE, _PROBE_TOKENS), _ANSWERS)
         fitted, judging = (part.first(part.samples, _TOKENS) for part in (fit, evaluation))

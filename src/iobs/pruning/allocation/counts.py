@@ -138,6 +138,22 @@ def uniform(pattern: Pattern, layers: tuple[Layer, ...]) -> dict[Layer, Pattern]
     return dict.fromkeys(layers, pattern)
 
 
+def within_support(
+    curves: dict[Layer, Curve], ranges: dict[Layer, tuple[int, int]], total: int
+) -> dict[Layer, tuple[int, int]]:
+    """Limit the ranges to the nonzero entries of each layer; no limit if there are fewer than `total` nonzero entries.
+
+    Args:
+        curves: curve of each layer; its last count is the number of nonzero entries.
+        ranges: least and greatest count of each layer.
+        total: number of entries to keep in all layers.
+    """
+    narrowed = {
+        layer: (fewest, max(fewest, min(most, curves[layer].keeps[-1]))) for layer, (fewest, most) in ranges.items()
+    }
+    return narrowed if sum(most for _, most in narrowed.values()) >= total else ranges
+
+
 def optimal_counts(effects: dict[Layer, Curve], total: int, ranges: dict[Layer, tuple[int, int]]) -> dict[Layer, int]:
     """Counts that minimise sum_l u_l(k_l) with sum_l k_l = total; exact for the lower convex envelopes of the curves.
 

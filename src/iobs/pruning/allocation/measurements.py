@@ -8,6 +8,15 @@ from iobs.pruning.allocation.counts import Curve
 from iobs.pruning.allocation.response import Trial
 from iobs.pruning.calibration.gram import Statistics
 from iobs.pruning.report import JsonObject
+from iobs.pruning.samples.subsets import Samples, split
+
+EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors and damages, besides the held-out ones
+
+
+def fit_and_evaluation(calibration: Samples, heldout: Samples, seed: int) -> tuple[Samples, Samples]:
+    """Samples that layers are solved for, and samples that errors are measured on: the rest, and the held-out ones."""
+    fit, rest = split(calibration, EVALUATION_SHARE, seed)
+    return fit, Samples(rest.batches + heldout.batches, rest.numbers + heldout.numbers)
 
 
 @dataclass

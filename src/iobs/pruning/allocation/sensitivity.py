@@ -14,8 +14,16 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
-from iobs.pruning.allocation.counts import Curve, global_sparsity, keep_ranges, optimal_counts, total_kept
-from iobs.pruning.allocation.measurements import Measured
+from iobs.pruning.allocation.counts import (
+    Curve,
+    global_sparsity,
+    keep_ranges,
+    optimal_counts,
+    total_kept,
+    within_support,
+)
+from iobs.pruning.allocation.kin import Kin
+from iobs.pruning.allocation.measurements import EVALUATION_SHARE, Measured, fit_and_evaluation
 from iobs.pruning.allocation.output_fisher import output_fisher
 from iobs.pruning.allocation.response import Trial, common_response
 from iobs.pruning.allocation.trials import Trials
@@ -30,7 +38,7 @@ from iobs.pruning.report import AllocationRecord, JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.samples.subsets import Samples
 
 _LEVELS = (1 / 6, 1 / 3, 2 / 3, 1.0, 1.5, 2.5)  # measured densities of a layer, relative to that of the whole model
 CURVE_LEVELS = len(_LEVELS)
@@ -38,7 +46,6 @@ _TRIAL_LEVELS = (1 / 6, 1.0, 2.5)  # the levels at which the damage is measured 
 _DENSEST = 0.9  # upper limit of the measured densities; at density 1 the error is zero
 _NO_ERROR = 1e-9  # relative error up to which a trial counts as unchanged, such as for layers of mostly zeros
 _POSITIONS = 16  # positions per sample of a convolution; curves need fewer than weights do
-_EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors and damages, besides the held-out ones
 PROBE = 300  # most samples for gradients and divergences
 PROBE_TOKENS = 16384  # most positions of text for gradients and divergences; each position has its own distribution
 _PASSES = 4.0  # passes of the calibration samples for the trials of all layers together, through half of the model each
@@ -75,8 +82,7 @@ class Planner:
 
     Attributes:
         measured: results by layer.
-        fit: samples that layers are solved for.
-        evaluation: samples that errors and divergences are measured on.
+        parts: samples that layers are solved for, and samples that errors and divergences are measured on.
     """
 
     model: nn.Module
@@ -92,8 +98,7 @@ class Planner:
     measured: dict[Layer, Measured] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.fit, rest = split(self.calibration, _EVALUATION_SHARE, self.seed)
-        self.evaluation = Samples(rest.batches + self.heldout.batches, rest.numbers + self.heldout.numbers)
+        self.parts = fit_and_evaluation(self.calibration, self.heldout, self.seed)
 
     @property
     def output_count(self) -> int:
@@ -131,7 +136,7 @@ class Planner:
         by_block = allocation.criterion == "block"
         tries = allocation.by_damage or by_block
         tried = {min(level * density, _DENSEST) for level in _TRIAL_LEVELS} if tries else set()
-        calibration, heldout = (part.first(part.samples, CURVE_TOKENS) for part in (self.fit, self.evaluation))
+        calibration, heldout = (part.first(part.samples, CURVE_TOKENS) for part in self.parts)
         sweep = Sweep(
             self.model,
             calibration,
@@ -144,13 +149,19 @@ class Planner:
             followers=(),
         )
         trials = self._trials(sweep, by_block) if tries and self.chain else None
+        kin = Kin(self.layers if by_block else (), self.chain)
+        likened: dict[Layer, int] = {}
         for group in sweep.groups():
             statistics = cache(group.statistics)  # not called if the checkpoint holds the curves
             for layer in group.layers:
+                if kin.covers(layer, self.measured):
+                    likened[layer] = int(torch.count_nonzero(layer.read(self.model))) or layer.weights
+                    continue
                 measure = partial(self._measure_layer, layer, statistics, levels, tried, trials)
                 found = self.checkpoint.remembered(f"curve of {layer.name}", measure)
                 self.measured[layer] = Measured.of(found, statistics() if allocation.criterion == "evolve" else None)
-                self.on_progress("error curves of layers", len(self.measured), len(self.layers))
+                self.on_progress("error curves of layers", len(self.measured) + len(likened), len(self.layers))
+        self.measured |= {layer: kin.likened(layer, count, self.measured) for layer, count in likened.items()}
         return [*sweep.without_input]
 
     def _trials(self, sweep: Sweep, by_block: bool) -> Trials:
@@ -260,7 +271,8 @@ class Planner:
     @property
     def _judges(self) -> Samples:
         """Samples that no layer is solved for, if there are any."""
-        part = self.evaluation if self.evaluation.batches else self.calibration
+        _, evaluation = self.parts
+        part = evaluation if evaluation.batches else self.calibration
         return part.first(PROBE, PROBE_TOKENS)
 
     @cached_property
@@ -325,7 +337,7 @@ class Planner:
 
 def evaluation_share(holdout: float) -> float:
     """Number of evaluation samples per calibration sample, if a share `holdout` of all samples is held out."""
-    return _EVALUATION_SHARE + holdout / (1 - holdout)
+    return EVALUATION_SHARE + holdout / (1 - holdout)
 
 
 def samples_per_trial(layers: int, samples: int) -> int:
@@ -348,22 +360,6 @@ def damage_passes(layers: int, available: int, samples: int) -> int:
 def can_keep_grams(layers: tuple[Layer, ...]) -> bool:
     """Check that the Grams of all layers are small enough to be kept for a search."""
     return sum(layer.groups * layer.shape[1] ** 2 for layer in layers) <= _SEARCH_ENTRIES
-
-
-def within_support(
-    curves: dict[Layer, Curve], ranges: dict[Layer, tuple[int, int]], total: int
-) -> dict[Layer, tuple[int, int]]:
-    """Limit the ranges to the nonzero entries of each layer; no limit if there are fewer than `total` nonzero entries.
-
-    Args:
-        curves: curve of each layer; its last count is the number of nonzero entries.
-        ranges: least and greatest count of each layer.
-        total: number of entries to keep in all layers.
-    """
-    narrowed = {
-        layer: (fewest, max(fewest, min(most, curves[layer].keeps[-1]))) for layer, (fewest, most) in ranges.items()
-    }
-    return narrowed if sum(most for _, most in narrowed.values()) >= total else ranges
 
 
 def complete(found: dict[Layer, Curve], curves: dict[Layer, Curve]) -> dict[Layer, Curve]:

@@ -126,16 +126,14 @@ def _exact_shortcuts(
     others = [one for one in others if all(one.layer != other.layer for other in found)]
     known = _known_inputs(stream, stage, index, [*found, *others])
     place = {layer: number for number, group in enumerate(groups) for layer in group}
+    found.sort(key=lambda one: place[one.layer])
     exact: list[Shortcut | Bypass] = []
-    tried: list[list[Shortcut | Bypass]] = [found]
-    tried += [[one] for one in others]
-    for some in tried:
-        usable = [one for one in some if one.layer in known]
-        # A bypass is in force before the inputs of later shortcuts are known: the block must be exact without these.
-        last = max((place[one.layer] for one in usable), default=0)
-        before = [one for one in exact if place[one.layer] < last]
-        if usable and _is_exact(stream, stage, index, [*before, *usable], known, output):
-            exact += usable
+    for one in found + others:
+        if one.layer in known:
+            # It is in force before the inputs of later shortcuts are known: the block must be exact without these.
+            before = [other for other in exact if place[other.layer] < place[one.layer]]
+            if _is_exact(stream, stage, index, [*before, one], known, output):
+                exact.append(one)
     return exact
 
 

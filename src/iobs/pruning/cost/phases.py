@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from iobs.pruning.allocation.kin import MEASURED_BLOCKS
 from iobs.pruning.allocation.sensitivity import CURVE_LEVELS, CURVE_TOKENS
 from iobs.pruning.cost.loads import (
     Load,
@@ -159,7 +160,10 @@ def _regression_load(layer: Matrix) -> Load:
 
 
 def allocation_load(work: Work, recipe: Recipe) -> Load:
-    """An allocation by block: curves of every layer, one pass for their Grams, and runs of blocks."""
+    """An allocation by block: curves of the layers of the measured blocks, a pass for their Grams, and runs of blocks.
+
+    Experts are measured in every block; here they are counted like other layers.
+    """
     fast = recipe.but(solver=ADMM("fast")) if is_admm(recipe) else recipe
     levels = math.ceil(CURVE_LEVELS / work.ranks)  # ranks share the points of a curve
     tokens = min(work.tokens, 2 * CURVE_TOKENS) / work.ranks
@@ -172,7 +176,8 @@ def allocation_load(work: Work, recipe: Recipe) -> Load:
     length = work.tokens / work.samples if work.samples else 1.0
     judged = min(0.2 * work.tokens, _TRIAL_SAMPLES * length) / work.ranks
     runs = _TRIED * len(work.layers) / work.blocks
-    return found + Load(block=2.0 * work.weights * (runs * judged + 3.0 * tokens))
+    share = min(1.0, MEASURED_BLOCKS / work.blocks)
+    return (found + Load(block=2.0 * work.weights * runs * judged)) * share + Load(block=6.0 * work.weights * tokens)
 
 
 def fit_load(work: Work, fit: BlockFit) -> Load:

@@ -14,9 +14,9 @@ from iobs.pruning.recipe import as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.clock import NAMES
-from iobs.pruning.widths.costs import Products
+from iobs.pruning.widths.costs import CostModel, Products
 from iobs.pruning.widths.curves import Curves, SiteCurve
-from iobs.pruning.widths.knapsack import Choice
+from iobs.pruning.widths.knapsack import Choice, require_reachable
 from iobs.pruning.widths.latency import Latency, can_copy, measure, narrowed, shares_of
 from iobs.pruning.widths.plan import choices_of, chosen_widths, widths_of
 from iobs.pruning.widths.readers import joined
@@ -61,15 +61,18 @@ def _planned(work: Workspace, pattern: Structured) -> tuple[dict[str, int], list
     if pattern.of == "latency":
         latency, offered = _timed(work, pattern, every)
     equal = as_allocation(work.recipe.allocation).criterion == "uniform"
+    products = Products.count(work.store.model, work.fit.batches[0], every).held
+    cost: CostModel = latency or (products.entries if pattern.of == "parameters" else products)
+    limit = (1 - pattern.sparsity) * cost.of({})
+    plain = choices_of(every, pattern, work.request.tied, None, offered)
+    require_reachable(plain, cost, limit)  # before the curves, which can take minutes
     measuring = _curves(work)
     curves = {} if equal else measuring.measured()
-    choices = choices_of(every, pattern, work.request.tied, None if equal else curves, offered)
+    choices = plain if equal else choices_of(every, pattern, work.request.tied, curves, offered)
     if latency is not None:
         widths = _within_time(work, pattern, Timed(every, choices, latency, equal))
     else:
-        cost = Products.count(work.store.model, work.fit.batches[0], every).held
-        cost = cost.entries if pattern.of == "parameters" else cost
-        widths = chosen_widths(choices, cost, (1 - pattern.sparsity) * cost.of({}), equal)
+        widths = chosen_widths(choices, cost, limit, equal)
     return widths, [_record(curve, widths[name]) for name, curve in curves.items()], measuring
 
 

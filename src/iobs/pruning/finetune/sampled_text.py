@@ -111,6 +111,8 @@ def windows_to_sample(model: nn.Module, part: Samples, used: int) -> int:
     masks = (attended(model, batch) for batch in part.batches)
     if batches.positions(part.batches[0]) < _PREFIX or not all(mask is None or bool(mask.all()) for mask in masks):
         return 0
+    if not _predicts(model, part):  # an encoder, whose class can be a decoder too
+        return 0
     return min(_MOST_COPIES * part.samples, -(-used // _SHARE))
 
 
@@ -139,6 +141,15 @@ def sampled_text(model: nn.Module, part: Samples, count: int, seed: int) -> Samp
             return None
         found.append(drawn.cpu())
     return SampledText(torch.cat(found)) if found else None
+
+
+@torch.no_grad()
+def _predicts(model: nn.Module, part: Samples) -> bool:
+    """Check on one window that the model predicts next tokens and keeps keys and values: two tokens are sampled."""
+    window = batches.take(part.batches[0], torch.arange(1))
+    assert isinstance(window, Mapping)
+    start = window["input_ids"][:, :1].to(next(model.parameters()).device)
+    return _continued(model, start, 3, torch.Generator().manual_seed(0)) is not None
 
 
 def _continued(model: nn.Module, tokens: Tensor, length: int, generator: torch.Generator) -> Tensor | None:

@@ -9,7 +9,7 @@ from types import NoneType
 
 from iobs.errors import ProblemError, is_a
 from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS, NetworkSolver
-from iobs.solvers import REFINEMENTS, SOLVERS, Refinement, Solver, require_known
+from iobs.solvers import REFINEMENTS, SOLVERS, Refinement, Solver, require_known_refinement, require_known_solver
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class LayerSettings:
         """
         assert not isinstance(self.solver, NetworkSolver)
         try:
-            require_known(self.solver, None)
+            require_known_solver(self.solver)
         except ProblemError as error:
             others = ", ".join(sorted(NETWORK_SOLVERS))
             raise ProblemError(f"{str(error).rstrip('.')}; or one of the whole network: {others}.") from None
-        require_known(self.solver, self.refine)
+        require_known_refinement(self.refine)

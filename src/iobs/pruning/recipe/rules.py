@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from iobs.core.patterns import Pattern, as_pattern
 from iobs.errors import ProblemError
-from iobs.solvers import Solver, require_known
+from iobs.solvers import Solver, require_known_solver
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rule:
         if self.pattern is not None:
             object.__setattr__(self, "pattern", copy(as_pattern(self.pattern)))  # known from the run's by identity
         if self.solver is not None:
-            require_known(self.solver, None)
+            require_known_solver(self.solver)
         try:
             re.compile(self.expression)
         except re.error as error:

@@ -7,7 +7,8 @@ the dense model, so they repair what the removed parts leave out. The recipe "be
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -32,7 +33,7 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.structure import widths
-from iobs.pruning.structured import Asked, outputs_of, require_same, seconds_of
+from iobs.pruning.structured import Asked, outputs_of, require_same, require_taken, seconds_of
 from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRecord
 from iobs.pruning.whole.blocks import Blocks
 from iobs.pruning.whole.experts import Experts
@@ -58,6 +59,18 @@ class _Beside(Store):
         """The dense model."""
         return self._dense
 
+    @contextmanager
+    def as_dense(self) -> Iterator[None]:
+        """Context in which the dense model answers calls of the model, whose parts are gone already."""
+        own = vars(self.model).get("forward")
+        self.model.forward = self._dense.forward
+        try:
+            yield
+        finally:
+            del self.model.forward
+            if own is not None:
+                self.model.forward = own
+
 
 def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:
     """Remove blocks or experts of the model of a store.
@@ -67,6 +80,7 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callba
         PatternError: the share is none of them, or more than can be removed.
         ModelError: the model's class cannot have fewer of them.
         ProblemError: the recipe, names of layers, or the model's weights are not in memory.
+        CalibrationError: the model does not take a batch.
     """
     if not store.whole:
         raise ProblemError("Structured removes units of a model in memory; load the model whole.")
@@ -76,6 +90,7 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callba
     require_runtime(asked.pattern.runtime)
     model = store.model
     with evaluating(model) as frozen, seeded(model, asked.seed):
+        require_taken(model, collected)
         parts: Kind = (
             Blocks.found(model, collected[0]) if asked.pattern.units == "blocks" else Experts.found(model, collected)
         )

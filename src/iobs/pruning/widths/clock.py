@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -106,17 +111,7 @@ def _in_onnx(example: Example) -> Call:
 
     traced = _Traced(example).eval()
     names = [f"input{number}" for number in range(len(traced.inputs))]
-    try:
-        with TemporaryDirectory() as folder, warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # of values that the export takes as constants
-            file = Path(folder) / "module.onnx"
-            torch.onnx.export(traced, traced.inputs, str(file), dynamo=False, input_names=names)
-            content = file.read_bytes()
-    except Exception as error:  # operators that the exporter does not know
-        raise ModelError(
-            f"{type(example.module).__name__} cannot be exported to ONNX ({first_line(error)}); measure it with "
-            'runtime="torch".'
-        ) from None
+    content = _exported(traced, names)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
@@ -124,6 +119,73 @@ def _in_onnx(example: Example) -> Call:
     used = {one.name for one in session.get_inputs()}
     given = {name: one.detach().cpu().numpy() for name, one in zip(names, traced.inputs, strict=True) if name in used}
     return lambda: session.run(None, given)
+
+
+def _exported(traced: _Traced, names: Sequence[str]) -> bytes:
+    """A file of ONNX. The exporter that traces is tried first; the newer one knows more, and is slower.
+
+    Raises:
+        ModelError: neither can export the module.
+    """
+    reason = ""
+    for newer in (False, True):
+        if newer and find_spec("onnxscript") is None:
+            reason += "; with onnxscript another exporter is tried"
+            break
+        try:
+            with TemporaryDirectory() as folder, _silent(), torch.no_grad(), _shared_heads_repeated():
+                file = Path(folder) / "module.onnx"
+                options: dict[str, Any] = {"verbose": False, "external_data": False} if newer else {}
+                torch.onnx.export(traced, traced.inputs, str(file), dynamo=newer, input_names=names, **options)
+                return file.read_bytes()
+        except Exception as error:  # operators that an exporter does not know
+            reason = reason or first_line(error)
+    raise ModelError(
+        f'{type(traced.module).__name__} cannot be exported to ONNX ({reason}); measure it with runtime="torch".'
+    )
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Context without warnings of values that an export takes as constants, and without standard output.
+
+    The exporter prints the graph of a module that it cannot export, from C++.
+    """
+    logger = logging.getLogger("torch.onnx")
+    level, output = logger.level, os.dup(1)
+    logger.setLevel(logging.ERROR)
+    sys.stdout.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
+        os.close(nowhere)
+        logger.setLevel(level)
+
+
+@contextmanager
+def _shared_heads_repeated() -> Iterator[None]:
+    """Context in which attention repeats keys and values that several heads share: the exporter knows no other form."""
+    plain = nn.functional.scaled_dot_product_attention
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, *args: Any, enable_gqa: bool = False, **named: Any
+    ) -> Tensor:
+        if enable_gqa:
+            times = query.shape[-3] // key.shape[-3]
+            key, value = (one.repeat_interleave(times, -3) for one in (key, value))
+        return plain(query, key, value, *args, **named)
+
+    nn.functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = plain
 
 
 def interleaved(calls: Sequence[Call]) -> list[float]:

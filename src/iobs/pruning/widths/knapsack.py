@@ -43,12 +43,7 @@ def least_effect(choices: Sequence[Choice], cost: CostModel, limit: float) -> di
     Raises:
         PatternError: even the smallest widths cost more.
     """
-    smallest = {name: choice.widths[0] for choice in choices for name in choice.sites}
-    if cost.of(smallest) > limit * (1 + 1e-9):
-        share = 1 - cost.of(smallest) / cost.of({})
-        raise PatternError(
-            f"At most {max(0.0, share):.1%} of this cost can be removed with the units that were found; ask for less."
-        )
+    smallest = require_reachable(choices, cost, limit)
     dense = cost.of({})
     wanted = dense - limit
     if wanted <= 0:
@@ -64,6 +59,24 @@ def least_effect(choices: Sequence[Choice], cost: CostModel, limit: float) -> di
                 break
         asked *= wanted / saved if saved > 0 else 1.2
     return _filled(choices, cost, limit, best)
+
+
+def require_reachable(choices: Sequence[Choice], cost: CostModel, limit: float) -> dict[str, int]:
+    """Check that the smallest widths cost at most `limit`.
+
+    Returns:
+        The smallest width of every site, by its name.
+
+    Raises:
+        PatternError: they cost more.
+    """
+    smallest = {name: choice.widths[0] for choice in choices for name in choice.sites}
+    if cost.of(smallest) > limit * (1 + 1e-9):
+        share = 1 - cost.of(smallest) / cost.of({})
+        raise PatternError(
+            f"At most {max(0.0, share):.1%} of this cost can be removed with the units that were found; ask for less."
+        )
+    return smallest
 
 
 def _effect(choices: Sequence[Choice], widths: Widths) -> float:

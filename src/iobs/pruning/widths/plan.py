@@ -9,7 +9,7 @@ from iobs.errors import PatternError
 from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.costs import CostModel
 from iobs.pruning.widths.curves import SiteCurve
-from iobs.pruning.widths.knapsack import Choice, least_effect
+from iobs.pruning.widths.knapsack import Choice, least_effect, require_reachable
 
 _ALIGNED = ("channels", "neurons")  # kinds of units that `multiple_of` aligns
 _MOST_WIDTHS = 160  # widths of one site that an allocation chooses from
@@ -69,6 +69,7 @@ def equal_shares(choices: Sequence[Choice], cost: CostModel, limit: float) -> di
     Raises:
         PatternError: even the smallest widths cost more.
     """
+    require_reachable(choices, cost, limit)
 
     def at(share: float) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -78,8 +79,6 @@ def equal_shares(choices: Sequence[Choice], cost: CostModel, limit: float) -> di
         return found
 
     low, high = 0.0, 1.0
-    if cost.of(at(low)) > limit * (1 + 1e-9):
-        raise PatternError("Even one unit in every layer costs more than what is asked to be left; ask for less.")
     if cost.of(at(high)) <= limit:
         return at(high)
     for _ in range(50):

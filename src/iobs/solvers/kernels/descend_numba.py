@@ -26,6 +26,17 @@ def _shift(gradient: Floats, row: Floats, step: float) -> None:
 
 
 @njit(nogil=True, cache=True)
+def _improve(w: Floats, g: Floats, hessian: Floats, j: int, scale: np.floating, top: np.floating, first: int) -> bool:
+    """Set entry j to its best value on the grid, and shift the gradient of the columns from `first` on."""
+    x = _point(w[j] - g[j] / hessian[j, j], scale, top)
+    if x == w[j]:
+        return False
+    _shift(g[first:], hessian[j, first:], x - w[j])
+    w[j] = x
+    return True
+
+
+@njit(nogil=True, cache=True)
 def _least(weight: Floats, hessian: Floats) -> float:
     """Least decrease of the loss that counts: the rest is rounding."""
     size = 0.0
@@ -71,12 +82,7 @@ def values(
         for _ in range(sweeps):
             changed = False
             for j in range(w.size):
-                if not kept[j]:
-                    continue
-                x = _point(w[j] - g[j] / hessian[j, j], scales[r, j // group], top)
-                if x != w[j]:
-                    _shift(g, hessian[j], x - w[j])
-                    w[j] = x
+                if kept[j] and _improve(w, g, hessian, j, scales[r, j // group], top, 0):
                     changed = True
             if not changed:
                 break
@@ -110,15 +116,9 @@ def block_values(
         g[:] = gradient[r, first : first + width]
         made = 0
         for j in range(width):
-            moved[j] = 0
-            if not kept[j]:
-                continue
-            x = _point(w[j] - g[j] / hessian[j, j], scales[r, (first + j) // group], top)
-            if x != w[j]:
-                moved[j] = x - w[j]
-                _shift(g[j + 1 :], hessian[j, j + 1 :], moved[j])
-                w[j] = x
-                made += 1
+            old = w[j]
+            made += kept[j] and _improve(w, g, hessian, j, scales[r, (first + j) // group], top, j + 1)
+            moved[j] = w[j] - old
         changes[r] += made
 
 
