@@ -57,6 +57,11 @@ CASES: dict[str, tuple[tuple[str, str, str], ...]] = {
 }
 
 
+def fed(given: Tensor) -> list[Any]:
+    """Arrays for the inputs of a graph: the samples and, for an encoder, the mask of whole texts."""
+    return [given.numpy(), torch.ones_like(given).numpy()]
+
+
 def onnx_runtime(folder: Path, given: Tensor, _: Any) -> Tensor:
     """In 32 bits: by default ONNX Runtime rounds the inputs of some products with integers to 8 bits."""
     import onnxruntime
@@ -64,7 +69,9 @@ def onnx_runtime(folder: Path, given: Tensor, _: Any) -> Tensor:
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: given.numpy()})[0])
+    return torch.from_numpy(
+        session.run(None, dict(zip([one.name for one in session.get_inputs()], fed(given), strict=False)))[0]
+    )
 
 
 def openvino(folder: Path, given: Tensor, _: Any) -> Tensor:
@@ -73,7 +80,7 @@ def openvino(folder: Path, given: Tensor, _: Any) -> Tensor:
 
     settings = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
     model = runtime.Core().compile_model(folder / "openvino_model.xml", "CPU", settings)
-    return torch.from_numpy(model([given.numpy()])[0].copy())
+    return torch.from_numpy(model(fed(given)[: len(model.inputs)])[0].copy())
 
 
 def transformers(folder: Path, given: Tensor, module: torch.nn.Module) -> Tensor:
