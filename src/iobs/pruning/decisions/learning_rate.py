@@ -12,6 +12,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import FineTune
 from iobs.pruning.recipe.finetune import Optimizer
 from iobs.pruning.report import JsonObject
+from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.workspace import Decisions, Workspace
 
 _DENSE_CAUTION = 3.0  # steps on dense weights use this much smaller rates than steps on a fixed support
@@ -91,9 +92,6 @@ def _trials(work: Workspace, plan: Mapping[Layer, Pattern], step: FineTune, leng
     scoring, start = work.scoring, work.store.snapshot()
 
     def trial(optimizer: Optimizer, rate: float) -> float:
-        return work.checkpoint.number(f"{name}, {optimizer} {rate:g}", partial(measured, optimizer, rate))
-
-    def measured(optimizer: Optimizer, rate: float) -> float:
         work.store.restore(start)
         short = replace(step, lr=rate, optimizer=optimizer, steps=length, decay=True)
         task = f"trial of {optimizer} with rate {rate:g}, step"
@@ -105,7 +103,8 @@ def _trials(work: Workspace, plan: Mapping[Layer, Pattern], step: FineTune, leng
     found: list[tuple[Optimizer, float, float]] = []
     before = scoring.comparison_loss()
     for optimizer in _tried(step):
-        losses = try_rates(partial(trial, optimizer), _RATES[optimizer], before)
+        kept = kept_trial(partial(trial, optimizer), work.checkpoint, f"{name}, {optimizer}")
+        losses = try_rates(kept, _RATES[optimizer], before)
         found += [(optimizer, rate, loss) for rate, loss in losses.items()]
     work.store.restore(start)
     return {"tried": found, "before": before}
@@ -141,6 +140,17 @@ def candidates(decided: Decisions) -> tuple[FineTune, ...]:
 
 def _tried(step: FineTune) -> tuple[Optimizer, ...]:
     return _AUTO if step.optimizer == "auto" else (step.optimizer,)
+
+
+def kept_trial(trial: Callable[[float], float], checkpoint: Checkpoint, key: str) -> Callable[[float], float]:
+    """A trial of learning rates whose losses a checkpoint keeps.
+
+    Args:
+        trial: rate -> held-out loss after the run.
+        checkpoint: holds the losses.
+        key: of the trials.
+    """
+    return lambda rate: checkpoint.number(f"{key}, trial of {rate:g}", partial(trial, rate))
 
 
 def try_rates(trial: Callable[[float], float], rates: tuple[float, ...], before: float) -> dict[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.callbacks import Callback
-from iobs.pruning.decisions.learning_rate import try_rates
+from iobs.pruning.decisions.learning_rate import kept_trial, try_rates
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.recipe import BlockFit
@@ -185,7 +185,7 @@ class Walk:
             steps.run(count, rate)
             return steps.loss()
 
-        tried = try_rates(self._kept(key, trial), NETWORK_RATES, before)
+        tried = try_rates(kept_trial(trial, self.work.checkpoint, key), NETWORK_RATES, before)
         steps.undo()
         rate = useful_rate(tried, before, ENOUGH_OF_NETWORK) or NETWORK_RATES[0]
         text = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in tried.items())
@@ -341,10 +341,6 @@ class Walk:
             self.work.note(f"Learning rate of block reconstruction{values}: {found['rate']:g} ({found['text']}).")
         return self.rates[on_grids]
 
-    def _kept(self, key: str, trial: Callable[[float], float]) -> Callable[[float], float]:
-        """The trial of a rate, whose loss the checkpoint keeps."""
-        return lambda rate: self.work.checkpoint.number(f"{key}, trial of {rate:g}", partial(trial, rate))
-
     def _trials(self, key: str, fit: Fit) -> JsonObject:
         """The largest rate with about the best gain of held-out loss in a short fit, which is undone."""
         steps = trial_steps(self.fit)
@@ -356,7 +352,7 @@ class Walk:
             return fit.loss()
 
         before = fit.loss()
-        tried = try_rates(self._kept(key, trial), RATES, before)
+        tried = try_rates(kept_trial(trial, self.work.checkpoint, key), RATES, before)
         fit.undo()
         text = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in tried.items())
         return {
