@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from iobs.pruning.allocation.counts import Curve
 from iobs.pruning.allocation.measurements import Measured
 from iobs.pruning.allocation.response import Trial
-from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.blocks import Block, number_of_block
 from iobs.pruning.network.layers import Layer
 
 MEASURED_BLOCKS = 6  # most layers of a kind whose curves are measured
@@ -49,7 +49,7 @@ class Kin:
     def __post_init__(self) -> None:
         every: dict[Kind, dict[int, Layer]] = {}
         for layer in self.layers:
-            stage = next((number for number, block in enumerate(self.chain) if block.holds(layer.path)), None)
+            stage = number_of_block(self.chain, layer.path)
             if stage is not None and layer.expert is None:  # experts of one number have nothing in common
                 kind = (layer.name.removeprefix(self.chain[stage].path), layer.shape)
                 self._places[layer] = kind, stage

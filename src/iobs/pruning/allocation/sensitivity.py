@@ -78,7 +78,7 @@ class Planner:
         seed: seed of every random choice.
         on_progress: called with (task, done, total).
         residency: of the blocks.
-        checkpoint: keeps the measurements of every group of layers.
+        checkpoint: keeps the measurements of every layer.
 
     Attributes:
         measured: results by layer.
@@ -197,7 +197,7 @@ class Planner:
             along: trials along the blocks; None: trials run the whole model.
         """
         statistics = inputs()
-        stage = None if along is None else along.stage_of(layer)
+        stage = None if along is None else along.stream.block_of(layer)
         if along is not None and stage is not None and tried:
             along.prepare(stage)
         dense = layer.read(self.model)

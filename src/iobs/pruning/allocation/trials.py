@@ -12,7 +12,6 @@ from torch import Tensor
 
 from iobs.pruning.calibration.losses import divergence
 from iobs.pruning.calibration.replay import Stream
-from iobs.pruning.network.layers import Layer
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.outputs import attended, logits
@@ -30,11 +29,6 @@ class Trials:
     stream: Stream
     answers: list[Tensor] | None = None
     _dense: dict[int, list[Tensor]] = field(default_factory=dict, init=False)  # outputs of the current block
-
-    def stage_of(self, layer: Layer) -> int | None:
-        """The block of a layer; None for layers outside the blocks."""
-        stages = range(len(self.stream.chain))
-        return next((stage for stage in stages if self.stream.layers_of(stage, [layer])), None)
 
     @torch.no_grad()
     def prepare(self, stage: int) -> None:

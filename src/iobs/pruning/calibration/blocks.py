@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -82,6 +82,11 @@ class Block:
         if not name.startswith(f"{self.path}."):
             return False
         return self.half is None or name[len(self.path) + 1 :].partition(".")[0] in self.half.modules
+
+
+def number_of_block(chain: Sequence[Block], name: str) -> int | None:
+    """The number of the block of a chain that holds a module or a parameter; None if it is outside the blocks."""
+    return next((number for number, block in enumerate(chain) if block.holds(name)), None)
 
 
 @dataclass

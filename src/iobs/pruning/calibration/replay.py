@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import CalibrationError, IOBSError, ModelError, first_line, is_out_of_memory
-from iobs.pruning.calibration.blocks import Block, find_chains, hidden_of, with_hidden
+from iobs.pruning.calibration.blocks import Block, find_chains, hidden_of, number_of_block, with_hidden
 from iobs.pruning.calibration.half_blocks import run_half
 from iobs.pruning.calibration.hooks import Args, Kwargs, captured_inputs
 from iobs.pruning.calibration.shortcuts import Shortcuts
@@ -79,13 +79,12 @@ class Stream:
     def layers_of(self, stage: int, left: Sequence[Layer]) -> list[Layer]:
         """The layers among `left` that belong to a stage; the stage may not call all of them."""
         own = stage if 0 <= stage < len(self.chain) else None
-        return [layer for layer in left if self._block_of(layer) == own]
+        return [layer for layer in left if self.block_of(layer) == own]
 
-    def _block_of(self, layer: Layer) -> int | None:
+    def block_of(self, layer: Layer) -> int | None:
         """The number of the block that holds a layer; None for layers outside the blocks."""
         if layer.name not in self._blocks:
-            number = next((number for number, block in enumerate(self.chain) if block.holds(layer.path)), None)
-            self._blocks[layer.name] = number
+            self._blocks[layer.name] = number_of_block(self.chain, layer.path)
         return self._blocks[layer.name]
 
     def state(self, index: int) -> Tensor:
