@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from iobs.pruning.allocation.measurements import fit_and_evaluation
 from iobs.pruning.allocation.sensitivity import CURVE_TOKENS, PROBE, PROBE_TOKENS
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import answered, mean_loss
@@ -23,7 +24,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LossFunction
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint
-from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.structure.units import Site
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
 from iobs.pruning.widths.readers import Part, ReaderProblem, Solved, joined
@@ -32,7 +33,6 @@ from iobs.solvers.grouped.removal import RemovalPath, removal_path
 from iobs.solvers.grouped.system import GroupSystem
 
 LEVELS = (0.25, 0.5, 0.75, 0.9)  # removed shares at which the divergence is measured
-_EVALUATION_SHARE = 0.2  # share of the calibration samples that only measure divergences
 _ANSWERS = 2**26  # most numbers in the stored outputs of the dense model
 _POSITIONS = 16  # positions per sample of a convolution
 
@@ -111,8 +111,7 @@ class Curves:
     @cached_property
     def _parts(self) -> tuple[Samples, Samples]:
         """Samples that readers are solved for, and samples that divergences are measured on."""
-        fit, rest = split(self.calibration, _EVALUATION_SHARE, self.seed)
-        judged = Samples(rest.batches + self.heldout.batches, rest.numbers + self.heldout.numbers)
+        fit, judged = fit_and_evaluation(self.calibration, self.heldout, self.seed)
         return fit, judged if judged.batches else fit
 
     @cached_property
