@@ -103,7 +103,11 @@ def windows_to_sample(model: nn.Module, part: Samples, used: int) -> int:
         part: calibration samples.
         used: number of samples that all steps read.
     """
-    if not part.batches or not all(isinstance(batch, Mapping) and set(batch) <= _READ for batch in part.batches):
+    if (
+        not used
+        or not part.batches
+        or not all(isinstance(batch, Mapping) and set(batch) <= _READ for batch in part.batches)
+    ):
         return 0
     read = inspect.signature(model.forward).parameters
     if not {"past_key_values", "use_cache", "input_ids"} <= set(read) or not part.alike:
