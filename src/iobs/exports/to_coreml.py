@@ -8,12 +8,8 @@ Form: https://apple.github.io/coremltools/docs-guides/source/opt-pruning-overvie
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from iobs.core.quiet import silenced
 from iobs.errors import ModelError, first_line
 from iobs.exports.graph import Graph, Inputs, inputs_of
 from iobs.exports.record import Written
@@ -40,7 +37,7 @@ def write_coreml(source: Source, directory: Path) -> list[Written]:
     Raises:
         ModelError: coremltools is not installed, the inputs of the model are unknown, or it cannot be converted.
     """
-    with _silent():
+    with silenced("coremltools", logging.CRITICAL, redirect_stderr):
         tools = needed("coremltools", "coreml")
         optimize = needed("coremltools.optimize.coreml", "coreml")
         inputs = inputs_of(source)
@@ -108,17 +105,3 @@ def _record(name: str, weight: Tensor, kind: str, masks: list[Tensor]) -> Writte
     if any(torch.equal(mask, own) for mask in masks):
         return Written.of(name, f"{kind} with a bit mask", weight, rounded)
     return Written.of(name, kind, weight, rounded)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Hide progress and warnings of coremltools and of the tracer; their errors are raised."""
-    logger = logging.getLogger("coremltools")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

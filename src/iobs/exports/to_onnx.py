@@ -8,10 +8,7 @@ Operator: https://onnx.ai/onnx/operators/onnx__DequantizeLinear.html.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from iobs.core.quiet import silenced
 from iobs.errors import ModelError, first_line
 from iobs.exports.graph import Graph, inputs_of
 from iobs.exports.record import Written
@@ -65,7 +63,7 @@ def traced(source: Source) -> ModuleType:
     names = tuple(inputs.tensors)
     dims = {name: torch.export.Dim(name) for free in inputs.moving.values() for name in free.values()}
     moving = tuple({place: dims[name] for place, name in inputs.moving[one].items()} for one in names)
-    with _silent(), evaluated(source.module):
+    with silenced("torch.onnx"), evaluated(source.module):
         try:
             program = torch.onnx.export(
                 _captured(Graph(single(source.module), inputs).eval(), tuple(inputs.tensors.values()), (moving,)),
@@ -174,17 +172,3 @@ def _integers(onnx: ModuleType, name: str, codes: Tensor, kind: int) -> ModuleTy
     values = in_pairs(codes) if kind == onnx.TensorProto.INT4 else codes.contiguous().numpy()
     found = onnx.helper.make_tensor(name, kind, tuple(codes.shape), values.tobytes(), raw=True)
     return found  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Hide the progress and the warnings of the tracer; its errors are raised."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

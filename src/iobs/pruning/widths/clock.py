@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -21,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from iobs.core.quiet import silenced
 from iobs.core.structured import Runtime
 from iobs.errors import ModelError, ProblemError, first_line
 
@@ -147,25 +145,18 @@ def _exported(traced: _Traced, names: Sequence[str]) -> bytes:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Context without warnings of values that an export takes as constants, and without standard output.
-
-    The exporter prints the graph of a module that it cannot export, from C++.
-    """
-    logger = logging.getLogger("torch.onnx")
-    level, output = logger.level, os.dup(1)
-    logger.setLevel(logging.ERROR)
+    """Context of an export, without standard output: C++ prints the graph of a module that cannot be exported."""
+    output = os.dup(1)
     sys.stdout.flush()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     try:
-        with warnings.catch_warnings(), redirect_stdout(StringIO()):
-            warnings.simplefilter("ignore")
+        with silenced("torch.onnx"):
             yield
     finally:
         os.dup2(output, 1)
         os.close(output)
         os.close(nowhere)
-        logger.setLevel(level)
 
 
 @contextmanager
