@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gzip
-import importlib.util
 import json
 import math
 import statistics
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, Rows, commit, machine
+from rows import Row, Rows, commit, machine, require_data
 from torch import Tensor, nn
 
 import iobs
@@ -256,16 +255,6 @@ def cell(scores: list[float]) -> str:
     return f"{statistics.mean(scores):.4g}{spread}"
 
 
-def zoo_of(data: Path) -> Any:
-    """The module `zoo.py` of the folder with networks and data."""
-    spec = importlib.util.spec_from_file_location("zoo", data / "zoo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    zoo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(zoo)
-    return zoo
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
@@ -277,7 +266,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure rows of other commits anew")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    zoo = zoo_of(given.data)
+    zoo = require_data(given.data)
     rows = Rows("blocks", ("network", "row", "level", "seed"), given.again)
     for name in given.networks:
         case = CASES[name](given.data, zoo, given.minilm, given.seed)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import blocks
 import torch
-from rows import Row, Rows, commit, machine, measured
+from rows import Row, Rows, commit, machine, measured, require_data
 
 import iobs
 from iobs.pruning.recipe import Recipe
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure rows of other commits anew")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    zoo = blocks.zoo_of(given.data)
+    zoo = require_data(given.data)
     rows = Rows("passes", ("network", "recipe", "level", "seed"), given.again)
     for name in given.networks:
         case = blocks.CASES[name](given.data, zoo, given.minilm)

@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,9 @@ def prune(recipe: str, output: Path, checkpoint: Path) -> None:
     """The run that is killed; it writes its weights into `output` when it ends."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    {
-        "rounds": prune_rounds,
-        "blocks": partial(prune_blocks, "one-shot", OPTIONS),
-        "low-memory": partial(prune_files, "one-shot", OPTIONS),
-        "fast": partial(prune_blocks, "fast", {}),
-        "fast-low-memory": partial(prune_files, "fast", {}),
-    }[recipe](output, checkpoint)
+    RECIPES[recipe](output, checkpoint)
 
 
-RECIPES = ("rounds", "blocks", "low-memory", "fast", "fast-low-memory")
 FIT = BlockFit(masks=2, between=4, steps=10, lr=1e-3, network_steps=30, network_lr=1e-4)
 OPTIONS: Any = {"solver": "sparsegpt", "target": "residual", "blocks": FIT, "holdout": 0.25}
 
@@ -103,6 +97,15 @@ def prune_rounds(output: Path, checkpoint: Path) -> None:
         iobs.prune(model, data, 0.7, "best", rounds=rounds, finetune=last, checkpoint=checkpoint)
         if ranks.first:
             save_file({name: value.contiguous() for name, value in model.state_dict().items()}, output)
+
+
+RECIPES: dict[str, Callable[[Path, Path], None]] = {
+    "rounds": prune_rounds,
+    "blocks": partial(prune_blocks, "one-shot", OPTIONS),
+    "low-memory": partial(prune_files, "one-shot", OPTIONS),
+    "fast": partial(prune_blocks, "fast", {}),
+    "fast-low-memory": partial(prune_files, "fast", {}),
+}
 
 
 def rank(recipe: str, number: int, ranks: int, port: int, output: Path, checkpoint: Path) -> None:
