@@ -1,9 +1,26 @@
 """Values and assertions that several test files share."""
 
+import importlib
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from iobs.pruning.network.layers import find_layers
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@contextmanager
+def benchmarks():
+    """The folder of the benchmarks on the import path."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield importlib.import_module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
 
 
 def state_of(model):

@@ -1,21 +1,14 @@
 """The sweep over families: a row of each result, on networks that are quick to build."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+from checks import benchmarks
 
 
 @pytest.fixture(scope="module")
 def breadth():
     """The script on the import path."""
-    sys.path.insert(0, str(FOLDER))
-    import breadth
-
-    yield breadth
-    sys.path.remove(str(FOLDER))
+    with benchmarks() as imported:
+        yield imported("breadth")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,23 +1,17 @@
 """Floors of proofs: bounds of every sparse vector in the box, close to the least value over the hull."""
 
-import sys
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
+from checks import benchmarks
 from scipy.optimize import minimize
-
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def script():
-    sys.path.insert(0, str(FOLDER))
-    import proof_floors
-
-    yield proof_floors
-    sys.path.remove(str(FOLDER))
+    with benchmarks() as imported:
+        yield imported("proof_floors")
 
 
 def quadratic(rng, d):

@@ -1,12 +1,9 @@
 """benchmarks/RESULTS.md is what assemble.py writes from the committed rows, and each row says where it comes from."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from checks import BENCHMARKS, benchmarks
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
-FILES = sorted((FOLDER / "results").glob("*.jsonl"))
+FILES = sorted((BENCHMARKS / "results").glob("*.jsonl"))
 # Commits of rows from before processor time and machines were recorded; no row may be added to them.
 OLD = """
 08198e0 0b3fafa 102f597 173956e 269b8bd 26dac04 322e357 32506cd 3a0a75f 404cc72 44b9c9b 4d38bb3 4e4dca3
@@ -18,17 +15,15 @@ f33f25c
 
 @pytest.fixture(scope="module")
 def scripts():
-    """The folder of the benchmarks on the import path."""
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
+    with benchmarks():
+        yield
 
 
 def test_results_page_is_made_from_the_rows(scripts):
     import assemble
 
     text = "run python benchmarks/assemble.py"
-    assert (FOLDER / "RESULTS.md").read_text(encoding="utf8") == assemble.page(), text
+    assert (BENCHMARKS / "RESULTS.md").read_text(encoding="utf8") == assemble.page(), text
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

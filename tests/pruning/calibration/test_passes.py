@@ -143,17 +143,26 @@ class WithReduction(nn.Module):
         return x + self.fc(x)
 
 
-def test_a_bypass_does_not_rely_on_shortcuts_whose_inputs_are_known_later(monkeypatch):
+def assert_same_weights_without(monkeypatch, finder, network):
+    """Prune a network twice, the second time with a function that finds nothing."""
+
     def weights():
         torch.manual_seed(0)
-        model = nn.Sequential(*(WithReduction() for _ in range(3))).eval()
+        model = network().eval()
         iobs.prune(model, [torch.randn(10, 6, 8) for _ in range(4)], "50%", "one-shot", holdout=0.0)
         return model.state_dict()
 
     found = weights()
-    monkeypatch.setattr("iobs.pruning.calibration.inputs.bypasses", lambda *_: [])
+    monkeypatch.setattr(f"iobs.pruning.calibration.inputs.{finder}", lambda *_: [])
     expected = weights()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_bypass_does_not_rely_on_shortcuts_whose_inputs_are_known_later(monkeypatch):
+    def network():
+        return nn.Sequential(*(WithReduction() for _ in range(3)))
+
+    assert_same_weights_without(monkeypatch, "bypasses", network)
 
 
 class Neck(nn.Module):
@@ -188,16 +197,10 @@ class WithNeck(nn.Module):
 
 
 def test_a_shortcut_does_not_rely_on_shortcuts_whose_inputs_are_known_later(monkeypatch):
-    def weights():
-        torch.manual_seed(0)
-        model = nn.Sequential(*(WithNeck() for _ in range(3)), nn.Linear(8, 4)).eval()
-        iobs.prune(model, [torch.randn(10, 6, 8) for _ in range(4)], "50%", "one-shot", holdout=0.0)
-        return model.state_dict()
+    def network():
+        return nn.Sequential(*(WithNeck() for _ in range(3)), nn.Linear(8, 4))
 
-    found = weights()
-    monkeypatch.setattr("iobs.pruning.calibration.inputs.find_shortcuts", lambda *_: [])
-    expected = weights()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert_same_weights_without(monkeypatch, "find_shortcuts", network)
 
 
 def test_a_bypass_gives_hooks_the_known_input_and_restores_the_modules():
