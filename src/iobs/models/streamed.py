@@ -20,6 +20,7 @@ from iobs.models.huggingface import check_directory
 from iobs.models.output import expanded
 from iobs.models.shards import Entry, read_entries
 from iobs.models.vision_shim import ensure_torchvision
+from iobs.models.wide_linear import WideLinear
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.halving import halved
 from iobs.pruning.coverage import Reason
@@ -147,6 +148,7 @@ class StreamedModel:
         _move_buffers(module, device)
         _fill(module, directory.read(outside, device, mapped=True))
         _tie(module)
+        _widen_products(module, prefixes, torch.device(device))
         parameters = module.named_parameters(remove_duplicate=False)
         _require_all(directory, [name for name, one in parameters if one.is_meta and not name.startswith(prefixes)])
         place, dtypes = torch.device(device), {}
@@ -250,6 +252,14 @@ def _native(stored: torch.dtype, device: torch.device) -> torch.dtype:
     able = torch.cpu.get_capabilities()
     names = ("avx512_bf16", "amx_bf16", "bf16") if stored is torch.bfloat16 else ("avx512_fp16", "amx_fp16")
     return stored if any(able.get(name) for name in names) else torch.float32
+
+
+def _widen_products(module: nn.Module, prefixes: tuple[str, ...], device: torch.device) -> None:
+    """Let linear layers outside the blocks multiply in float32, where the CPU has no instructions for their dtype."""
+    for path, one in module.named_modules():
+        outside = type(one) is nn.Linear and not f"{path}.".startswith(prefixes)
+        if outside and _native(one.weight.dtype, device) is not one.weight.dtype:
+            one.__class__ = WideLinear
 
 
 def skeleton(path: Path) -> nn.Module:

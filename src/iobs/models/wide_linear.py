@@ -1,0 +1,52 @@
+"""Linear layers in 16 bits that multiply in float32, for CPUs without 16-bit instructions.
+
+There torch takes five times as long for a product in bfloat16 as in float32, and some hundred times as long for its
+gradient. The weight stays in 16 bits: a part of its rows is converted at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PART = 2**23  # entries of the weight that are float32 at a time
+
+
+class WideLinear(nn.Linear):
+    """A linear layer with products in float32; inputs and outputs keep their dtype.
+
+    Only the input has a gradient: the weight is frozen, as everything outside the blocks is.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product of inputs (..., columns) with the weight (rows, columns), plus the bias."""
+        found: Tensor = _Product.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        return found if self.bias is None else found + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """Inputs times the transposed weight; the gradient of the weight is left out."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        wide, found = given.float(), given.new_empty(*given.shape[:-1], len(weight))
+        parts = _parts(weight)
+        for part, out in zip(parts, found.split([len(part) for part in parts], -1), strict=True):
+            out.copy_(wide @ part.float().T)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        total = gradient.new_zeros(*gradient.shape[:-1], weight.shape[1], dtype=torch.float32)
+        parts = _parts(weight)
+        for part, pull in zip(parts, gradient.split([len(part) for part in parts], -1), strict=True):
+            total += pull.float() @ part.float()
+        return total.to(gradient.dtype), None
+
+
+def _parts(weight: Tensor) -> tuple[Tensor, ...]:
+    return weight.split(max(1, _PART // weight.shape[1]))
