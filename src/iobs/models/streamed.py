@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from iobs.errors import LayerSelectionError, ModelError, first_line
+from iobs.models.halves import native
 from iobs.models.huggingface import check_directory
 from iobs.models.output import expanded
 from iobs.models.shards import Entry, read_entries
@@ -156,7 +157,7 @@ class StreamedModel:
             if any(block.holds(layer.path) for block in blocks) and layer.key in directory.entries:
                 dtypes[layer.key] = directory.entries[layer.key].dtype
         widest = _widest(dtypes) if dtypes else torch.float32
-        return cls(directory, module, blocks, place, arithmetic or _native(widest, place), surplus)
+        return cls(directory, module, blocks, place, arithmetic or native(widest, place), surplus)
 
     def dense_copy(self) -> StreamedModel:
         """The same files with a module of its own, whose matrices outside the blocks are shared; blocks are empty.
@@ -245,20 +246,11 @@ def _widest(stored: Mapping[str, torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, stored.values())
 
 
-def _native(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype itself, or float32 on a CPU without instructions for it."""
-    if device.type != "cpu" or stored not in (torch.bfloat16, torch.float16):
-        return stored
-    able = torch.cpu.get_capabilities()
-    names = ("avx512_bf16", "amx_bf16", "bf16") if stored is torch.bfloat16 else ("avx512_fp16", "amx_fp16")
-    return stored if any(able.get(name) for name in names) else torch.float32
-
-
 def _widen_products(module: nn.Module, prefixes: tuple[str, ...], device: torch.device) -> None:
     """Let linear layers outside the blocks multiply in float32, where the CPU has no instructions for their dtype."""
     for path, one in module.named_modules():
         outside = type(one) is nn.Linear and not f"{path}.".startswith(prefixes)
-        if outside and _native(one.weight.dtype, device) is not one.weight.dtype:
+        if outside and native(one.weight.dtype, device) is not one.weight.dtype:
             one.__class__ = WideLinear
 
 

@@ -1,7 +1,6 @@
 """Linear layers in 16 bits that multiply in float32, for CPUs without 16-bit instructions.
 
-There torch takes five times as long for a product in bfloat16 as in float32, and some hundred times as long for its
-gradient. The weight stays in 16 bits: a part of its rows is converted at a time.
+The weight stays in 16 bits: a part of its rows is converted at a time.
 """
 
 from __future__ import annotations
