@@ -33,7 +33,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(weight)
         wide, found = given.float(), given.new_empty(*given.shape[:-1], len(weight))
         parts = _parts(weight)
-        for part, out in zip(parts, found.split([len(part) for part in parts], -1), strict=True):
+        for part, out in zip(parts, torch.split(found, [len(part) for part in parts], -1), strict=True):
             out.copy_(wide @ part.float().T)
         return found
 
@@ -42,10 +42,10 @@ class _Product(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         total = gradient.new_zeros(*gradient.shape[:-1], weight.shape[1], dtype=torch.float32)
         parts = _parts(weight)
-        for part, pull in zip(parts, gradient.split([len(part) for part in parts], -1), strict=True):
+        for part, pull in zip(parts, torch.split(gradient, [len(part) for part in parts], -1), strict=True):
             total += pull.float() @ part.float()
         return total.to(gradient.dtype), None
 
 
 def _parts(weight: Tensor) -> tuple[Tensor, ...]:
-    return weight.split(max(1, _PART // weight.shape[1]))
+    return torch.split(weight, max(1, _PART // weight.shape[1]))
