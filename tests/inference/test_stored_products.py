@@ -109,7 +109,7 @@ def test_threads_share_the_rows_with_the_same_bits(level, name):
 
 
 @pytest.mark.parametrize("level", ["avx2", "avx512"])
-@pytest.mark.parametrize("name", ["bitmask-bf16", "bitmask-int8", "bitmask-int4"])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("columns", [5, 70, 200])
 def test_unpacked_rows_are_the_dense_rows(level, name, columns):
     require(level)

@@ -34,6 +34,7 @@ from iobs.inference.vectors import (
     plus,
     prefetch,
     read_bfloat,
+    read_half,
     read_halves8,
     read_long,
     read_mask,
@@ -233,7 +234,33 @@ def unpack_bitmask_int4(matrix: Value, output: Value, first: Value, last: Value)
     scratch[0] = 0  # the array must live until here
 
 
+@njit(cache=True, nogil=True, error_model="numpy")
+def unpack_int8(matrix: Value, output: Value, first: Value, last: Value) -> None:
+    """Store rows as float32 at `output`, (last - first, filled columns)."""
+    for row in range(first, last):
+        place, scale = matrix.values + 64 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
+        for block in range(matrix.blocks):
+            write_scaled8(output, read_bytes(place), read_bfloat(scale + 2 * (block // 2)))
+            place += 64
+            output += 256
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def unpack_index_bf16(matrix: Value, output: Value, first: Value, last: Value) -> None:
+    """Store rows as float32 at `output`, (last - first, filled columns)."""
+    for row in range(first, last):
+        for column in range(64 * matrix.blocks):
+            write_real(output + 4 * column, np.float32(0))
+        for place in range(read_long(matrix.starts + 8 * row), read_long(matrix.starts + 8 * row + 8), 2):
+            value, column = read_bfloat(matrix.values + place), read_half(matrix.indices + place)
+            if value != 0:  # entries that fill the row up are zero, at column 0
+                write_real(output + 4 * column, value)
+        output += 256 * matrix.blocks
+
+
 UNPACK = {
+    "int8": unpack_int8,
+    "index-bf16": unpack_index_bf16,
     "bitmask-bf16": unpack_bitmask_bf16,
     "bitmask-int8": unpack_bitmask_int8,
     "bitmask-int4": unpack_bitmask_int4,

@@ -162,6 +162,12 @@ def read_long(builder: Code, _: Code, address: Code) -> Code:
     return read(builder, address, _LONG, 8)
 
 
+@operation(Address, Address)
+def read_half(builder: Code, _: Code, address: Code) -> Code:
+    """The uint16 at an address."""
+    return builder.zext(read(builder, address, _HALF, 2), _LONG)
+
+
 @operation(types.float32, Address)
 def read_real(builder: Code, _: Code, address: Code) -> Code:
     """The float32 at an address."""
