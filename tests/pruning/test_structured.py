@@ -133,6 +133,15 @@ def test_language_model_has_equal_widths_and_loads_unpatched(tmp_path):
     torch.testing.assert_close(again(**text()[0]).logits, model(**text()[0]).logits)
 
 
+def test_kept_biases_are_those_of_the_model():
+    model = llama()
+    before = {name for name, _ in model.named_parameters()}
+    iobs.prune(model, text(), "structured:30%", "one-shot", solver="magnitude", target="layer", bias="keep")
+    assert {name for name, _ in model.named_parameters()} == before
+    assert not model.config.attention_bias
+    assert not model.config.mlp_bias
+
+
 def test_fine_tuned_network_is_returned_only_if_held_out_samples_prefer_it():
     model = network()
     step = iobs.FineTune(
