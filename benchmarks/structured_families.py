@@ -17,12 +17,10 @@ Both compare with the wide network whose readers have zero columns for the remov
 from __future__ import annotations
 
 import copy
-import io
 import random
 import re
 import signal
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,6 +36,7 @@ from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import Site, traced_sites
 from iobs.pruning.structure.verification import verify
 from iobs.pruning.structure.widths import Widths, configure, widths_of
+from iobs.pruning.widths.clock import Example, called_in
 
 ensure_torchvision()
 
@@ -286,14 +285,8 @@ def load_difference(model: nn.Module, batch: Any, expected: Sequence[Tensor]) ->
 
 def onnx_difference(model: nn.Module, batch: Tensor, expected: Sequence[Tensor]) -> float:
     """Difference of the outputs of ONNX Runtime."""
-    import onnxruntime
-
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(model, (batch,), file, dynamo=False, input_names=["x"])
-    session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
-    return difference(expected, [torch.from_numpy(value) for value in session.run(None, {"x": batch.numpy()})])
+    found = called_in("onnx", Example(model, (batch,), {}))()
+    return difference(expected, [torch.from_numpy(value) for value in found])  # type: ignore[attr-defined]
 
 
 def cases(everything: bool) -> list[tuple[str, str, str]]:

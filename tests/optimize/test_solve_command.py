@@ -272,9 +272,17 @@ def test_near_lists_every_model_within_the_gap(tmp_path, rng):
     assert [each["features"] for each in model["models"]] == [["c0", "c1"], ["c0", "c3"]]
     shares = {row["name"]: row["share"] for row in model["columns"]}
     assert (shares["c0"], shares["c1"], shares["c2"]) == (1.0, 0.5, 0.0)
-    shown = _run(file, "--target", "price", "-k", 2, "--near", 0.01)
+    shown = _run(file, "--target", "price", "-k", 2, "--near", "1%")
     assert "proved complete" in shown
     assert "c0 c3" in shown
+
+
+@pytest.mark.parametrize("gap", ["-1%", "nan", "inf", "two", "1%%"])
+def test_near_refuses_what_is_no_share(gap, numbers, tmp_path):
+    file = _csv(tmp_path / "t.csv", *numbers)
+    told = CliRunner().invoke(app, [str(file), "--target", "price", f"--near={gap}"])
+    assert told.exit_code == 2
+    assert "such as 0.02 or 2%" in " ".join(told.output.replace("│", " ").split())
 
 
 def test_near_needs_the_squared_loss(numbers, tmp_path):

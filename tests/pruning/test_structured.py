@@ -102,12 +102,19 @@ def test_refit_is_closer_to_dense_than_magnitude():
         assert (ours(fresh) - wanted).square().sum() < 0.5 * (plain(fresh) - wanted).square().sum()
 
 
-def test_nothing_is_lost_if_nothing_is_removed():
+@pytest.mark.parametrize("recipe", ["one-shot", "fast", "best"])
+@pytest.mark.parametrize("of", ["macs", "latency"])
+def test_nothing_is_measured_or_changed_if_nothing_is_removed(recipe, of, monkeypatch):
+    monkeypatch.setattr(widths.Curves, "measured", None)
+    monkeypatch.setattr(widths, "measure", None)
     dense = network()
     model = copy.deepcopy(dense)
-    report = iobs.prune(model, pictures(), iobs.Structured(0.0), "one-shot")
+    report = iobs.prune(model, pictures(), iobs.Structured(0.0, of=of), recipe)
     assert [one.after for one in report.widths] == [12, 16]
-    torch.testing.assert_close(model(pictures()[0]), dense(pictures()[0]), atol=1e-4, rtol=1e-4)
+    assert any("Nothing is removed" in note for note in report.notes)
+    for (name, before), (same, after) in zip(dense.state_dict().items(), model.state_dict().items(), strict=True):
+        assert name == same
+        assert torch.equal(before, after)
 
 
 def test_widths_are_multiples():
@@ -124,6 +131,15 @@ def test_language_model_has_equal_widths_and_loads_unpatched(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert again.config.intermediate_size == by_kind["neurons"].pop() < 24
     torch.testing.assert_close(again(**text()[0]).logits, model(**text()[0]).logits)
+
+
+def test_kept_biases_are_those_of_the_model():
+    model = llama()
+    before = {name for name, _ in model.named_parameters()}
+    iobs.prune(model, text(), "structured:30%", "one-shot", solver="magnitude", target="layer", bias="keep")
+    assert {name for name, _ in model.named_parameters()} == before
+    assert not model.config.attention_bias
+    assert not model.config.mlp_bias
 
 
 def test_fine_tuned_network_is_returned_only_if_held_out_samples_prefer_it():

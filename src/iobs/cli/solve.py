@@ -23,6 +23,24 @@ if TYPE_CHECKING:
     from iobs.optimize.refit.fit import Fit
 
 
+def _gap(given: str | float) -> float:
+    """A relative gap from text: "0.02" or "2%".
+
+    Raises:
+        typer.BadParameter: the text is neither, or the gap is negative or not finite.
+    """
+    from iobs.core.patterns import share
+    from iobs.errors import PatternError
+
+    try:
+        found = share(str(given))
+    except PatternError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise typer.BadParameter(f"give a share such as 0.02 or 2%, got {given}")
+    return found
+
+
 @dataclass(frozen=True)
 class Proofs:
     """Options that ask for proofs about the best columns."""
@@ -35,8 +53,8 @@ class Proofs:
         float | None,
         typer.Option(
             metavar="GAP",
-            min=0,
-            help="List every choice of k columns whose loss is at most this share above the best, 0.02 for 2 %, with "
+            parser=_gap,
+            help="List every choice of k columns whose loss is at most this share above the best, 0.02 or 2%, with "
             "a proof that none is missing; squared loss only. The time limit is that of --certify, else 60 s.",
             show_default=False,
         ),
@@ -50,9 +68,8 @@ class Proofs:
             raise typer.BadParameter("it proves nothing within bounds", param_hint="--certify or --near")
         if columns.whole_categories and (self.certify is not None or self.near is not None):
             raise typer.BadParameter("it proves nothing about --whole-categories", param_hint="--certify or --near")
-        for value, name in ((self.certify, "--certify"), (self.near, "--near")):
-            if value is not None and not value < math.inf:
-                raise typer.BadParameter("give a finite number", param_hint=name)
+        if self.certify is not None and not self.certify < math.inf:
+            raise typer.BadParameter("give a finite number", param_hint="--certify")
 
 
 @console.with_groups

@@ -45,6 +45,9 @@ from iobs.pruning.workspace import Request, Workspace
 Names = str | Sequence[str] | None
 
 
+_NO_CHANGE = Recipe(solver="magnitude")  # keeps all units with their weights, and reads a few samples
+
+
 @dataclass(frozen=True)
 class Asked:
     """Arguments of `iobs.prune` for a run that removes units; `iobs.prune` describes them."""
@@ -71,6 +74,9 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
         raise ProblemError("Structured removes units of a model in memory; load the model whole.")
     require_structured(asked.recipe)
     require_runtime(asked.pattern.runtime)
+    if asked.pattern.sparsity == 0:
+        told.on_note("Nothing is removed, since 0 % were asked: no widths are measured, and no weight changes.")
+        asked = replace(asked, recipe=_NO_CHANGE, pattern=replace(asked.pattern, of="macs"))
     model = store.model
     with evaluating(model) as frozen, seeded(model, asked.seed):
         require_taken(model, collected)
@@ -81,7 +87,8 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
         if loadable:
             sites = _loadable(sites, form, told)
         dense = Products.count(model, collected[0], sites.sites)
-        with _added_biases(model, sites, form, loadable) as added:
+        refitted = sites.sites if asked.recipe.refits_biases else ()
+        with _added_biases(model, refitted, sites, form, loadable) as added:
             selection = store.checked(collected, _selection(model, sites))
             patterns = {layer: sites.groups(layer) for layer in selection.layers}
             sites = sites.read_by(selection.layers)
@@ -201,14 +208,16 @@ def _tied(sites: Iterable[Site], form: Widths, uniform: bool | None) -> tuple[tu
 
 
 @contextmanager
-def _added_biases(model: nn.Module, sites: SitesOfLayers, form: Widths, loadable: bool) -> Iterator[list[str]]:
-    """Give readers a bias of zeros for the run, where the narrower network has a place for it.
+def _added_biases(
+    model: nn.Module, refitted: Iterable[Site], sites: SitesOfLayers, form: Widths, loadable: bool
+) -> Iterator[list[str]]:
+    """Give readers of refitted sites a bias of zeros for the run, where the narrower network has a place for it.
 
     Yields:
         The paths of these readers. Their biases are still there afterwards if the run succeeded.
     """
     added = []
-    for site in sites.sites:
+    for site in refitted:
         for reader, layer in zip(site.readers, sites.readers(site), strict=True):
             module = model.get_submodule(layer.path)
             first = reader is site.readers[0]  # the class of a model says a bias of this layer only
