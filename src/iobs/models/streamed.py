@@ -168,6 +168,12 @@ class StreamedModel:
         shared = {id(value): value for value in tensors if value.ndim > 1 or value.is_meta}
         return replace(self, module=copy.deepcopy(self.module, shared))
 
+    @property
+    def score_bytes(self) -> int | None:
+        """Bytes of one output, in the dtype of what is outside the blocks; None if the module has no dtype."""
+        dtype = getattr(self.module, "dtype", None)
+        return dtype.itemsize if isinstance(dtype, torch.dtype) else None
+
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
         """Choose the layers to prune, all of them inside blocks.
 

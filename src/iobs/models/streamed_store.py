@@ -370,10 +370,8 @@ class StreamedStore(Store):
         vocabulary = int(getattr(getattr(self.model, "config", None), "vocab_size", 0))
         step = max(STEP_TOKENS, max(positions(batch) for batch in batches))
         biased = any(f"{layer.path}.bias" in entries for layer in selection.layers)
-        dtype = getattr(self.model, "dtype", None)
-        score = dtype.itemsize if isinstance(dtype, torch.dtype) else None
         found = plan(
-            Sizes(selection.layers, max(numbers), itemsize, 0, step, vocabulary, biased, score),
+            Sizes(selection.layers, max(numbers), itemsize, 0, step, vocabulary, biased, self.streamed.score_bytes),
             outside_bytes=0 if on_cpu or recipe.blocks is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
             batches=batches,

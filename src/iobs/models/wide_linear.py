@@ -38,7 +38,7 @@ class _Product(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (weight,) = ctx.saved_tensors
         total = gradient.new_zeros(*gradient.shape[:-1], weight.shape[1], dtype=torch.float32)
         parts = _parts(weight)
