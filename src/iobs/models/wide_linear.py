@@ -5,10 +5,9 @@ The weight stays in 16 bits: a part of its rows is converted at a time.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 _PART = 2**23  # entries of the weight that are float32 at a time
 
@@ -29,7 +28,7 @@ class _Product(torch.autograd.Function):
     """Inputs times the transposed weight; the gradient of the weight is left out."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, given: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
         wide, found = given.float(), given.new_empty(*given.shape[:-1], len(weight))
         parts = _parts(weight)
@@ -38,8 +37,8 @@ class _Product(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (weight,) = ctx.saved_tensors
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors  # type: ignore[attr-defined]
         total = gradient.new_zeros(*gradient.shape[:-1], weight.shape[1], dtype=torch.float32)
         parts = _parts(weight)
         for part, pull in zip(parts, torch.split(gradient, [len(part) for part in parts], -1), strict=True):
