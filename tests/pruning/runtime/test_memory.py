@@ -61,6 +61,26 @@ def test_reusing_memory_returns_freed_memory_at_the_end_and_on_an_error() -> Non
     assert max(after, outside) < 4
 
 
+GAPS = """
+import torch
+from iobs.pruning.runtime.memory import giving_memory_back, resident, reusing_memory
+with giving_memory_back():
+    with reusing_memory():
+        early = [torch.ones(4 << 18) for _ in range(16)]
+        del early[::2]
+    before = resident()
+    late = [torch.ones(3 << 18) for _ in range(8)]
+    del late
+    print((resident() - before) >> 20)
+"""
+
+
+def test_memory_is_given_back_where_both_are_asked_for():
+    """Reuse would put the later tensors into gaps of the heap, and keep their pages."""
+    found = subprocess.run([sys.executable, "-c", GAPS], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 4
+
+
 def test_reusing_memory_respects_settings_of_the_user() -> None:
     """With this setting, blocks of 64 MB are mapped one by one and returned when freed."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MEGABYTE)}
