@@ -179,7 +179,7 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield layer.name, layer.read(model).to(layer.stored(model).dtype)
         for name, module in model.named_modules():
             if isinstance(module, library_class("iobs.inference.modules", "StoredLinear")):
-                yield name, module.weight  # type: ignore[misc]
+                yield name, module.weight  # type: ignore[attr-defined]
 
 
 def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -198,8 +198,9 @@ def _improvable(rows: GridRows) -> int:
     """The number of values that would change if all others stayed, about those that the next sweep changes."""
     from iobs.solvers.kernels import descend_numba as kernel
 
+    count: Callable[..., None] = kernel.improvable
     arrays, found = rows.arrays(), torch.zeros(len(rows.weight), dtype=torch.long)
-    over_rows(lambda start, stop: kernel.improvable(start, stop, *arrays, found.numpy()), len(found))
+    over_rows(lambda start, stop: count(start, stop, *arrays, found.numpy()), len(found))
     return int(found.sum())
 
 
