@@ -59,6 +59,15 @@ def test_scales_have_16_bits():
     assert torch.equal(in_16_bits(usual, torch.bfloat16), usual.bfloat16().float())
 
 
+def test_a_grid_combines_with_one_pattern_in_either_order():
+    grid = iobs.Grid(4)
+    for pattern in (iobs.Unstructured(0.5), iobs.NM(2, 4)):
+        assert grid & pattern == pattern & grid
+    for other in (grid, iobs.NM(2, 4) & grid):
+        with pytest.raises(PatternError, match="one Unstructured or NM"):
+            grid & other
+
+
 def test_stored_bits_count_values_mask_and_scales():
     shape = (6, 20)
     assert stored_bits(iobs.Unstructured(0.5), shape) is None

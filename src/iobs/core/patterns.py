@@ -120,7 +120,7 @@ class Grid:
     """Weights on a symmetric grid: whole multiples of a scale, from -(2^(bits-1) - 1) to 2^(bits-1) - 1 times it.
 
     Each row has one scale for every `group` neighbouring columns. Zero lies on the grid. `pattern & grid` keeps as many
-    entries as the pattern and puts their values on the grid: `Unstructured(0.5) & Grid(4)`.
+    entries as the pattern and puts their values on the grid: `Unstructured(0.5) & Grid(4)`, in either order.
 
     Args:
         bits: of each value, 2 to 8.
@@ -156,8 +156,10 @@ class Grid:
         """One group that keeps all entries."""
         return Partition(1, shape[0] * shape[1], shape[0] * shape[1])
 
-    def __rand__(self, pattern: Pattern) -> SparseGrid:
+    def __and__(self, pattern: Pattern) -> SparseGrid:
         return SparseGrid(pattern, self)
+
+    __rand__ = __and__
 
     def __str__(self) -> str:
         return f"int{self.bits}/{self.group}"
@@ -180,7 +182,7 @@ class SparseGrid:
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, (Unstructured, NM)):
-            raise PatternError(f"A grid combines with Unstructured or NM, got {self.pattern!r}.")
+            raise PatternError(f"A grid combines with one Unstructured or NM, got {self.pattern!r}.")
 
     def groups(self, shape: tuple[int, int]) -> Partition:
         """Partition of the pattern."""

@@ -37,8 +37,8 @@ def even_then_odd(given: Reals, found: Reals) -> None:
 
 
 @njit(cache=True, nogil=True)
-def rounded(given: Reals, found: NDArray[np.uint8], scales: Reals) -> None:
-    """Round each token to 8 bits: round(x / scale) + 128, with scale = max |x| / 127.
+def rounded(given: Reals, found: NDArray[np.uint8], scales: Reals, offset: int = 128) -> None:
+    """Round each token to 8 bits: round(x / scale) + offset, with scale = max |x| / 127.
 
     The scale of a token with NaN or infinite entries is NaN, and so are its products.
 
@@ -46,6 +46,7 @@ def rounded(given: Reals, found: NDArray[np.uint8], scales: Reals) -> None:
         given: (tokens, columns).
         found: (tokens, filled columns), written.
         scales: (tokens), written.
+        offset: 128, or 0 for the bytes of int8.
     """
     bits, bounds = given.view(np.int32), scales.view(np.int32)
     for token in range(given.shape[0]):
@@ -62,13 +63,13 @@ def rounded(given: Reals, found: NDArray[np.uint8], scales: Reals) -> None:
         for column in range(source.size):
             # Adding this number rounds to the nearest whole number: its last bit stands for one.
             shifted = source[column] * factor + np.float32(12582912.0)
-            goal[column] = np.uint8(np.int32(shifted - np.float32(12582912.0)) + 128)
+            goal[column] = np.uint8(np.int32(shifted - np.float32(12582912.0)) + offset)
         goal[source.size :] = 0
 
 
 @njit(cache=True, nogil=True)
-def scaled(sums: Reals, scales: Reals, corrections: Reals) -> None:
-    """Turn sums over unsigned activations into products, in place: scale * (sum - correction)."""
+def scaled(sums: Reals, scales: Reals, corrections: Reals, signed: bool = False) -> None:
+    """Turn sums into products, in place: scale * (sum - correction); sums over signed activations need none."""
     for token in range(sums.shape[0]):
         for row in range(sums.shape[1]):
-            sums[token, row] = scales[token] * (sums[token, row] - corrections[row])
+            sums[token, row] = scales[token] * (sums[token, row] - (np.float32(0) if signed else corrections[row]))

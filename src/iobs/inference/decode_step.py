@@ -1,4 +1,4 @@
-"""One token through a whole Llama-like network, in one call of compiled code (AVX-512)."""
+"""One token through a whole Llama-like network, in one call of compiled code (AVX-512 or AVX2)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from iobs.inference import cpu
 from iobs.inference.activations import even_then_odd, filled, rounded
-from iobs.inference.kernels_avx512 import (
-    Addresses,
-    bf16,
-    bitmask_bf16,
-    bitmask_int4,
-    bitmask_int8,
-    index_bf16,
-    int8,
-)
+from iobs.inference.kernels_avx512 import Addresses
 from iobs.inference.vectors import Value, read_real
+
+if cpu.level() == "avx2":  # compiled code sees one instruction set; numba keeps the code of each apart
+    from iobs.inference.kernels_avx2 import bf16, bitmask_bf16, bitmask_int4, bitmask_int8, index_bf16, int8
+
+    _order_of_bitmask, _OFFSET = filled, 0
+else:
+    from iobs.inference.kernels_avx512 import bf16, bitmask_bf16, bitmask_int4, bitmask_int8, index_bf16, int8
+
+    _order_of_bitmask, _OFFSET = even_then_odd, 128
 
 Reals = NDArray[np.float32]
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer, in this order
@@ -84,7 +86,7 @@ def _multiply(fields: Value, given: Value, found: Value, scratch: Value) -> None
     vector = given.reshape(1, given.size)
     if code >= 3:
         layout = scratch.bytes[:, :wide]
-        rounded(vector, layout, scratch.scale)
+        rounded(vector, layout, scratch.scale, _OFFSET)
         tokens = (layout.ctypes.data,)
         if code == 3:
             int8(matrix, tokens, output, 0, 0, rows)
@@ -93,19 +95,20 @@ def _multiply(fields: Value, given: Value, found: Value, scratch: Value) -> None
         else:
             bitmask_int4(matrix, tokens, output, 0, 0, rows)
         for row in range(rows):
-            found[row] = scratch.scale[0] * (found[row] - read_real(matrix.corrections + 4 * row))
+            correction = read_real(matrix.corrections + 4 * row) if _OFFSET else np.float32(0)
+            found[row] = scratch.scale[0] * (found[row] - correction)
     else:
         copy = scratch.reals[:, :wide]
         tokens = (copy.ctypes.data,)
         if code == 2:
             filled(vector, copy)
             index_bf16(matrix, tokens, output, 0, 0, rows)
-        else:
+        elif code == 0:
             even_then_odd(vector, copy)
-            if code == 0:
-                bf16(matrix, tokens, output, 0, 0, rows)
-            else:
-                bitmask_bf16(matrix, tokens, output, 0, 0, rows)
+            bf16(matrix, tokens, output, 0, 0, rows)
+        else:
+            _order_of_bitmask(vector, copy)
+            bitmask_bf16(matrix, tokens, output, 0, 0, rows)
     if bias != 0:
         for row in range(rows):
             found[row] += read_real(bias + 4 * row)

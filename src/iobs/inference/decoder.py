@@ -27,8 +27,8 @@ _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 def undecodable(model: nn.Module) -> str | None:
     """The reason why `Decoder` cannot run a model, or None."""
     config = getattr(model, "config", None)
-    if cpu.level() != "avx512":
-        return "its compiled step needs a CPU with AVX-512 (VBMI2 and VNNI)"
+    if cpu.level() == "none":
+        return "its compiled step needs an x86 CPU with AVX-512 (VBMI2 and VNNI) or AVX2"
     if config is None or config.model_type not in _TYPES:
         return f"its compiled step knows {', '.join(_TYPES)}, not {getattr(config, 'model_type', type(model).__name__)}"
     if config.hidden_act != "silu":
@@ -168,7 +168,7 @@ class Decoder:
 
         module = layer if isinstance(layer, StoredLinear) else stored(layer, form)
         matrix = module.matrix
-        addresses, kept = addresses_of(matrix, "avx512")
+        addresses, kept = addresses_of(matrix, cpu.level())
         bias = None if module.bias is None else module.bias.detach().float().contiguous()
         self._kept += [kept, bias]
         self._stored.append(module)

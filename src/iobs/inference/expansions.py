@@ -1,4 +1,4 @@
-"""Operations that move stored values to the lanes of their columns, for AVX-512 and for AVX2."""
+"""Operations that move stored values to the lanes of their columns, for AVX-512 (VBMI2)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from numba import types
 from iobs.inference.vectors import (
     Address,
     Code,
-    F32x8,
     F32x16,
-    I8x16,
     I8x32,
     I8x64,
-    I16x8,
     I16x16,
     I16x32,
-    I32x8,
     I32x16,
     operation,
 )
@@ -29,7 +25,6 @@ _BIT, _BYTE, _WORD, _LONG = (ir.IntType(bits) for bits in (1, 8, 32, 64))
 _REAL = ir.FloatType()
 
 
-# ---- AVX-512 (VBMI2): the next non-zero values go to the lanes of the set bits
 @operation(I16x32, Address, types.uint32)
 def expand_halves(builder: Code, _: Code, address: Code, mask: Code) -> Code:
     """The next 16-bit values at an address, spread over the lanes of the set bits; reads 64 bytes (vpexpandw)."""
@@ -90,55 +85,3 @@ def write_scaled(builder: Code, _: Code, address: Code, values: Code, scale: Cod
     reals = ir.VectorType(_REAL, 64)
     found = builder.fmul(builder.sitofp(values, reals), _splat(builder, scale, 64))
     builder.store(found, builder.inttoptr(address, reals.as_pointer()), align=4)
-
-
-# ---- SSSE3 and AVX2: a table of 256 rows says which byte goes to which lane
-@operation(I16x8, Address, Address)
-def spread_halves(builder: Code, _: Code, address: Code, row: Code) -> Code:
-    """The next 16-bit values at an address, spread over 8 lanes by a table's row of 16 bytes; reads 16 bytes."""
-    source, order = _read(builder, address, I8x16.llvm), _read(builder, row, I8x16.llvm)
-    return builder.bitcast(_call(builder, "llvm.x86.ssse3.pshuf.b.128", I8x16.llvm, [source, order]), I16x8.llvm)
-
-
-@operation(I16x16, Address, Address, Address, Address)
-def spread_bytes(builder: Code, _: Code, low: Code, low_row: Code, high: Code, high_row: Code) -> Code:
-    """The next bytes at two addresses, each spread over 8 lanes by a table's row of 8 bytes, as int16."""
-    pair = ir.VectorType(_LONG, 2)
-
-    def half(address: Code, row: Code) -> Code:
-        def narrow(place: Code) -> Code:
-            word = _read(builder, place, _LONG)
-            return builder.bitcast(builder.insert_element(ir.Constant(pair, [0, 0]), word, _WORD(0)), I8x16.llvm)
-
-        found = _call(builder, "llvm.x86.ssse3.pshuf.b.128", I8x16.llvm, [narrow(address), narrow(row)])
-        return builder.bitcast(found, pair)
-
-    both = builder.shuffle_vector(
-        half(low, low_row), half(high, high_row), ir.Constant(ir.VectorType(_WORD, 2), [0, 2])
-    )
-    return builder.sext(builder.bitcast(both, I8x16.llvm), I16x16.llvm)
-
-
-@operation(I32x8, I32x8, I16x16, Address)
-def add_pairs(builder: Code, _: Code, total: Code, weights: Code, activations: Code) -> Code:
-    """Add the products of 16 int16 weights and 16 uint8 activations at an address, in pairs (vpmaddwd)."""
-    given = builder.zext(_read(builder, activations, I8x16.llvm), I16x16.llvm)
-    return builder.add(total, _call(builder, "llvm.x86.avx2.pmadd.wd", I32x8.llvm, [weights, given]))
-
-
-@operation(I16x16, Address)
-def widen_bytes(builder: Code, _: Code, address: Code) -> Code:
-    """16 int8 values at an address, as int16."""
-    return builder.sext(_read(builder, address, I8x16.llvm), I16x16.llvm)
-
-
-@operation(F32x8, I32x8)
-def to_reals8(builder: Code, _: Code, words: Code) -> Code:
-    """8 int32 as float32."""
-    return builder.sitofp(words, F32x8.llvm)
-
-
-@operation(F32x8, types.float32)
-def splat8(builder: Code, _: Code, value: Code) -> Code:
-    """8 copies of a value."""
-    return _splat(builder, value, 8)

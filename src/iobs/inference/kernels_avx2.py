@@ -1,147 +1,300 @@
-"""Products of stored matrices with one vector, for CPUs with AVX2 and FMA: a table of 256 rows spreads the values.
+"""Products of stored matrices with one or more vectors, for CPUs with AVX2 and FMA.
 
-Arguments as in `kernels_avx512.py`; activations are float32 in their own order, or uint8.
+Arguments as in `kernels_avx512.py`, but tables spread the values: `levels` is the address of the table of the format.
+Activations are float32, or int8. Quantised kernels leave out the scale of the token; their sums need no correction.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numpy.typing import NDArray
 
-from iobs.inference.expansions import (
-    add_pairs,
-    splat8,
+from iobs.inference.spreading import (
+    add_bytes8,
+    add_reals8,
+    gather8,
+    integer_tile8,
+    read_bytes,
+    real_tile8,
+    scaled_tile8,
+    spread_bfloats,
     spread_bytes,
-    spread_halves,
-    to_reals8,
-    widen_bytes,
+    widen_bfloats,
+    write_levels,
+    write_reals,
+    write_scaled8,
 )
 from iobs.inference.vectors import (
     Value,
+    add_scaled,
     count_bits,
     from_bfloat,
     fused,
     plus,
     prefetch,
     read_bfloat,
-    read_byte,
+    read_half,
     read_halves8,
     read_long,
     read_mask,
-    read_reals8,
     sum8,
     write_real,
+    write_sums,
     zero_reals8,
-    zero_words8,
 )
 
-_BYTE, _SHORT, _LOW = np.uint64(0xFF), np.uint64(0xFFFF), np.uint64(0xFFFFFFFF)
-_AHEAD = 1024
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_word = types.uint32
+_AHEAD = 1024  # bytes of values that are fetched ahead
+_TABLE = 9 * 256 * 8  # bytes of the table of bytes; the 16 levels of a matrix stand behind it
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-bf16 matrix times each token."""
-    for token in range(len(tokens)):
-        for row in range(first, last):
-            place = matrix.values + read_long(matrix.starts + 8 * row)
-            mask, given = matrix.mask + 8 * matrix.blocks * row, tokens[token]
-            even, odd = zero_reals8(), zero_reals8()
-            for block in range(4 * matrix.blocks):  # of 16 columns
-                low, high = read_byte(mask + 2 * block), read_byte(mask + 2 * block + 1)
-                prefetch(place + _AHEAD)
-                some = from_bfloat(spread_halves(place, matrix.levels + 16 * low))
-                place += 2 * count_bits(np.uint64(low))
-                rest = from_bfloat(spread_halves(place, matrix.levels + 16 * high))
-                place += 2 * count_bits(np.uint64(high))
-                even = fused(some, read_reals8(given + 64 * block), even)
-                odd = fused(rest, read_reals8(given + 64 * block + 32), odd)
-            write_real(output + stride * token + 4 * row, sum8(plus(even, odd)))
+    for row in range(first, last):
+        place = matrix.values + read_long(matrix.starts + 8 * row)
+        mask = matrix.mask + 8 * matrix.blocks * row
+        tile = real_tile8(tokens)
+        for block in range(matrix.blocks):
+            bits = read_mask(mask + 8 * block)
+            prefetch(place + _AHEAD)
+            second = place + 2 * count_bits(bits & _LOW)
+            low = spread_bfloats(matrix.levels, place, _word(bits))
+            tile = add_reals8(tile, tokens, 256 * block, low)
+            high = spread_bfloats(matrix.levels, second, _word(bits >> _HALF))
+            tile = add_reals8(tile, tokens, 256 * block + 128, high)
+            place += 2 * count_bits(bits)
+        write_sums(tile, tokens, output + 4 * row, stride)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
-    """Rows of a bf16 matrix times each token."""
+    """Rows of a bf16 matrix times each token; of 32 activations the even ones come first."""
+    for row in range(first, last):
+        place = matrix.values + 128 * matrix.blocks * row
+        tile = real_tile8(tokens)
+        for block in range(2 * matrix.blocks):
+            prefetch(place + _AHEAD)
+            tile = add_reals8(tile, tokens, 128 * block, widen_bfloats(place))
+            place += 64
+        write_sums(tile, tokens, output + 4 * row, stride)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
+    """Rows of a bitmask-int8 matrix times each token, without the scale of the token."""
+    groups, table = (matrix.blocks + 1) // 2, matrix.levels
+    for row in range(first, last):
+        place = matrix.values + read_long(matrix.starts + 8 * row)
+        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + 2 * groups * row
+        tile = scaled_tile8(tokens)
+        for group in range(matrix.blocks // 2):
+            bits, more = read_mask(mask + 16 * group), read_mask(mask + 16 * group + 8)
+            prefetch(place + _AHEAD)
+            second = place + count_bits(bits)
+            sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, spread_bytes(table, place, bits))
+            sums = add_bytes8(sums, tokens, 128 * group + 64, spread_bytes(table, second, more))
+            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
+            place = second + count_bits(more)
+        if matrix.blocks % 2:
+            group = groups - 1
+            expanded = spread_bytes(table, place, read_mask(mask + 16 * group))
+            sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, expanded)
+            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
+        write_sums(tile, tokens, output + 4 * row, stride)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
+    """Rows of an int8 matrix times each token, without the scale of the token."""
+    groups = (matrix.blocks + 1) // 2
+    for row in range(first, last):
+        place, scale = matrix.values + 64 * matrix.blocks * row, matrix.scales + 2 * groups * row
+        tile = scaled_tile8(tokens)
+        for group in range(matrix.blocks // 2):
+            prefetch(place + 2 * _AHEAD)
+            prefetch(place + 2 * _AHEAD + 64)
+            sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, read_bytes(place))
+            sums = add_bytes8(sums, tokens, 128 * group + 64, read_bytes(place + 64))
+            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
+            place += 128
+        if matrix.blocks % 2:
+            group = groups - 1
+            sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, read_bytes(place))
+            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
+        write_sums(tile, tokens, output + 4 * row, stride)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _levels_of(matrix: Value, row: Value, found: Value) -> None:
+    """Store the levels of a row at `found`, a byte each; of an odd number in a block, the last is followed by another.
+
+    The whole row comes first: a read of bytes that were just stored in two parts would wait for both.
+    """
+    place, end = read_long(matrix.starts + 8 * row), read_long(matrix.starts + 8 * row + 8)
+    while place < end:
+        write_levels(matrix.levels + _TABLE, matrix.values + place, found)
+        place, found = place + 16, found + 32
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def bitmask_int4(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
+    """Rows of a bitmask-int4 matrix times each token, without the scale of the token."""
+    groups, table = (matrix.blocks + 1) // 2, matrix.levels
+    scratch = np.zeros(64 * matrix.blocks + 64, np.uint8)
+    for row in range(first, last):
+        place = scratch.ctypes.data
+        _levels_of(matrix, row, place)
+        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + 2 * groups * row
+        tile = scaled_tile8(tokens)
+        for group in range(matrix.blocks // 2):
+            bits, more = read_mask(mask + 16 * group), read_mask(mask + 16 * group + 8)
+            second = place + _even(count_bits(bits))
+            sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, spread_bytes(table, place, bits))
+            sums = add_bytes8(sums, tokens, 128 * group + 64, spread_bytes(table, second, more))
+            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
+            place = second + _even(count_bits(more))
+        if matrix.blocks % 2:
+            group = groups - 1
+            expanded = spread_bytes(table, place, read_mask(mask + 16 * group))
+            sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, expanded)
+            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
+        write_sums(tile, tokens, output + 4 * row, stride)
+    scratch[0] = 0  # the array must live until here
+
+
+@njit(inline="always")
+def _even(count: Value) -> Value:
+    """The next even number: a block of codes begins with a new byte."""
+    return (count + 1) & ~1
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def index_bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
+    """Rows of an index-bf16 matrix times each token; entries of a row are a multiple of 16."""
     for token in range(len(tokens)):
+        given = tokens[token]
         for row in range(first, last):
-            place, given = matrix.values + 128 * matrix.blocks * row, tokens[token]
+            place, end = read_long(matrix.starts + 8 * row), read_long(matrix.starts + 8 * row + 8)
             even, odd = zero_reals8(), zero_reals8()
-            for block in range(4 * matrix.blocks):
-                prefetch(place + _AHEAD)
-                even = fused(from_bfloat(read_halves8(place)), read_reals8(given + 64 * block), even)
-                odd = fused(from_bfloat(read_halves8(place + 16)), read_reals8(given + 64 * block + 32), odd)
+            while place < end:
+                values, indices = matrix.values + place, matrix.indices + place
+                prefetch(values + _AHEAD)
+                prefetch(indices + _AHEAD)
+                even = fused(from_bfloat(read_halves8(values)), gather8(given, read_halves8(indices)), even)
+                odd = fused(from_bfloat(read_halves8(values + 16)), gather8(given, read_halves8(indices + 16)), odd)
                 place += 32
             write_real(output + stride * token + 4 * row, sum8(plus(even, odd)))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
-    """Rows of a bitmask-int8 matrix times each token, without the correction and the scale of the token."""
-    groups = (matrix.blocks + 1) // 2
-    for token in range(len(tokens)):
-        for row in range(first, last):
-            place = matrix.values + read_long(matrix.starts + 8 * row)
-            mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + 2 * groups * row
-            given, total = tokens[token], zero_reals8()
-            for group in range(groups):
-                prefetch(place + _AHEAD)
-                even, odd = zero_words8(), zero_words8()
-                for word in range(min(2, matrix.blocks - 2 * group)):
-                    bits = read_mask(mask + 16 * group + 8 * word)
-                    for part in range(2):
-                        one, two = bits & _BYTE, (bits >> np.uint64(8)) & _BYTE
-                        three, four = (bits >> np.uint64(16)) & _BYTE, (bits >> np.uint64(24)) & _BYTE
-                        second = place + count_bits(one)
-                        third = place + count_bits(bits & _SHORT)
-                        fourth = third + count_bits(three)
-                        here = given + 128 * group + 64 * word + 32 * part
-                        table = matrix.levels
-                        low = spread_bytes(place, table + 8 * np.int64(one), second, table + 8 * np.int64(two))
-                        high = spread_bytes(third, table + 8 * np.int64(three), fourth, table + 8 * np.int64(four))
-                        even, odd = add_pairs(even, low, here), add_pairs(odd, high, here + 16)
-                        place += count_bits(bits & _LOW)
-                        bits = bits >> np.uint64(32)
-                total = fused(to_reals8(plus(even, odd)), splat8(read_bfloat(scale + 2 * group)), total)
-            write_real(output + stride * token + 4 * row, sum8(total))
+def unpack_bitmask_bf16(matrix: Value, output: Value, first: Value, last: Value) -> None:
+    """Store rows as float32 at `output`, (last - first, filled columns)."""
+    for row in range(first, last):
+        place = matrix.values + read_long(matrix.starts + 8 * row)
+        mask = matrix.mask + 8 * matrix.blocks * row
+        for block in range(matrix.blocks):
+            bits = read_mask(mask + 8 * block)
+            write_reals(output, spread_bfloats(matrix.levels, place, _word(bits)))
+            second = place + 2 * count_bits(bits & _LOW)
+            write_reals(output + 128, spread_bfloats(matrix.levels, second, _word(bits >> _HALF)))
+            place += 2 * count_bits(bits)
+            output += 256
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
-    """Rows of an int8 matrix times each token, without the correction and the scale of the token."""
-    groups = (matrix.blocks + 1) // 2
-    for token in range(len(tokens)):
-        for row in range(first, last):
-            place, scale = matrix.values + 64 * matrix.blocks * row, matrix.scales + 2 * groups * row
-            given, total = tokens[token], zero_reals8()
-            for group in range(groups):
-                prefetch(place + _AHEAD)
-                even, odd = zero_words8(), zero_words8()
-                for part in range(2 * min(2, matrix.blocks - 2 * group)):
-                    here = given + 128 * group + 32 * part
-                    even = add_pairs(even, widen_bytes(place), here)
-                    odd = add_pairs(odd, widen_bytes(place + 16), here + 16)
-                    place += 32
-                total = fused(to_reals8(plus(even, odd)), splat8(read_bfloat(scale + 2 * group)), total)
-            write_real(output + stride * token + 4 * row, sum8(total))
+def unpack_bitmask_int8(matrix: Value, output: Value, first: Value, last: Value) -> None:
+    """Store rows as float32 at `output`, (last - first, filled columns)."""
+    for row in range(first, last):
+        place = matrix.values + read_long(matrix.starts + 8 * row)
+        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
+        for block in range(matrix.blocks):
+            bits = read_mask(mask + 8 * block)
+            write_scaled8(output, spread_bytes(matrix.levels, place, bits), read_bfloat(scale + 2 * (block // 2)))
+            place += count_bits(bits)
+            output += 256
 
 
-KERNELS = {"bf16": bf16, "int8": int8, "bitmask-bf16": bitmask_bf16, "bitmask-int8": bitmask_int8}
+@njit(cache=True, nogil=True, error_model="numpy")
+def unpack_bitmask_int4(matrix: Value, output: Value, first: Value, last: Value) -> None:
+    """Store rows as float32 at `output`, (last - first, filled columns)."""
+    scratch = np.zeros(64 * matrix.blocks + 64, np.uint8)
+    for row in range(first, last):
+        place = scratch.ctypes.data
+        _levels_of(matrix, row, place)
+        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
+        for block in range(matrix.blocks):
+            bits = read_mask(mask + 8 * block)
+            write_scaled8(output, spread_bytes(matrix.levels, place, bits), read_bfloat(scale + 2 * (block // 2)))
+            place += _even(count_bits(bits))
+            output += 256
+    scratch[0] = 0  # the array must live until here
 
 
-def table_of_halves() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """The byte order that spreads 16-bit values over the set bits of each byte, (256, 16); 128 stands for zero."""
-    found = np.full((256, 16), 128, np.uint8)
+@njit(cache=True, nogil=True, error_model="numpy")
+def unpack_int8(matrix: Value, output: Value, first: Value, last: Value) -> None:
+    """Store rows as float32 at `output`, (last - first, filled columns)."""
+    for row in range(first, last):
+        place, scale = matrix.values + 64 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
+        for block in range(matrix.blocks):
+            write_scaled8(output, read_bytes(place), read_bfloat(scale + 2 * (block // 2)))
+            place += 64
+            output += 256
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def unpack_index_bf16(matrix: Value, output: Value, first: Value, last: Value) -> None:
+    """Store rows as float32 at `output`, (last - first, filled columns)."""
+    for row in range(first, last):
+        for column in range(64 * matrix.blocks):
+            write_real(output + 4 * column, np.float32(0))
+        for place in range(read_long(matrix.starts + 8 * row), read_long(matrix.starts + 8 * row + 8), 2):
+            value, column = read_bfloat(matrix.values + place), read_half(matrix.indices + place)
+            if value != 0:  # entries that fill the row up are zero, at column 0
+                write_real(output + 4 * column, value)
+        output += 256 * matrix.blocks
+
+
+UNPACK = {
+    "int8": unpack_int8,
+    "index-bf16": unpack_index_bf16,
+    "bitmask-bf16": unpack_bitmask_bf16,
+    "bitmask-int8": unpack_bitmask_int8,
+    "bitmask-int4": unpack_bitmask_int4,
+}
+KERNELS = {
+    "bf16": bf16,
+    "int8": int8,
+    "bitmask-bf16": bitmask_bf16,
+    "bitmask-int8": bitmask_int8,
+    "bitmask-int4": bitmask_int4,
+    "index-bf16": index_bf16,
+}
+Table = NDArray[np.uint8]
+_NONE = 128  # in a table: the lane becomes zero
+
+
+def table_of_bfloats() -> Table:
+    """The order that spreads bfloat16 values over the set bits of each byte, as float32: (256, 32)."""
+    found = np.full((256, 32), _NONE, np.uint8)
     for bits in range(256):
-        lanes = [lane for lane in range(8) if bits >> lane & 1]
-        for count, lane in enumerate(lanes):
-            found[bits, 2 * lane : 2 * lane + 2] = 2 * count, 2 * count + 1
+        for count, lane in enumerate(_set(bits)):
+            found[bits, 4 * lane + 2 : 4 * lane + 4] = 2 * count, 2 * count + 1
     return found
 
 
-def table_of_bytes() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """The byte order that spreads bytes over the set bits of each byte, (256, 8); 128 stands for zero."""
-    found = np.full((256, 8), 128, np.uint8)
-    for bits in range(256):
-        lanes = [lane for lane in range(8) if bits >> lane & 1]
-        found[bits, lanes] = np.arange(len(lanes))
+def table_of_bytes() -> Table:
+    """The orders that spread bytes over the set bits of each byte, (9, 256, 8), after 0 to 8 bytes of others."""
+    found = np.full((9, 256, 8), _NONE, np.uint8)
+    for before in range(9):
+        for bits in range(256):
+            lanes = _set(bits)
+            found[before, bits, lanes] = before + np.arange(len(lanes))
     return found
+
+
+def _set(bits: int) -> list[int]:
+    return [lane for lane in range(8) if bits >> lane & 1]

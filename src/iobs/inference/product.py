@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from iobs.inference.kernels_amx import Layout
     from iobs.inference.kernels_avx512 import Addresses
 
-_MOST_TOKENS: dict[cpu.Level, int] = {"avx512": 16, "avx2": 4, "none": 0}  # more are multiplied another way
+_MOST_TOKENS: dict[cpu.Level, int] = {"avx512": 16, "avx2": 8, "none": 0}  # more are multiplied another way
 _MOST_BEFORE_AMX = 8  # tokens
 _PIECE_TOKENS = 512  # of one call of AMX: their sums stay in a near cache
-_LARGEST_TILE = {True: 8, False: 16}  # sums of integers take registers beside the sums of their scaled values
+# Tokens of one call of a kernel: sums of integers take registers beside the sums of their scaled values.
+_LARGEST_TILE: dict[cpu.Level, dict[bool, int]] = {"avx512": {True: 8, False: 16}, "avx2": {True: 4, False: 8}}
+# Formats whose kernels read the even activations of each 32 before the odd ones.
+_INTERLEAVED: dict[cpu.Level, tuple[str, ...]] = {"avx512": ("bf16", "bitmask-bf16"), "avx2": ("bf16",)}
 _TILE_ROWS = 512  # rows that are unpacked at a time
 _COLUMNS_A_BLOCK = 64
 _STRIP = 32  # rows: parts of threads begin at multiples of it
@@ -38,7 +41,7 @@ class Product:
         level: instruction set; "none" uses torch alone.
         threads: number of threads that share the rows.
         most_tokens: more tokens are multiplied by AMX, or by torch with rows that are unpacked for the moment. None: 8
-            before AMX, 16 with AVX-512, 4 with AVX2.
+            before AMX, 16 with AVX-512, 8 with AVX2.
         amx: whether AMX is used. None: if the CPU has it.
     """
 
@@ -75,7 +78,7 @@ class Product:
         if count > self.most_tokens:
             return self._by_torch(given)
         found, values = torch.empty(count, self.matrix.rows), given.float().contiguous()
-        step = _LARGEST_TILE[self.matrix.quantised]
+        step = _LARGEST_TILE[self.level][self.matrix.quantised]
         for start in range(0, count, step):
             self._by_kernel(values[start : start + step], found[start : start + step])
         return found.to(given.dtype)
@@ -120,14 +123,14 @@ class Product:
         assert self._kernel is not None
         rows, values, sums = self.matrix.rows, given.numpy(), found.numpy()
         size = _tile(len(given))
-        wide = self.matrix.blocks * _COLUMNS_A_BLOCK
+        wide, signed = self.matrix.blocks * _COLUMNS_A_BLOCK, self.level == "avx2"
         if self.matrix.quantised:
             codes, scales = np.empty((size, wide), np.uint8), np.empty(len(given), np.float32)
-            activations.rounded(values, codes, scales)
+            activations.rounded(values, codes, scales, 0 if signed else 128)
             layout: NDArray[np.uint8] | NDArray[np.float32] = codes
         else:
             layout = reals = np.empty((size, wide), np.float32)
-            interleaved = self.level == "avx512" and self.matrix.format != "index-bf16"
+            interleaved = self.matrix.format in _INTERLEAVED[self.level]
             (activations.even_then_odd if interleaved else activations.filled)(values, reals)
         if size > len(given):  # a kernel exists for 1, 2, 4, 8 and 16 tokens: the others are zero
             layout[len(given) :] = 0
@@ -138,7 +141,7 @@ class Product:
             found.copy_(torch.from_numpy(sums[: len(given)]))
             sums = found.numpy()
         if self.matrix.quantised:
-            activations.scaled(sums, scales, self.matrix.tensors["corrections"].numpy())
+            activations.scaled(sums, scales, self.matrix.tensors["corrections"].numpy(), signed)
 
     def _shared(self, tokens: tuple[int, ...], sums: NDArray[np.float32]) -> None:
         """Compute the rows of some tokens by the kernel."""
@@ -210,7 +213,7 @@ def _kernels(level: cpu.Level) -> tuple[Kernels, Kernels]:
     if level == "avx2":
         from iobs.inference import kernels_avx2
 
-        return kernels_avx2.KERNELS, {}
+        return kernels_avx2.KERNELS, kernels_avx2.UNPACK
     return {}, {}
 
 
@@ -223,7 +226,11 @@ def addresses_of(matrix: StoredMatrix, level: cpu.Level) -> tuple[Addresses, lis
     places = {name: one.data_ptr() for name, one in tensors.items()}
     levels = 0
     if level == "avx2" and matrix.format.startswith("bitmask"):
-        levels = _table(matrix.quantised).ctypes.data
+        table = _table(matrix.quantised)
+        if "levels" in tensors:  # behind the table
+            table = aligned(np.concatenate([table, tensors["levels"].numpy().view(np.uint8)]))
+        kept.append(table)
+        levels = table.ctypes.data
     elif "levels" in tensors:
         four = tensors["levels"].repeat(4)
         kept.append(four)
@@ -234,7 +241,17 @@ def addresses_of(matrix: StoredMatrix, level: cpu.Level) -> tuple[Addresses, lis
 
 @cache
 def _table(of_bytes: bool) -> NDArray[np.uint8]:
-    """The table of AVX2 kernels."""
+    """The table of AVX2 kernels, at an address that is a multiple of 64."""
     from iobs.inference import kernels_avx2
 
-    return kernels_avx2.table_of_bytes() if of_bytes else kernels_avx2.table_of_halves()
+    table = kernels_avx2.table_of_bytes() if of_bytes else kernels_avx2.table_of_bfloats()
+    return aligned(table.reshape(-1))
+
+
+def aligned(given: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A copy of bytes at an address that is a multiple of 64."""
+    room = np.zeros(given.size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    found = room[start : start + given.size]
+    found[:] = given
+    return found

@@ -144,8 +144,8 @@ def _added(builder: Code, vector: Code) -> Code:
     return builder.call(_function(builder, kind, name), [ir.Constant(_REAL, 0.0), vector], fastmath=("reassoc",))
 
 
-def _fused(builder: Code, first: Code, second: Code, third: Code) -> Code:
-    """first * second + third."""
+def fused_code(builder: Code, first: Code, second: Code, third: Code) -> Code:
+    """The code of first * second + third."""
     return call(builder, f"llvm.fma.v{first.type.count}f32", first.type, [first, second, third])
 
 
@@ -163,9 +163,9 @@ def read_long(builder: Code, _: Code, address: Code) -> Code:
 
 
 @operation(Address, Address)
-def read_byte(builder: Code, _: Code, address: Code) -> Code:
-    """The uint8 at an address."""
-    return builder.zext(read(builder, address, _BYTE), _LONG)
+def read_half(builder: Code, _: Code, address: Code) -> Code:
+    """The uint16 at an address."""
+    return builder.zext(read(builder, address, _HALF, 2), _LONG)
 
 
 @operation(types.float32, Address)
@@ -212,7 +212,7 @@ def reader(vector: Vector) -> Code:
 
 
 read_bytes64, read_halves32, read_halves16 = reader(I8x64), reader(I16x32), reader(I16x16)
-read_reals8, read_halves8 = reader(F32x8), reader(I16x8)
+read_halves8 = reader(I16x8)
 
 
 @operation(lambda value: Vector(value.lanes, "f32"))
@@ -225,7 +225,7 @@ def from_bfloat(builder: Code, signed: Code, value: Code) -> Code:
 @operation(lambda first, second, third: first)
 def fused(builder: Code, _: Code, first: Code, second: Code, third: Code) -> Code:
     """first * second + third."""
-    return _fused(builder, first, second, third)
+    return fused_code(builder, first, second, third)
 
 
 @operation(lambda first, second: first)
@@ -257,7 +257,7 @@ def zero(vector: Vector) -> Code:
     return zeros
 
 
-zero_reals16, zero_reals8, zero_words8 = zero(F32x16), zero(F32x8), zero(I32x8)
+zero_reals16, zero_reals8 = zero(F32x16), zero(F32x8)
 
 
 # ---- tiles: one or more accumulators for each token; `tokens` are the addresses of the tokens' activations
@@ -304,7 +304,7 @@ def add_bfloats(builder: Code, signed: Code, tile: Code, tokens: Code, offset: C
             place = token * each + part % each
             given = read(builder, builder.add(start, _LONG(64 * part)), lanes, 4)
             tile = builder.insert_value(
-                tile, _fused(builder, weights, given, builder.extract_value(tile, place)), place
+                tile, fused_code(builder, weights, given, builder.extract_value(tile, place)), place
             )
     return tile
 
@@ -323,10 +323,11 @@ def add_bytes(builder: Code, signed: Code, tile: Code, tokens: Code, offset: Cod
 @operation(lambda tile, sums, scale: tile)
 def add_scaled(builder: Code, signed: Code, tile: Code, sums: Code, scale: Code) -> Code:
     """Add integer sums times a scale."""
-    scales = splat(builder, scale, 16)
+    kind = signed.args[0].vector
+    scales = splat(builder, scale, kind.lanes)
     for token in range(signed.args[0].count):
-        real = builder.sitofp(builder.extract_value(sums, token), F32x16.llvm)
-        new = _fused(builder, real, scales, builder.extract_value(tile, token))
+        real = builder.sitofp(builder.extract_value(sums, token), kind.llvm)
+        new = fused_code(builder, real, scales, builder.extract_value(tile, token))
         tile = builder.insert_value(tile, new, token)
     return tile
 
