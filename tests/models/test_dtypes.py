@@ -36,6 +36,20 @@ def test_float16_weights_load_as_float32_and_save_as_float16(directory, tmp_path
     assert same_weights(models.load(tmp_path / "out").module, loaded.module)
 
 
+@pytest.mark.parametrize("able", [False, True])
+def test_bfloat16_is_computed_in_float32_on_a_cpu_without_instructions(directory, tmp_path, able, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": able})
+    LlamaForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).save_pretrained(directory)
+    loaded = models.load(directory)
+    assert loaded.module.dtype == (torch.bfloat16 if able else torch.float32)
+    assert models.load(directory, dtype=torch.bfloat16).module.dtype == torch.bfloat16
+    loaded.save(tmp_path / "out")
+    assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert same_weights(models.load(tmp_path / "out").module, loaded.module)
+
+
 def test_float16_buffers_save_and_count_as_float16(tmp_path, monkeypatch):
     from transformers import ResNetConfig, ResNetForImageClassification
 

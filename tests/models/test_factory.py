@@ -29,7 +29,8 @@ def test_factory_model_round_trips_through_save(factory, tmp_path):
 @pytest.mark.parametrize(
     ("stored", "computed"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)], ids=str
 )
-def test_factory_model_keeps_the_dtype_of_its_files(stored, computed, factory, tmp_path):
+def test_factory_model_keeps_the_dtype_of_its_files(stored, computed, factory, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     models.load(f"{factory}:build", dtype=stored).save(tmp_path / "out")
     again = models.load(tmp_path / "out")
     assert again.module[0].weight.dtype == computed

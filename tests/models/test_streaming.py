@@ -31,7 +31,7 @@ NAMES = ("opt", "llama", "qwen3", "gemma3", "phi3", "gpt2", "bloom", "falcon", "
 @pytest.mark.parametrize("name", NAMES)
 def test_prune_directory_equals_pruning_in_memory(name, tmp_path):
     families.saved(name, tmp_path / "model")
-    model, data = load(tmp_path / "model").module, families.language_batches()
+    model, data = load(tmp_path / "model", dtype=torch.bfloat16).module, families.language_batches()
     # Mamba adds in float32, but its streamed hidden states are bfloat16: its residual targets differ by rounding.
     options = {**OPTIONS, "target": "dense"} if name == "mamba" else OPTIONS
     same = {**options, "arithmetic": torch.bfloat16}  # the dtype of the network in memory, on any processor
@@ -62,7 +62,7 @@ FITTED = {"steps": 8, "between": 2, "lr": 1e-2}
 )
 def test_streamed_reconstruction_equals_reconstruction_in_memory(name, options, tmp_path):
     families.saved(name, tmp_path / "model")
-    model, data = load(tmp_path / "model").module, families.language_batches(count=4)
+    model, data = load(tmp_path / "model", dtype=torch.bfloat16).module, families.language_batches(count=4)
     same = {**options, "arithmetic": torch.bfloat16, "holdout": 0.25}
     report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **same)
     iobs.prune(model, data, 0.5, "one-shot", holdout=0.25, **options)

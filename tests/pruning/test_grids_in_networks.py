@@ -142,7 +142,7 @@ def test_audit_finds_a_weight_off_the_grid():
 
 def test_low_memory_gives_the_weights_of_a_run_in_memory(tmp_path):
     families.saved("llama", tmp_path / "model")
-    model, data = load(tmp_path / "model").module, families.language_batches()
+    model, data = load(tmp_path / "model", dtype=torch.bfloat16).module, families.language_batches()
     report = prune_directory(
         tmp_path / "model", tmp_path / "out", data, SPARSE, solver="sparsegpt", arithmetic=torch.bfloat16
     )
@@ -151,6 +151,16 @@ def test_low_memory_gives_the_weights_of_a_run_in_memory(tmp_path):
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert report.bits_per_weight == whole.bits_per_weight
+    audit(tmp_path / "out", SPARSE, [row.name for row in report.audit])
+
+
+def test_a_network_widened_in_memory_stores_grid_values(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)  # no instructions for bfloat16
+    families.saved("llama", tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    assert loaded.module.dtype == torch.float32
+    report = iobs.prune(loaded.module, families.language_batches(), SPARSE, "one-shot", solver="sparsegpt")
+    loaded.save(tmp_path / "out")
     audit(tmp_path / "out", SPARSE, [row.name for row in report.audit])
 
 

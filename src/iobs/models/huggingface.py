@@ -22,7 +22,7 @@ from torch import nn
 from iobs.core.files import packed_hint, weight_files
 from iobs.errors import ModelError, first_line
 from iobs.models.companions import REPORTS, copy_companions
-from iobs.models.halves import stored_as_half, widen
+from iobs.models.halves import quick, stored_as_half, widen
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
 from iobs.models.shards import read_entries
 from iobs.models.vision_shim import ensure_torchvision
@@ -57,8 +57,8 @@ def load_pretrained(
 
     Args:
         source: directory or hub name.
-        dtype: dtype of the weights; None keeps the stored dtype, except that float16 becomes float32 on a CPU, where
-            float16 arithmetic is very slow.
+        dtype: dtype of the weights; None keeps the stored dtype, except that 16 bits become float32 on a CPU that
+            computes slowly in them.
         device: device of the weights.
         allow_pickle: also read pickled weights. Loading them can run arbitrary code.
         trust_remote_code: also run model code that comes with the weights.
@@ -101,7 +101,7 @@ def load_pretrained(
     _check_loaded(source, type(module).__name__, info)
     if dtype is None and stored is not None:
         _warn_narrowed(source, module, files)
-    if dtype is None and module.dtype == torch.float16 and torch.device(device).type == "cpu":
+    if dtype is None and torch.device(device).type == "cpu" and quick(module.dtype) is not module.dtype:
         widen(module)
     tokenizer = load_tokenizer(source, trust_remote_code) if not is_directory or has_tokenizer(Path(source)) else None
     with _quiet(transformers):

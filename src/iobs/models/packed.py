@@ -27,7 +27,7 @@ from iobs.inference.choices import Precision
 from iobs.inference.storing import replace_layers
 from iobs.models.companions import copy_companions
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
-from iobs.models.halves import stored_as_half, widen
+from iobs.models.halves import quick, stored_as_half, widen
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import expanded, output_directory
 from iobs.models.ready import PRECISIONS, ReadyFile, is_ready, read_ready, weight_of, write_ready
@@ -161,7 +161,7 @@ def _with_matrices(
     stored = Counter(contents.dtypes.values()).most_common(1)[0][0]
     loaded = load_pretrained(
         directory,
-        dtype=dtype or (torch.float32 if stored == torch.float16 else stored),  # float16 is slow on a CPU
+        dtype=dtype or quick(stored),
         device="cpu",
         allow_pickle=False,
         trust_remote_code=trust_remote_code,

@@ -16,10 +16,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from iobs.errors import LayerSelectionError, ModelError, first_line
+from iobs.models.halves import native
 from iobs.models.huggingface import check_directory
 from iobs.models.output import expanded
 from iobs.models.shards import Entry, read_entries
 from iobs.models.vision_shim import ensure_torchvision
+from iobs.models.wide_linear import WideLinear
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.halving import halved
 from iobs.pruning.coverage import Reason
@@ -147,6 +149,7 @@ class StreamedModel:
         _move_buffers(module, device)
         _fill(module, directory.read(outside, device, mapped=True))
         _tie(module)
+        _widen_products(module, prefixes, torch.device(device))
         parameters = module.named_parameters(remove_duplicate=False)
         _require_all(directory, [name for name, one in parameters if one.is_meta and not name.startswith(prefixes)])
         place, dtypes = torch.device(device), {}
@@ -154,7 +157,7 @@ class StreamedModel:
             if any(block.holds(layer.path) for block in blocks) and layer.key in directory.entries:
                 dtypes[layer.key] = directory.entries[layer.key].dtype
         widest = _widest(dtypes) if dtypes else torch.float32
-        return cls(directory, module, blocks, place, arithmetic or _native(widest, place), surplus)
+        return cls(directory, module, blocks, place, arithmetic or native(widest, place), surplus)
 
     def dense_copy(self) -> StreamedModel:
         """The same files with a module of its own, whose matrices outside the blocks are shared; blocks are empty.
@@ -164,6 +167,12 @@ class StreamedModel:
         tensors = (*self.module.parameters(), *self.module.buffers())
         shared = {id(value): value for value in tensors if value.ndim > 1 or value.is_meta}
         return replace(self, module=copy.deepcopy(self.module, shared))
+
+    @property
+    def score_bytes(self) -> int | None:
+        """Bytes of one output, in the dtype of what is outside the blocks; None if the module has no dtype."""
+        dtype = getattr(self.module, "dtype", None)
+        return dtype.itemsize if isinstance(dtype, torch.dtype) else None
 
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
         """Choose the layers to prune, all of them inside blocks.
@@ -243,13 +252,12 @@ def _widest(stored: Mapping[str, torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, stored.values())
 
 
-def _native(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype itself, or float32 on a CPU without instructions for it."""
-    if device.type != "cpu" or stored not in (torch.bfloat16, torch.float16):
-        return stored
-    able = torch.cpu.get_capabilities()
-    names = ("avx512_bf16", "amx_bf16", "bf16") if stored is torch.bfloat16 else ("avx512_fp16", "amx_fp16")
-    return stored if any(able.get(name) for name in names) else torch.float32
+def _widen_products(module: nn.Module, prefixes: tuple[str, ...], device: torch.device) -> None:
+    """Let linear layers outside the blocks multiply in float32, where the CPU has no instructions for their dtype."""
+    for path, one in module.named_modules():
+        outside = type(one) is nn.Linear and not f"{path}.".startswith(prefixes)
+        if outside and native(one.weight.dtype, device) is not one.weight.dtype:
+            one.__class__ = WideLinear
 
 
 def skeleton(path: Path) -> nn.Module:

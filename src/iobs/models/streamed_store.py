@@ -371,7 +371,7 @@ class StreamedStore(Store):
         step = max(STEP_TOKENS, max(positions(batch) for batch in batches))
         biased = any(f"{layer.path}.bias" in entries for layer in selection.layers)
         found = plan(
-            Sizes(selection.layers, max(numbers), itemsize, 0, step, vocabulary, biased),
+            Sizes(selection.layers, max(numbers), itemsize, 0, step, vocabulary, biased, self.streamed.score_bytes),
             outside_bytes=0 if on_cpu or recipe.blocks is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
             batches=batches,

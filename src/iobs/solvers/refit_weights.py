@@ -28,7 +28,7 @@ def scaled(problem: Quadratic) -> tuple[Tensor, Tensor, Tensor]:
 def _scale(matrix: Tensor) -> tuple[Tensor, Tensor]:
     hessian = matrix.float()
     try:
-        conditional = linalg.inverse(hessian).diagonal()
+        conditional = linalg.inverse(hessian).diagonal().clone()  # a view would keep the inverse in memory
     except NotPositiveDefiniteError:  # too ill-conditioned for float32, maybe not for float64
         conditional = linalg.inverse(matrix.double()).diagonal()
     # In float64: the ratio is the fourth power of the scale, which may differ by many orders of magnitude.

@@ -213,7 +213,7 @@ class Planner:
             lambda place: self._solved(layer, statistics, dense, wanted[place][1]), len(wanted), dense
         )
         for (level, keep), weight in zip(wanted, weights, strict=True):
-            error = energy * relative_output_error(judged, weight, dense)
+            error = energy * relative_output_error(judged, weight, dense, energy=energy)
             keeps.append(keep)
             errors.append(min([error, *errors]))  # an error that grows with more entries is noise of the solver
             if level in tried and error > _NO_ERROR * energy:

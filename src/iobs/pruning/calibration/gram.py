@@ -17,6 +17,7 @@ from iobs.pruning.runtime.ranks import ALONE, Ranks
 POSITIONS = 64  # output positions per sample that enter the Gram of a convolution; more gave no visible gain
 EXPERT_TOKENS = 16  # an expert with fewer tokens has no usable Hessian
 _CHUNK = 8192  # rows of one float32 product; sums over chunks are float64
+STRIPE = 512  # columns of one product; narrower matrices are one product
 _CONSTANT = 1e-6  # share of a second moment below which a variance is rounding
 WIDE = 4096  # columns from which finished Grams are float32: half the memory, and the dtype in which solvers search
 
@@ -140,10 +141,10 @@ class Gram:
             self.means.add(rows, dense)
         if self.drift is not None and dense is not None and drift is not None:
             self.drift.add(drift.float(), rows, dense)
-        _accumulate(self.own, rows, rows)
+        _accumulate(self.own, rows)
         if self.cross is not None and self.dense is not None and dense is not None:
             _accumulate(self.cross, dense, rows)
-            _accumulate(self.dense, dense, dense)
+            _accumulate(self.dense, dense)
 
     def unpair(self) -> None:
         """Discard the dense inputs, because some samples had none."""
@@ -168,6 +169,8 @@ class Gram:
         for name in ("own", "cross", "dense"):
             total = getattr(self, name)
             if total is not None and self.count:
+                if name != "cross":
+                    _mirror(total)
                 total /= self.count
                 setattr(self, name, total.float() if total.shape[-1] >= WIDE else total)
         for moments in (self.means, self.drift):
@@ -220,11 +223,30 @@ def _without_means(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return (total - left[:, :, None] * right[:, None, :]).to(total.dtype)
 
 
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _accumulate(total: Tensor, left: Tensor, right: Tensor | None = None) -> None:
+    """Add left^T right, or the lower triangle of left^T left, a stripe of columns of `left` at a time.
+
+    A triangle takes little more than half of the operations, and a stripe little memory. `finish` fills the rest.
+    """
     exact = torch.promote_types(left.dtype, torch.float32)
     with torch.autocast(total.device.type, enabled=False):  # the caller's autocast would multiply in 16 bits
-        for a, b in zip(torch.split(left, _CHUNK, 1), torch.split(right, _CHUNK, 1), strict=True):
-            total += a.to(exact).transpose(1, 2) @ b.to(exact)
+        for number, a in enumerate(torch.split(left, _CHUNK, 1)):
+            a = a.to(exact)
+            b = a if right is None else right[:, number * _CHUNK :][:, :_CHUNK].to(exact)
+            for own in _stripes(total.shape[-1]):
+                end = own.stop if right is None else None
+                total[:, own, :end] += a[..., own].transpose(1, 2) @ b[..., :end]
+
+
+def _stripes(columns: int) -> list[slice]:
+    """Ranges of at most `STRIPE` columns; narrow matrices have one."""
+    return [slice(start, min(start + STRIPE, columns)) for start in range(0, columns, STRIPE)]
+
+
+def _mirror(total: Tensor) -> None:
+    """Copy the stripes below the diagonal of a symmetric matrix (groups, columns, columns) to the other side."""
+    for own in _stripes(total.shape[-1])[1:]:
+        total[:, : own.start, own] = total[:, own, : own.start].transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ class Drift:
     def add(self, drift: Tensor, rows: Tensor, dense: Tensor) -> None:
         """Add samples: the drift (groups, count, rows of a group), the inputs X and the dense inputs D."""
         assert self.dense is not None
-        self.own += (drift.transpose(1, 2) @ rows.to(drift.dtype)).double()
-        self.dense += (drift.transpose(1, 2) @ dense.to(drift.dtype)).double()
+        self.own += drift.transpose(1, 2) @ rows.to(drift.dtype)
+        self.dense += drift.transpose(1, 2) @ dense.to(drift.dtype)
         self.mean += drift.sum(1, dtype=torch.float64)
         self.energy += drift.double().square().sum()
 

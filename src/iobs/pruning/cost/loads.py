@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from iobs.pruning.calibration.gram import WIDE
+from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.recipe import Recipe
 from iobs.solvers.admm import ADMM, SCHEDULES
 
 _SUM_BYTES = 20  # of one entry of a Gram when a product is added: float32 read, float64 read and written
-_DRIFT_BYTES = 48  # of one entry of the two moments of drift, whose products are converted first
+_DRIFT_BYTES = 20  # the same of one entry of the two moments of drift
 _SEARCH_BYTES = 40  # of one entry in the entrywise half of an iteration
 _ACCURATE = 2048  # columns up to which SparseGPT factorises in float64
 _HALVES = 4 / 3  # operations of an inverse by halves, in cubes of the columns
@@ -98,14 +98,17 @@ def in_gram_dtype(layer: Matrix, operations: float) -> Load:
 def sum_load(columns: int, tokens: float, products: int, passes: float) -> Load:
     """Products of inputs (tokens, columns) for Grams, and their sums in float64.
 
+    Of symmetric products, all but one of inputs with dense inputs, only the stripes up to the diagonal are computed.
+
     Args:
         columns: of the Grams.
         tokens: number of inputs.
-        products: number of Grams.
+        products: number of Grams, 1 or 3.
         passes: number of batches.
     """
-    square = columns**2
-    return Load(single=2.0 * products * tokens * square, moved=_SUM_BYTES * products * passes * square)
+    lower = (1 + min(1.0, STRIPE / columns)) / 2
+    square = columns**2 * (lower * products if products == 1 else 1 + lower * (products - 1))
+    return Load(single=2.0 * tokens * square, moved=_SUM_BYTES * passes * square)
 
 
 def drift_load(layer: Matrix, tokens: float, passes: float) -> Load:

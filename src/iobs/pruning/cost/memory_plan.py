@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from iobs.pruning.calibration.gram import WIDE
+from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE
 from iobs.pruning.cost.loads import Matrix, Rates, is_admm
 from iobs.pruning.cost.phases import Work, phases
@@ -20,7 +20,8 @@ from iobs.pruning.samples.batches import Batch
 
 _CODE = 100 * 2**20  # bytes that compiled kernels and the linear algebra library allocate at their first use
 _MASTER_BYTES = 9  # per fitted weight: a float32 master, its copy before the steps, and an entry of the mask
-_FIT_BYTES = 13  # per weight of a fit: a float32 master, two moments, and an entry of the mask
+_FIT_BYTES = 9  # per weight of a fit: two float32 moments, and an entry of the mask
+_COPY_BYTES = 4  # the same: a float32 master beside a parameter in 16 bits
 _GRADIENT_BYTES = 4  # per weight of a fit during the update, when logits are gone
 _SCORES = (
     6  # tensors of (tokens, vocabulary) in the dtype of the model, or in float32, in a divergence and its gradient
@@ -105,6 +106,7 @@ class Sizes:
         step_tokens: tokens of a gradient step.
         vocabulary: number of outputs of the model per token.
         biased: True if layers have biases.
+        score: bytes of one output of the model; None: as in a forward pass of the blocks.
     """
 
     layers: Sequence[Matrix]
@@ -114,6 +116,7 @@ class Sizes:
     step_tokens: int
     vocabulary: int
     biased: bool = False
+    score: int | None = None
 
 
 @dataclass(frozen=True)
@@ -167,11 +170,12 @@ def peaks(sizes: Sizes, recipe: Recipe, holdout: bool) -> dict[str, int]:
         found["allocation"] = weights + max(forward + gathering, solving)
     step = 2 * forward_bytes(layers, sizes.step_tokens, itemsize)
     scores = sizes.step_tokens * sizes.vocabulary
-    logits = _SCORES * min(4 * scores, itemsize * scores + 4 * PIECE)
+    logits = _SCORES * min(4 * scores, (sizes.score or itemsize) * scores + 4 * PIECE)
     if fit is not None:
         # The fitted blocks without their dense weights, their parameters at the start, and gradients.
         fitted = held.fitted * sizes.block
-        kept = fitted * (_FIT_BYTES + itemsize) + (held.blocks - 1) * itemsize * sizes.block
+        copied = _COPY_BYTES if itemsize < 4 else 0
+        kept = fitted * (_FIT_BYTES + copied + itemsize) + (held.blocks - 1) * itemsize * sizes.block
         passes = itemsize * fitted + step + (logits if fit.last == "kl" else 0)
         found["steps of blocks"] = kept + max(passes, (itemsize + _GRADIENT_BYTES) * fitted)
     if fit is not None and fit.network_steps:
@@ -238,14 +242,16 @@ def forward_bytes(layers: Sequence[Matrix], tokens: int, itemsize: int) -> int:
 
 
 def gathering_bytes(layer: Matrix, kind: Kind, tokens: int, itemsize: int) -> int:
-    """Bytes to compute Grams: float64 sums, a float32 product, and inputs of a batch, stored and in float32.
+    """Bytes to compute Grams: float64 sums, a stripe of a float32 product, inputs of a batch, stored and in float32.
 
-    Drift has moments in float64, a product in float32 with its copy in float64, and residuals of the batch. Grams of
-    held-out samples come second, beside the finished Grams of the others.
+    Drift has moments in float64, a product in float32, and residuals of the batch. The first finished Gram of a wide
+    layer is in float32 beside its sum. Grams of held-out samples come second, beside the finished ones of the others.
     """
     rows, columns = layer.shape
     square, drift = layer.groups * columns**2, kind.drift(layer)
-    product = max(4 * square, 12 * layer.weights if drift else 0)
+    widest = columns if kind.pairs or columns < STRIPE else columns // STRIPE * STRIPE
+    stripe = 4 * layer.groups * min(STRIPE, columns) * widest
+    product = max(stripe, 4 * layer.weights if drift else 0, 4 * square if columns >= WIDE else 0)
     inputs = (4 + itemsize) * tokens * ((2 if kind.pairs else 1) * columns + (rows if drift else 0))
     own = kind.squares // kind.parts
     finished = (4 if columns >= WIDE else 8) * own * square if kind.parts > 1 else 0
@@ -259,9 +265,9 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
     after another:
 
     - with a dense model and held-out samples the ridge regression: the damped Hessian, its factor and eight matrices;
-    - the solver, with a damped Hessian, the linear term and the anchor in float32. ADMM's search has three more squares
-      with the masks of four, and five matrices; its refit one square and seven matrices. Exact elimination has the
-      Hessian, its factor and a copy in float64, or one square and six matrices;
+    - the solver, with a damped Hessian, the linear term and the anchor in float32. ADMM's search has the scaled
+      Hessian, an inverse with half of its size besides, the masks and five matrices; its refit one square and seven
+      matrices. Exact elimination has the Hessian, its factor and a copy in float64, or one square and six matrices;
     - the errors: products of matrices in the dtype of the Grams.
     """
     square, matrix = layer.shape[1] ** 2, layer.weights // layer.groups
@@ -273,7 +279,7 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
     regression = number * (2 * square + 8 * matrix) if kind.pairs and kind.parts > 1 else 0
     problem = (4 if wide else 8) * square + (16 if kind.pairs else 4) * matrix
     if is_admm(recipe):
-        search = max(16 * square + 21 * matrix, 4 * square + 29 * matrix)
+        search = max(10 * square + 21 * matrix, 4 * square + 29 * matrix)
     else:
         search = max(24 * square, 6 * square + 21 * matrix)
     errors = 12 * matrix if wide else 4 * square + 44 * matrix

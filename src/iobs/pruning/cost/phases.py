@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from iobs.pruning.allocation.kin import MEASURED_BLOCKS
+from iobs.pruning.allocation.measurements import EVALUATION_SHARE
 from iobs.pruning.allocation.sensitivity import CURVE_LEVELS, CURVE_TOKENS
 from iobs.pruning.cost.loads import (
     Load,
@@ -172,9 +173,9 @@ def allocation_load(work: Work, recipe: Recipe) -> Load:
         found += sum_load(columns, tokens, 1, passes) * count
     for layer in work.layers:
         found += (search_load(layer, fast) + problem_load(layer, False)) * levels
-        found += error_load(layer, False, CURVE_LEVELS)
+        found += error_load(layer, False, CURVE_LEVELS) * 0.5  # the energy of the target is known
     length = work.tokens / work.samples if work.samples else 1.0
-    judged = min(0.2 * work.tokens, _TRIAL_SAMPLES * length) / work.ranks
+    judged = min(EVALUATION_SHARE * work.tokens, _TRIAL_SAMPLES * length) / work.ranks
     runs = _TRIED * len(work.layers) / work.blocks
     share = min(1.0, MEASURED_BLOCKS / work.blocks)
     return (found + Load(block=2.0 * work.weights * runs * judged)) * share + Load(block=6.0 * work.weights * tokens)

@@ -60,12 +60,26 @@ class Masters:
 
     @classmethod
     def of(
-        cls, store: Store, names: Iterable[str], masks: dict[str, Tensor], rounding: GridRounding | None = None
+        cls,
+        store: Store,
+        names: Iterable[str],
+        masks: dict[str, Tensor],
+        rounding: GridRounding | None = None,
+        shared: bool = False,
     ) -> Masters:
-        """The masters of the model's current parameters."""
+        """The masters of the model's current parameters.
+
+        Args:
+            store: holds the model.
+            names: of the parameters.
+            masks: of pruned weights, by name.
+            rounding: puts layers onto their grids.
+            shared: parameters in float32 or wider, of a model without grids, are masters themselves and not copied.
+        """
         parameters = dict(store.model.named_parameters())
+        copied = rounding is not None or not shared
         values = {
-            name: parameters[name].detach().to(torch.promote_types(parameters[name].dtype, torch.float32), copy=True)
+            name: parameters[name].detach().to(torch.promote_types(parameters[name].dtype, torch.float32), copy=copied)
             for name in names
         }
         return cls(store, values, masks, rounding)

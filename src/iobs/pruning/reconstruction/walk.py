@@ -307,10 +307,17 @@ class Walk:
         """A fit of the current parameters of a window; the last window also fits norms behind the blocks."""
         outside = self._vectors_outside() if window.kl else []
         seed = self.work.request.seed + window.stages.stop
-        return Fit(window, self._masters(window.stages, outside, window.final), self.sweep.ranks, seed)
+        return Fit(window, self._masters(window.stages, outside, window.final, True), self.sweep.ranks, seed)
 
-    def _masters(self, stages: range, outside: Sequence[str] = (), final: bool = True) -> Masters:
-        """The masters of some blocks and of vectors outside them; with final patterns values stay on their grids."""
+    def _masters(self, stages: range, outside: Sequence[str] = (), final: bool = True, shared: bool = False) -> Masters:
+        """The masters of some blocks and of vectors outside them; with final patterns values stay on their grids.
+
+        Args:
+            stages: of the blocks.
+            outside: names of the vectors.
+            final: the layers have their final patterns.
+            shared: float32 parameters are their own masters.
+        """
         work, model = self.work, self.work.store.model
         blocks = [self.sweep.chain[stage] for stage in stages]
         names, masks = fitted_names(model, work.selection.layers, blocks, work.frozen)
@@ -319,7 +326,7 @@ class Walk:
             own = {layer: self.projection.patterns[layer] for layer in work.selection.layers if layer.key in masks}
             free_zeros(masks, own)
             rounding = rounding_of(model, own)
-        return Masters.of(work.store, [*names, *outside], masks, rounding)
+        return Masters.of(work.store, [*names, *outside], masks, rounding, shared)
 
     def _after(self, fit: Fit, steps: int, rate: float, decay: bool = True) -> float:
         """The held-out loss after the steps; infinite if they diverge."""

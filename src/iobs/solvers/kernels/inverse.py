@@ -22,21 +22,22 @@ def shifted_inverse(hessian: Tensor, shift: float) -> Tensor:
     """
     shifted = hessian.clone()
     shifted.diagonal().add_(shift)
-    return _inverse(shifted)
+    _invert(shifted)
+    return shifted
 
 
-def _inverse(matrix: Tensor) -> Tensor:
-    d = len(matrix)
-    if d <= _LEAF:
-        return linalg.inverse(matrix)
-    half = d // 2
-    result = torch.empty_like(matrix)
-    first = _inverse(matrix[:half, :half])
-    carried = first @ matrix[:half, half:]
-    second = _inverse(torch.addmm(matrix[half:, half:], matrix[half:, :half], carried, alpha=-1))
-    crossed = carried @ second
-    torch.addmm(first, crossed, carried.T, out=result[:half, :half])
-    result[half:, half:] = second
-    result[:half, half:] = crossed.neg_()
-    result[half:, :half] = crossed.T
-    return result
+def _invert(matrix: Tensor) -> None:
+    """Write the inverse of a symmetric matrix into its own memory; a quarter of its size is taken besides."""
+    if len(matrix) <= _LEAF:
+        matrix.copy_(linalg.inverse(matrix))
+        return
+    half = len(matrix) // 2
+    first, above, below, second = matrix[:half, :half], matrix[:half, half:], matrix[half:, :half], matrix[half:, half:]
+    _invert(first)
+    carried = first @ above
+    second.addmm_(below, carried, alpha=-1)
+    _invert(second)
+    torch.mm(carried, second, out=above)
+    first.addmm_(above, carried.T)
+    above.neg_()
+    below.copy_(above.T)
