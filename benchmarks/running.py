@@ -121,6 +121,7 @@ def network(sparsity: float) -> nn.Module:
     return model
 
 
+@torch.no_grad()
 def texts(rows: Rows, sparsities: tuple[float, ...]) -> None:
     """Tokens of the Llama by all forms, in turn."""
     names = [f"{how} {precision}" for how in ways() for precision in FORMS]
@@ -157,6 +158,7 @@ def texts(rows: Rows, sparsities: tuple[float, ...]) -> None:
             )
 
 
+@torch.no_grad()
 def prompts(rows: Rows, sparsities: tuple[float, ...]) -> None:
     """A long prompt of the Llama by all forms, in turn."""
     from iobs.inference.decoder import Decoder

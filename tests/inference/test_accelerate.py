@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import iobs
-from iobs.errors import ProblemError
+from iobs.errors import ModelError, ProblemError
 from iobs.inference import choices as module
 from iobs.inference import cpu
 from iobs.inference.modules import StoredConv, StoredLinear, stored
@@ -167,3 +167,14 @@ def test_layers_that_are_too_small_are_named_in_a_note():
     found = iobs.accelerate(model)
     assert not found.choices
     assert "2 layers of fewer than 16,384 weights stay dense" in str(found)
+
+
+def test_an_accelerated_model_is_audited_and_says_why_it_cannot_be_pruned_again(fastest):
+    model = network()
+    zeros = {row.name: row.zeros for row in iobs.audit(model)}
+    iobs.accelerate(model, precision="bf16", threads=1)
+    assert any(isinstance(one, StoredLinear) for one in model.modules())
+    assert {row.name: row.zeros for row in iobs.audit(model)} == zeros
+    with pytest.raises(ModelError, match="accelerate it last"):
+        iobs.prune(model, [torch.randn(4, 256)], 0.5, "one-shot")
+    assert "stored already" in str(iobs.accelerate(model, threads=1))

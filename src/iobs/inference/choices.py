@@ -172,6 +172,11 @@ def accelerate(
         if form is not None:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, form)
+    before = sum(isinstance(one, StoredLinear) for one in model.modules()) - sum(
+        one.format != "dense" for one in choices
+    )
+    if before > 0 and device.type == "cpu":
+        timings.notes.append(f"{before} layers are stored already and stay as they are")
     small = len(storable) - len(layers)
     if small:
         timings.notes.append(f"{small} layers of fewer than {_SMALLEST:,} weights stay dense, since they gain nothing")

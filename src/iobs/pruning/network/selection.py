@@ -97,13 +97,15 @@ def select(
         check_finite: check every entry; False if the weights are not in memory.
 
     Raises:
-        ModelError: the model is not a module, or has adapters that are not merged while `include` is None.
+        ModelError: the model is not a module, has stored matrices of `iobs.accelerate`, or adapters that are not merged
+            while `include` is None.
         LayerSelectionError: a pattern matches no layer, no layer is left, or a lazy layer was never called.
         NonFiniteError: a weight holds NaN or infinity.
     """
     _require_module(model)
     if without := _without_shape(model):
         raise LayerSelectionError(f"{without[0]!r} has no shape yet; call the model on a batch first.")
+    _require_unstored(model)
     if include is None:
         _require_merged(model)
     found = find_layers(model)
@@ -160,6 +162,16 @@ def _require_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
         raise ModelError(f"The model must be an instance of torch.nn.Module, got {got}.")
+
+
+def _require_unstored(model: nn.Module) -> None:
+    stored = library_class("iobs.inference.modules", "StoredLayer")
+    names = [path for path, module in model.named_modules() if isinstance(module, stored)]
+    if names:
+        raise ModelError(
+            f"{len(names)} layers of the model, {names[0]!r} first, are stored matrices of iobs.accelerate or of a "
+            "packed file, which no solver changes. Prune the dense model, and accelerate it last."
+        )
 
 
 def _require_merged(model: nn.Module) -> None:

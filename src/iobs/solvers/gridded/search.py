@@ -168,6 +168,8 @@ class _State:
         scales = self.scales.contiguous()
         rows = GridRows(self.weight, self.gradient, self.mask, scales, hessian, self.grid.group, self.grid.levels)
         descend_values(rows, _SWEEPS)
+        if not moves:
+            return
         if not bool(self.mask.all()):
             exchange_entries(rows, of, _CANDIDATES, moves)
         step_pairs(rows, _CANDIDATES, moves)

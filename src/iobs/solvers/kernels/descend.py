@@ -188,9 +188,20 @@ def descend_values_numba(rows: GridRows, sweeps: int) -> None:
     columns = rows.weight.shape[1]
     if columns >= _WIDE:
         enough = _DENSE_CHANGES * float(rows.mask.sum())
-        while sweeps and _sweep_in_blocks(rows) > enough:
+        while sweeps and _improvable(rows) > enough:
+            _sweep_in_blocks(rows)
             sweeps -= 1
     _over_rows(kernel.values, rows, sweeps)
+
+
+def _improvable(rows: GridRows) -> int:
+    """The number of values that would change if all others stayed, about those that the next sweep changes."""
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    count: Callable[..., None] = kernel.improvable
+    arrays, found = rows.arrays(), torch.zeros(len(rows.weight), dtype=torch.long)
+    over_rows(lambda start, stop: count(start, stop, *arrays, found.numpy()), len(found))
+    return int(found.sum())
 
 
 def _sweep_in_blocks(rows: GridRows) -> int:

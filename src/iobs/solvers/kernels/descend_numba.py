@@ -26,14 +26,25 @@ def _shift(gradient: Floats, row: Floats, step: float) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _improve(w: Floats, g: Floats, hessian: Floats, j: int, scale: np.floating, top: np.floating, first: int) -> bool:
-    """Set entry j to its best value on the grid, and shift the gradient of the columns from `first` on."""
-    x = _point(w[j] - g[j] / hessian[j, j], scale, top)
+def _improve(
+    w: Floats, g: Floats, hessian: Floats, own: np.floating, j: int, scale: np.floating, top: np.floating, first: int
+) -> bool:
+    """Set entry j, of curvature `own`, to its best value on the grid, and shift the gradient from column `first` on."""
+    x = _point(w[j] - g[j] / own, scale, top)
     if x == w[j]:
         return False
     _shift(g[first:], hessian[j, first:], x - w[j])
     w[j] = x
     return True
+
+
+@njit(nogil=True, cache=True)
+def _diagonal(hessian: Floats) -> Floats:
+    """A copy of the diagonal: its entries lie far apart in the matrix, and each would be read from far memory."""
+    found = np.empty(len(hessian), hessian.dtype)
+    for j in range(found.size):
+        found[j] = hessian[j, j]
+    return found
 
 
 @njit(nogil=True, cache=True)
@@ -77,15 +88,40 @@ def values(
 ) -> None:
     """Rows `start` to `stop` of `descend.descend_values`."""
     top = weight.dtype.type(levels)  # in the dtype of the weights: a wider product would never equal a stored weight
+    curvature = _diagonal(hessian)
     for r in range(start, stop):
         w, g, kept = weight[r], gradient[r], mask[r]
         for _ in range(sweeps):
             changed = False
             for j in range(w.size):
-                if kept[j] and _improve(w, g, hessian, j, scales[r, j // group], top, 0):
+                if kept[j] and _improve(w, g, hessian, curvature[j], j, scales[r, j // group], top, 0):
                     changed = True
             if not changed:
                 break
+
+
+@njit(nogil=True, cache=True)
+def improvable(
+    start: int,
+    stop: int,
+    weight: Floats,
+    gradient: Floats,
+    mask: Bools,
+    scales: Floats,
+    hessian: Floats,
+    group: int,
+    levels: int,
+    found: Indices,
+) -> None:
+    """Write the number of values of rows `start` to `stop` that would change if all others stayed."""
+    top = weight.dtype.type(levels)
+    curvature = _diagonal(hessian)
+    for r in range(start, stop):
+        w, g, kept, count = weight[r], gradient[r], mask[r], 0
+        for j in range(w.size):
+            if kept[j]:
+                count += _point(w[j] - g[j] / curvature[j], scales[r, j // group], top) != w[j]
+        found[r] = count
 
 
 @njit(nogil=True, cache=True)
@@ -110,14 +146,15 @@ def block_values(
     """
     width = len(hessian)
     top = weight.dtype.type(levels)
-    g = np.empty(width, weight.dtype)
+    g, curvature = np.empty(width, weight.dtype), _diagonal(hessian)
     for r in range(start, stop):
         w, kept, moved = weight[r, first : first + width], mask[r, first : first + width], step[r]
         g[:] = gradient[r, first : first + width]
         made = 0
         for j in range(width):
             old = w[j]
-            made += kept[j] and _improve(w, g, hessian, j, scales[r, (first + j) // group], top, j + 1)
+            scale = scales[r, (first + j) // group]
+            made += kept[j] and _improve(w, g, hessian, curvature[j], j, scale, top, j + 1)
             moved[j] = w[j] - old
         changes[r] += made
 
