@@ -147,23 +147,23 @@ def seconds_of(
 
 def _sites(model: nn.Module, batch: Batch, asked: Asked) -> SitesOfLayers:
     """The sites of a model with the layers that read them, as far as the names of the readers are asked for."""
-    layers = {layer.path: layer for layer in find_layers(model) if layer.parameter == "weight" and layer.groups == 1}
+    every_layer = find_layers(model)
+    layers = {layer.path: layer for layer in every_layer if layer.parameter == "weight" and layer.groups == 1}
     inner = asked.pattern.units == "auto"
     every = [site for site in find_sites(model, batch, inner) if all(one.path in layers for one in site.readers)]
     read = {layers[one.path]: site for site in every for one in site.readers}
     if not read:
         raise LayerSelectionError("No channels, neurons or heads were found that can be removed from this model.")
-    chosen = set(read) if asked.include is None else _named(read, asked.include, "include")
-    chosen -= set() if asked.ignore is None else _named(read, asked.ignore, "ignore")
+    chosen = set(every_layer) if asked.include is None else _named(every_layer, asked.include, "include")
+    chosen -= set() if asked.ignore is None else _named(every_layer, asked.ignore, "ignore")
     found = tuple(site for site in every if all(layers[one.path] in chosen for one in site.readers))
     if not found:
         raise LayerSelectionError("include= and ignore= leave no layer whose units can be removed.")
     return SitesOfLayers(found, layers)
 
 
-def _named(found: Mapping[Layer, Site], names: str | Sequence[str], argument: str) -> set[Layer]:
-    patterns = [names] if isinstance(names, str) else names
-    wanted = {name for pattern in patterns for name in matching(tuple(found), pattern, argument)}
+def _named(found: Sequence[Layer], names: str | Sequence[str], argument: str) -> set[Layer]:
+    wanted = matching(found, names, argument)
     return {layer for layer in found if layer.name in wanted}
 
 
