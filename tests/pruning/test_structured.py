@@ -102,6 +102,22 @@ def test_refit_is_closer_to_dense_than_magnitude():
         assert (ours(fresh) - wanted).square().sum() < 0.5 * (plain(fresh) - wanted).square().sum()
 
 
+def test_layers_that_read_no_units_are_refitted_to_the_dense_outputs():
+    dense = network()
+    ours, readers, plain = (copy.deepcopy(dense) for _ in range(3))
+    iobs.prune(ours, pictures(), "structured:50%", "one-shot")
+    iobs.prune(readers, pictures(), "structured:50%", "one-shot", include="*.conv2")
+    iobs.prune(plain, pictures(), "structured:50%", "one-shot", target="layer")
+    torch.testing.assert_close(ours[0].weight, dense[0].weight)  # nothing before it has changed
+    assert not torch.equal(ours[5].weight, dense[5].weight)
+    assert torch.equal(readers[5].weight, dense[5].weight)
+    assert torch.equal(plain[5].weight, dense[5].weight)
+    fresh = torch.randn(200, 3, 8, 8, generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():
+        wanted = dense(fresh)
+        assert (ours(fresh) - wanted).square().sum() < (readers(fresh) - wanted).square().sum()
+
+
 @pytest.mark.parametrize("recipe", ["one-shot", "fast", "best"])
 @pytest.mark.parametrize("of", ["macs", "latency"])
 def test_nothing_is_measured_or_changed_if_nothing_is_removed(recipe, of, monkeypatch):

@@ -1,8 +1,9 @@
 """`iobs.prune` with the pattern `Structured`: find units, run Algorithm 2 on their readers, remove the units.
 
 During the run a removed unit is a group of zero columns of the layer that reads it. The network then computes the same
-as the narrower network, and the loop, the held-out choice and the gradient steps are those of all other patterns. At
-the end the units are removed.
+as the narrower network, and the loop, the held-out choice and the gradient steps are those of all other patterns. Other
+layers keep their columns, and are refitted to the dense outputs on what is left of their inputs. At the end the units
+are removed.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
         dense = Products.count(model, collected[0], sites.sites)
         refitted = sites.sites if asked.recipe.refits_biases else ()
         with _added_biases(model, refitted, sites, form, loadable) as added:
-            selection = store.checked(collected, _selection(model, sites))
+            selection = store.checked(collected, _selection(store, sites, asked))
             patterns = {layer: sites.groups(layer) for layer in selection.layers}
             sites = sites.read_by(selection.layers)
             tied = _tied(sites.sites, form, asked.pattern.uniform)
@@ -146,36 +147,45 @@ def seconds_of(
 
 def _sites(model: nn.Module, batch: Batch, asked: Asked) -> SitesOfLayers:
     """The sites of a model with the layers that read them, as far as the names of the readers are asked for."""
-    layers = {layer.path: layer for layer in find_layers(model) if layer.parameter == "weight" and layer.groups == 1}
+    every_layer = find_layers(model)
+    layers = {layer.path: layer for layer in every_layer if layer.parameter == "weight" and layer.groups == 1}
     inner = asked.pattern.units == "auto"
     every = [site for site in find_sites(model, batch, inner) if all(one.path in layers for one in site.readers)]
     read = {layers[one.path]: site for site in every for one in site.readers}
     if not read:
         raise LayerSelectionError("No channels, neurons or heads were found that can be removed from this model.")
-    chosen = set(read) if asked.include is None else _named(read, asked.include, "include")
-    chosen -= set() if asked.ignore is None else _named(read, asked.ignore, "ignore")
+    chosen = set(every_layer) if asked.include is None else _named(every_layer, asked.include, "include")
+    chosen -= set() if asked.ignore is None else _named(every_layer, asked.ignore, "ignore")
     found = tuple(site for site in every if all(layers[one.path] in chosen for one in site.readers))
     if not found:
         raise LayerSelectionError("include= and ignore= leave no layer whose units can be removed.")
     return SitesOfLayers(found, layers)
 
 
-def _named(found: Mapping[Layer, Site], names: str | Sequence[str], argument: str) -> set[Layer]:
-    patterns = [names] if isinstance(names, str) else names
-    wanted = {name for pattern in patterns for name in matching(tuple(found), pattern, argument)}
+def _named(found: Sequence[Layer], names: str | Sequence[str], argument: str) -> set[Layer]:
+    wanted = matching(found, names, argument)
     return {layer for layer in found if layer.name in wanted}
 
 
-def _selection(model: nn.Module, sites: SitesOfLayers) -> Selection:
-    """The readers of units as the selected layers."""
+def _selection(store: Store, sites: SitesOfLayers, asked: Asked) -> Selection:
+    """The readers of units; if targets are dense outputs, also the layers that are refitted with all their columns.
+
+    These are the layers that `iobs.prune` prunes by default. Their inputs have drifted by what layers before them lost.
+    """
     read = {reader.path for site in sites.sites for reader in site.readers}
     written = {writer.path for site in sites.sites for writer in site.writers}
+    refitted: set[Layer] = set()
+    if asked.recipe.target != "layer":
+        usual = store.select(asked.include, asked.ignore, depthwise=False).layers
+        refitted = {layer for layer in usual if layer.parameter == "weight" and layer.groups == 1}
+    every = find_layers(store.model)
+    chosen = tuple(layer for layer in every if layer.path in read or layer in refitted)
     skipped = {
         layer.name: Reason("asked", "its rows go with units" if layer.path in written else "reads no units")
-        for layer in find_layers(model)
-        if layer.path not in read
+        for layer in every
+        if layer not in chosen
     }
-    return Selection(tuple(layer for layer in find_layers(model) if layer.path in read), skipped)
+    return Selection(chosen, skipped)
 
 
 def _loadable(sites: SitesOfLayers, form: Widths, told: Callbacks) -> SitesOfLayers:

@@ -48,7 +48,9 @@ def allocate_widths(work: Workspace, pattern: Structured) -> tuple[dict[Layer, P
     for layer, one in work.request.patterns.items():
         assert isinstance(one, Groups)
         own = sites.of(layer)
-        if any(site.name in chosen for site in own):
+        if not own:  # refitted with all its columns
+            plan[layer] = one
+        elif any(site.name in chosen for site in own):
             plan[layer] = sites.chosen(layer, chosen)
         else:
             plan[layer] = replace(one, keep=widths[own[0].name], sparsity=None, multiple_of=1)
