@@ -11,6 +11,7 @@ import iobs
 from iobs.evaluate.scores import accuracy, perplexity
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.cost import memory_plan
 from iobs.pruning.recipe import BlockFit
 from iobs.solvers import REFINEMENTS, SOLVERS
 from iobs.solvers.families import GRID_SOLVERS
@@ -18,6 +19,12 @@ from iobs.solvers.families import GRID_SOLVERS
 PATTERNS = [iobs.Unstructured(0.5), iobs.Unstructured(0.5, per="row"), iobs.NM(2, 4)]
 READS_PER_LAYER = 40  # each waits for the GPU; 36 were counted
 COMPARED = 1e-6  # float64 sums in another order
+
+
+@pytest.fixture(autouse=True)
+def quick_rates(monkeypatch):
+    """Measure the rates of the plan by small products: bfloat16 takes minutes on a CPU without instructions for it."""
+    monkeypatch.setattr(memory_plan, "_SIDE", 32)
 
 
 def problem(rows, columns):
