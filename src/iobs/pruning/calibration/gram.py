@@ -230,9 +230,10 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor | None = None) -> Non
     """
     exact = torch.promote_types(left.dtype, torch.float32)
     with torch.autocast(total.device.type, enabled=False):  # the caller's autocast would multiply in 16 bits
-        for number, a in enumerate(torch.split(left, _CHUNK, 1)):
+        others = torch.split(left if right is None else right, _CHUNK, 1)
+        for a, b in zip(torch.split(left, _CHUNK, 1), others, strict=True):
             a = a.to(exact)
-            b = a if right is None else right[:, number * _CHUNK :][:, :_CHUNK].to(exact)
+            b = a if right is None else b.to(exact)
             for own in _stripes(total.shape[-1]):
                 end = own.stop if right is None else None
                 total[:, own, :end] += a[..., own].transpose(1, 2) @ b[..., :end]
