@@ -105,7 +105,7 @@ def select(
     _require_module(model)
     if without := _without_shape(model):
         raise LayerSelectionError(f"{without[0]!r} has no shape yet; call the model on a batch first.")
-    _require_unstored(model)
+    require_unstored(model, "No solver changes them. Prune the dense model, and accelerate it last.")
     if include is None:
         _require_merged(model)
     found = find_layers(model)
@@ -164,13 +164,25 @@ def _require_module(model: object) -> None:
         raise ModelError(f"The model must be an instance of torch.nn.Module, got {got}.")
 
 
-def _require_unstored(model: nn.Module) -> None:
-    stored = library_class("iobs.inference.modules", "StoredLayer")
+def require_unstored(model: nn.Module, advice: str) -> None:
+    """Check that no layer is a stored matrix.
+
+    Args:
+        model: the network.
+        advice: what to do otherwise, in a sentence or more.
+
+    Raises:
+        ModelError: a layer is one.
+    """
+    stored = (
+        library_class("iobs.inference.modules", "StoredLayer"),
+        library_class("iobs.inference.gpu", "BitmaskLinear"),
+    )
     names = [path for path, module in model.named_modules() if isinstance(module, stored)]
     if names:
         raise ModelError(
             f"{len(names)} layers of the model, {names[0]!r} first, are stored matrices of iobs.accelerate or of a "
-            "packed file, which no solver changes. Prune the dense model, and accelerate it last."
+            f"packed file. {advice}"
         )
 
 
