@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import families
 import pytest
@@ -15,9 +16,10 @@ from iobs.core.patterns import parse
 from iobs.errors import CalibrationError, LayerSelectionError, ModelError, NonFiniteError, PatternError, ProblemError
 from iobs.pruning import structured
 from iobs.pruning.decisions import widths
-from iobs.pruning.structured_report import StructuredReport
+from iobs.pruning.structured_report import StructuredReport, WidthRecord
 from iobs.pruning.widths.latency import measure, shares_of
 from iobs.report import read_report
+from iobs.report.narrower import render_widths
 
 
 class Block(nn.Module):
@@ -175,12 +177,19 @@ def test_report_is_read_back(tmp_path):
     assert report.refitted == ["0", "1.conv1", "2.conv1", "5"]  # the others read units
     assert "2 layers lost inputs with their units; 4 lost none and were refitted: 0, 1.conv1" in str(report)
     report.save(tmp_path / "report.json")
-    again = read_report(tmp_path / "report.json")
+    again = read_report(str(tmp_path / "report.json"))
     assert isinstance(again, StructuredReport)
     assert again.widths == report.widths
     assert again.costs == report.costs
     assert again.refitted == report.refitted
     assert "channels are left" in str(again)
+
+
+def test_bars_of_widths_have_one_scale_for_each_kind():
+    widths = [WidthRecord("a", "heads", "a", 4, 2, 0.1), WidthRecord("b", "neurons", "b", 200, 50, 0.1)]
+    page = render_widths(SimpleNamespace(widths=widths))
+    assert page.count("width:100.00%") == 2  # 4 heads are as long as 200 neurons
+    assert page.count("width:50.00%") == page.count("width:25.00%") == 1
 
 
 def test_failed_run_leaves_the_model_as_it_was():
