@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -196,7 +195,7 @@ def _require_merged(model: nn.Module) -> None:
             )
 
 
-def adapters_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def adapters_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers of PEFT that hold an adapter, merged or not, with their paths."""
     adapted = library_class("peft.tuners.tuners_utils", "BaseTunerLayer")
     return ((path, module) for path, module in model.named_modules() if isinstance(module, adapted))
