@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -73,16 +73,24 @@ class StoredLayer(nn.Module):
             self.bias = nn.Parameter(fn(self.bias.data), requires_grad=False)
         return self
 
-    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state: dict[str, Tensor],
+        prefix: str,
+        metadata: dict[str, object],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        problems: list[str],
+    ) -> None:
         """Take a state dict of an accelerated model; that of a dense one is an error, also where strict is False."""
         if f"{prefix}weight" in state and not any(name.startswith(f"{prefix}stored_") for name in state):
-            problems: list[str] = arguments[-1]
             problems.append(
                 f"{prefix}weight is that of a dense layer, and the layer here is a stored matrix of iobs.accelerate; "
                 "load the state dict into the dense model, and accelerate it afterwards."
             )
             return
-        super()._load_from_state_dict(state, prefix, *arguments)
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, problems)
 
     def extra_repr(self) -> str:
         """Shape and format."""

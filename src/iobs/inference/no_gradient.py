@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +14,12 @@ class _WithoutGradient(torch.autograd.Function):
     """A function whose gradient is an error."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, anchor: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: object, given: Tensor, anchor: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Compute, recording nothing."""
         return compute(given)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: object, *gradients: Tensor) -> None:
         """Raise the error."""
         raise ProblemError(
             "A layer that iobs.accelerate or iobs pack stored has no gradient. Train the dense model, and accelerate "
