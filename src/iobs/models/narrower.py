@@ -23,7 +23,7 @@ Number = int | list[int]  # tuples are lists, as in JSON
 
 @dataclass(frozen=True)
 class Form:
-    """What code decides about the widths of a network.
+    """The widths of a network that its code decides.
 
     Attributes:
         shapes: of parameters and buffers, by name.
@@ -48,7 +48,7 @@ def form_of(module: nn.Module) -> Form:
 
 
 def changes(built: Form, now: Form) -> dict[str, dict[str, object]]:
-    """What has to change in the network that code builds; empty if nothing.
+    """Differences between a network and the one that its code builds; empty if there are none.
 
     Args:
         built: the form that the code builds.
