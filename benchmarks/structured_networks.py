@@ -59,6 +59,7 @@ NAMES = {
 }
 EVERY = (*METHODS, *structured_peers.METHODS)
 OURS = ("fast", "one-shot", "best")
+KEYS = ("network", "share", "method", "seed")
 EARLIER = ("143a590", "1c04e1c", "5551794", "688fff3", "77fea4e", "7d6f66f", "82ec49a", "dc8c080")
 """Commits before the layers that read no units were refitted; rows of baselines are the same before and after."""
 
@@ -200,7 +201,8 @@ def encoder(data: Path, seed: int) -> Network:
 NETWORKS = {"ResNet-20": resnet, "llama 260K": stories, "MiniLM": encoder, "ViT": transformer, "MobileNet": mobilenet}
 
 
-def measure(name: str, network: Network, share: float, method: str, seed: int) -> Row:
+def measure(name: str, network: Network, share: float, method: str, seed: int) -> tuple[nn.Module, Row]:
+    """The narrower network and its row."""
     model = network.model()
     with measured() as work, ExitStack() as stack:
         recipe, changes = METHODS.get(method, ("one-shot", {}))
@@ -214,7 +216,7 @@ def measure(name: str, network: Network, share: float, method: str, seed: int) -
             changes = {**changes, "batch_norm": "update"}
         pattern = iobs.Structured(share, uniform=network.uniform)
         report = iobs.prune(model, network.batches, pattern, recipe, seed=seed, **changes)
-    return {
+    return model, {
         "network": name,
         "share": share,
         "method": method,
@@ -284,7 +286,7 @@ def main() -> None:
     torch.set_num_threads(1)
     methods = (*METHODS, *(structured_peers.METHODS if arguments.peers else ()))
     asked = arguments.methods.split(";") if arguments.methods else methods
-    rows = Rows("structured_networks", ("network", "share", "method", "seed"), arguments.again)
+    rows = Rows("structured_networks", KEYS, arguments.again)
     for seed in arguments.seeds or (0,):
         for name, make in NETWORKS.items():
             if arguments.only not in name or (arguments.quick and name != "ResNet-20"):
@@ -295,7 +297,7 @@ def main() -> None:
                     if method in structured_peers.METHODS and network.labelled is None:
                         continue
                     if not rows.has(network=name, share=share, method=method, seed=seed):
-                        rows.put(measure(name, network, share, method, seed))
+                        rows.put(measure(name, network, share, method, seed)[1])
 
 
 if __name__ == "__main__":
