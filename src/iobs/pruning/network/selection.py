@@ -207,7 +207,7 @@ def _require_merged(model: nn.Module) -> None:
 def adapters_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers of PEFT that hold an adapter, merged or not, with their paths."""
     adapted = library_class("peft.tuners.tuners_utils", "BaseTunerLayer")
-    return ((path, module) for path, module in model.named_modules() if isinstance(module, adapted))
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, adapted))  # type: ignore[misc]
 
 
 def require_finite(model: nn.Module, layers: Iterable[Layer]) -> None:
