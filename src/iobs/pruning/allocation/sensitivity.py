@@ -31,7 +31,8 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Statistics, relative_output_error
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
 from iobs.pruning.calibration.replay import Stream
-from iobs.pruning.calibration.sweep import InMemory, Moments, Residency, Sweep
+from iobs.pruning.calibration.residency import InMemory, Residency
+from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe.allocation import Allocation
 from iobs.pruning.report import AllocationRecord, JsonObject
