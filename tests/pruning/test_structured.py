@@ -2,7 +2,9 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
+import families
 import pytest
 import torch
 from torch import nn
@@ -11,12 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import iobs
 from iobs.core.patterns import parse
-from iobs.errors import CalibrationError, LayerSelectionError, PatternError, ProblemError
+from iobs.errors import CalibrationError, LayerSelectionError, ModelError, NonFiniteError, PatternError, ProblemError
 from iobs.pruning import structured
 from iobs.pruning.decisions import widths
-from iobs.pruning.structured_report import StructuredReport
+from iobs.pruning.structured_report import StructuredReport, WidthRecord
 from iobs.pruning.widths.latency import measure, shares_of
 from iobs.report import read_report
+from iobs.report.narrower import render_widths
 
 
 class Block(nn.Module):
@@ -171,12 +174,22 @@ def test_fine_tuned_network_is_returned_only_if_held_out_samples_prefer_it():
 
 def test_report_is_read_back(tmp_path):
     report = iobs.prune(network(), pictures(), "structured:30%", "one-shot")
+    assert report.refitted == ["0", "1.conv1", "2.conv1", "5"]  # the others read units
+    assert "2 layers lost inputs with their units; 4 lost none and were refitted: 0, 1.conv1" in str(report)
     report.save(tmp_path / "report.json")
-    again = read_report(tmp_path / "report.json")
+    again = read_report(str(tmp_path / "report.json"))
     assert isinstance(again, StructuredReport)
     assert again.widths == report.widths
     assert again.costs == report.costs
+    assert again.refitted == report.refitted
     assert "channels are left" in str(again)
+
+
+def test_bars_of_widths_have_one_scale_for_each_kind():
+    widths = [WidthRecord("a", "heads", "a", 4, 2, 0.1), WidthRecord("b", "neurons", "b", 200, 50, 0.1)]
+    page = render_widths(SimpleNamespace(widths=widths))
+    assert page.count("width:100.00%") == 2  # 4 heads are as long as 200 neurons
+    assert page.count("width:50.00%") == page.count("width:25.00%") == 1
 
 
 def test_failed_run_leaves_the_model_as_it_was():
@@ -213,11 +226,35 @@ def test_what_does_not_apply_is_refused_before_any_work():
         iobs.prune(network(), pictures(), "structured:30%", "paper")
     with pytest.raises(LayerSelectionError, match="No channels"):
         iobs.prune(nn.Sequential(nn.Linear(4, 3)), [torch.randn(8, 4)], "structured:30%")
+    with pytest.raises(ModelError, match="got the class Linear"):
+        iobs.prune(nn.Linear, pictures(), "structured:30%")
+    broken = network()
+    with torch.no_grad():
+        broken[5].bias[0] = torch.inf
+    with pytest.raises(NonFiniteError, match=r"5\.bias holds NaN"):
+        iobs.prune(broken, pictures(), "structured:30%")
     for units in ("auto", "blocks"):
         with pytest.raises(CalibrationError, match="batch 0"):
             iobs.prune(network(), [torch.randn(8, 1, 8, 8)], iobs.Structured(0.3, units=units))
     with pytest.raises(PatternError, match=r"iobs\.prune"):
         iobs.solve(iobs.Quadratic.at(torch.randn(2, 4), torch.eye(4)), iobs.Structured(0.5))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("units", ["auto", "blocks"])
+@pytest.mark.parametrize("merged", [False, True])
+def test_model_with_adapters_is_refused_before_any_work(units, merged):
+    peft = pytest.importorskip("peft")
+    base = families.LANGUAGE_MODELS["llama"][0]().eval()
+    whole = peft.get_peft_model(base, peft.LoraConfig(target_modules=["down_proj"], r=2))
+    if merged:
+        whole.merge_adapter()
+    before = {name: one.clone() for name, one in whole.named_parameters()}
+    unread = (pytest.fail("data were read") for _ in range(1))
+    for include in (None, "*o_proj*"):
+        with pytest.raises(ModelError, match=r"down_proj.* has an adapter.*iobs\.transformers\.merge_adapters"):
+            iobs.prune(whole, unread, iobs.Structured(0.5, units=units), "one-shot", include=include)
+    assert all(torch.equal(one, before[name]) for name, one in whole.named_parameters())
 
 
 @pytest.mark.parametrize("recipe", ["one-shot", "fast"])

@@ -32,7 +32,7 @@ from iobs.pruning.report import Report
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
-from iobs.pruning.structured import Asked, prune_units
+from iobs.pruning.structured import Asked, prune_units, require_possible
 from iobs.pruning.whole.run import prune_whole
 from iobs.pruning.workspace import Request, Workspace
 
@@ -102,6 +102,7 @@ def prune(
         units = as_structured_recipe(recipe).but(**changes)
         request_of_units = Asked(wanted, units, include, ignore, holdout, seed, checkpoint)
         require_numbers(holdout, seed)
+        require_possible(store, request_of_units)
         with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
             chosen_run = prune_whole if wanted.whole else prune_units
             return chosen_run(store, store.collected(data), request_of_units, Callbacks([*heard, *bar]))

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.structured import Runtime, Structured
-from iobs.errors import AuditError, LayerSelectionError, ModelError, ProblemError
+from iobs.errors import AuditError, LayerSelectionError, ModelError, NonFiniteError, ProblemError
 from iobs.pruning.algorithm import run
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
-from iobs.pruning.network.selection import Selection, matching
+from iobs.pruning.network.selection import Selection, adapters_of, matching, require_module, require_unstored
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.structured import require_structured
 from iobs.pruning.report import LayerRecord, Report
@@ -68,13 +68,8 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
     Raises:
         LayerSelectionError: no units were found, or names match nothing.
         PatternError: the cost cannot be reached.
-        ProblemError: the recipe, or the model's weights are not in memory.
         CalibrationError: the model does not take a batch.
     """
-    if not store.whole:
-        raise ProblemError("Structured removes units of a model in memory; load the model whole.")
-    require_structured(asked.recipe)
-    require_runtime(asked.pattern.runtime)
     if asked.pattern.sparsity == 0:
         told.on_note("Nothing is removed, since 0 % were asked: no widths are measured, and no weight changes.")
         asked = replace(asked, recipe=_NO_CHANGE, pattern=replace(asked.pattern, of="macs"))
@@ -116,8 +111,32 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
         given = [site.name for site in sites.sites if site.reader in added and not site.can_bias]
         configure(model, form, counts, given)
     require_same(before, outputs_of(model, collected[0]))
-    found = reported(report, sites, kept, dense)
+    found = reported(report, sites, kept, dense, asked.recipe.target != "layer")
     return replace(found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, told)])
+
+
+def require_possible(store: Store, asked: Asked) -> None:
+    """Check the model and the recipe before any work, the calibration data included.
+
+    Raises:
+        ProblemError: the recipe, or the model's weights are not in memory.
+        ModelError: the model is no module, or has adapters or matrices of `iobs.accelerate`.
+        NonFiniteError: a parameter holds NaN or infinity.
+    """
+    if not store.whole:
+        raise ProblemError("Structured removes units of a model in memory; load the model whole.")
+    require_module(store.model)
+    require_unstored(store.model)
+    for path, _ in adapters_of(store.model):
+        raise ModelError(
+            f"{path!r} has an adapter, which would keep the old widths. Merge the adapters first "
+            "(iobs.transformers.merge_adapters), or prune the base model and train adapters on it afterwards."
+        )
+    for name, parameter in store.model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise NonFiniteError(f"{name} holds NaN or infinity; repair the model first.")
+    require_structured(asked.recipe)
+    require_runtime(asked.pattern.runtime)
 
 
 def require_taken(model: nn.Module, data: Sequence[Batch]) -> None:
@@ -283,18 +302,29 @@ def kept_units(model: nn.Module, site: Site, sites: SitesOfLayers, width: int) -
     return energy.sort(descending=True, stable=True).indices[:width].sort().values
 
 
-def reported(report: Report, sites: SitesOfLayers, kept: Mapping[str, Tensor], dense: Products) -> StructuredReport:
-    """The report of a run with widths and costs."""
+def reported(
+    report: Report, sites: SitesOfLayers, kept: Mapping[str, Tensor], dense: Products, refits: bool
+) -> StructuredReport:
+    """The report of a run with widths and costs.
+
+    Args:
+        report: of Algorithm 2.
+        sites: with the layers that read them.
+        kept: numbers of the units of each site that are left.
+        dense: products of the dense network.
+        refits: True if layers that lose no inputs were fitted to the dense outputs.
+    """
     records: dict[str, LayerRecord] = {one.name: one for one in report.layers}
     widths = []
     for site in sites.sites:
         layer = sites.readers(site)[0]
         error = records[layer.name].error_dense if layer.name in records else 0.0  # no sample reached it
         widths.append(WidthRecord(site.name, site.kind, layer.path, site.count, len(kept[site.name]), error))
+    refitted = [one.name for one in report.layers if not one.asked] if refits else []
     after = {one.name: one.after for one in widths}
     costs = []
     for where, products in (("in the layers that hold units", dense.held), ("in all layers", dense)):
         costs.append(CostRecord("macs", products.of({}), products.of(after), where))
         costs.append(CostRecord("parameters", products.entries.of({}), products.entries.of(after), where))
     # The zeros were counted before the units were removed; the narrower matrices have none that were asked for.
-    return StructuredReport(**{**vars(report), "audit": []}, widths=widths, costs=costs)
+    return StructuredReport(**{**vars(report), "audit": []}, widths=widths, costs=costs, refitted=refitted)

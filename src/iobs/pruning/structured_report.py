@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from iobs.pruning.report import JsonObject, Report
 
 SECONDS = "seconds"  # name of the cost that is a measured time
+_LISTED = 5  # names in a sentence
 _FASTER = 0.98  # a network with a larger share of the dense time is not called faster
 
 
@@ -62,10 +63,12 @@ class StructuredReport(Report):
     Attributes:
         widths: units of every site, in the order of the forward pass.
         costs: of the layers that hold units and of the whole network.
+        refitted: names of the layers that lost no inputs: their weights were fitted anew to the dense outputs.
     """
 
     widths: list[WidthRecord] = field(default_factory=list)
     costs: list[CostRecord] = field(default_factory=list)
+    refitted: list[str] = field(default_factory=list)
 
     @property
     def removed(self) -> float:
@@ -101,7 +104,17 @@ class StructuredReport(Report):
         for cost in self.costs:
             amount = f"{cost.before:.4g} -> {cost.after:.4g}"
             lines.append(f"{cost.name} {cost.where}: {amount} ({cost.share:.1%} left)")
-        return [*lines, *self._not_faster()]
+        return [*lines, *self._refits(), *self._not_faster()]
+
+    def _refits(self) -> list[str]:
+        """A sentence on the layers that lost inputs, and on those that were refitted alone."""
+        if not self.refitted:
+            return []
+        count, rest = len(self.refitted), len(self.layers) - len(self.refitted)
+        shown = ", ".join(self.refitted[:_LISTED]) + (f" and {count - _LISTED} more" if count > _LISTED else "")
+        if not rest:  # whole blocks or experts
+            return [f"{count} layers were refitted: {shown}."]
+        return [f"{rest} layers lost inputs with their units; {count} lost none and were refitted: {shown}."]
 
     def _not_faster(self) -> list[str]:
         """A sentence where the narrower network takes the time of the dense one."""

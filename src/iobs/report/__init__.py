@@ -50,14 +50,14 @@ def _as_csv(report: Report) -> str:
 RENDERERS.update({".json": _as_json, ".csv": _as_csv, ".html": render_page, "summary": render_summary})
 
 
-def read_report(file: Path) -> Report:
+def read_report(file: str | Path) -> Report:
     """Read a `report.json`.
 
     Raises:
         DataError: the file is missing, or is not a report of iobs.
     """
     try:
-        values = from_json(file.read_text(encoding="utf8"))
+        values = from_json(Path(file).read_text(encoding="utf8"))
         if not isinstance(values, dict):
             raise TypeError(f"{type(values).__name__} in place of an object")
         kind = StructuredReport if "widths" in values else Report

@@ -11,7 +11,7 @@ from iobs.report.numbers import percent, significant
 def render_costs(report: StructuredReport) -> str:
     """Cards of the shares that are left of every cost."""
     cards = "".join(
-        f"<div><b>{percent(cost.share)}</b><span>{escape(cost.name)} {escape(cost.where)} left: "
+        f"<div><b>{percent(cost.share)}</b><span>of the {escape(cost.name)} {escape(cost.where)} are left: "
         f"{significant(cost.before)} → {significant(cost.after)}</span></div>"
         for cost in report.costs
     )
@@ -19,21 +19,28 @@ def render_costs(report: StructuredReport) -> str:
 
 
 def render_widths(report: StructuredReport) -> str:
-    """A bar for every site: the units that are left, of those before."""
-    widest = max((one.before for one in report.widths), default=1)
-    rows = "".join(_row(one, widest) for one in report.widths)
+    """A bar for every site: the units that are left, of those before. Bars of one kind of units have one scale."""
+    widest: dict[str, int] = {}
+    for one in report.widths:
+        widest[one.kind] = max(one.before, widest.get(one.kind, 1))
+    rows = "".join(_row(one, widest[one.kind]) for one in report.widths)
+    headings = "".join(f"<th>{name}</th>" for name in ("layer", "units", "before", "after", ""))
+    legend = "".join(
+        f'<li><i style="background:var(--{colour})"></i>{text}</li>'
+        for colour, text in (("kept", "units that are left"), ("zeros", "removed units"))
+    )
     return (
-        "<section><h2>Widths before and after</h2><table><thead><tr><th>layer</th><th>units</th><th>before</th>"
-        f"<th>after</th><th></th></tr></thead><tbody>{rows}</tbody></table></section>"
+        f'<section><h2>Widths before and after</h2><ul class="legend">{legend}</ul><div class="scroll"><table>'
+        f"<thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
 
 
 def _row(one: WidthRecord, widest: int) -> str:
-    before, after = 100 * one.before / widest, 100 * one.after / widest
+    before, after = 100 * one.before / widest, 100 * one.after / max(1, one.before)
     bar = (
-        f'<svg width="220" height="12" role="img" aria-label="{one.after} of {one.before}">'
-        f'<rect width="{before:.2f}%" height="12" fill="var(--zeros)"/>'
-        f'<rect width="{after:.2f}%" height="12" fill="var(--kept)"/></svg>'
+        f'<div role="img" aria-label="{one.after} of {one.before}" style="width:13rem">'
+        f'<div style="width:{before:.2f}%;background:var(--zeros)">'
+        f'<div style="width:{after:.2f}%;height:.75rem;background:var(--kept)"></div></div></div>'
     )
     cells = (escape(one.name), escape(one.kind), f"{one.before:,}", f"{one.after:,}", bar)
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"

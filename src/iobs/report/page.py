@@ -240,11 +240,12 @@ def _notes(report: Report) -> str:
 
 def _layers(report: Report) -> str:
     bits = {row.name: row.bits / row.weights for row in report.audit if row.bits is not None}
+    kept = set(report.refitted) if isinstance(report, StructuredReport) else set()
     rows = [
         [
             escape(layer.name),
             " × ".join(map(str, layer.shape)),
-            percent(layer.sparsity, 2),
+            "none, refitted" if layer.name in kept else percent(layer.sparsity, 2),
             *((f"{bits[layer.name]:.2f}" if layer.name in bits else "–",) if bits else ()),
             significant(layer.error_calibration),
             significant(layer.error_heldout),
@@ -257,7 +258,8 @@ def _layers(report: Report) -> str:
     ]
     stored = ["bits a weight"] if bits else []
     errors = ["error", "held-out", "against dense"]
-    headings = ["layer", "shape", "zeros", *stored, *errors, "damping", "dead inputs", "seconds"]
+    share = "inputs lost" if isinstance(report, StructuredReport) else "zeros"
+    headings = ["layer", "shape", share, *stored, *errors, "damping", "dead inputs", "seconds"]
     table = _table(headings, rows)
     title = escape(of_round("Layers", report))
     return f"<section><h2>{title}</h2><details><summary>All {len(rows)} layers</summary>{table}</details></section>"

@@ -102,10 +102,10 @@ def select(
         LayerSelectionError: a pattern matches no layer, no layer is left, or a lazy layer was never called.
         NonFiniteError: a weight holds NaN or infinity.
     """
-    _require_module(model)
+    require_module(model)
     if without := _without_shape(model):
         raise LayerSelectionError(f"{without[0]!r} has no shape yet; call the model on a batch first.")
-    _require_unstored(model)
+    require_unstored(model)
     if include is None:
         _require_merged(model)
     found = find_layers(model)
@@ -158,13 +158,23 @@ def _nothing_left(model: nn.Module, found: list[Layer], skipped: dict[str, Reaso
     )
 
 
-def _require_module(model: object) -> None:
+def require_module(model: object) -> None:
+    """Check that a model is a module.
+
+    Raises:
+        ModelError: it is not.
+    """
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
         raise ModelError(f"The model must be an instance of torch.nn.Module, got {got}.")
 
 
-def _require_unstored(model: nn.Module) -> None:
+def require_unstored(model: nn.Module) -> None:
+    """Check that a model has the weights of its layers.
+
+    Raises:
+        ModelError: it has stored matrices of `iobs.accelerate`.
+    """
     stored = library_class("iobs.inference.modules", "StoredLayer")
     names = [path for path, module in model.named_modules() if isinstance(module, stored)]
     if names:
@@ -176,14 +186,19 @@ def _require_unstored(model: nn.Module) -> None:
 
 def _require_merged(model: nn.Module) -> None:
     """Check that no matrix is the sum of a base matrix and an adapter: merging would undo the zeros of both."""
-    adapted = library_class("peft.tuners.tuners_utils", "BaseTunerLayer")
-    for path, module in model.named_modules():
-        if isinstance(module, adapted) and not module.merged and not module.disable_adapters:  # type: ignore[attr-defined]
+    for path, module in adapters_of(model):
+        if not module.merged and not module.disable_adapters:
             raise ModelError(
                 f"{path!r} has an adapter that is not merged; pruning the matrices one by one would be undone by a "
                 "merge. Merge first (iobs.transformers.merge_adapters), or prune the base model and train adapters "
                 "on it afterwards (iobs.transformers.mask_adapters). include= prunes the matrices that it names."
             )
+
+
+def adapters_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of PEFT that hold an adapter, merged or not, with their paths."""
+    adapted = library_class("peft.tuners.tuners_utils", "BaseTunerLayer")
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, adapted))
 
 
 def require_finite(model: nn.Module, layers: Iterable[Layer]) -> None:

@@ -27,7 +27,6 @@ from iobs.pruning.finetune.scoring import dense_copy
 from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
 from iobs.pruning.network.selection import Selection
-from iobs.pruning.recipe.structured import require_structured
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
@@ -38,7 +37,6 @@ from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRe
 from iobs.pruning.whole.blocks import Blocks
 from iobs.pruning.whole.experts import Experts
 from iobs.pruning.whole.part import Kind
-from iobs.pruning.widths.clock import require_runtime
 from iobs.pruning.widths.costs import Products
 from iobs.pruning.widths.latency import can_copy
 from iobs.pruning.widths.softened import softened, temperature_of
@@ -79,15 +77,11 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callba
         LayerSelectionError: there are none, or no layer that could repair their absence.
         PatternError: the share is none of them, or more than can be removed.
         ModelError: the model's class cannot have fewer of them.
-        ProblemError: the recipe, names of layers, or the model's weights are not in memory.
+        ProblemError: names of layers.
         CalibrationError: the model does not take a batch.
     """
-    if not store.whole:
-        raise ProblemError("Structured removes units of a model in memory; load the model whole.")
     if asked.include is not None or asked.ignore is not None:
         raise ProblemError(f'units="{asked.pattern.units}" chooses among all of them: leave out include= and ignore=.')
-    require_structured(asked.recipe)
-    require_runtime(asked.pattern.runtime)
     model = store.model
     with evaluating(model) as frozen, seeded(model, asked.seed):
         require_taken(model, collected)
@@ -115,7 +109,12 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callba
         WidthRecord(one.path, parts.name, one.path, one.count, keep, parts.errors.get(one.path, 0.0))
         for one in parts.stacks
     ]
-    found = StructuredReport(**{**vars(report), "audit": []}, widths=records, costs=_costs(dense, model, collected[0]))
+    found = StructuredReport(
+        **{**vars(report), "audit": []},
+        widths=records,
+        costs=_costs(dense, model, collected[0]),
+        refitted=[one.name for one in report.layers],
+    )
     wide = dense if can_copy(model) else None
     return replace(found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, told)])
 
