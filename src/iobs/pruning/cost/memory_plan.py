@@ -177,14 +177,14 @@ def peaks(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool = False) -> 
     kind = kind_of(sizes, recipe, holdout, parked)
     weights, forward = held.blocks * itemsize * sizes.block, forward_bytes(layers, sizes.tokens, itemsize)
     found = {
-        "Grams": weights + forward + max(gathering_bytes(layer, kind, sizes.tokens, itemsize) for layer in layers),
+        "Grams": weights + max(gathering_bytes(layer, kind, sizes.tokens, itemsize, forward) for layer in layers),
         "solves": weights + max(solving_bytes(layer, recipe, kind) for layer in layers),
     }
     if as_allocation(recipe.allocation).criterion != "uniform":
         curves = Kind(2, parked=parked)  # other samples judge the solutions, which match their own outputs
-        gathering = max(gathering_bytes(layer, curves, sizes.tokens, itemsize) for layer in layers)
+        gathering = max(gathering_bytes(layer, curves, sizes.tokens, itemsize, forward) for layer in layers)
         solving = max(solving_bytes(layer, recipe, curves) for layer in layers)
-        found["allocation"] = weights + max(forward + gathering, solving)
+        found["allocation"] = weights + max(gathering, solving)
     step = 2 * forward_bytes(layers, sizes.step_tokens, itemsize)
     scores = sizes.step_tokens * sizes.vocabulary
     logits = _SCORES * min(4 * scores, (sizes.score or itemsize) * scores + 4 * PIECE)
@@ -263,8 +263,11 @@ def forward_bytes(layers: Sequence[Matrix], tokens: int, itemsize: int) -> int:
     return itemsize * _ACTIVATIONS * tokens * max(layer.shape[1] for layer in layers)
 
 
-def gathering_bytes(layer: Matrix, kind: Kind, tokens: int, itemsize: int) -> int:
-    """Bytes to compute Grams: float64 sums, a stripe of a float32 product, inputs of a batch, stored and in float32.
+def gathering_bytes(layer: Matrix, kind: Kind, tokens: int, itemsize: int, forward: int = 0) -> int:
+    """Bytes to compute Grams: float64 sums, and the captured inputs of a batch.
+
+    Besides comes the larger of the activations of a forward pass, `forward`, and of a stripe of a float32 product with
+    float32 copies of inputs in 16 bits.
 
     Drift has moments in float64, a product in float32, and residuals of the batch. The first finished Gram of a wide
     layer is in float32 beside its sum. Grams of held-out samples come second, beside the finished ones of the others,
@@ -276,10 +279,11 @@ def gathering_bytes(layer: Matrix, kind: Kind, tokens: int, itemsize: int) -> in
     widest = columns if kind.pairs or columns < STRIPE else columns // STRIPE * STRIPE
     stripe = 4 * layer.groups * min(STRIPE, columns) * widest
     product = max(stripe, 4 * layer.weights if drift else 0, 4 * square if columns >= WIDE else 0)
-    inputs = (4 + itemsize) * tokens * ((2 if kind.pairs else 1) * columns + (rows if drift else 0))
+    inputs = tokens * ((2 if kind.pairs else 1) * columns + (rows if drift else 0))
+    copies = 4 * inputs if itemsize < 4 else 0
     own = kind.squares // kind.parts
     finished = (4 if columns >= WIDE else 8) * own * square if kind.parts > 1 and not parked else 0
-    return finished + 8 * own * square + drift + product + inputs
+    return finished + 8 * own * square + drift + itemsize * inputs + max(product + copies, forward)
 
 
 def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
