@@ -5,8 +5,8 @@
     python benchmarks/structured_speed.py                  also --only ResNet, --quick
 
 Both networks are pruned by time in ONNX Runtime, and by multiplications beside it. The recipe is
-`fast`. Dense and narrower network take turns; figures are shares of the dense time. Scores are those of
-`structured_networks.py`.
+`fast`. Dense and narrower network take turns; figures are shares of the dense time. Networks, pictures and scores are
+those of `structured_networks.py`, which gets the rows of the networks pruned by multiplications.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
+import structured_networks
 import torch
 from rows import Row, Rows, measured, parser, stamp
 from structured_networks import NETWORKS, Network
@@ -49,11 +50,18 @@ CASES = (
 )
 
 
-def measure(case: Case, network: Network, seed: int) -> Row:
+def measure(case: Case, network: Network, seed: int, networks: Rows) -> Row:
     dense = network.model()
-    model = copy.deepcopy(dense)
-    with measured() as work:
-        report = iobs.prune(model, network.batches, case.pattern, "fast", seed=seed)
+    if case.pattern.of == "macs":
+        model, row = structured_networks.measure(case.network, network, case.pattern.sparsity, "fast", seed)
+        if not networks.has(**{key: row[key] for key in networks.keys}):
+            networks.put(row)
+    else:
+        model = copy.deepcopy(dense)
+        with measured() as work:
+            report = iobs.prune(model, network.batches, case.pattern, "fast", seed=seed)
+        widths = [one.after for one in report.widths]
+        row = {"score": network.score(model), "macs": report.costs[0].share, "widths": widths, **work.fields()}
     times = {}
     for runtime in RUNTIMES:
         before, after = shares_of(dense, model, network.batches[0], runtime)
@@ -61,12 +69,9 @@ def measure(case: Case, network: Network, seed: int) -> Row:
     return {
         "network": case.network,
         "asked": case.name,
-        "score": network.score(model),
         "unit": network.unit,
-        "macs": report.costs[0].share,
-        "widths": [one.after for one in report.widths],
         "times": times,
-        **work.fields(),
+        **{name: row[name] for name in ("score", "macs", "widths", "seconds", "processor_seconds")},
         **stamp(seed),
     }
 
@@ -95,10 +100,11 @@ def main() -> None:
     arguments = options.parse_args()
     torch.set_num_threads(1)
     rows = Rows("structured_speed", ("network", "asked", "seed"), arguments.again)
+    networks = Rows("structured_networks", structured_networks.KEYS, arguments.again)
     for seed in arguments.seeds or (0,):
         for case in CASES[:1] if arguments.quick else CASES:
             if arguments.only in case.network and not rows.has(network=case.network, asked=case.name, seed=seed):
-                rows.put(measure(case, NETWORKS[case.network](arguments.data, seed), seed))
+                rows.put(measure(case, NETWORKS[case.network](arguments.data, seed), seed, networks))
 
 
 if __name__ == "__main__":

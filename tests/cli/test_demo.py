@@ -34,7 +34,8 @@ def test_demo_writes_a_model_and_a_report(run, tmp_path, monkeypatch):
     text = run("demo", "-o", out, "--samples", 8, "--rounds", 2).output
     assert "magnitude" in text
     assert "Reloaded" in text
-    assert re.search(r"Packed with int8 values .*: 3\.1 -> [12]\.\d MB, \d+ -> \d+ tokens a second", text)
+    last = r"^Packed as int8: 3\.1 -> [12]\.\d MB, [\d,]+ -> [\d,]+ tokens/s \(iobs pack, iobs run\)\.$"
+    assert re.match(last, text.splitlines()[-1])
     assert {entry.name for entry in out.iterdir()} == {"report.html", "report.json", "recipe.yaml", "model"}
     report = read_report(out / "report.json")
     assert [*report.scores] == ["dense", "magnitude", "I-OBS, 2 rounds"]

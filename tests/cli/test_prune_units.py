@@ -2,6 +2,7 @@
 
 from transformers import AutoModelForCausalLM
 
+from iobs.models import load
 from iobs.pruning.structured_report import StructuredReport
 from iobs.report import read_report
 
@@ -28,9 +29,18 @@ def test_language_model_is_written_narrower_and_loads_unpatched(run, tmp_path):
     assert "promises" not in counted
 
 
+def test_network_of_a_function_is_written_narrower(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--recipe", "one-shot")
+    assert "neurons are left" in run(*given, "--pattern", "structured:50%").output
+    loaded = load(out).module
+    assert loaded[0].out_features == loaded[2].in_features == loaded[2].weight.shape[1] == 8
+    assert "8 of 16 neurons are left" in run("inspect", out).output
+
+
 def test_what_units_cannot_do_is_said_before_any_work(run, classifier, tmp_path):
     given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", tmp_path / "out")
-    assert "torch.save" in run(*given, "--pattern", "structured:30%", code=2).output
+    assert "torch.save" in run(*given, "--pattern", "structured:30%", "--units", "blocks", code=2).output
     assert "whole units" in run("prune", "--dry-run", "--pattern", "structured:30%", code=2).output
     own = run("prune", "-o", tmp_path / "out", "--pattern", "structured:30%,uniform=false", code=2).output
     assert "uniform=false gives every layer" in own

@@ -1,5 +1,7 @@
 """Core ML packages as coremltools writes and reads them. Only macOS runs them, so no output is computed here."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -51,3 +53,10 @@ def test_unknown_inputs_are_refused_by_coreml_too(tmp_path):
     with pytest.raises(ModelError, match="an example of one forward pass"):
         iobs.export(nn.Linear(4, 4), tmp_path / "out", "coreml")
     assert not (tmp_path / "out").exists()
+
+
+def test_packages_are_imported_without_a_word():
+    """coremltools names, one a line, the parts that only macOS has."""
+    code = "from iobs.exports import require_packages; require_packages('coreml')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""

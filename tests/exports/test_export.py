@@ -89,6 +89,26 @@ def test_command_writes_beside_the_model_and_says_so(embedded, tmp_path):
     assert wrong.exit_code == 2
 
 
+@pytest.mark.parametrize(("target", "weights"), [("onnx", "model.onnx"), ("openvino", "openvino_model.bin")])
+def test_command_takes_the_shape_of_a_picture(tmp_path, target, weights):
+    """A network of one's own does not say its inputs, and the command has no other example."""
+    for package in ("onnx", "onnxscript", target):
+        pytest.importorskip(package)
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\ndef model(): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2))"
+    )
+    asked = ["export", f"{tmp_path / 'net.py'}:model", "--to", target, "-o", str(tmp_path / "out")]
+    unknown = CliRunner().invoke(app, asked)
+    assert unknown.exit_code == 2
+    assert "--shape 3,224,224" in unknown.output.replace("\n", " ")
+    wrong = CliRunner().invoke(app, [*asked, "--shape", "3x8x8"])
+    assert "does not read C,H,W" in wrong.output
+    assert not (tmp_path / "out").exists()
+    done = CliRunner().invoke(app, [*asked, "--shape", "3,8,8"])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / weights).exists()
+
+
 @pytest.mark.parametrize("target", ["onnx", "openvino"])
 def test_module_without_known_inputs_is_told_to_give_an_example(tmp_path, target):
     for package in ("onnx", "onnxscript", "openvino"):

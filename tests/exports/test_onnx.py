@@ -1,6 +1,8 @@
 """Export to ONNX: ONNX Runtime computes the same outputs as torch, and zeros stay zeros."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -116,6 +118,18 @@ def test_size_that_the_tracer_fixes_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(to_onnx, "_captured", lambda graph, given, shapes: torch.export.export(graph, given))
     with pytest.warns(UserWarning, match=r"input: batch = 2"):
         iobs.export(nn.Sequential(nn.Linear(4, 3)), tmp_path / "out", "onnx", example=torch.randn(1, 4))
+
+
+def test_encoder_is_traced_without_a_word(tmp_path):
+    """Its table of positions limits the length, which one of torch's tracers reports with a traceback."""
+    from transformers import BertConfig, BertModel
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50, "max_position_embeddings": 32}
+    BertModel(BertConfig(hidden_size=32, intermediate_size=64, **sizes)).save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-m", "iobs", "export", str(tmp_path / "model"), "--to", "onnx", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("writing onnx: ")]  # on a slow machine
+    assert said == ["Writing onnx. For a large model this takes minutes."]
 
 
 def test_several_inputs_by_name_or_position(tmp_path):

@@ -11,7 +11,8 @@ import iobs
 from iobs.errors import ModelError, ProblemError
 from iobs.inference import choices as module
 from iobs.inference import cpu
-from iobs.inference.modules import StoredConv, StoredLinear, stored
+from iobs.inference.formats import store
+from iobs.inference.modules import StoredConv, StoredLinear, table_with_matrix
 
 
 @pytest.fixture
@@ -141,9 +142,90 @@ def test_timings_of_the_machine_name_every_candidate():
     assert formats == {"dense"} or {"bitmask-bf16", "bitmask-int8", "int8", "bf16"} <= formats
 
 
-def test_gradients_do_not_flow_through_stored_layers():
-    layer = stored(network()[0], "bitmask-bf16")
-    assert not layer(torch.ones(1, 256, requires_grad=True)).requires_grad
+def test_backward_through_stored_layers_is_one_error_that_says_what_to_do(fastest):
+    """Before, the layers in front got wrong gradients, and a model of stored layers alone torch's own error."""
+    first = nn.Linear(256, 256)
+    model = nn.Sequential(nn.LayerNorm(256), first, *network())
+    iobs.accelerate(model, threads=1)
+    for given in (torch.ones(1, 256), torch.ones(1, 256, requires_grad=True)):
+        for part in (model, model[2:]):
+            with pytest.raises(ProblemError, match="Train the dense model"):
+                part(given).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    table = stored_table(nn.Embedding(64, 64))
+    with pytest.raises(ProblemError, match="has no gradient"):
+        table(torch.arange(3)).sum().backward()
+
+
+def test_frozen_layers_and_inference_record_nothing(fastest):
+    model = network()
+    with torch.no_grad():
+        assert not iobs_model(model)(torch.ones(1, 256)).requires_grad
+    frozen = iobs_model(network().requires_grad_(False))
+    assert frozen(torch.ones(1, 256)).numpy().shape == (1, 128)
+    with pytest.raises(ProblemError, match="has no gradient"):
+        frozen(torch.ones(1, 256, requires_grad=True)).sum().backward()
+
+
+def iobs_model(model):
+    iobs.accelerate(model, threads=1)
+    assert isinstance(model[0], StoredLinear)
+    return model
+
+
+def stored_table(module):
+    return table_with_matrix(module, store(module.weight.detach(), "int8"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks at it
+def test_compiled_models_compute_the_same(fastest):
+    model, given = iobs_model(network()), torch.randn(3, 256)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(given), model(given))
+    with pytest.raises(ProblemError, match="Train the dense model"):
+        compiled(given).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.jit")
+def test_traces_are_refused(fastest):
+    with pytest.raises(ProblemError, match="cannot be traced"):
+        torch.jit.trace(iobs_model(network()), torch.randn(3, 256))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_state_of_the_dense_model_is_refused_by_name(fastest, strict):
+    dense, model = network(), iobs_model(network())
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"0\.weight is that of a dense layer[\s\S]*accelerate it afterwards"):
+        model.load_state_dict(dense.state_dict(), strict=strict)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items() if "stored" in name)
+
+
+def test_an_accelerated_model_is_not_packed_and_not_exported(fastest, tmp_path):
+    """Its file would hold no weight that a reader knows."""
+    model = iobs_model(network())
+    for precision in (None, "int8"):
+        with pytest.raises(ModelError, match="Pack the dense model"):
+            iobs.save_packed(model, tmp_path / "out", precision=precision)
+    with pytest.raises(ModelError, match="Export the dense model"):
+        iobs.export(model, tmp_path / "out", "macko")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_number_of_threads_of_torch_may_change_between_calls(fastest, threads):
+    model, given = network(), torch.randn(2, 256)
+    iobs.accelerate(model, threads=threads)
+    before, outputs = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            outputs.append(model(given).detach())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
 
 
 @pytest.mark.parametrize(

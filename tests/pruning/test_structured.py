@@ -175,7 +175,7 @@ def test_fine_tuned_network_is_returned_only_if_held_out_samples_prefer_it():
 def test_report_is_read_back(tmp_path):
     report = iobs.prune(network(), pictures(), "structured:30%", "one-shot")
     assert report.refitted == ["0", "1.conv1", "2.conv1", "5"]  # the others read units
-    assert "2 layers lost inputs with their units; 4 lost none and were refitted: 0, 1.conv1" in str(report)
+    assert "Layers that lost inputs with their units: 2; refitted alone: 4 (0, 1.conv1" in str(report)
     report.save(tmp_path / "report.json")
     again = read_report(str(tmp_path / "report.json"))
     assert isinstance(again, StructuredReport)

@@ -20,9 +20,7 @@ def bench(
     precision: Annotated[
         str, typer.Option(metavar="bf16|int8|int4", help="Fewest bits of a weight of the sparse form.")
     ] = "int8",
-    shape: Annotated[
-        str | None, typer.Option(metavar="C,H,W", help="Shape of a picture, if the model does not say it.")
-    ] = None,
+    shape: console.Shape = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads; by default as in iobs run.", show_default=False)
     ] = None,
@@ -41,10 +39,7 @@ def bench(
     known = next((name for name in PRECISIONS if name == precision), None)
     if known is None:
         raise typer.BadParameter(f"{precision!r} is not one of {', '.join(PRECISIONS)}", param_hint="--precision")
-    try:
-        sizes = None if shape is None else tuple(int(size) for size in shape.split(","))
-    except ValueError as error:
-        raise typer.BadParameter(f"{shape!r} does not read C,H,W", param_hint="--shape") from error
+    sizes = console.shape_of(shape)
     if plot is not None and plot.suffix != ".svg":
         raise typer.BadParameter(f"{plot} must end in .svg", param_hint="--plot")
     work = Workload(model, tokens, prompt, sizes, known, threads, trust_remote_code)

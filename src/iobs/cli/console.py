@@ -227,6 +227,26 @@ TrustRemoteCode = Annotated[
         "--trust-remote-code", help="Also run model code that comes with the weights.", rich_help_panel=MACHINE_PANEL
     ),
 ]
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        "--shape", metavar="C,H,W", help="Shape of a picture, if the model does not say it.", show_default=False
+    ),
+]
+
+
+def shape_of(text: str | None) -> tuple[int, ...] | None:
+    """The sizes that --shape gives.
+
+    Raises:
+        typer.BadParameter: it is no list of positive whole numbers.
+    """
+    if text is None:
+        return None
+    sizes = text.split(",")
+    if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
+        raise typer.BadParameter(f"{text!r} does not read C,H,W", param_hint="--shape")
+    return tuple(int(size) for size in sizes)
 
 
 @dataclass(frozen=True)

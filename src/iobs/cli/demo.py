@@ -155,7 +155,7 @@ def _show(report: Report) -> None:
 
 
 def _faster(folder: Path) -> str:
-    """Bytes and speed of the pruned model, dense and packed ready to run, in one line."""
+    """Bytes and speed of the pruned model, dense and packed ready to run, in one line of a terminal."""
     import tempfile
 
     from iobs import models
@@ -173,8 +173,8 @@ def _faster(folder: Path) -> str:
         repeat = repetition(open_packed(packed), work, stored=True)
         after = max(repeat().speed for _ in range(3))
     return (
-        f"Packed with int8 values (iobs pack --precision int8): {size / 1e6:.1f} -> {share * size / 1e6:.1f} MB, "
-        f"{before:.0f} -> {after:.0f} tokens a second on this CPU (iobs run)."
+        f"Packed as int8: {size / 1e6:.1f} -> {share * size / 1e6:.1f} MB, {before:,.0f} -> {after:,.0f} tokens/s "
+        "(iobs pack, iobs run)."
     )
 
 
@@ -185,6 +185,7 @@ def _prove(output: Path, original: LoadedModel, report: Report) -> None:
         AuditError: a zero or the score was lost on the way.
     """
     from iobs import models
+    from iobs.cli.progress import Steps
     from iobs.data import open_source
     from iobs.errors import AuditError
     from iobs.evaluate import evaluate
@@ -195,7 +196,8 @@ def _prove(output: Path, original: LoadedModel, report: Report) -> None:
     if zeros < promised:
         raise AuditError(f"{folder} holds {zeros:,} zeros, {promised:,} were made.")
     reloaded = models.load(folder)
-    again = evaluate(reloaded, open_source([], "evaluation", original))["perplexity"]
+    with Steps("scoring the written model") as steps:
+        again = evaluate(reloaded, open_source([], "evaluation", original), progress=steps.update)["perplexity"]
     expected = list(report.scores.values())[-1]["perplexity"]
     if abs(again - expected) > 1e-3 * expected:
         raise AuditError(f"{folder} scores {again:.3f} after reloading, {expected:.3f} before.")

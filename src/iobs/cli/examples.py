@@ -36,7 +36,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "iobs export OUT --to onnx --bits 8": "a graph for ONNX Runtime, weights rounded to 8 bits",
         "iobs export OUT --to macko": "zeros left out, for the GPU kernels of MACKO",
         "iobs export OUT --to compressed-tensors --bits 4": "a directory for transformers and vLLM",
-        "iobs export OUT --to openvino": "a graph for OpenVINO",
+        "iobs export OUT --to openvino --shape 3,224,224": "a graph for OpenVINO, of your own network for pictures",
         "iobs export OUT --to coreml --bits 16": "a bit mask and 16-bit values, for Core ML",
     },
     "run": {

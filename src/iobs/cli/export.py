@@ -45,11 +45,14 @@ def export(
             show_default=False,
         ),
     ] = None,
+    shape: console.Shape = None,
     overwrite: console.Overwrite = False,
     loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
     talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Write a pruned model for another runtime: zeros stay exact zeros, weights on a grid stay whole numbers."""
+    from torch import zeros
+
     from iobs.cli.loading import load_model
     from iobs.cli.progress import Steps
     from iobs.exports import TARGETS, export, require_packages
@@ -60,6 +63,7 @@ def export(
     if bits is not None and bits not in TARGETS[to].bits:
         known = ", ".join(map(str, TARGETS[to].bits))
         raise typer.BadParameter(f"{to} holds {known} bits, not {bits}", param_hint="--bits")
+    sizes = console.shape_of(shape)
     if output is None and not Path(model).expanduser().is_dir():
         raise typer.BadParameter("give an output directory: MODEL is none", param_hint="--output / -o")
     target = output or beside(Path(model), to)
@@ -70,7 +74,8 @@ def export(
     loaded = load_model(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)
     console.say(f"Writing {to}. For a large model this takes minutes.")
     with Steps(f"writing {to}"):
-        found = export(loaded, target, to, bits, replaceable=replaceable)
+        example = None if sizes is None else zeros(1, *sizes)
+        found = export(loaded, target, to, bits, example, replaceable)
     if talk.as_json:
         matrices = [asdict(one) for one in found.matrices]
         console.print_json(

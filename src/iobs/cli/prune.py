@@ -202,6 +202,7 @@ def _prune_resident(
     from iobs.core.structured import Structured
     from iobs.data import open_source
     from iobs.models import check_output, output_directory, size_in_bytes
+    from iobs.models.factory import is_built_by_code
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
     from iobs.pruning.store import Store
@@ -212,11 +213,11 @@ def _prune_resident(
     units = isinstance(options.pattern, Structured)  # found by a forward pass, so their names are checked in the run
     if units and dry_run:
         raise typer.BadParameter("shows zeros of layers, and this pattern removes whole units", param_hint="--dry-run")
-    if units and not callable(getattr(loaded.module, "save_pretrained", None)):
+    if isinstance(options.pattern, Structured) and options.pattern.whole and is_built_by_code(model or ""):
         raise typer.BadParameter(
-            "removes units, and the code of this network builds its full width; use iobs.prune in Python, and save the "
-            "narrower network with torch.save(model, file) or export it",
-            param_hint="--pattern",
+            "removes whole blocks or experts, and the code of this network builds all of them; use iobs.prune in "
+            "Python, and save the narrower network with torch.save(model, file) or export it",
+            param_hint="--units",
         )
     if not units:
         selection = Store(loaded.module).select(options.include, options.ignore, asked.recipe.depthwise)

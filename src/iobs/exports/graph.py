@@ -64,8 +64,8 @@ def inputs_of(source: Source) -> Inputs:
     config = getattr(source.module, "config", None)
     if not is_pretrained(source.module) or config is None:
         raise ModelError(
-            "The inputs of this model are unknown. Export it in Python with an example of one forward pass: "
-            "iobs.export(model, directory, target, example=inputs)."
+            "The inputs of this model are unknown. For pictures say --shape 3,224,224 on the command line. In Python, "
+            "give an example of one forward pass: iobs.export(model, directory, target, example=inputs)."
         )
     if hasattr(config, "image_size"):
         size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
+from iobs.core.quiet import silenced
 from iobs.errors import ModelError
 from iobs.exports.record import Export, Written
 from iobs.exports.requirements import needed
@@ -20,6 +23,7 @@ from iobs.exports.to_onnx import write_onnx
 from iobs.exports.to_openvino import write_openvino
 from iobs.models import LoadedModel, output_directory
 from iobs.models.output import expanded
+from iobs.pruning.network.selection import require_unstored
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ def require_packages(to: str) -> None:
         ModelError: a package is missing; the message has the command that installs it.
     """
     for package in TARGETS[to].packages:
-        needed(package, to)
+        with silenced(package, logging.CRITICAL, redirect_stderr):  # coremltools lists what only macOS has
+            needed(package, to)
 
 
 def export(
@@ -98,6 +103,7 @@ def export(
         raise ModelError(f"An export to {to} holds {known} bits, not {bits!r}.")
     require_packages(to)
     source = source_of(model, bits, example)
+    require_unstored(source.module, f"They cannot be written as {to}. Export the dense model.")
     source.require_finite()
     with output_directory(Path(path), replaceable) as temporary:
         written = target.write(source, temporary)

@@ -66,7 +66,7 @@ def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> 
         shape = [ranges[free[place]] if place in free else size for place, size in enumerate(one.shape)]
         dtype = np.float32 if one.is_floating_point() else np.int32
         described.append(tools.TensorType(name=name, shape=shape, dtype=dtype))
-    with evaluated(source.module), torch.no_grad():
+    with evaluated(source.module), torch.no_grad(), silenced("transformers"):
         graph = Graph(single(source.module), inputs).eval()
         traced = torch.jit.trace(graph, tuple(inputs.tensors.values()), check_trace=False)  # type: ignore[no-untyped-call]
     found = tools.convert(

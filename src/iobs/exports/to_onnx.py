@@ -9,6 +9,7 @@ Operator: https://onnx.ai/onnx/operators/onnx__DequantizeLinear.html.
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -109,10 +110,11 @@ def _captured(graph: nn.Module, given: tuple[Tensor, ...], shapes: Any) -> nn.Mo
     The exporter itself never reads the code of a model (strict=True), and takes len(inputs) for a constant.
     """
     for strict in (False, True):
-        try:
-            return torch.export.export(graph, given, dynamic_shapes=shapes, strict=strict)
-        except Exception:  # torch raises many types
-            continue
+        with silenced("torch._guards", logging.CRITICAL):  # an attempt that fails also logs its traceback
+            try:
+                return torch.export.export(graph, given, dynamic_shapes=shapes, strict=strict)
+            except Exception:  # torch raises many types
+                continue
     return graph
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from iobs.inference.no_gradient import without_gradient
+
 GpuForm = Literal["2:4", "bitmask"]
 _OLDEST = (8, 0)  # compute capability with 2:4 products (Ampere)
 _ROWS, _COLUMNS = 32, 64  # a 2:4 matrix of torch has multiples of these
@@ -35,7 +37,7 @@ class BitmaskLinear(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        weight = layer.weight.detach()
+        weight, self.trained = layer.weight.detach(), layer.weight.requires_grad
         kept = weight != 0
         words = -(-self.in_features // 32)
         wide = torch.zeros(self.out_features, 32 * words, dtype=torch.bool)
@@ -66,7 +68,7 @@ class BitmaskLinear(nn.Module):
         flat = given.reshape(-1, self.in_features)
         if not 0 < len(flat) <= _FEW:
             return nn.functional.linear(given, self.weight.to(given.dtype), self.bias)
-        few: Tensor = self._few(flat.detach().contiguous())
+        few: Tensor = self._few(flat.contiguous())
         found = few.view(*given.shape[:-1], self.out_features)
         return found if self.bias is None else found + self.bias.to(found.dtype)
 
@@ -74,8 +76,7 @@ class BitmaskLinear(nn.Module):
     def _few(self, given: Tensor) -> Tensor:
         from iobs.inference.bitmask_triton import multiply
 
-        found: Tensor = multiply(self.mask, self.values, self.starts, given)
-        return found
+        return without_gradient(lambda few: multiply(self.mask, self.values, self.starts, few), given, self.trained)
 
     def extra_repr(self) -> str:
         """Shape and format."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from iobs.errors import ProblemError
 from iobs.inference.formats import FormatName, StoredMatrix, store
+from iobs.inference.no_gradient import without_gradient
 from iobs.inference.product import Product, products_by_amx
 
 
@@ -35,6 +36,7 @@ class StoredLayer(nn.Module):
     def __init__(self, matrix: StoredMatrix, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.format, self.dtype = matrix.format, dtype
+        self.trained = True  # whether the weight of the dense layer asked for a gradient: then `backward` is an error
         self._rows, self._columns = matrix.rows, matrix.columns
         for name, tensor in matrix.tensors.items():
             self.register_buffer(f"stored_{name}", tensor)
@@ -71,6 +73,25 @@ class StoredLayer(nn.Module):
             self.bias = nn.Parameter(fn(self.bias.data), requires_grad=False)
         return self
 
+    def _load_from_state_dict(
+        self,
+        state: dict[str, Tensor],
+        prefix: str,
+        metadata: dict[str, object],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        problems: list[str],
+    ) -> None:
+        """Take a state dict of an accelerated model; that of a dense one is an error, also where strict is False."""
+        if f"{prefix}weight" in state and not any(name.startswith(f"{prefix}stored_") for name in state):
+            problems.append(
+                f"{prefix}weight is that of a dense layer, and the layer here is a stored matrix of iobs.accelerate; "
+                "load the state dict into the dense model, and accelerate it afterwards."
+            )
+            return
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, problems)
+
     def extra_repr(self) -> str:
         """Shape and format."""
         return f"{self._rows}, {self._columns}, format={self.format}"
@@ -89,11 +110,13 @@ class StoredEmbedding(StoredLayer):
         self.num_embeddings, self.embedding_dim = matrix.rows, matrix.columns
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the rows are read with loops
-    @torch.no_grad()
     def forward(self, numbers: Tensor) -> Tensor:
         """The rows (..., embedding_dim) of numbers (...)."""
-        found = self.matrix.rows_of(numbers.reshape(-1).long())
-        return found.to(self.dtype).view(*numbers.shape, self.embedding_dim)
+        found = without_gradient(self._rows_of, numbers.reshape(-1), self.trained)
+        return found.view(*numbers.shape, self.embedding_dim)
+
+    def _rows_of(self, numbers: Tensor) -> Tensor:
+        return self.matrix.rows_of(numbers.long()).to(self.dtype)
 
 
 class StoredLinear(StoredLayer):
@@ -131,9 +154,8 @@ class StoredLinear(StoredLayer):
         return found if self.bias is None else found + self.bias.to(found.dtype)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # numba code is opaque to the compiler
-    @torch.no_grad()
     def _multiply(self, given: Tensor) -> Tensor:
-        return self.product(given)
+        return without_gradient(self.product, given, self.trained)
 
     @property
     def product(self) -> Product:
@@ -219,7 +241,9 @@ def stored(module: nn.Module, name: FormatName, threads: int = 1, most_tokens: i
 def table_with_matrix(module: nn.Module, matrix: StoredMatrix) -> StoredEmbedding:
     """An embedding like `module`, see `is_table`, with a stored matrix in place of its weight."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    return StoredEmbedding(matrix, weight.dtype)
+    made = StoredEmbedding(matrix, weight.dtype)
+    made.trained = weight.requires_grad
+    return made
 
 
 def with_matrix(
@@ -230,5 +254,8 @@ def with_matrix(
     bias: Tensor | None = module.bias  # type: ignore[assignment]
     settings: Settings = {"dtype": weight.dtype, "threads": threads, "most_tokens": most_tokens}
     if isinstance(module, nn.Linear):
-        return StoredLinear(matrix, bias, **settings)
-    return StoredConv(matrix, bias, module.stride, **settings)  # type: ignore[arg-type]
+        made = StoredLinear(matrix, bias, **settings)
+    else:
+        made = StoredConv(matrix, bias, module.stride, **settings)  # type: ignore[arg-type]
+    made.trained = weight.requires_grad
+    return made

@@ -19,11 +19,13 @@ from iobs.core.files import packed_hint
 from iobs.errors import ModelError
 from iobs.models.halves import stored_as_half
 from iobs.models.loaded import LoadedModel, Task
+from iobs.models.narrower import Form, changes, form_of, narrow
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.weights import read_weights, write_weights
 
 CONFIG_NAME = "iobs.json"
 WEIGHTS_NAME = "model.safetensors"
+_WIDTHS = "widths"  # key of the configuration: what differs from the network that the code builds
 Value = TypeVar("Value")
 _FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)$")
 
@@ -31,6 +33,12 @@ _FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)$")
 def is_function_spec(spec: str) -> bool:
     """Check that `spec` has the form FILE.py:function."""
     return _FUNCTION.match(spec) is not None
+
+
+def is_built_by_code(spec: str) -> bool:
+    """Check that MODEL is a function, a timm network, or a directory that was written from one of these."""
+    written = bool(spec) and (Path(spec).expanduser() / CONFIG_NAME).is_file()
+    return is_function_spec(spec) or spec.startswith("timm:") or written
 
 
 def load_function(spec: str) -> Callable[[], object]:
@@ -186,7 +194,10 @@ def build_directory(directory: Path, trust_remote_code: bool = False) -> LoadedM
                 "--trust-remote-code (trust_remote_code=True) if you trust its origin."
             )
         loaded = load_from_function(factory)
-    return _loaded(loaded.module, str(directory), config, loaded.task)
+    built = form_of(loaded.module)
+    if widths := config.pop(_WIDTHS, None):
+        narrow(loaded.module, widths)
+    return _loaded(loaded.module, str(directory), config, loaded.task, built)
 
 
 def _comes_with(directory: Path, factory: str) -> bool:
@@ -195,12 +206,19 @@ def _comes_with(directory: Path, factory: str) -> bool:
     return not in_full or _file_of(factory).is_relative_to(directory.resolve())
 
 
-def _loaded(module: nn.Module, source: str, config: Mapping[str, object], task: Task) -> LoadedModel:
+def _loaded(
+    module: nn.Module, source: str, config: Mapping[str, object], task: Task, built: Form | None = None
+) -> LoadedModel:
+    """A network with a writer; what the code builds is `built`, by default the form that the network has now."""
+    wide = form_of(module) if built is None else built
+
     def write(model: LoadedModel, directory: Path) -> None:
+        widths = changes(wide, form_of(model.module))
         with stored_as_half(model.module):
             write_weights(model.module, directory / WEIGHTS_NAME)
         (directory / CONFIG_NAME).write_text(
-            json.dumps({"format": "iobs-module", **config}, indent=2) + "\n", encoding="utf8"
+            json.dumps({"format": "iobs-module", **config, **({_WIDTHS: widths} if widths else {})}, indent=2) + "\n",
+            encoding="utf8",
         )
 
     return LoadedModel(module.eval(), None, source, task, None, write)

@@ -34,6 +34,7 @@ from iobs.models.ready import PRECISIONS, ReadyFile, is_ready, read_ready, weigh
 from iobs.models.shards import Entry, ShardWriter, read_entries
 from iobs.models.weights import same_tensors, write_weights
 from iobs.pruning.network.layers import library_class
+from iobs.pruning.network.selection import require_unstored
 
 SUFFIX = ".packed"
 _MASK, _VALUES, _SHAPES = ":mask", ":values", "iobs_shapes"
@@ -56,12 +57,16 @@ def save_packed(
             rounded and stored ready to run. None: every weight is kept bit for bit.
 
     Raises:
-        ModelError: the model directory holds no safetensors file, or a damaged one; or no layer can be stored.
+        ModelError: the model directory holds no safetensors file, or a damaged one; no layer can be stored; or one is
+            stored already.
         ProblemError: a weight that is rounded holds NaN or infinite entries, or the precision is unknown.
         OutputError: the output directory is not empty, or cannot be written.
     """
     if precision is not None and precision not in PRECISIONS:
         raise ProblemError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}.")
+    given = model.module if isinstance(model, LoadedModel) else model
+    if isinstance(given, nn.Module):
+        require_unstored(given, "They cannot be packed. Pack the dense model; a packed file runs as it is.")
     with tempfile.TemporaryDirectory() as scratch:
         source = expanded(model) if isinstance(model, str | Path) else _written(model, Path(scratch))
         shards = weight_files(source)

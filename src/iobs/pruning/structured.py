@@ -133,7 +133,7 @@ def require_possible(store: Store, asked: Asked) -> None:
             "(iobs.transformers.merge_adapters), or prune the base model and train adapters on it afterwards."
         )
     for name, parameter in store.model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
+        if parameter.element_size() > 1 and not bool(torch.isfinite(parameter).all()):  # float8 has no such test
             raise NonFiniteError(f"{name} holds NaN or infinity; repair the model first.")
     require_structured(asked.recipe)
     require_runtime(asked.pattern.runtime)

@@ -113,8 +113,8 @@ class StructuredReport(Report):
         count, rest = len(self.refitted), len(self.layers) - len(self.refitted)
         shown = ", ".join(self.refitted[:_LISTED]) + (f" and {count - _LISTED} more" if count > _LISTED else "")
         if not rest:  # whole blocks or experts
-            return [f"{count} layers were refitted: {shown}."]
-        return [f"{rest} layers lost inputs with their units; {count} lost none and were refitted: {shown}."]
+            return [f"Refitted layers: {count} ({shown})."]
+        return [f"Layers that lost inputs with their units: {rest}; refitted alone: {count} ({shown})."]
 
     def _not_faster(self) -> list[str]:
         """A sentence where the narrower network takes the time of the dense one."""

@@ -169,18 +169,27 @@ def require_module(model: object) -> None:
         raise ModelError(f"The model must be an instance of torch.nn.Module, got {got}.")
 
 
-def require_unstored(model: nn.Module) -> None:
-    """Check that a model has the weights of its layers.
+def require_unstored(
+    model: nn.Module, advice: str = "No solver changes them. Prune the dense model, and accelerate it last."
+) -> None:
+    """Check that no layer is a stored matrix.
+
+    Args:
+        model: the network.
+        advice: what to do otherwise, in a sentence or two.
 
     Raises:
-        ModelError: it has stored matrices of `iobs.accelerate`.
+        ModelError: a layer is one.
     """
-    stored = library_class("iobs.inference.modules", "StoredLayer")
+    stored = (
+        library_class("iobs.inference.modules", "StoredLayer"),
+        library_class("iobs.inference.gpu", "BitmaskLinear"),
+    )
     names = [path for path, module in model.named_modules() if isinstance(module, stored)]
     if names:
         raise ModelError(
             f"{len(names)} layers of the model, {names[0]!r} first, are stored matrices of iobs.accelerate or of a "
-            "packed file, which no solver changes. Prune the dense model, and accelerate it last."
+            f"packed file. {advice}"
         )
 
 
@@ -198,7 +207,7 @@ def _require_merged(model: nn.Module) -> None:
 def adapters_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers of PEFT that hold an adapter, merged or not, with their paths."""
     adapted = library_class("peft.tuners.tuners_utils", "BaseTunerLayer")
-    return ((path, module) for path, module in model.named_modules() if isinstance(module, adapted))
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, adapted))  # type: ignore[misc]
 
 
 def require_finite(model: nn.Module, layers: Iterable[Layer]) -> None:
