@@ -29,7 +29,7 @@ import torch
 from scale_report import record
 
 import iobs
-from iobs.models import streamed_store
+from iobs.models import block_writer
 from iobs.models.shards import Entry, ShardWriter
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
@@ -144,7 +144,7 @@ class Clock(iobs.Callback):
                 (projection, "solve_together", "solves"),
                 (projection, "relative_output_error", "errors"),
                 (StreamedModel, "load", "reading"),
-                (streamed_store.BlockWriter, "block", "writing"),
+                (block_writer.BlockWriter, "block", "writing"),
                 (Fit, "run", "steps of blocks"),
                 (NetworkSteps, "run", "steps of the network"),
             ):

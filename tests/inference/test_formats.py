@@ -133,3 +133,20 @@ def test_parts_that_are_missing_short_or_of_another_dtype_are_refused(name):
             require_valid(altered(matrix, **{part: tensor[:-1]}))
         with pytest.raises(ModelError, match="damaged"):
             require_valid(altered(matrix, **{part: tensor.to(torch.float16)}))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("columns", [64, 172, 300])
+def test_weights_on_a_grid_keep_their_values_in_four_bits(bits, columns):
+    """Only the scale of a group is rounded, to bfloat16; also where a group does not reach the largest code."""
+    torch.manual_seed(0)
+    most = 2 ** (bits - 1) - 1
+    codes = torch.randint(-most, most + 1, (9, columns)) * (torch.rand(9, columns) < 0.6)
+    codes[1] = codes[1].clamp(-1, 1)
+    codes[2] = 0
+    steps = (0.01 + torch.rand(9, -(-columns // 128))).half().float()
+    weight = codes * steps.repeat_interleave(128, 1)[:, :columns]
+    found = store(weight, "bitmask-int4").to_dense()
+    assert ((found - weight).abs() <= 2**-8 * weight.abs()).all()
+    other = torch.randn(9, columns)
+    assert (store(other, "bitmask-int4").to_dense() - other).norm() > 0.01 * other.norm()

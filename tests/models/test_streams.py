@@ -12,6 +12,7 @@ from iobs.errors import OutputError, ProblemError
 from iobs.models.spill import Room, Storage, chosen
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.calibration import gram
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction.fitting import Fit
 
@@ -64,6 +65,27 @@ def test_weights_do_not_depend_on_the_place_of_streams(tmp_path, blocks):
     options = {"target": "residual", "blocks": blocks, "holdout": 0.25}
     places, weights = zip(*(pruned(tmp_path, data, place, **options) for place in ("auto", "memory")), strict=True)
     assert places == ("disk", "memory")
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_weights_do_not_depend_on_the_place_of_grams(tmp_path, monkeypatch):
+    monkeypatch.setattr(gram, "WIDE", 16)
+    families.saved("llama", tmp_path / "model")
+    stored = set()
+    park = Storage.park
+
+    def watched(storage, name, moments):
+        found = park(storage, name, moments)
+        if storage.place == "disk":
+            stored.add(name.split(".")[-1])
+            assert (storage.folder / name).exists()
+        return found
+
+    monkeypatch.setattr(Storage, "park", watched)
+    options = {"target": "residual", "allocation": "block", "holdout": 0.25}
+    data = families.language_batches(count=4)
+    _, weights = zip(*(pruned(tmp_path, data, place, **options) for place in ("auto", "memory")), strict=True)
+    assert stored == {"gram", "drift"}
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 

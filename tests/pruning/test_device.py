@@ -9,6 +9,7 @@ from menagerie import build
 from simulated_gpu import GPU, OnGpu, on_gpu
 
 import iobs
+from iobs.pruning.recipe import BlockFit
 
 
 def test_simulated_gpu_refuses_what_a_gpu_refuses(gpu):
@@ -47,7 +48,7 @@ def test_simulated_gpu_checks_the_kernels_of_a_backward_pass(gpu):
 
 SHORT = replace(iobs.Recipe.preset("best").finetune, steps=12, most_steps=None)
 CHOICES = {
-    "fast": ("convolutional", {"recipe": "fast"}),
+    "fast": ("convolutional", {"recipe": iobs.Recipe.preset("fast").but(blocks=BlockFit(steps=4, lr=1e-3))}),
     "best": ("perceptron", {"recipe": "best", "finetune": SHORT}),
     "rounds": (
         "convolutional",
@@ -66,8 +67,11 @@ CHOICES = {
     "Wanda": ("transformer", {"solver": "wanda"}),
     "magnitude": ("convolutional", {"solver": "magnitude", "depthwise": True}),
     "residual": ("transformer", {"target": "residual", "bias": "refit"}),
-    "blocks": ("transformer", {"target": "residual", "blocks": iobs.pruning.recipe.BlockFit(steps=4, network_steps=3)}),
-    "last window": ("transformer", {"blocks": iobs.pruning.recipe.BlockFit(steps=4, masks=3, between=2, last="kl")}),
+    "blocks": (
+        "transformer",
+        {"target": "residual", "blocks": BlockFit(steps=3, lr=1e-3, network_steps=2, network_lr=1e-4)},
+    ),
+    "last window": ("transformer", {"blocks": BlockFit(steps=4, masks=3, between=2, last="kl")}),
 }
 
 

@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from iobs.errors import ModelError, ProblemError
+from iobs.core.grids import codes_and_scales
+from iobs.core.patterns import Grid
+from iobs.errors import ModelError, PatternError, ProblemError
 
 FormatName = Literal["bf16", "int8", "bitmask-bf16", "bitmask-int8", "bitmask-int4", "index-bf16"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
@@ -32,6 +34,8 @@ _MOST_COLUMNS = 1 << 16  # of a 16-bit index
 _INDEX_STEP = 16  # entries of a row are a multiple of this
 _BITS = {"bf16": 16, "int8": 8, "int4": 4}  # of a stored value
 _ONES = np.array([number.bit_count() for number in range(256)], np.uint8)  # set bits of a byte
+_STEP, _FEW_ROWS = 18, 4  # level of one step of a grid: 7 steps are 126; rows that are tried first
+_EVEN = (torch.arange(-7, 9).clamp(max=7) * _STEP).to(torch.int8)  # levels of a grid
 _LEVELS, _FITTED, _ROUNDS = 16, 200_000, 30  # levels of a 4-bit code, weights that the levels are fitted to, rounds
 
 
@@ -228,9 +232,12 @@ def _integers(wide: Tensor, name: FormatName) -> dict[str, Tensor]:
     # Scales are rounded up to bfloat16, so that no code exceeds 127.
     scales = (largest / 127 * 1.004).to(torch.bfloat16)
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    steps = steps_of_grid(wide) if name == "bitmask-int4" else None
+    if steps is not None:
+        scales = (steps / _STEP).to(torch.bfloat16)
     ratio = (grouped / scales.float()[..., None]).view(len(wide), -1)[:, : wide.shape[1]]
     if name == "bitmask-int4":
-        return _four_bits(wide, ratio, scales)
+        return _four_bits(wide, ratio, scales, _EVEN if steps is not None else fitted_levels(ratio[wide != 0]))
     codes = ratio.round().clamp(-127, 127)
     tensors = {"scales": scales, "corrections": _corrections(codes, scales)}
     if name == "int8":
@@ -254,9 +261,18 @@ def _corrections(codes: Tensor, scales: Tensor) -> Tensor:
     return (128 * (_grouped(codes).double().sum(2) * scales.double()).sum(1)).float()
 
 
-def _four_bits(wide: Tensor, ratio: Tensor, scales: Tensor) -> dict[str, Tensor]:
+def steps_of_grid(wide: Tensor) -> Tensor | None:
+    """Steps of a matrix whose values lie on a grid of four bits, (rows, groups); None for other matrices."""
+    grid = Grid(4, GROUP)
+    try:
+        codes_and_scales(wide[:_FEW_ROWS], grid)  # most other matrices fail here
+        return codes_and_scales(wide, grid)[1]
+    except PatternError:
+        return None
+
+
+def _four_bits(wide: Tensor, ratio: Tensor, scales: Tensor, levels: Tensor) -> dict[str, Tensor]:
     mask = wide != 0
-    levels = fitted_levels(ratio[mask])
     middles = (levels[1:].float() + levels[:-1].float()) / 2
     codes = torch.bucketize(ratio.contiguous(), middles).to(torch.uint8)
     counts = mask.view(-1, _BLOCK).sum(1)

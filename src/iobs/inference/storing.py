@@ -9,14 +9,17 @@ from torch import nn
 
 from iobs.errors import ModelError
 from iobs.inference.choices import FORMATS_OF, Precision
-from iobs.inference.formats import FormatName, StoredMatrix, bytes_of, store
+from iobs.inference.formats import FormatName, StoredMatrix, bytes_of, steps_of_grid, store
 from iobs.inference.modules import can_store, is_table, matrix_of, table_with_matrix, with_matrix
 
 _MOST_COLUMNS = 1 << 16  # of the 16-bit indices
+_DENSE = 0.95  # share of entries that are not zero, above which no solver has made zeros
 
 
 def smallest_format(weight: torch.Tensor, precision: Precision) -> FormatName | None:
     """The format with the fewest bytes for a matrix; None if the dense tensor has fewer.
+
+    A matrix with few zeros that lies on no grid of four bits, such as an embedding, is never rounded to four bits.
 
     Args:
         weight: (rows, columns).
@@ -26,6 +29,8 @@ def smallest_format(weight: torch.Tensor, precision: Precision) -> FormatName | 
     nonzeros = int(weight.count_nonzero())
     sizes: dict[FormatName | None, int] = {None: weight.numel() * weight.element_size()}
     for name in FORMATS_OF[precision]:
+        if name == "bitmask-int4" and nonzeros > _DENSE * weight.numel() and steps_of_grid(weight.float()) is None:
+            continue
         if name != "index-bf16" or columns <= _MOST_COLUMNS:
             sizes[name] = bytes_of(name, rows, columns, nonzeros)
     return min(sizes, key=sizes.__getitem__)

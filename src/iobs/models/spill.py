@@ -140,6 +140,14 @@ class Storage:
             self.kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=locked).copy_(tensor)
         return self.kept[name]
 
+    def park(self, name: str, tensor: Tensor) -> Tensor:
+        """Store a tensor in a file if this is where tensors are, and if the CPU can compute with it there.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        return self.keep(name, tensor) if self.place == "disk" and tensor.device.type == "cpu" else tensor
+
     def fetch(self, stored: Tensor) -> Tensor:
         """A copy of a stored tensor on the device."""
         return stored.to(self.device, copy=True)

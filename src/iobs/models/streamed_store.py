@@ -21,7 +21,7 @@ from iobs.core.patterns import Pattern
 from iobs.errors import ProblemError
 from iobs.models.block_writer import BlockWriter
 from iobs.models.output import check_output, output_of_ranks
-from iobs.models.spill import Place, Room, Storage, chosen, reserve, spilled, spilled_batches
+from iobs.models.spill import Place, Room, Storage, chosen, spilled_batches
 from iobs.models.streamed import StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.calibration.blocks import Block
@@ -35,8 +35,6 @@ from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_ba
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch, collect, positions
 from iobs.pruning.store import Names, Store
-
-__all__ = ["BlockWriter", "StreamedStore", "reserve", "spilled"]
 
 
 @dataclass
@@ -82,8 +80,7 @@ class StreamedStore(Store):
     def __init__(self, streamed: StreamedModel, output: Path, streams: Place = "auto") -> None:
         super().__init__(streamed.module)
         self.streamed, self.output, self.streams = streamed, output, streams
-        self.arithmetic = streamed.arithmetic
-        self.folder = output
+        self.arithmetic, self.folder = streamed.arithmetic, output
         self._run = _Run()
         self._dense: StreamedModel | None = None  # the same blocks of the dense model, if the recipe compares with them
         self._storage = Storage("device", streamed.device, output)
@@ -213,10 +210,9 @@ class StreamedStore(Store):
         Raises:
             ProblemError, OutputError: the hidden states have no room; see `iobs.models.spill.chosen`.
         """
-        if self.streams == "auto" and self.device.type == "cpu":
-            self._storage.place = "disk"
-        else:
-            self._storage.place = cast(Place, self.plan(selection, batches, self._run.recipe, 0.0).streams)
+        known = self.streams == "auto" and self.device.type == "cpu"
+        place = "disk" if known else self.plan(selection, batches, self._run.recipe, 0.0).streams
+        self._storage.place = cast(Place, place)
         return selection
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
@@ -265,9 +261,7 @@ class StreamedStore(Store):
             self.streamed.drop_outside()
             if self._dense is not None:
                 self._dense.drop_outside()
-        elif stage < 0:
-            return
-        elif stage < len(self.streamed.blocks):
+        elif 0 <= stage < len(self.streamed.blocks):
             block = self.streamed.blocks[stage]
             written = {layer: pattern for layer, pattern in self._run.patterns.items() if layer in self._run.pruned}
             written = {layer: pattern for layer, pattern in written.items() if block.holds(layer.path)}
@@ -303,6 +297,10 @@ class StreamedStore(Store):
     def fetch(self, stored: Tensor) -> Tensor:
         """A copy of a stored hidden state on the device of the computations."""
         return self._storage.fetch(stored)
+
+    def park(self, name: str, moments: Tensor) -> Tensor:
+        """Store moments of a wide layer in a mapped file, if hidden states are in files."""
+        return self._storage.park(name, moments)
 
     # ---- weights
     @property
@@ -379,6 +377,7 @@ class StreamedStore(Store):
             holdout=holdout,
             device=self.device,
             dtype=self.streamed.arithmetic,
+            parked=on_cpu and self.streams in ("auto", "disk"),
         )
         return found.placed(chosen(self.streams, on_cpu, found.streams_bytes, self._room(found)), self.device)
 

@@ -15,7 +15,7 @@ from iobs.pruning.calibration.halving import halved
 from iobs.pruning.calibration.linearity import multiplied_as_they_are
 from iobs.pruning.calibration.observe import observe
 from iobs.pruning.calibration.replay import exact_chain
-from iobs.pruning.calibration.sweep import InMemory
+from iobs.pruning.calibration.residency import InMemory
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import keeping_buffers, put, state

@@ -9,6 +9,7 @@ from torch import nn
 
 import iobs
 from iobs.errors import LayerSelectionError, PatternError, ProblemError
+from iobs.pruning.allocation import measurements
 from iobs.pruning.allocation.counts import Curve, keep_ranges, optimal_counts, within_support
 from iobs.pruning.allocation.output_fisher import output_fisher
 from iobs.pruning.allocation.sensitivity import complete, damage_passes
@@ -101,6 +102,23 @@ def test_allocation_keeps_the_exact_global_count(network, criterion):
     assert [row.name for row in report.allocation] == ["0", "2", "4"]
     assert all(sorted(row.errors, reverse=True) == row.errors for row in report.allocation)
     assert type(report).from_dict(report.as_dict()) == report
+
+
+def test_some_rows_of_a_layer_show_its_errors_where_no_trial_needs_all(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 600), nn.ReLU(), nn.Linear(600, 16))
+    data = [torch.randn(200, 40) @ torch.randn(40, 40) for _ in range(2)]
+    found = []
+    for rows in (1024, 60):  # every row of the first layer, every tenth
+        monkeypatch.setattr(measurements, "CURVE_ROWS", rows)
+        report = iobs.prune(copy.deepcopy(model), data, 0.6, "one-shot", allocation="kl")
+        found.append([entry.errors for entry in report.allocation])
+    (first, second), (sampled, same) = found
+    tried = [0, 3, 5, 6]  # densities with a trial, and all entries
+    assert second == same
+    assert [sampled[place] for place in tried] == [first[place] for place in tried]
+    assert sampled != first
+    assert sampled == pytest.approx(first, rel=0.15)
 
 
 def test_allocation_spares_a_layer_that_overfits_calibration():

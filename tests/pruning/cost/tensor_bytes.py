@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_iter
 
 
 class TensorBytes(TorchDispatchMode):
-    """The peak of the bytes of tensors that torch functions return inside the context.
+    """The peak of the bytes of tensors that torch functions return inside the context, besides mapped files.
 
     Attributes:
         peak: bytes.
@@ -22,7 +22,8 @@ class TensorBytes(TorchDispatchMode):
         """Count tensors that were made before; returns the counter."""
         for one in tensors:
             storage = one.untyped_storage()
-            self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            size = 0 if storage.filename else storage.nbytes()
+            self._alive[storage._cdata] = StorageWeakRef(storage), size
         return self
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -5,8 +5,10 @@ import torch
 from tensor_bytes import TensorBytes
 
 from iobs.core.patterns import Unstructured
+from iobs.models.spill import Storage
 from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_error, target_energy
+from iobs.pruning.calibration.residency import InMemory, park_wide
 from iobs.pruning.cost import memory_plan
 from iobs.pruning.cost.memory_plan import Kind, Sizes, gathering_bytes, peaks, solving_bytes
 from iobs.pruning.layerwise import problem
@@ -17,7 +19,7 @@ from iobs.pruning.recipe import BlockFit, Recipe
 TOKENS, WIDTH = 64, 256
 
 
-def counted(layer, kind, recipe):
+def counted(layer, kind, recipe, residency):
     """The peaks of the bytes of tensors while Grams are computed, and while a layer is solved."""
     torch.manual_seed(0)
     drifts = kind.drift(layer) > 0
@@ -25,18 +27,20 @@ def counted(layer, kind, recipe):
     weight = torch.randn(rows, columns)
     with TensorBytes() as gathering:
         grams = []
-        for _ in range(kind.parts):
+        for part in range(kind.parts):
             grams.append(Gram.empty(layer, weight.device, kind.pairs, False, drifts))
             for _ in range(2):
                 own = torch.randn(1, TOKENS, columns)
                 dense = own + 0.1 * torch.randn(1, TOKENS, columns) if kind.pairs else None
                 grams[-1].add(own, dense, torch.randn(1, TOKENS, rows) if drifts else None)
             grams[-1].finish()
+            park_wide(grams[-1], str(part), residency)
     found = Statistics(grams[0], grams[1] if kind.parts == 2 else None)
     energy = target_energy(found.calibration, weight)
     found.forget_energy()
     tensors = [tensor for one in grams for tensor in (one.own, one.cross)]
     tensors += [one.drift.own for one in grams if one.drift is not None]
+    tensors = [] if kind.parks(layer) else tensors
     with TensorBytes().hold(*(tensor for tensor in tensors if tensor is not None)) as solving:
         task = Task(layer, Unstructured(0.5), weight.clone(), weight.clone() if kind.pairs else None, recipe)
         solved = torch.cat([one.weight for one in solve_layer(task, found)])
@@ -54,9 +58,23 @@ def test_plan_foretells_the_bytes_of_grams_and_solves(shape, solver, pairs, part
         monkeypatch.setattr(module, "WIDE", 64 if wide else 10_000)
     recipe = Recipe(solver=solver, target="residual" if pairs else "layer")
     layer, kind = Layer("a", shape), Kind(parts, pairs, WIDTH)
-    gathered, solved = counted(layer, kind, recipe)
+    gathered, solved = counted(layer, kind, recipe, InMemory())
     assert 0.95 < gathering_bytes(layer, kind, TOKENS, 4) / gathered < 1.1
     assert 0.95 < solving_bytes(layer, recipe, kind) / solved < 1.3
+
+
+@pytest.mark.parametrize("shape", [(WIDTH, 704), (704, WIDTH)])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_grams_of_wide_layers_in_files_take_no_memory(shape, pairs, tmp_path, monkeypatch):
+    for module in (gram, problem, memory_plan):
+        monkeypatch.setattr(module, "WIDE", 64)
+    recipe = Recipe(target="residual" if pairs else "layer")
+    layer, kind = Layer("a", shape), Kind(2, pairs, WIDTH, parked=True)
+    storage = Storage("disk", torch.device("cpu"), tmp_path)
+    gathered, solved = counted(layer, kind, recipe, storage)
+    assert 0.95 < gathering_bytes(layer, kind, TOKENS, 4) / gathered < 1.1
+    assert 0.95 < solving_bytes(layer, recipe, kind) / solved < 1.3
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) == kind.parked_bytes(layer)
 
 
 def test_two_streams_raise_the_peaks_of_grams_and_solves():
@@ -71,7 +89,8 @@ def test_two_streams_raise_the_peaks_of_grams_and_solves():
 def test_biases_raise_the_peak_of_solves():
     sizes = [Sizes([Layer("a", (64, 64))], 10**4, 2, 512, 512, 1000, biased) for biased in (False, True)]
     plain, biased = (peaks(one, Recipe(target="residual"), False)["solves"] for one in sizes)
-    assert biased - plain == 2 * 8 * 64**2
+    copies = 2 * 8 * 64**2 + 8 * 64**2  # of both Grams, and of the moments of the drift
+    assert biased - plain == copies
 
 
 def test_an_allocation_has_grams_of_held_out_samples():

@@ -15,7 +15,7 @@ from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.halving import halved
 from iobs.pruning.calibration.replay import BEFORE, Stream, running_along_is_exact
-from iobs.pruning.calibration.sweep import InMemory
+from iobs.pruning.calibration.residency import InMemory
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit

@@ -9,7 +9,7 @@ import iobs
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import kl_to
 from iobs.pruning.calibration.replay import BEFORE, Stream
-from iobs.pruning.calibration.sweep import InMemory
+from iobs.pruning.calibration.residency import InMemory
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.reconstruction.network_steps import NetworkSteps

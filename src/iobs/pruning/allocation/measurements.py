@@ -10,6 +10,7 @@ from iobs.pruning.calibration.gram import Statistics
 from iobs.pruning.report import JsonObject
 from iobs.pruning.samples.subsets import Samples, split
 
+CURVE_ROWS = 1024  # least number of rows that stand for a layer in an error without a trial
 EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors and damages, besides the held-out ones
 
 
@@ -17,6 +18,18 @@ def fit_and_evaluation(calibration: Samples, heldout: Samples, seed: int) -> tup
     """Samples that layers are solved for, and samples that errors are measured on: the rest, and the held-out ones."""
     fit, rest = split(calibration, EVALUATION_SHARE, seed)
     return fit, Samples(rest.batches + heldout.batches, rest.numbers + heldout.numbers)
+
+
+def row_step(rows: int, groups: int) -> int:
+    """Every how many-th row of a layer is solved for an error without a trial; 1: all rows.
+
+    Rows have the same Hessian, so a thousand of them show the error of all.
+
+    Args:
+        rows: of the layer's matrix.
+        groups: of a convolution, which have Hessians of their own.
+    """
+    return 1 if groups > 1 else max(1, rows // CURVE_ROWS)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from statistics import fmean
 
@@ -23,7 +23,7 @@ from iobs.pruning.allocation.counts import (
     within_support,
 )
 from iobs.pruning.allocation.kin import Kin
-from iobs.pruning.allocation.measurements import EVALUATION_SHARE, Measured, fit_and_evaluation
+from iobs.pruning.allocation.measurements import EVALUATION_SHARE, Measured, fit_and_evaluation, row_step
 from iobs.pruning.allocation.output_fisher import output_fisher
 from iobs.pruning.allocation.response import Trial, common_response
 from iobs.pruning.allocation.trials import Trials
@@ -31,7 +31,8 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Statistics, relative_output_error
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
 from iobs.pruning.calibration.replay import Stream
-from iobs.pruning.calibration.sweep import InMemory, Moments, Residency, Sweep
+from iobs.pruning.calibration.residency import InMemory, Residency
+from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe.allocation import Allocation
 from iobs.pruning.report import AllocationRecord, JsonObject
@@ -206,14 +207,17 @@ class Planner:
         full = int(torch.count_nonzero(dense)) or layer.weights
         counts = {max(1, round(level * layer.weights)): level for level in reversed(levels)}
         wanted = sorted((level, keep) for keep, level in counts.items() if keep < full)
+        sampled = row_step(layer.shape[0], layer.groups) if full == layer.weights else 1
+        steps = [1 if level in tried else sampled for level, _ in wanted]
         keeps: list[int] = []
         errors: list[float] = []
         trials: list[Trial] = []
         weights = current().each(
-            lambda place: self._solved(layer, statistics, dense, wanted[place][1]), len(wanted), dense
+            lambda place: self._solved(layer, statistics, dense, wanted[place][1], steps[place]), len(wanted), dense
         )
-        for (level, keep), weight in zip(wanted, weights, strict=True):
-            error = energy * relative_output_error(judged, weight, dense, energy=energy)
+        for (level, keep), step, weight in zip(wanted, steps, weights, strict=True):
+            part = energy if step == 1 else judged.energy(dense[::step])
+            error = energy * relative_output_error(judged, weight[::step], dense[::step], energy=part)
             keeps.append(keep)
             errors.append(min([error, *errors]))  # an error that grows with more entries is noise of the solver
             if level in tried and error > _NO_ERROR * energy:
@@ -222,8 +226,14 @@ class Planner:
                     trials.append(Trial(error, damage))
         return Measured(Curve([*keeps, full], [*errors, 0.0], energy), trials).values()
 
-    def _solved(self, layer: Layer, statistics: Statistics, dense: Tensor, keep: int) -> Tensor:
-        """The layer's weight (rows, columns), pruned to `keep` entries."""
+    def _solved(self, layer: Layer, statistics: Statistics, dense: Tensor, keep: int, step: int = 1) -> Tensor:
+        """The layer's weight (rows, columns), pruned to `keep` entries; every step-th row alone to the same density."""
+        if step > 1:
+            found, rows = dense.clone(), dense[::step]
+            part = replace(layer, shape=(len(rows), layer.shape[1]))
+            share = rows.numel() / layer.weights
+            found[::step] = self._solved(part, statistics, rows, max(1, round(share * keep)))
+            return found
         solutions = self.solve(layer, statistics, dense, Unstructured(keep=keep))
         return torch.cat([solution.weight for solution in solutions])
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.calibration.inputs import Captured, SharedInput, captured, drift_of, execution_order
 from iobs.pruning.calibration.replay import BEFORE, Stream
+from iobs.pruning.calibration.residency import InMemory, Residency, park_wide
 from iobs.pruning.calibration.shortcuts import Shortcuts
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.runtime.ranks import ALONE, Ranks
@@ -27,74 +27,6 @@ from iobs.pruning.samples.subsets import Samples
 
 _SHORTCUTS = 5  # number of the first place for inputs of shortcuts; the places before it hold hidden states
 EXPERT_MEMORY = 2**30  # bytes of the Grams of experts that are computed in one pass over the data
-
-
-class Residency(Protocol):
-    """The place of the blocks' weights, and of the activations between them, during a sweep.
-
-    Attributes:
-        arithmetic: dtype of the computations in blocks; None: the dtype of the model.
-    """
-
-    arithmetic: torch.dtype | None
-
-    def enter(self, stage: int) -> None:
-        """Bring the weights of a stage into memory."""
-        ...
-
-    def leave(self, stage: int) -> None:
-        """Release the weights of a stage, after the inputs of the next stage have been computed."""
-        ...
-
-    def release(self, stage: int) -> None:
-        """Release the weights of a stage without keeping them; it will be entered again."""
-        ...
-
-    def release_dense(self, stage: int) -> None:
-        """Release the dense weights of a stage: its dense outputs are known, and nothing else is needed of it."""
-        ...
-
-    def keep(self, index: int, hidden: Tensor) -> Tensor:
-        """Store a hidden state until the next block needs it; it replaces the one at the same `index`."""
-        ...
-
-    def hold(self, tensor: Tensor) -> Tensor:
-        """Store a tensor until the end of the run."""
-        ...
-
-    def fetch(self, stored: Tensor) -> Tensor:
-        """A copy of a stored hidden state on the device of the computations."""
-        ...
-
-
-class InMemory:
-    """Residency of a model whose weights and activations stay in memory."""
-
-    arithmetic: torch.dtype | None = None
-
-    def enter(self, stage: int) -> None:
-        """Do nothing."""
-
-    def leave(self, stage: int) -> None:
-        """Do nothing."""
-
-    def release(self, stage: int) -> None:
-        """Do nothing."""
-
-    def release_dense(self, stage: int) -> None:
-        """Do nothing."""
-
-    def keep(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the hidden state itself."""
-        return hidden
-
-    def hold(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself."""
-        return tensor
-
-    def fetch(self, stored: Tensor) -> Tensor:
-        """Return a copy."""
-        return stored.clone()
 
 
 @dataclass(frozen=True)
@@ -295,6 +227,7 @@ class Sweep:
                     attended = outputs.attended(streams[0].model, streams[0].data[index])
                     lost += self._add(grams[-1], found, layer, number, attended, generator).to(device)
             self._complete(grams[-1:])
+            park_wide(grams[-1], "heldout" if part else "calibration", self.residency)
         self.ranks.sum(lost)
         for one in grams:
             if lost[0]:

@@ -39,11 +39,12 @@ class Plan:
         peak_bytes: peak anonymous resident memory; on a GPU peak allocated memory.
         seconds: time of the run, at the measured speed of this machine.
         model_bytes: size of the whole model.
-        spilled_bytes: size of the hidden states and fitted parameters that are kept in files.
+        spilled_bytes: size of the hidden states, fitted parameters and Grams that are kept in files.
         layers: number of matrices to prune.
         streams_bytes: size of the hidden states between blocks, and of the parameters that steps of the whole network
             change.
-        streams: their place: "device", "memory" or "disk".
+        grams_bytes: size of the Grams of wide layers that are kept in files.
+        streams: the place of the hidden states: "device", "memory" or "disk".
         phases: seconds by phase.
     """
 
@@ -53,6 +54,7 @@ class Plan:
     spilled_bytes: int
     layers: int
     streams_bytes: int = 0
+    grams_bytes: int = 0
     streams: str = "disk"
     phases: dict[str, float] = field(default_factory=dict)
 
@@ -63,7 +65,7 @@ class Plan:
             self,
             streams=place,
             peak_bytes=self.peak_bytes + (self.streams_bytes if resident else 0),
-            spilled_bytes=self.streams_bytes if place == "disk" else 0,
+            spilled_bytes=self.grams_bytes + (self.streams_bytes if place == "disk" else 0),
         )
 
 
@@ -128,16 +130,26 @@ class Kind:
         pairs: a dense model runs beside the pruned one, so that there are three Grams instead of one.
         width: columns of the residual stream; layers with this number of rows have moments of its drift. 0: no drift.
         centred: a bias is refitted, so that Grams have a copy without means.
+        parked: finished Grams of wide layers are in mapped files.
     """
 
     parts: int
     pairs: bool = False
     width: int = 0
     centred: bool = False
+    parked: bool = False
 
     def drift(self, layer: Matrix) -> int:
         """Bytes of the moments of the drift, or 0: two matrices of float64 (rows, columns) in each part."""
         return 16 * self.parts * layer.weights if self.pairs and layer.shape[0] == self.width else 0
+
+    def parks(self, layer: Matrix) -> bool:
+        """Check that the finished Grams of a layer are in files."""
+        return self.parked and layer.shape[1] >= WIDE
+
+    def parked_bytes(self, layer: Matrix) -> int:
+        """Bytes of the files of a layer's Grams."""
+        return 4 * self.squares * layer.groups * layer.shape[1] ** 2 + self.drift(layer) if self.parks(layer) else 0
 
     @property
     def squares(self) -> int:
@@ -145,29 +157,34 @@ class Kind:
         return self.parts * (3 if self.pairs else 1)
 
 
-def peaks(sizes: Sizes, recipe: Recipe, holdout: bool) -> dict[str, int]:
+def kind_of(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool) -> Kind:
+    """The Gram matrices that a recipe needs; see `peaks`."""
+    width = min(layer.shape[1] for layer in sizes.layers) if recipe.target == "residual" else 0
+    centred = sizes.biased and recipe.refits_biases
+    return Kind(2 if holdout else 1, recipe.target != "layer", width, centred, parked)
+
+
+def peaks(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool = False) -> dict[str, int]:
     """Peak bytes of every phase, besides the weights outside the blocks and the hidden states between blocks.
 
     Args:
         sizes: of the model and the data.
         recipe: how to prune.
         holdout: True if samples are held out, which have Grams of their own; so have those that judge an allocation.
+        parked: finished Grams of wide layers are in mapped files.
     """
     fit, held, layers, itemsize = recipe.blocks, held_blocks(recipe), sizes.layers, sizes.itemsize
-    width = min(layer.shape[1] for layer in layers)
-    pairs = recipe.target != "layer"
-    centred = sizes.biased and recipe.refits_biases
-    kind = Kind(2 if holdout else 1, pairs, width if recipe.target == "residual" else 0, centred)
+    kind = kind_of(sizes, recipe, holdout, parked)
     weights, forward = held.blocks * itemsize * sizes.block, forward_bytes(layers, sizes.tokens, itemsize)
     found = {
-        "Grams": weights + forward + max(gathering_bytes(layer, kind, sizes.tokens, itemsize) for layer in layers),
+        "Grams": weights + max(gathering_bytes(layer, kind, sizes.tokens, itemsize, forward) for layer in layers),
         "solves": weights + max(solving_bytes(layer, recipe, kind) for layer in layers),
     }
     if as_allocation(recipe.allocation).criterion != "uniform":
-        curves = Kind(2)  # other samples judge the solutions, which match their own outputs
-        gathering = max(gathering_bytes(layer, curves, sizes.tokens, itemsize) for layer in layers)
+        curves = Kind(2, parked=parked)  # other samples judge the solutions, which match their own outputs
+        gathering = max(gathering_bytes(layer, curves, sizes.tokens, itemsize, forward) for layer in layers)
         solving = max(solving_bytes(layer, recipe, curves) for layer in layers)
-        found["allocation"] = weights + max(forward + gathering, solving)
+        found["allocation"] = weights + max(gathering, solving)
     step = 2 * forward_bytes(layers, sizes.step_tokens, itemsize)
     scores = sizes.step_tokens * sizes.vocabulary
     logits = _SCORES * min(4 * scores, (sizes.score or itemsize) * scores + 4 * PIECE)
@@ -193,6 +210,7 @@ def plan(
     holdout: float,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    parked: bool = False,
 ) -> Plan:
     """Predict peak memory and time of block-by-block pruning.
 
@@ -207,6 +225,7 @@ def plan(
         holdout: share of the samples that is held out.
         device: of the computations.
         dtype: of the blocks in memory.
+        parked: finished Grams of wide layers are in mapped files.
     """
     present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
     counts = [max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches]
@@ -225,13 +244,16 @@ def plan(
         holdout,
     )
     found = phases(work, recipe, measured_rates(device, dtype))
+    kind = kind_of(sizes, recipe, holdout > 0, parked)
+    shapes = {layer.shape: layer for layer in sizes.layers}
     return Plan(
-        peak_bytes=max(present, present - outside_bytes + max(peaks(sizes, recipe, holdout > 0).values())),
+        peak_bytes=max(present, present - outside_bytes + max(peaks(sizes, recipe, holdout > 0, parked).values())),
         seconds=sum(found.values()),
         model_bytes=model_bytes,
         spilled_bytes=0,
         layers=len(sizes.layers),
         streams_bytes=held.streams * hidden + held.masters * work.weights,
+        grams_bytes=sum(map(kind.parked_bytes, shapes.values())),
         phases=found,
     )
 
@@ -241,28 +263,34 @@ def forward_bytes(layers: Sequence[Matrix], tokens: int, itemsize: int) -> int:
     return itemsize * _ACTIVATIONS * tokens * max(layer.shape[1] for layer in layers)
 
 
-def gathering_bytes(layer: Matrix, kind: Kind, tokens: int, itemsize: int) -> int:
-    """Bytes to compute Grams: float64 sums, a stripe of a float32 product, inputs of a batch, stored and in float32.
+def gathering_bytes(layer: Matrix, kind: Kind, tokens: int, itemsize: int, forward: int = 0) -> int:
+    """Bytes to compute Grams: float64 sums, and the captured inputs of a batch.
+
+    Besides comes the larger of the activations of a forward pass, `forward`, and of a stripe of a float32 product with
+    float32 copies of inputs in 16 bits.
 
     Drift has moments in float64, a product in float32, and residuals of the batch. The first finished Gram of a wide
-    layer is in float32 beside its sum. Grams of held-out samples come second, beside the finished ones of the others.
+    layer is in float32 beside its sum. Grams of held-out samples come second, beside the finished ones of the others,
+    unless these are in files.
     """
     rows, columns = layer.shape
-    square, drift = layer.groups * columns**2, kind.drift(layer)
+    parked = kind.parks(layer)
+    square, drift = layer.groups * columns**2, kind.drift(layer) // (kind.parts if parked else 1)
     widest = columns if kind.pairs or columns < STRIPE else columns // STRIPE * STRIPE
     stripe = 4 * layer.groups * min(STRIPE, columns) * widest
     product = max(stripe, 4 * layer.weights if drift else 0, 4 * square if columns >= WIDE else 0)
-    inputs = (4 + itemsize) * tokens * ((2 if kind.pairs else 1) * columns + (rows if drift else 0))
+    inputs = tokens * ((2 if kind.pairs else 1) * columns + (rows if drift else 0))
+    copies = 4 * inputs if itemsize < 4 else 0
     own = kind.squares // kind.parts
-    finished = (4 if columns >= WIDE else 8) * own * square if kind.parts > 1 else 0
-    return finished + 8 * own * square + drift + product + inputs
+    finished = (4 if columns >= WIDE else 8) * own * square if kind.parts > 1 and not parked else 0
+    return finished + 8 * own * square + drift + itemsize * inputs + max(product + copies, forward)
 
 
 def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
     """Bytes of a solve: squares (columns, columns) and matrices (rows, columns) that are in memory at once.
 
-    Grams stay but for those of the target's energy, and the current weights with those of the target. Then come, one
-    after another:
+    Grams stay but for those of the target's energy, and the current weights with those of the target. Grams in files
+    take no memory, but copies without means do. Then come, one after another:
 
     - with a dense model and held-out samples the ridge regression: the damped Hessian, its factor and eight matrices;
     - the solver, with a damped Hessian, the linear term and the anchor in float32. ADMM's search has the scaled
@@ -274,7 +302,9 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
     wide = layer.shape[1] >= WIDE
     number = 4 if wide else 8
     kept = kind.parts * (2 if kind.pairs else 1)
-    grams = (2 if kind.centred else 1) * number * kept * layer.groups * square
+    parked = kind.parks(layer)
+    copies = (0 if parked else 1) + (1 if kind.centred else 0)
+    grams = copies * (number * kept * layer.groups * square + kind.drift(layer) // 2)
     given = (8 if kind.pairs else 4) * matrix
     regression = number * (2 * square + 8 * matrix) if kind.pairs and kind.parts > 1 else 0
     problem = (4 if wide else 8) * square + (16 if kind.pairs else 4) * matrix
@@ -283,7 +313,7 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
     else:
         search = max(24 * square, 6 * square + 21 * matrix)
     errors = 12 * matrix if wide else 4 * square + 44 * matrix
-    return grams + kind.drift(layer) // 2 + given + max(regression, problem + search, errors)
+    return grams + given + max(regression, problem + search, errors)
 
 
 def speed(device: torch.device, dtype: torch.dtype = torch.float32) -> float:

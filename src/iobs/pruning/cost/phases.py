@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from iobs.pruning.allocation.kin import MEASURED_BLOCKS
-from iobs.pruning.allocation.measurements import EVALUATION_SHARE
+from iobs.pruning.allocation.measurements import EVALUATION_SHARE, row_step
 from iobs.pruning.allocation.sensitivity import CURVE_LEVELS, CURVE_TOKENS
 from iobs.pruning.cost.loads import (
     Load,
@@ -172,7 +172,10 @@ def allocation_load(work: Work, recipe: Recipe) -> Load:
     for columns, count in work.inputs.items():
         found += sum_load(columns, tokens, 1, passes) * count
     for layer in work.layers:
-        found += (search_load(layer, fast) + problem_load(layer, False)) * levels
+        step = row_step(layer.shape[0], layer.groups)
+        sampled = levels * (1 - _TRIED / CURVE_LEVELS)  # errors without a trial
+        for divisor, points in ((1, float(levels) - sampled), (step, sampled)):
+            found += (search_load(layer, fast, divisor) + problem_load(layer, False, divisor)) * points
         found += error_load(layer, False, CURVE_LEVELS) * 0.5  # the energy of the target is known
     length = work.tokens / work.samples if work.samples else 1.0
     judged = min(EVALUATION_SHARE * work.tokens, _TRIAL_SAMPLES * length) / work.ranks

@@ -16,7 +16,7 @@ from torch import Tensor
 from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.losses import divergence
 from iobs.pruning.calibration.replay import Stream
-from iobs.pruning.calibration.sweep import Residency
+from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.reconstruction.optimizers import Factored, rate_at
 from iobs.pruning.reconstruction.parameters import Masters
 from iobs.pruning.runtime.checkpoint import Checkpoint
