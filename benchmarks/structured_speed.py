@@ -24,6 +24,7 @@ from iobs.core.structured import Runtime
 from iobs.pruning.widths.latency import shares_of
 
 RUNTIMES: tuple[Runtime, ...] = ("onnx", "torch")
+EARLIER = ("9555b88", "a5dd7cb")  # commits before the layers that read no units were refitted
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def tables(rows: list[Row]) -> str:
         "# Time of narrower networks",
         "",
         "Made by `python benchmarks/structured_speed.py`: one sample, one thread, medians of dense and narrower "
-        "network in turns. Times are shares of the dense time.",
+        "network in turns. Times are shares of the dense time. A star: from before the layers that read no units were "
+        "refitted.",
         "",
         "| network | removed | score | multiplications left | time in ONNX Runtime | time in torch |",
         "|---|---|---|---|---|---|",
@@ -90,7 +92,8 @@ def tables(rows: list[Row]) -> str:
     for row in rows:
         times = " | ".join(f"{row['times'][runtime]:.2f}" for runtime in RUNTIMES)
         score = f"{row['score']:.3f}" if row["unit"].startswith("cosine") else f"{row['score']:.2f}"
-        text.append(f"| {row['network']} | {row['asked']} | {score} ({row['unit']}) | {row['macs']:.1%} | {times} |")
+        asked = row["asked"] + " *" * (row["commit"] in EARLIER)
+        text.append(f"| {row['network']} | {asked} | {score} ({row['unit']}) | {row['macs']:.1%} | {times} |")
     return "\n".join(text)
 
 
