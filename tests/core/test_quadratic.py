@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import iobs
+from iobs.core import quadratic
 from iobs.core.quadratic import DenseHessian, Quadratic, Solution
 from iobs.errors import NonFiniteError, ProblemError
 
@@ -15,6 +16,16 @@ def hessian():
 @pytest.fixture
 def centre():
     return torch.randn(3, 8, dtype=torch.float64)
+
+
+def test_centre_of_a_large_problem_comes_part_by_part(hessian, centre, monkeypatch):
+    expected = Quadratic(hessian, centre @ hessian).centre()
+    monkeypatch.setattr(quadratic, "_LARGE", 8)
+    monkeypatch.setattr(quadratic, "_ROWS", 2)
+    problem = Quadratic(hessian, centre @ hessian)
+    kept = hessian.clone()
+    torch.testing.assert_close(problem.centre(), expected)
+    assert torch.equal(hessian, kept)  # the factorisation in place is one of a copy
 
 
 def test_quadratic_loss_gradient_and_centre_are_consistent(hessian, centre):

@@ -29,6 +29,18 @@ def cholesky(matrix: Tensor) -> Tensor:
     return factor
 
 
+def double_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower Cholesky factor of a symmetric (d, d) matrix in float64, and the status of `torch.linalg.cholesky_ex`."""
+    if matrix.device.type != "cpu":
+        found, status = torch.linalg.cholesky_ex(matrix.double())
+        return found, status
+    # LAPACK factorises a matrix of consecutive columns in its own memory.
+    factor = matrix.to(torch.float64, copy=True).T
+    info = torch.empty((), dtype=torch.int32)
+    torch.linalg.cholesky_ex(factor, out=(factor, info))
+    return factor, info
+
+
 def upper_factor(matrix: Tensor) -> Tensor:
     """Upper triangular factor U of a symmetric positive definite (d, d) matrix: U U^T = matrix.
 

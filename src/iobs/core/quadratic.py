@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 
 from iobs.core.factors import Factors
+from iobs.core.linalg import double_cholesky
 from iobs.errors import NonFiniteError, ProblemError
+
+_LARGE = 2048  # columns from which memory decides how a centre is computed
+_ROWS = 512  # rows of one part of it
 
 
 class HessianOperator(Protocol):
@@ -237,7 +241,8 @@ class Quadratic:
             assert self.anchor is not None
             return self.anchor
         solve = self.factors.get("centre", lambda: _solver(self.matrix))
-        return solve(self.linear.double()).to(self.linear.dtype)
+        parts = torch.split(self.linear, _ROWS) if self.shape[1] >= _LARGE else (self.linear,)
+        return torch.cat([solve(part.double()).to(part.dtype) for part in parts])
 
     def to(self, dtype: torch.dtype) -> Quadratic:
         """The same problem in another dtype, with a dense Hessian; unchanged if the dtype is already right."""
@@ -315,8 +320,10 @@ def _solver(matrix: Tensor) -> Callable[[Tensor], Tensor]:
     """Function from rows B to centres B H^-1 in float64; the pseudo-inverse of H if H is singular up to rounding."""
     # Rounding can turn a zero pivot into a small positive pivot. H is definite if every pivot is larger than that.
     rounding = torch.finfo(matrix.dtype).eps
-    factor, info = torch.linalg.cholesky_ex(matrix.double())
+    factor, info = double_cholesky(matrix)
     if int(info) == 0 and bool((factor.diagonal().square() > 4 * rounding * matrix.diagonal()).all()):
+        if len(matrix) >= _LARGE:
+            return lambda rows: _substituted(rows, factor)
         return lambda rows: torch.cholesky_solve(rows.T, factor).T
     scale = matrix.diagonal().double().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
@@ -324,6 +331,13 @@ def _solver(matrix: Tensor) -> Callable[[Tensor], Tensor]:
     unit = matrix.double() / scale / scale[:, None]
     pseudo_inverse: Tensor = torch.linalg.pinv(unit, hermitian=True, atol=len(unit) * rounding, rtol=0.0)
     return lambda rows: rows / scale @ pseudo_inverse / scale
+
+
+def _substituted(rows: Tensor, factor: Tensor) -> Tensor:
+    """Rows B (L L^T)^-1 for a factor L; `cholesky_solve` would copy the factor."""
+    forward: Tensor = torch.linalg.solve_triangular(factor, rows.T, upper=False)
+    found: Tensor = torch.linalg.solve_triangular(factor.T, forward, upper=True)
+    return found.T
 
 
 def _require_tensors(hessian: object, **rows: object) -> None:

@@ -144,8 +144,8 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
     used = tasks[0].statistics(statistics)
     hessian = used.calibration.own[0]  # one object: problems are known to share a Hessian by its identity
     rows = [ranks.part(task.layer.shape[0]) for task in tasks]
-    found = [_problem(task, used, hessian, 0, own, ranks) for task, own in zip(tasks, rows, strict=True)]
-    problems = [problem for problem, _ in found]
+    found = (_problem(task, used, hessian, 0, own, ranks) for task, own in zip(tasks, rows, strict=True))
+    problems, dampings = map(list, zip(*found, strict=True))
     patterns = [task.pattern for task in tasks]
     if ranks.size > 1:
         patterns = [RowsOf(task.pattern, task.layer.shape[0], ranks) for task in tasks]
@@ -156,7 +156,8 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
         return [solution for task in tasks for solution in solve_layer(task, statistics, ranks)]
     if problems[0].shape[1] >= SEARCH_COLUMNS and not isinstance(tasks[0].pattern, Groups):
         hessian = problems[0].matrix.to(torch.float32)  # the solver recognises the shared Hessian by its identity
-        problems = [_in_float32(problem, hessian) for problem in problems]
+        for place in range(len(problems)):  # one by one: float64 problems take twice the memory
+            problems[place] = _in_float32(problems[place], hessian)
     recipe = tasks[0].recipe
     scales = [_row_scale(*one) for one in zip(tasks, problems, rows, strict=True)]
     solutions = solve_many(
@@ -167,7 +168,7 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
         damping=recipe.damping,
         name=", ".join(task.layer.name for task in tasks),
     )
-    for place, (problem, scale, (_, drift_damping)) in enumerate(zip(problems, scales, found, strict=True)):
+    for place, (problem, scale, drift_damping) in enumerate(zip(problems, scales, dampings, strict=True)):
         if scale is not None:
             solutions[place] = unscaled(solutions[place], problem, scale)
         solutions[place].stats["drift_damping"] = drift_damping
