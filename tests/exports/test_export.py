@@ -104,6 +104,8 @@ def test_command_takes_the_shape_of_a_picture(tmp_path, target, weights):
     wrong = CliRunner().invoke(app, [*asked, "--shape", "3x8x8"])
     assert "does not read C,H,W" in wrong.output
     assert not (tmp_path / "out").exists()
+    other = CliRunner().invoke(app, [*asked, "--shape", "1,8,8"])
+    assert "does not take the inputs input (2, 1, 8, 8): Given groups=1" in " ".join(other.output.split())
     done = CliRunner().invoke(app, [*asked, "--shape", "3,8,8"])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / weights).exists()

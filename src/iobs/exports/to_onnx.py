@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from iobs.core.quiet import silenced
 from iobs.errors import ModelError, first_line
-from iobs.exports.graph import Graph, inputs_of
+from iobs.exports.graph import Graph, Inputs, inputs_of
 from iobs.exports.record import Written
 from iobs.exports.requirements import needed
 from iobs.exports.source import Source, flat
@@ -65,9 +65,11 @@ def traced(source: Source) -> ModuleType:
     dims = {name: torch.export.Dim(name) for free in inputs.moving.values() for name in free.values()}
     moving = tuple({place: dims[name] for place, name in inputs.moving[one].items()} for one in names)
     with silenced("torch.onnx"), evaluated(source.module):
+        graph = Graph(single(source.module), inputs).eval()
+        _try(graph, inputs, source.model.source)
         try:
             program = torch.onnx.export(
-                _captured(Graph(single(source.module), inputs).eval(), tuple(inputs.tensors.values()), (moving,)),
+                _captured(graph, tuple(inputs.tensors.values()), (moving,)),
                 tuple(inputs.tensors.values()),
                 dynamic_shapes=(moving,),
                 input_names=names,
@@ -86,6 +88,20 @@ def traced(source: Source) -> ModuleType:
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
     return model  # type: ignore[no-any-return]
+
+
+def _try(graph: Graph, inputs: Inputs, name: str) -> None:
+    """Run the graph once: of an input that does not fit, the tracers say little.
+
+    Raises:
+        ModelError: the model does not take the inputs; says why.
+    """
+    try:
+        with torch.no_grad():
+            graph(*inputs.tensors.values())
+    except Exception as error:  # the model's own
+        shapes = ", ".join(f"{one} {tuple(tensor.shape)}" for one, tensor in inputs.tensors.items())
+        raise ModelError(f"{name} does not take the inputs {shapes}: {first_line(error)}") from error
 
 
 def _warn_of_fixed(model: ModuleType, moving: Mapping[str, Mapping[int, str]]) -> None:
