@@ -40,7 +40,12 @@ def test_solve_many_factorises_the_hessian_once(solver, function, monkeypatch):
 def test_solve_many_solves_centres_with_one_factor(solver, monkeypatch):
     calls = []
     original = torch.linalg.cholesky_ex
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix: calls.append(1) or original(matrix))
+
+    def counted(*matrices, **places):
+        calls.append(1)
+        return original(*matrices, **places)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", counted)
     hessian = random_problem(4, 16).hessian
     problems = [iobs.Quadratic(hessian, torch.randn(3, 16, dtype=torch.float64)) for _ in range(3)]
     solve_many(problems, [iobs.NM(2, 4)] * 3, solver)
