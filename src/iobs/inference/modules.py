@@ -153,8 +153,14 @@ class StoredLinear(StoredLayer):
         found = flat.view(*given.shape[:-1], self.out_features)
         return found if self.bias is None else found + self.bias.to(found.dtype)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # numba code is opaque to the compiler
     def _multiply(self, given: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # outside of a compilation the decorator would only take time
+            found: Tensor = self._opaque(given)
+            return found
+        return without_gradient(self.product, given, self.trained)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # numba code is opaque to the compiler
+    def _opaque(self, given: Tensor) -> Tensor:
         return without_gradient(self.product, given, self.trained)
 
     @property

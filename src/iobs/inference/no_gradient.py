@@ -45,7 +45,9 @@ def without_gradient(compute: Callable[[Tensor], Tensor], given: Tensor, trained
         raise ProblemError(
             "A layer that iobs.accelerate or iobs pack stored cannot be traced. Trace or export the dense model."
         )
-    if torch.is_grad_enabled() and (trained or given.requires_grad):
+    if not torch.is_grad_enabled():
+        return compute(given)
+    if trained or given.requires_grad:
         anchor = torch.empty(0, requires_grad=True)  # so that the output asks for a gradient
         found: Tensor = _WithoutGradient.apply(given, anchor, compute)  # type: ignore[no-untyped-call]
         return found

@@ -70,18 +70,19 @@ class Product:
         Args:
             given: activations (tokens, columns), of any floating dtype, on the CPU.
         """
-        count = len(given)
+        count = given.shape[0]
         if self._kernel is None or not count:
             return self._by_torch(given)
         if self.by_amx(count):
             return products_by_amx([self], given)[0].to(given.dtype)
         if count > self.most_tokens:
             return self._by_torch(given)
-        found, values = torch.empty(count, self.matrix.rows), given.float().contiguous()
+        found = np.empty((count, self.matrix.rows), np.float32)
+        values = given.detach().float().contiguous().numpy()
         step = _LARGEST_TILE[self.level][self.matrix.quantised]
         for start in range(0, count, step):
             self._by_kernel(values[start : start + step], found[start : start + step])
-        return found.to(given.dtype)
+        return torch.from_numpy(found).to(given.dtype)
 
     def _by_torch(self, given: Tensor) -> Tensor:
         """Multiply by unpacked rows, some at a time, in the dtype of the activations."""
@@ -117,31 +118,35 @@ class Product:
         self._unpack(self._addresses, found.data_ptr(), first, last)
         return found[:, : self.matrix.columns]
 
-    def _by_kernel(self, given: Tensor, found: Tensor) -> None:
+    def _by_kernel(self, values: NDArray[np.float32], found: NDArray[np.float32]) -> None:
+        """Write the products of some tokens, at most as many as one call of a kernel takes.
+
+        Args:
+            values: activations (tokens, columns).
+            found: the result (tokens, rows).
+        """
         from iobs.inference import activations
 
-        assert self._kernel is not None
-        rows, values, sums = self.matrix.rows, given.numpy(), found.numpy()
-        size = _tile(len(given))
+        count = len(values)
+        size, sums = _tile(count), found
         wide, signed = self.matrix.blocks * _COLUMNS_A_BLOCK, self.level == "avx2"
         if self.matrix.quantised:
-            codes, scales = np.empty((size, wide), np.uint8), np.empty(len(given), np.float32)
+            codes, scales = np.empty((size, wide), np.uint8), np.empty(count, np.float32)
             activations.rounded(values, codes, scales, 0 if signed else 128)
             layout: NDArray[np.uint8] | NDArray[np.float32] = codes
         else:
             layout = reals = np.empty((size, wide), np.float32)
             interleaved = self.matrix.format in _INTERLEAVED[self.level]
             (activations.even_then_odd if interleaved else activations.filled)(values, reals)
-        if size > len(given):  # a kernel exists for 1, 2, 4, 8 and 16 tokens: the others are zero
-            layout[len(given) :] = 0
-            sums = np.empty((size, rows), np.float32)
-        tokens = tuple(layout.ctypes.data + token * layout.strides[0] for token in range(size))
-        self._shared(tokens, sums)
-        if size > len(given):
-            found.copy_(torch.from_numpy(sums[: len(given)]))
-            sums = found.numpy()
+        if size > count:  # a kernel exists for 1, 2, 4, 8 and 16 tokens: the others are zero
+            layout[count:] = 0
+            sums = np.empty((size, self.matrix.rows), np.float32)
+        place, stride = layout.ctypes.data, layout.strides[0]
+        self._shared(tuple(range(place, place + size * stride, stride)), sums)
+        if size > count:
+            found[:] = sums[:count]
         if self.matrix.quantised:
-            activations.scaled(sums, scales, self.matrix.tensors["corrections"].numpy(), signed)
+            activations.scaled(found, scales, self.matrix.tensors["corrections"].numpy(), signed)
 
     def _shared(self, tokens: tuple[int, ...], sums: NDArray[np.float32]) -> None:
         """Compute the rows of some tokens by the kernel."""
