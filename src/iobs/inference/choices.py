@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from iobs.errors import ProblemError
 from iobs.inference import cpu, gpu
 from iobs.inference.formats import FormatName, store
+from iobs.inference.fused import can_fuse, fuse
 from iobs.inference.modules import StoredLinear, can_store, matrix_of, stored, with_matrix
 
 Precision = Literal["bf16", "int8", "int4"]
@@ -180,6 +181,9 @@ def accelerate(
     small = len(storable) - len(layers)
     if small:
         timings.notes.append(f"{small} layers of fewer than {_SMALLEST:,} weights stay dense, since they gain nothing")
+    if device.type == "cpu" and can_fuse(model):
+        fuse(model)
+        timings.notes.append("each new token of generate is one call of compiled code")
     return Acceleration(tuple(choices), "cuda" if device.type == "cuda" else cpu.level(), tuple(timings.notes))
 
 

@@ -41,6 +41,15 @@ def undecodable(model: nn.Module) -> str | None:
     return None
 
 
+def most_tokens(model: nn.Module) -> int:
+    """Number of tokens that a Llama-like model attends to at most."""
+    config = cast(Model, model).config
+    most = config.max_position_embeddings
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        most = min(most, config.sliding_window or most)
+    return most
+
+
 class Decoder:
     """Generates text with a Llama-like model whose weights are stored matrices.
 
@@ -62,9 +71,7 @@ class Decoder:
             raise ProblemError(f"This model cannot be decoded: {reason}. Use model.generate.")
         self.model = cast(Model, model)
         config = self.model.config
-        most = config.max_position_embeddings
-        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-            most = min(most, config.sliding_window or most)
+        most = most_tokens(model)
         self.longest = min(most, 2048) if longest is None else longest
         if self.longest > most:
             raise ProblemError(f"longest is {self.longest}, but this model attends to at most {most} tokens.")

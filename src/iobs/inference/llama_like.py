@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -18,6 +19,8 @@ class Config(Protocol):
     num_key_value_heads: int
     sliding_window: int | None
     use_sliding_window: bool
+    output_attentions: bool
+    output_hidden_states: bool
 
 
 class Weighted(Protocol):
@@ -84,6 +87,8 @@ class CachedLayer(Protocol):
 
     keys: Tensor
     values: Tensor
+    dtype: torch.dtype
+    is_initialized: bool
 
 
 class Cache(Protocol):

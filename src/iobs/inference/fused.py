@@ -1,0 +1,182 @@
+"""Fused forward of a Llama-like model: in `generate`, one call of compiled code computes each new token.
+
+A forward of one token with the keys and values of those before goes through `Decoder.step`. Every other forward is that
+of the model: prompts, batches, masks, hooks, hidden states.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from iobs.inference.decoder import Decoder, Reals, most_tokens, undecodable
+from iobs.inference.llama_like import Cache, CachedLayer, Model
+from iobs.inference.modules import StoredLinear
+
+_LONGEST = 2048  # tokens of a text, from which the memory of the decoder grows
+_ROOM = 256  # least number of positions of the first memory for keys and values
+_PLAIN_CACHE = "DynamicLayer"  # the class of a cache that holds all keys and values; others forget or round them
+_PLAIN = ("use_cache", "logits_to_keep", "return_dict")  # arguments that may be given beside those that are checked
+
+
+@dataclass
+class _Session:
+    """One text: the decoder, and the keys and values of its cache.
+
+    Attributes:
+        cache: the cache of transformers, by a weak reference.
+        decoder: reads the weights that the model had when the text began.
+        keys: (layers, key heads, positions, head size).
+        values: the same shape.
+    """
+
+    cache: weakref.ref[Cache]
+    decoder: Decoder
+    keys: Reals
+    values: Reals
+
+    def holds(self, cache: Cache, position: int) -> bool:
+        """Check that the cache still has the first `position` keys and values of this session."""
+        if cache is None or self.cache() is not cache:
+            return False
+        own = torch.from_numpy(self.keys)
+        return all(
+            layer.keys.data_ptr() == own[number].data_ptr() and layer.keys.shape[-2] == position
+            for number, layer in enumerate(cache.layers)
+        )
+
+    def grow(self) -> None:
+        """Make room for twice as many positions."""
+        room = min(2 * self.keys.shape[2], self.decoder.longest)
+        for name in ("keys", "values"):
+            before: Reals = getattr(self, name)
+            after = np.zeros((*before.shape[:2], room, before.shape[3]), np.float32)
+            after[:, :, : before.shape[2]] = before
+            setattr(self, name, after)
+
+    def write(self, cache: Cache, count: int) -> None:
+        """Give the cache the first `count` keys and values, as views."""
+        keys, values = torch.from_numpy(self.keys), torch.from_numpy(self.values)
+        for number, layer in enumerate(cache.layers):
+            layer.keys, layer.values = keys[number, None, :, :count], values[number, None, :, :count]
+
+
+class FusedForward:
+    """The forward of a model after `fuse`.
+
+    Args:
+        model: a model that `can_fuse`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.__signature__ = inspect.signature(model.forward)  # `generate` reads the names of the arguments
+        self._session: _Session | None = None
+        self._result: Callable[..., object] | None = None  # the class of the results of the model's own forwards
+
+    def __getstate__(self) -> dict[str, object]:
+        # The memory of a text belongs to this copy.
+        return {**self.__dict__, "_session": None}
+
+    def __call__(self, *args: object, **given: object) -> object:
+        """One forward, with the arguments and the result of the model's own."""
+        ids, cache = given.get("input_ids"), cast(Cache, given.get("past_key_values"))
+        if torch.compiler.is_compiling():
+            return type(self.model).forward(self.model, *args, **given)
+        position = None if args or self._result is None else self._position(given)
+        if position is None:
+            self._leave(cache)
+            found = type(self.model).forward(self.model, *args, **given)
+            self._result = type(found) if hasattr(found, "past_key_values") else self._result
+            return found
+        session = self._session
+        if session is None or position == session.decoder.longest or not session.holds(cache, position):
+            session = self._session = self._begin(cache, position)
+        if position >= session.keys.shape[2]:
+            session.grow()
+        logits = session.decoder.step(int(cast(Tensor, ids)), position, session.keys, session.values)
+        session.write(cache, position + 1)
+        assert self._result is not None
+        dtype = cast(Model, self.model).model.norm.weight.dtype
+        return self._result(logits=torch.from_numpy(logits.copy())[None, None].to(dtype), past_key_values=cache)
+
+    def _position(self, given: dict[str, object]) -> int | None:
+        """The position of the new token; None if the model itself must compute this forward."""
+        ids = given.get("input_ids")
+        if torch.is_grad_enabled() or not isinstance(ids, Tensor) or ids.shape != (1, 1):
+            return None
+        position = _cached(given.get("past_key_values"))
+        if not 0 < position < most_tokens(self.model) or any(given.get(name) is False for name in _PLAIN):
+            return None
+        mask, places = given.get("attention_mask"), given.get("position_ids")
+        if not (mask is None or (isinstance(mask, Tensor) and mask.shape == (1, position + 1) and bool(mask.all()))):
+            return None
+        if not (places is None or (isinstance(places, Tensor) and places.numel() == 1 and int(places) == position)):
+            return None
+        known = {*_PLAIN, "input_ids", "past_key_values", "attention_mask", "position_ids"}
+        if any(value is not None and value is not False for name, value in given.items() if name not in known):
+            return None
+        config = cast(Model, self.model).config
+        if config.output_attentions or config.output_hidden_states or self._hooked():
+            return None
+        return position
+
+    def _hooked(self) -> bool:
+        """Check that a module inside the model has a hook, which the compiled step would not call."""
+        inside = (one for one in self.model.modules() if one is not self.model)
+        return any(one._forward_hooks or one._forward_pre_hooks for one in inside)
+
+    def _begin(self, cache: Cache, position: int) -> _Session:
+        """Read the weights of the model, and the keys and values of a cache."""
+        decoder = Decoder(self.model, min(max(_LONGEST, 2 * position), most_tokens(self.model)))
+        first = cache.layers[0].keys
+        room = min(max(_ROOM, 2 * position), decoder.longest)
+        shape = (len(cache.layers), first.shape[1], room, first.shape[3])
+        session = _Session(weakref.ref(cache), decoder, np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+        for number, layer in enumerate(cache.layers):
+            session.keys[number, :, :position] = layer.keys[0].float().numpy()
+            session.values[number, :, :position] = layer.values[0].float().numpy()
+        return session
+
+    def _leave(self, cache: Cache | None) -> None:
+        """End the session, and give the model keys and values in its own dtype."""
+        self._session = None
+        for layer in _layers(cache):
+            layer.keys, layer.values = (one.to(layer.dtype) for one in (layer.keys, layer.values))
+
+
+def can_fuse(model: nn.Module) -> bool:
+    """Check that a model is Llama-like, and that all its matrices are stored for one thread."""
+    if undecodable(model) is not None or "forward" in vars(model):
+        return False
+    body = getattr(model, "model", None)
+    if not hasattr(model, "lm_head") or not isinstance(getattr(body, "layers", None), nn.ModuleList):
+        return False
+    parts = (*cast(nn.Module, body).modules(), cast(Model, model).lm_head)
+    linear = [one for one in parts if isinstance(one, (nn.Linear, StoredLinear))]
+    return all(isinstance(one, StoredLinear) and one.threads == 1 for one in linear)
+
+
+def fuse(model: nn.Module) -> None:
+    """Let a model that `can_fuse` compute each new token of `generate` by one call of compiled code, in place."""
+    model.forward = FusedForward(model)
+
+
+def _layers(cache: object) -> Sequence[CachedLayer]:
+    """The layers of a cache that holds all keys and values unrounded; none of another kind of cache."""
+    layers: Sequence[CachedLayer] = getattr(cache, "layers", ())
+    plain = all(type(one).__name__ == _PLAIN_CACHE and one.is_initialized for one in layers)
+    return layers if plain else ()
+
+
+def _cached(cache: object) -> int:
+    """Number of tokens in a cache of one text; 0 for another kind of cache."""
+    lengths = {int(one.keys.shape[-2]) if len(one.keys) == 1 else 0 for one in _layers(cache)}
+    return lengths.pop() if len(lengths) == 1 else 0
