@@ -16,7 +16,7 @@ from iobs.pruning.runtime import ranks as distributed
 
 def test_watch_counts_layers_and_steps(monkeypatch):
     told = []
-    steps = SimpleNamespace(update=lambda share, _, text, left=None: told.append((share, left, text)))
+    steps = SimpleNamespace(update=lambda share, _, text, left: told.append((share, left, text)))
     watch = Watch(steps, "x: ")
     layer = LayerRecord("l", (2, 2), 0.5, 2, 0.1, None, 0.1, 0.01, 0, 5, 0.1)
     watch.on_start(None, ["l", "m"], 2)
@@ -32,8 +32,7 @@ def test_watch_counts_layers_and_steps(monkeypatch):
         "x: round 1 of 2, step 1 of 3, loss 0.500",
     ]
     watch.on_step(2, 1, 1, 0.25)
-    assert told[-3][2] == "x: round 2 of 2, l"
-    assert told[-1] == (0.0, None, "x: measuring the result")  # losses and samples follow, whose time is not known
+    assert told[-1] == (1.0, 0.0, "x: fine-tuning: step 1 of 1, loss 0.250")
 
 
 def test_plain_progress_prints_a_line_at_intervals(capsys, monkeypatch):
@@ -49,7 +48,7 @@ def test_plain_progress_prints_a_line_at_intervals(capsys, monkeypatch):
 
 def test_watch_leaves_out_steps_of_the_resumed_run():
     clock, left = [0.0], []
-    steps = SimpleNamespace(update=lambda share, total, text, seconds=0.0: left.append(seconds))
+    steps = SimpleNamespace(update=lambda share, total, text, seconds: left.append(seconds))
     watch = Watch(steps, clock=lambda: clock[0])
     watch.on_start(None, ["l"], 1)
     for done in range(301, 601):

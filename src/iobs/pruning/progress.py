@@ -24,7 +24,6 @@ from iobs.pruning.runtime.memory import resident
 _PLAIN_INTERVAL = 10.0  # seconds between plain lines
 _NOTEBOOK_INTERVAL = 0.25  # seconds between updates of a notebook's cell
 _MEMORY_INTERVAL = 1.0  # seconds between measurements of memory
-_ALL = 1 - 1e-9  # share of the work, up to rounding
 
 
 class Steps:
@@ -256,7 +255,4 @@ class ProgressBar(Callback):
 
     def _show(self, description: str | None) -> None:
         text = None if description is None else self._prefix + description
-        if self.remaining.share >= _ALL:  # losses and samples follow, whose time is not known
-            self._steps.update(0.0, 0.0, f"{self._prefix}measuring the result")
-        else:
-            self._steps.update(self.remaining.share, 1.0, text, self.remaining.left)
+        self._steps.update(self.remaining.share, 1.0, text, self.remaining.left)
