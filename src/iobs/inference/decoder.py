@@ -60,12 +60,15 @@ class Decoder:
             `iobs.accelerate`. Without AMX it computes the prompt.
         longest: number of tokens of prompt and answer together. None: the limit of the model, at most 2,048.
         form: format of layers that are dense modules.
+        compiled: compile the step now, by a first call, so that no token waits for it.
 
     Raises:
         ProblemError: the model has another architecture, or the CPU lacks the instructions.
     """
 
-    def __init__(self, model: nn.Module, longest: int | None = None, form: FormatName = "bf16") -> None:
+    def __init__(
+        self, model: nn.Module, longest: int | None = None, form: FormatName = "bf16", compiled: bool = True
+    ) -> None:
         reason = undecodable(model)
         if reason is not None:
             raise ProblemError(f"This model cannot be decoded: {reason}. Use model.generate.")
@@ -83,10 +86,11 @@ class Decoder:
             places = torch.arange(self.longest)[None]
             cosines, sines = self.model.model.rotary_emb(torch.zeros(1, 1, 1), places)
             self._cosines, self._sines = cosines[0].float().numpy(), sines[0].float().numpy()
-            self._compile()
+            if compiled:
+                self._compile()
 
     def _compile(self) -> None:
-        """Compile the step by a first call, so that no token waits for it."""
+        """Compile the step by a first call."""
         config, layers = self.model.config, self.model.model.layers
         none = np.zeros((len(layers), config.num_key_value_heads, 1, layers[0].self_attn.head_dim), np.float32)
         self.step(0, 0, none, none.copy())

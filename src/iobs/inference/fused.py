@@ -135,7 +135,8 @@ class FusedForward:
 
     def _begin(self, cache: Cache, position: int) -> _Session:
         """Read the weights of the model, and the keys and values of a cache."""
-        decoder = Decoder(self.model, min(max(_LONGEST, 2 * position), most_tokens(self.model)))
+        longest = min(max(_LONGEST, 2 * position), most_tokens(self.model))
+        decoder = Decoder(self.model, longest, compiled=False)  # each text would pay for a token more
         first = cache.layers[0].keys
         room = min(max(_ROOM, 2 * position), decoder.longest)
         shape = (len(cache.layers), first.shape[1], room, first.shape[3])
