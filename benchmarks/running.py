@@ -4,9 +4,10 @@
 
 Weights are random and pruned by magnitude: speed does not depend on their values. One thread, processor time, all forms
 in turn, medians. "torch" is the faster of float32 and bfloat16. Text: one prompt token and 16 new tokens. "modules" is
-transformers' generate after `iobs.accelerate` (rows with AVX-512 are from before a token of it became one call); "one call" is a compiled call for each token (`iobs run`). Prompts: 128
-tokens; OpenVINO, where it is installed, has the same weights in int8 and keeps its defaults. Each kind of CPU has its
-own tables, since it has other kernels, and torch is faster or slower there.
+transformers' generate after `iobs.accelerate`; rows with AVX-512 are from before each token of it became one call. "One
+call" is a compiled call for each token (`iobs run`). Prompts: 128 tokens; OpenVINO, where it is installed, has the same
+weights in int8 and keeps its defaults. Each kind of CPU has its own tables, since it has other kernels, and torch is
+faster or slower there.
 """
 
 from __future__ import annotations
