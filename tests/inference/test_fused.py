@@ -100,7 +100,7 @@ def test_two_texts_in_turns_have_their_own_keys_and_values(steps):
 
 def test_memory_grows_with_the_text(steps, monkeypatch):
     monkeypatch.setattr(fused, "_ROOM", 2)
-    monkeypatch.setattr(fused, "_LONGEST", 12)
+    monkeypatch.setattr(fused, "LONGEST", 12)
     model, other = stored()
     ids = torch.randint(0, 100, (1, 40), generator=torch.Generator().manual_seed(6))
     parts = [1] * 40

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from iobs.inference.decode_step import Network, Scratch
 
 Reals = NDArray[np.float32]
+LONGEST = 2048  # tokens of a text, unless more are asked for
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -75,7 +76,7 @@ class Decoder:
         self.model = cast(Model, model)
         config = self.model.config
         most = most_tokens(model)
-        self.longest = min(most, 2048) if longest is None else longest
+        self.longest = min(most, LONGEST) if longest is None else longest
         if self.longest > most:
             raise ProblemError(f"longest is {self.longest}, but this model attends to at most {most} tokens.")
         self._kept: list[object] = []  # tensors whose addresses the compiled step reads

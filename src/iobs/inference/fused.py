@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iobs.inference.decoder import Decoder, Reals, most_tokens, undecodable
+from iobs.inference.decoder import LONGEST, Decoder, Reals, most_tokens, undecodable
 from iobs.inference.llama_like import Cache, CachedLayer, Model
 from iobs.inference.modules import StoredLinear
 
-_LONGEST = 2048  # tokens of a text, from which the memory of the decoder grows
 _ROOM = 256  # least number of positions of the first memory for keys and values
 _PLAIN_CACHE = "DynamicLayer"  # the class of a cache that holds all keys and values; others forget or round them
 _PLAIN = ("use_cache", "logits_to_keep", "return_dict")  # arguments that may be given beside those that are checked
+_KNOWN = {*_PLAIN, "input_ids", "past_key_values", "attention_mask", "position_ids"}
 
 
 @dataclass
@@ -44,7 +44,7 @@ class _Session:
 
     def holds(self, cache: Cache, position: int) -> bool:
         """Check that the cache still has the first `position` keys and values of this session."""
-        if cache is None or self.cache() is not cache:
+        if self.cache() is not cache:
             return False
         own = torch.from_numpy(self.keys)
         return all(
@@ -120,8 +120,7 @@ class FusedForward:
             return None
         if not (places is None or (isinstance(places, Tensor) and places.numel() == 1 and int(places) == position)):
             return None
-        known = {*_PLAIN, "input_ids", "past_key_values", "attention_mask", "position_ids"}
-        if any(value is not None and value is not False for name, value in given.items() if name not in known):
+        if any(value is not None and value is not False for name, value in given.items() if name not in _KNOWN):
             return None
         config = cast(Model, self.model).config
         if config.output_attentions or config.output_hidden_states or self._hooked():
@@ -135,7 +134,7 @@ class FusedForward:
 
     def _begin(self, cache: Cache, position: int) -> _Session:
         """Read the weights of the model, and the keys and values of a cache."""
-        longest = min(max(_LONGEST, 2 * position), most_tokens(self.model))
+        longest = min(max(LONGEST, 2 * position), most_tokens(self.model))
         decoder = Decoder(self.model, longest, compiled=False)  # each text would pay for a token more
         first = cache.layers[0].keys
         room = min(max(_ROOM, 2 * position), decoder.longest)
