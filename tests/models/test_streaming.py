@@ -59,6 +59,9 @@ FITTED = {"steps": 8, "between": 2, "lr": 1e-2}
         ("llama", {"target": "residual", "blocks": BlockFit(**FITTED)}),
         ("gpt2", {"target": "residual", "blocks": BlockFit(**FITTED, window=1, last="mse")}),
         ("llama", {"target": "residual", "blocks": BlockFit(**FITTED, network_steps=6, network_lr=1e-3)}),
+        # Their blocks return a tuple: the loss reads every sample of a step.
+        ("bloom", {"target": "residual", "blocks": BlockFit(**FITTED, network_steps=6, network_lr=1e-3)}),
+        ("falcon", {"target": "residual", "blocks": BlockFit(**FITTED)}),
     ],
 )
 def test_streamed_reconstruction_equals_reconstruction_in_memory(name, options, tmp_path):

@@ -23,6 +23,7 @@ from iobs.models.shards import Entry, read_entries
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.wide_linear import WideLinear
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.formats import with_formats
 from iobs.pruning.calibration.halving import halved
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import find_layers
@@ -117,6 +118,7 @@ class StreamedModel:
     device: torch.device
     arithmetic: torch.dtype
     surplus: frozenset[str] = frozenset()
+    _traced: bool = False
 
     @classmethod
     def open(
@@ -201,15 +203,35 @@ class StreamedModel:
         names = self.directory.entries.keys() - self.surplus
         return sorted(name for name in names if block.holds(name))
 
+    def trace(self, batch: Batch) -> list[Block]:
+        """Find the formats of the blocks' outputs, unless they are known; also for a `dense_copy`. Returns the blocks.
+
+        Raises:
+            ModelError: the blocks do not pass on one hidden state.
+        """
+        whole = [*self.blocks]
+        if not self._traced:
+            self.blocks[:] = with_formats(
+                self.module,
+                whole,
+                batch,
+                self.arithmetic,
+                lambda stage: self.load(whole[stage]),
+                lambda stage: self.drop(whole[stage]),
+            )
+            self._traced = True
+        return self.blocks
+
     def halve(self, batch: Batch) -> list[Block]:
         """Divide the blocks into halves, unless they are; also those of a `dense_copy`. Returns the halves.
 
         Raises:
+            ModelError: the blocks do not pass on one hidden state.
             ProblemError: a block cannot be divided.
         """
-        if any(block.half is not None for block in self.blocks):
+        whole = [*self.trace(batch)]
+        if any(block.half is not None for block in whole):
             return self.blocks
-        whole = [*self.blocks]
         self.blocks[:] = halved(
             self.module,
             whole,

@@ -217,7 +217,7 @@ class StreamedStore(Store):
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
         """The blocks of the model, or their halves."""
-        return self.streamed.halve(batches[0]) if halves else self.streamed.blocks
+        return self.streamed.halve(batches[0]) if halves else self.streamed.trace(batches[0])
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
         """All tensors of the files."""
