@@ -139,7 +139,7 @@ class StreamedModel:
 
         Raises:
             ModelError: the directory is damaged, names its tensors differently than the module, or holds quantised
-                weights; or the module has no list of blocks.
+                weights; or the module has no list of blocks, or blocks that share parameters.
         """
         path = expanded(path)
         directory = Directory(path)
@@ -151,6 +151,7 @@ class StreamedModel:
         _move_buffers(module, device)
         _fill(module, directory.read(outside, device, mapped=True))
         _tie(module)
+        _require_own_parameters(module, blocks)
         _widen_products(module, prefixes, torch.device(device))
         parameters = module.named_parameters(remove_duplicate=False)
         _require_all(directory, [name for name, one in parameters if one.is_meta and not name.startswith(prefixes)])
@@ -359,6 +360,22 @@ def blocks_of(module: nn.Module) -> list[Block]:
         raise ModelError(f"{type(module).__name__} has no list of blocks; prune it in memory instead.")
     path = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
     return [Block(f"{path}.{name}", 0) for name, _ in lists[path].named_children()]
+
+
+def _require_own_parameters(module: nn.Module, blocks: Sequence[Block]) -> None:
+    """Check that no parameter belongs to two blocks.
+
+    Raises:
+        ModelError: names a shared parameter.
+    """
+    owners: dict[int, str] = {}
+    for block in blocks:
+        for name, parameter in module.get_submodule(block.path).named_parameters():
+            if owners.setdefault(id(parameter), block.path) != block.path:
+                raise ModelError(
+                    f"The blocks {owners[id(parameter)]} and {block.path} share the parameter {name}, so they cannot be "
+                    "pruned one by one; prune the model in memory instead."
+                )
 
 
 def _fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
