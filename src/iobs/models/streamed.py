@@ -373,8 +373,8 @@ def _require_own_parameters(module: nn.Module, blocks: Sequence[Block]) -> None:
         for name, parameter in module.get_submodule(block.path).named_parameters():
             if owners.setdefault(id(parameter), block.path) != block.path:
                 raise ModelError(
-                    f"The blocks {owners[id(parameter)]} and {block.path} share the parameter {name}, so they cannot be "
-                    "pruned one by one; prune the model in memory instead."
+                    f"The blocks {owners[id(parameter)]} and {block.path} share the parameter {name}; prune the model "
+                    "in memory instead of block by block."
                 )
 
 
