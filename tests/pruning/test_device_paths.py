@@ -15,7 +15,7 @@ from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.cost import memory_plan
 from iobs.pruning.recipe import BlockFit
-from iobs.pruning.reconstruction import walk
+from iobs.pruning.reconstruction import fitting, walk
 from iobs.pruning.reconstruction.network_steps import StepCheckpoint
 from iobs.solvers import REFINEMENTS, SOLVERS
 from iobs.solvers.families import GRID_SOLVERS
@@ -137,6 +137,21 @@ def test_streams_outside_the_gpu_give_the_same_bits_also_after_a_kill(gpu, tmp_p
         run(streams, checkpoint=tmp_path / "run", callbacks=[StopsInNetworkSteps()])
     found = [run("device"), run(streams, checkpoint=tmp_path / "run")]
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_float16_from_files_on_a_gpu_takes_its_steps_in_float16(gpu, tmp_path, monkeypatch):
+    families.saved("llama", tmp_path / "model", torch.float16)
+    fit = BlockFit(masks=1, steps=2, lr=1e-3, network_steps=2, network_lr=1e-4)
+    scales = []
+    scale_of = fitting.scale_of
+    monkeypatch.setattr(fitting, "scale_of", lambda *given: (scales.append(scale_of(*given)), scales[-1])[1])
+    with StreamedStore.open(tmp_path / "model", tmp_path / "out", device="cuda") as store:
+        assert store.arithmetic is torch.float16
+        data = families.language_batches(batch=2, count=2)
+        report = iobs.prune(store, data, 0.5, "one-shot", holdout=0.0, solver="magnitude", blocks=fit)
+    assert report.sparsity == pytest.approx(0.5, abs=0.01)
+    assert max(scales) >= 2
+    assert all(bool(value.isfinite().all()) for value in load_file(tmp_path / "out" / "model.safetensors").values())
 
 
 def test_streams_stay_on_a_gpu_with_room(gpu, tmp_path, monkeypatch):
