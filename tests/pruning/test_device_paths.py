@@ -11,12 +11,14 @@ from simulated_gpu import GPU, OnGpu, on_gpu
 
 import iobs
 from iobs.evaluate.scores import accuracy, perplexity
+from iobs.models import streamed_store
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.cost import memory_plan
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction import fitting, walk
 from iobs.pruning.reconstruction.network_steps import StepCheckpoint
+from iobs.pruning.runtime.ranks import Ranks
 from iobs.solvers import REFINEMENTS, SOLVERS
 from iobs.solvers.families import GRID_SOLVERS
 
@@ -161,3 +163,24 @@ def test_streams_stay_on_a_gpu_with_room(gpu, tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None, free=free: (free, free))
         store = StreamedStore(StreamedModel.open(tmp_path / "model", device="cuda"), tmp_path / place)
         assert store.plan(store.select(None, None, False), data, recipe, 0.0).streams == place
+
+
+def test_streams_are_placed_with_held_out_samples_and_beside_those_of_other_ranks(gpu, tmp_path, monkeypatch):
+    families.saved("llama", tmp_path / "model")
+    data, recipe = families.language_batches(count=4), iobs.Recipe.preset("one-shot").but(target="residual")
+    store = StreamedStore(StreamedModel.open(tmp_path / "model", device="cuda"), tmp_path / "out")
+    chosen = store.select(None, None, False)
+    plans = [store.plan(chosen, data, recipe, holdout) for holdout in (0.0, 0.25)]
+    free = sum(plan.peak_bytes for plan in plans) // 2  # between both, with the streams on the device
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
+    for holdout, place in ((0.0, "device"), (0.25, "memory")):
+        store._run.recipe = recipe
+        store.checked(data, chosen, holdout)
+        assert store._storage.place == place
+    room = store._room(plans[0])
+    monkeypatch.setattr(streamed_store, "current", lambda: Ranks(0, 4))
+    monkeypatch.setattr(streamed_store, "available", lambda: 4000)
+    shared = store._room(plans[0])
+    assert shared.memory == 1000
+    assert shared.disk < room.disk / 3
+    assert shared.device == room.device

@@ -119,6 +119,26 @@ def test_scale_is_halved_until_gradients_are_finite():
     assert (found[0] / scale).tolist() == [1000.0, 1000.0]
 
 
+def test_judged_hidden_states_are_stored_between_the_blocks():
+    model, data = llama()
+    chain, kept = [Block(f"model.layers.{number}", 0) for number in range(2)], {}
+
+    def keep(index, hidden):
+        kept.setdefault(index, []).append(hidden)
+        return hidden
+
+    with evaluating(model), torch.no_grad():
+        streams = [Stream(model, data, chain, keep=one) for one in (keep, lambda _, hidden: hidden)]
+        for stage in (BEFORE, 0, 1):
+            streams[1].advance(stage)
+        streams[0].advance(BEFORE)
+        kept.clear()
+        masters = [Masters.of(Store(model), [], {}) for _ in range(3)]
+        loss = NetworkSteps(*streams, masters, InMemory(), [0], [1, 3], ALONE, 0).loss()
+    assert {index: len(hidden) for index, hidden in kept.items()} == {1: 2, 3: 2}
+    assert loss == 0
+
+
 def test_factored_moment_is_exact_for_squares_of_rank_one():
     rows, columns = torch.rand(5) + 0.5, torch.rand(7) + 0.5
     gradient = rows[:, None] * columns[None] * torch.where(torch.rand(5, 7) > 0.5, 1.0, -1.0)

@@ -73,7 +73,7 @@ class NetworkSteps:
     """Steps of all blocks and of the vectors behind them, with a factored second moment.
 
     Args:
-        stream: the pruned model; its hidden states are the inputs of the first block.
+        stream: the pruned model; its hidden states are the inputs of the first block. `keep` stores others.
         dense: the dense model; its hidden states are the outputs of the last block.
         masters: fitted parameters of each block, and those behind the blocks at the end.
         residency: brings the blocks into memory.
@@ -195,21 +195,22 @@ class NetworkSteps:
 
     @torch.no_grad()
     def loss(self) -> float:
-        """The mean loss on the judging batches of all ranks."""
-        chosen = self.judges
-        hidden = [self.stream.state(index) for index in chosen]
+        """The mean loss on the judging batches of all ranks; their hidden states are stored between the blocks."""
+        chosen, stream = self.judges, self.stream
+        hidden = [stream.hidden[index] for index in chosen]
         for stage in range(len(self.masters) - 1):
             self.residency.enter(stage)
             self.masters[stage].copy_to_model()
             hidden = [
-                self.stream.through([stage], index, one.clone()) for index, one in zip(chosen, hidden, strict=True)
+                stream.keep(index, stream.through([stage], index, stream.fetch(one)))
+                for index, one in zip(chosen, hidden, strict=True)
             ]
             self.residency.release(stage)
         self.masters[-1].copy_to_model()
         total = torch.zeros(2, dtype=torch.float64)
         for index, one in zip(chosen, hidden, strict=True):
             count = batches.size(self.stream.data[index])
-            total += torch.tensor([float(self._loss(index, one)) * count, count], dtype=torch.float64)
+            total += torch.tensor([float(self._loss(index, stream.fetch(one))) * count, count], dtype=torch.float64)
         self.ranks.sum(total)
         return float(total[0] / total[1])
 
