@@ -378,10 +378,14 @@ class StreamedStore(Store):
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_allocated(self.device)
         return Room(free - found.peak_bytes, memory, disk)
 
-    def require_room(self, plan: Plan) -> None:
-        """Check that the disk has room for the output and for the activations.
+    def require_room(self, plan: Plan, checkpoint: str | Path | None = None) -> None:
+        """Check that the disk has room for the output, for the activations, and for the rest of a checkpoint beside it.
 
         Raises:
             OutputError: the disk has too little room.
         """
-        check_output(self.output, needed_bytes=plan.model_bytes + current().size * plan.spilled_bytes)
+        needed = plan.model_bytes + current().size * plan.spilled_bytes
+        if checkpoint is not None:
+            written = sum(entry.stat().st_size for entry in Path(checkpoint).glob("*") if entry.is_file())
+            needed += max(0, plan.checkpoint_bytes - written)
+        check_output(self.output, needed_bytes=needed)

@@ -10,6 +10,7 @@ from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.residency import InMemory, park_wide
 from iobs.pruning.cost import memory_plan
+from iobs.pruning.cost.checkpoint_size import checkpoint_bytes
 from iobs.pruning.cost.memory_plan import Kind, Sizes, gathering_bytes, peaks, solving_bytes
 from iobs.pruning.cost.phases import Rates, Shape, Work, network_seconds
 from iobs.pruning.layerwise import problem
@@ -105,6 +106,11 @@ def test_steps_of_the_network_move_weights_masters_and_masks():
     work = Work([Shape(64, 32)] * 2, 4096, 10**5)
     fit, rates = BlockFit(network_steps=10, network_lr=1e-3), Rates(1e30, 1e30, transfer=1.0)
     assert network_seconds(work, fit, rates) == 10 * (2 * 10**5 + 19 * 2 * 64 * 32)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("one-shot", 2), ("fast", 10), ("best", 40)])
+def test_checkpoint_bytes_of_a_weight(name, expected):
+    assert checkpoint_bytes(1000, 2, Recipe.preset(name)) == 1000 * expected
 
 
 def test_an_allocation_has_grams_of_held_out_samples():

@@ -10,6 +10,7 @@ import torch
 
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE
+from iobs.pruning.cost.checkpoint_size import checkpoint_bytes
 from iobs.pruning.cost.loads import Matrix, Rates, is_admm
 from iobs.pruning.cost.phases import Work, phases
 from iobs.pruning.recipe import Recipe, as_allocation
@@ -47,6 +48,7 @@ class Plan:
         grams_bytes: size of the Grams of wide layers that are kept in files.
         streams: the place of the hidden states: "device", "memory" or "disk".
         phases: seconds by phase.
+        checkpoint_bytes: size of a checkpoint, if there is one.
     """
 
     peak_bytes: int
@@ -58,6 +60,7 @@ class Plan:
     grams_bytes: int = 0
     streams: str = "disk"
     phases: dict[str, float] = field(default_factory=dict)
+    checkpoint_bytes: int = 0
 
     def placed(self, place: str, device: torch.device) -> Plan:
         """The plan with the hidden states in a place."""
@@ -266,6 +269,7 @@ def plan(
         streams_bytes=held.streams * hidden + held.masters * work.weights,
         grams_bytes=sum(map(kind.parked_bytes, shapes.values())),
         phases=found,
+        checkpoint_bytes=checkpoint_bytes(work.weights, sizes.itemsize, recipe),
     )
 
 
