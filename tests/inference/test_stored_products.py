@@ -1,5 +1,7 @@
 """Products by kernels equal the plain form in torch, for every format, instruction set and number of tokens."""
 
+import multiprocessing
+
 import pytest
 import torch
 
@@ -170,3 +172,19 @@ def test_dtype_of_the_output_is_that_of_the_activations():
 )
 def test_level_follows_the_features_of_the_cpu(features, level):
     assert cpu.level_of(frozenset(features)) == level
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own():
+    """The threads of the parent are not there: their work would never be done."""
+    if cpu.level() == "none":
+        pytest.skip("this CPU has no kernels")
+    product, given = Product(store(sparse(64, 70), "int8"), threads=2), torch.ones(1, 70)
+    product(given)
+    child = multiprocessing.get_context("fork").Process(target=product, args=(given,))
+    child.start()
+    child.join(60)
+    if child.exitcode is None:
+        child.kill()
+    assert child.exitcode == 0

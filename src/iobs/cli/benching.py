@@ -181,7 +181,8 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Callable[[]
     """The function that generates a text, or computes pictures one by one, and returns the speed."""
     import torch
 
-    from iobs.inference.decoder import Decoder, undecodable
+    from iobs.inference.decodable import most_tokens, undecodable
+    from iobs.inference.decoder import Decoder
     from iobs.inference.generation import generated
 
     if loaded.task != "causal-lm":
@@ -198,10 +199,11 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Callable[[]
     length = min(work.prompt, (loaded.context or 1 << 30) - work.tokens)
     if length < 1:
         raise ModelError(f"{work.model} reads {loaded.context} tokens, fewer than the {work.tokens} new ones.")
-    embedding: Tensor = loaded.module.get_input_embeddings().weight  # type: ignore[operator]
-    ids = torch.randint(len(embedding), (1, length), generator=torch.Generator().manual_seed(0))
+    vocabulary: int = loaded.module.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     decoder = None
-    if stored and (work.threads or 1) == 1 and undecodable(loaded.module) is None:
+    fuses = stored and (work.threads or 1) == 1 and undecodable(loaded.module) is None
+    if fuses and length + work.tokens <= most_tokens(loaded.module):
         decoder = Decoder(loaded.module, length + work.tokens, "bf16" if work.precision == "bf16" else "int8")
 
     def generate() -> Timing:

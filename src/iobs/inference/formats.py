@@ -103,7 +103,12 @@ class StoredMatrix:
 
         Args:
             numbers: int64 (count), numbers of rows.
+
+        Raises:
+            IndexError: a number is negative or too large, as in `nn.Embedding`.
         """
+        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.rows:
+            raise IndexError(f"A row number lies outside of 0 to {self.rows - 1}.")
         wide = self.blocks * _BLOCK
         if self.format == "bf16":
             whole = self.tensors["values"][: 2 * self.rows * wide].view(torch.bfloat16).view(self.rows, wide)

@@ -52,6 +52,10 @@ class StoredLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight as a dense matrix, computed anew at each use: (rows, columns)."""
+        return self.unpacked()
+
+    def unpacked(self) -> Tensor:
+        """The weight as a dense matrix, computed anew: (rows, columns)."""
         dense: Tensor = self.matrix.to_dense().to(self.dtype)
         return dense
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -206,6 +207,10 @@ def _tile(count: int) -> int:
 def _pool(threads: int) -> ThreadPoolExecutor:
     """Threads that sleep between products. The pools of numba and torch spin, and would take each other's time."""
     return ThreadPoolExecutor(threads, thread_name_prefix="iobs-product")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
 
 
 @cache
