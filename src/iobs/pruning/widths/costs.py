@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -242,16 +242,15 @@ class _Kernels(TorchFunctionMode):
         self,
         func: Callable[..., object],
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         """Call the function, and count if it is a convolution with one of the kernels."""
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name.startswith("conv") and isinstance(result, Tensor):
             given, weight = [*args, *(kwargs or {}).values()][:2]
-            layer = self.layers.get(id(weight))
-            if layer is not None:
-                value = given if "transpose" in name else result
+            layer, value = self.layers.get(id(weight)), given if "transpose" in name else result
+            if layer is not None and isinstance(weight, Tensor) and isinstance(value, Tensor):
                 self.counts[layer] = self.counts.get(layer, 0) + value.numel() // weight.shape[0]
         return result
