@@ -1,5 +1,7 @@
 """Solvers, pruning from files and scores on a simulated GPU: results equal those of the CPU."""
 
+from functools import partial
+
 import families
 import pytest
 import torch
@@ -13,6 +15,8 @@ from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.cost import memory_plan
 from iobs.pruning.recipe import BlockFit
+from iobs.pruning.reconstruction import walk
+from iobs.pruning.reconstruction.network_steps import StepCheckpoint
 from iobs.solvers import REFINEMENTS, SOLVERS
 from iobs.solvers.families import GRID_SOLVERS
 
@@ -111,16 +115,27 @@ def test_prune_on_a_gpu_reads_few_values_per_layer(gpu):
     assert sum(gpu.reads.values()) <= READS_PER_LAYER * len(report.audit)
 
 
+class StopsInNetworkSteps(iobs.Callback):
+    def on_measure(self, task, done, total):
+        if task == "steps of the whole network":  # after the first step, which is stored
+            raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("streams", ["memory", "disk"])
-def test_streams_outside_the_gpu_give_the_same_bits(gpu, tmp_path, streams):
+def test_streams_outside_the_gpu_give_the_same_bits_also_after_a_kill(gpu, tmp_path, streams, monkeypatch):
     families.saved("llama", tmp_path / "model")
-    found = []
-    fit = BlockFit(masks=1, steps=1, lr=1e-3, network_steps=1, network_lr=1e-4)
-    for place in ("device", streams):
+    fit = BlockFit(masks=1, steps=1, lr=1e-3, network_steps=2, network_lr=1e-4)
+    monkeypatch.setattr(walk, "StepCheckpoint", partial(StepCheckpoint, every=1))
+
+    def run(place, **options):
         with StreamedStore.open(tmp_path / "model", tmp_path / place, device="cuda", streams=place) as store:
             data = families.language_batches(batch=2, count=2)
-            iobs.prune(store, data, 0.5, "one-shot", holdout=0.0, solver="magnitude", blocks=fit)
-        found.append(load_file(tmp_path / place / "model.safetensors"))
+            iobs.prune(store, data, 0.5, "one-shot", holdout=0.0, solver="magnitude", blocks=fit, **options)
+        return load_file(tmp_path / place / "model.safetensors")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(streams, checkpoint=tmp_path / "run", callbacks=[StopsInNetworkSteps()])
+    found = [run("device"), run(streams, checkpoint=tmp_path / "run")]
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 

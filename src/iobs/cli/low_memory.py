@@ -38,6 +38,7 @@ def prune_low_memory(
     from iobs.core.files import weight_files
     from iobs.models.output import expanded
     from iobs.models.spill import place_named
+    from iobs.models.streamable import require_streamable
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
     from iobs.models.without_weights import without_weights
@@ -49,7 +50,7 @@ def prune_low_memory(
     options, recipe, output, checkpoint = asked.options, asked.recipe, place.output, place.checkpoint
     chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
     streams_place = place_named(streams)
-    StreamedStore.require_streamable(recipe)
+    require_streamable(recipe)
     require_whole(options.pattern, False)
     directory = directory and str(expanded(directory))
     if directory is None or not Path(directory).is_dir():

@@ -22,6 +22,7 @@ from iobs.errors import ProblemError
 from iobs.models.block_writer import BlockWriter
 from iobs.models.output import check_output, output_of_ranks
 from iobs.models.spill import Place, Room, Storage, chosen, spilled_batches
+from iobs.models.streamable import require_streamable
 from iobs.models.streamed import StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.calibration.blocks import Block
@@ -29,7 +30,7 @@ from iobs.pruning.cost.memory_plan import Plan, Sizes, plan
 from iobs.pruning.cost.phases import STEP_TOKENS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
-from iobs.pruning.recipe import Recipe, as_allocation
+from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
@@ -152,35 +153,8 @@ class StreamedStore(Store):
         """
         if not self._ready:
             raise ProblemError("A streamed store takes one run, in the context of its `open`; open another one.")
-        self.require_streamable(recipe)
+        require_streamable(recipe)
         self._run.recipe = recipe
-
-    @staticmethod
-    def require_streamable(recipe: Recipe) -> None:
-        """Refuse recipes that need more than one block in memory.
-
-        Raises:
-            ProblemError: names the settings.
-        """
-        usual = Recipe()
-        whole = ["inputs", "batch_norm", "curvature"]
-        if recipe.blocks is None or not recipe.blocks.network_steps:  # on text, which take the place of both
-            whole += ["rounds", "finetune"]
-        names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
-        if recipe.blocks is not None and recipe.blocks.sampled not in (0, "auto"):
-            names.append("blocks.sampled")
-        if not as_allocation(recipe.allocation).by_block:
-            names.append("allocation")
-        if recipe.target == "model":
-            names.append("target")
-        if recipe.network_solver is not None:
-            names.append("solver")
-        if names:
-            raise ProblemError(
-                f"{', '.join(names)}: not with one block in memory at a time yet, because the whole model would be "
-                'needed. Take the recipes "one-shot", "fast" or "best" and their solver, refine, damping, target, '
-                "bias, blocks, rules and keep_zeros, or prune in memory."
-            )
 
     def folded(self) -> AbstractContextManager[None]:
         """Do nothing: the weights are in files."""
@@ -217,7 +191,7 @@ class StreamedStore(Store):
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
         """The blocks of the model, or their halves."""
-        return self.streamed.halve(batches[0]) if halves else self.streamed.blocks
+        return self.streamed.halve(batches[0]) if halves else self.streamed.trace(batches[0])
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
         """All tensors of the files."""

@@ -225,6 +225,8 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     """
     work.decided = decide_steps(work)
     layers, decided = work.selection.layers, work.decided
+    if decided.blocks is not None and work.ranks.size > 1:
+        work.ranks.require_enough(in_steps(work.store.model, work.fit, decided.blocks))
     with work.store.as_dense():
         work.callbacks.on_start(work.store.model, [layer.name for layer in layers], decided.rounds.count)
     warn_of_coverage(work, census.coverage(work.selection, 0))
