@@ -132,9 +132,9 @@ def accelerate(
     """Replace linear layers and convolutions of size 1 by stored forms where those are faster on this machine.
 
     The candidates of each shape are timed, the dense layer among them. The model is changed in place and computes
-    without gradients; transformers' `generate` and pipelines work as before. The state dict then has the stored tensors,
-    so save the dense model first. On a CUDA device, the candidates of a linear layer are torch's 2:4 product and a
-    bitmask; both keep the weights unrounded.
+    without gradients; transformers' `generate` and pipelines work as before. The state dict then has the stored
+    tensors, so save the dense model first. On a CUDA device, the candidates of a linear layer are torch's 2:4 product
+    and a bitmask; both keep the weights unrounded.
 
     Args:
         model: on the CPU, in float32 or bfloat16, or on one CUDA device.
