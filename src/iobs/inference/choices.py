@@ -132,13 +132,15 @@ def accelerate(
     """Replace linear layers and convolutions of size 1 by stored forms where those are faster on this machine.
 
     The candidates of each shape are timed, the dense layer among them. The model is changed in place and computes
-    without gradients; transformers' `generate`, pipelines and `state_dict` work as before. On a CUDA device, the
-    candidates of a linear layer are torch's 2:4 product and a bitmask; both keep the weights unrounded.
+    without gradients; transformers' `generate` and pipelines work as before. The state dict then has the stored
+    tensors, so save the dense model first. On a CUDA device, the candidates of a linear layer are torch's 2:4 product
+    and a bitmask; both keep the weights unrounded.
 
     Args:
         model: on the CPU, in float32 or bfloat16, or on one CUDA device.
-        example: a batch: a tensor, or a tuple or a mapping of arguments. It says how many tokens a layer sees.
-            None: layers are timed with one token, as in generation, and convolutions stay dense.
+        example: a batch: a tensor, or a tuple or a mapping of arguments. It says how many tokens a layer sees, and
+            whose weights the model reads: those stay dense. None: layers are timed with one token, as in generation,
+            and convolutions stay dense.
         precision: on the CPU, the fewest bits of a stored weight. With "int8" and "int4" a product may also round
             activations to 8 bits, one scale for each token.
         threads: on the CPU, threads of a product. None: 1 or all threads of torch, whichever is faster.

@@ -1,7 +1,7 @@
 """Products of stored matrices with many tokens, for CPUs with AMX and AVX-512 (VBMI2 and VNNI).
 
-A kernel takes 128 rows at a time (4 strips of 32), writes a piece of them dense to a small memory, and multiplies this
-piece by all tokens before the next. So weights are read from main memory once, in their stored form.
+A kernel takes 128 rows at a time (4 strips of 32). It writes a piece of them dense to a small memory, and multiplies it
+by all tokens before the next piece. So weights are read from main memory once, in their stored form.
 """
 
 from __future__ import annotations

@@ -174,6 +174,10 @@ class StoredLinear(StoredLayer):
             self._product = Product(self.matrix, threads=self.threads, most_tokens=self.most_tokens)
         return self._product
 
+    def use_threads(self, threads: int) -> None:
+        """Set the number of threads of a product."""
+        self.threads, self._product = threads, None
+
     def __getstate__(self) -> dict[str, object]:
         # Addresses of the product belong to this copy of the tensors.
         return {**self.__dict__, "_product": None}

@@ -10,7 +10,7 @@ from torch import nn
 from iobs.errors import ModelError
 from iobs.inference.choices import FORMATS_OF, Precision
 from iobs.inference.formats import FormatName, StoredMatrix, bytes_of, steps_of_grid, store
-from iobs.inference.modules import can_store, is_table, matrix_of, table_with_matrix, with_matrix
+from iobs.inference.modules import StoredLayer, can_store, is_table, matrix_of, table_with_matrix, with_matrix
 
 _MOST_COLUMNS = 1 << 16  # of the 16-bit indices
 _DENSE = 0.95  # share of entries that are not zero, above which no solver has made zeros
@@ -34,6 +34,13 @@ def smallest_format(weight: torch.Tensor, precision: Precision) -> FormatName | 
         if name != "index-bf16" or columns <= _MOST_COLUMNS:
             sizes[name] = bytes_of(name, rows, columns, nonzeros)
     return min(sizes, key=sizes.__getitem__)
+
+
+def precision_of(model: nn.Module) -> Precision | None:
+    """The fewest bits in which a layer of a model is stored; None if none is stored."""
+    formats = {one.format for one in model.modules() if isinstance(one, StoredLayer)}
+    fewest: tuple[Precision, ...] = ("int4", "int8", "bf16")
+    return next((name for name in fewest if any(one.endswith(name) for one in formats)), None)
 
 
 def stored_matrices(model: nn.Module, precision: Precision) -> Iterator[tuple[str, StoredMatrix]]:

@@ -120,6 +120,11 @@ def is_packed(path: str | Path) -> bool:
     return directory.is_dir() and bool([*directory.glob(f"*{SUFFIX}")]) and not [*directory.glob("*.safetensors")]
 
 
+def is_ready_to_run(path: str | Path) -> bool:
+    """Check that a path is a packed directory whose layers are stored matrices."""
+    return is_packed(path) and _ready_file(expanded(path)) is not None
+
+
 def open_packed(
     path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu", trust_remote_code: bool = False
 ) -> LoadedModel:
