@@ -9,10 +9,9 @@ from torch import nn
 
 from iobs.errors import ModelError
 from iobs.inference.choices import FORMATS_OF, Precision
-from iobs.inference.formats import FormatName, StoredMatrix, bytes_of, steps_of_grid, store
+from iobs.inference.formats import MOST_COLUMNS, FormatName, StoredMatrix, bytes_of, steps_of_grid, store
 from iobs.inference.modules import StoredLayer, can_store, is_table, matrix_of, table_with_matrix, with_matrix
 
-_MOST_COLUMNS = 1 << 16  # of the 16-bit indices
 _DENSE = 0.95  # share of entries that are not zero, above which no solver has made zeros
 
 
@@ -31,7 +30,7 @@ def smallest_format(weight: torch.Tensor, precision: Precision) -> FormatName | 
     for name in FORMATS_OF[precision]:
         if name == "bitmask-int4" and nonzeros > _DENSE * weight.numel() and steps_of_grid(weight.float()) is None:
             continue
-        if name != "index-bf16" or columns <= _MOST_COLUMNS:
+        if name != "index-bf16" or columns <= MOST_COLUMNS:
             sizes[name] = bytes_of(name, rows, columns, nonzeros)
     return min(sizes, key=sizes.__getitem__)
 

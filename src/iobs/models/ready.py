@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +24,6 @@ from iobs.inference.storing import replace_layers, stored_matrices
 from iobs.models.shards import DTYPES, Entry, ShardWriter, read_entries
 from iobs.models.weights import fill_weights, same_tensors
 
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _TABLE = "iobs_matrices"
 _WEIGHT = "weight"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
