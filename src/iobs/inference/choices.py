@@ -17,7 +17,7 @@ from iobs.inference.decodable import window_of
 from iobs.inference.eligible import READ, replaceable, require_finite, tokens_seen, weights_read
 from iobs.inference.formats import MOST_COLUMNS, FormatName, store
 from iobs.inference.fused import can_fuse, fuse
-from iobs.inference.modules import StoredLinear, matrix_of, stored, with_matrix
+from iobs.inference.modules import StoredLinear, matrix_of, refuse_to_save, stored, with_matrix
 
 Precision = Literal["bf16", "int8", "int4"]
 FORMATS_OF: dict[Precision, tuple[FormatName, ...]] = {
@@ -182,6 +182,8 @@ def accelerate(
             one = choices[name]
             choices[name] = replace(one, format="dense", threads=1, bytes_after=one.bytes_before, error=0.0)
         notes += [f"{len(read)} layers {READ}"] if read else []
+    if any(isinstance(one, StoredLinear) for one in model.modules()):
+        refuse_to_save(model)
     small = sum(matrix_of(one).numel() < _SMALLEST for one in storable.values())
     if small:
         notes.append(f"{small} layers of fewer than {_SMALLEST:,} weights stay dense, since they gain nothing")

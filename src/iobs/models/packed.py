@@ -59,7 +59,8 @@ def save_packed(
     Raises:
         ModelError: the model directory holds no safetensors file, or a damaged one; no layer can be stored; or one is
             stored already.
-        ProblemError: a weight that is rounded holds NaN or infinite entries, or the precision is unknown.
+        NonFiniteError: a weight that is rounded holds NaN or infinite entries.
+        ProblemError: the precision is unknown.
         OutputError: the output directory is not empty, or cannot be written.
     """
     if precision is not None and precision not in PRECISIONS:

@@ -85,7 +85,7 @@ def write_ready(module: nn.Module, file: Path, precision: Precision) -> None:
 
     Raises:
         ModelError: no layer becomes smaller, or the model is a single layer.
-        ProblemError: a weight holds NaN or infinite entries.
+        NonFiniteError: a weight holds NaN or infinite entries; names the layer.
     """
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     matrices = dict(stored_matrices(module, precision))
