@@ -88,6 +88,41 @@ def test_chain_of_convolutions_is_narrowed_with_biases():
     assert model(pictures()[0]).shape == (20, 6, 4, 4)
 
 
+class OwnLinear(nn.Module):
+    """A layer that no class of torch tells."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight)
+
+
+class OwnConvolution(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs, 3, 3) / inputs**0.5)
+
+    def forward(self, x):
+        return torch.nn.functional.conv2d(x, self.weight, stride=2)
+
+
+@pytest.mark.parametrize(("kind", "shape", "macs"), [(OwnLinear, (6,), 144), (OwnConvolution, (6, 29, 29), 184896)])
+def test_products_are_counted_without_modules_of_torch(kind, shape, macs):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(6, 16), nn.ReLU(), kind(16, 3)).eval()
+    report = iobs.prune(model, [torch.randn(40, *shape)], "structured:50%", "one-shot")
+    assert [(cost.before, cost.after) for cost in report.costs[::2][:2]] == [(macs, macs / 2)] * 2
+    assert model[0].weight.shape[0] == model[2].weight.shape[1] == 8
+
+
+def test_projections_of_attention_are_counted():
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 4, 24, batch_first=True), nn.Linear(16, 3)).eval()
+    report = iobs.prune(model, [torch.randn(40, 5, 16)], "structured:50%", "one-shot")
+    assert report.costs[2].before == 5 * (4 * 16 * 16 + 2 * 16 * 24 + 16 * 3)
+
+
 def test_network_without_units_is_refused():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Softmax(1), nn.Flatten(), nn.LayerNorm(256)).eval()
     with pytest.raises(LayerSelectionError, match="No channels"):
@@ -205,6 +240,40 @@ def test_failed_run_leaves_the_model_as_it_was():
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("fails", ["require_same", "configure", "seconds_of"])
+@pytest.mark.parametrize("build", [network, llama])
+def test_failure_after_the_removal_leaves_the_model_as_it_was(monkeypatch, build, fails):
+    model, data = build(), pictures() if build is network else text()
+    before, tensors = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
+    told = copy.deepcopy(model.config.to_dict()) if build is llama else None
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(structured, fails, fail)
+    with pytest.raises(KeyboardInterrupt):
+        iobs.prune(model, data, "structured:30%", "one-shot")
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(value is tensors[name] for name, value in model.named_parameters())
+    if build is llama:
+        assert model.config.to_dict() == told
+        model(**data[0])
+    else:
+        assert (model[1].conv1.out_channels, model[1].bn1.num_features) == (12, 12)
+        model(data[0])
+
+
+def test_time_that_cannot_be_measured_is_a_note(monkeypatch):
+    def fail(*_):
+        raise ValueError("no such operator")
+
+    monkeypatch.setattr(structured, "shares_of", fail)
+    report = iobs.prune(network(), pictures(), "structured:30%", "one-shot")
+    assert "Time not measured: no such operator" in report.notes
 
 
 def test_pattern_is_read_from_its_text():

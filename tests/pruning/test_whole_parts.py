@@ -199,20 +199,23 @@ def test_one_expert_is_chosen_as_brute_force_does():
     )
 
 
+@pytest.mark.parametrize("fails", ["outputs_of", "_require_loadable", "seconds_of"])  # before `finish` and after it
 @pytest.mark.parametrize("units", ["blocks", "experts"])
-def test_a_failed_run_leaves_the_model_as_it_was(monkeypatch, units):
+def test_a_failed_run_leaves_the_model_as_it_was(monkeypatch, units, fails):
     model = llama() if units == "blocks" else built(MIXTURES["mixtral"]())
     before, dense = copy.deepcopy(model.state_dict()), model(**text()[0]).logits
 
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("iobs.pruning.whole.run.outputs_of", fail)  # after the refit
+    told = model.config.to_dict()
+    monkeypatch.setattr(f"iobs.pruning.whole.run.{fails}", fail)
     with pytest.raises(KeyboardInterrupt):
         iobs.prune(model, text(), iobs.Structured(0.4, units=units), "one-shot")
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    assert model.config.to_dict() == told
     assert torch.equal(model(**text()[0]).logits, dense)
 
 

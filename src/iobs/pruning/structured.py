@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.structured import Runtime, Structured
-from iobs.errors import AuditError, LayerSelectionError, ModelError, NonFiniteError, ProblemError
+from iobs.errors import AuditError, LayerSelectionError, ModelError, NonFiniteError, ProblemError, first_line
 from iobs.pruning.algorithm import run
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
@@ -63,13 +63,20 @@ class Asked:
 
 
 def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:
-    """Remove units of the model of a store; the model becomes narrower.
+    """Remove units of the model of a store; the model becomes narrower, or after an error it is as before.
 
     Raises:
         LayerSelectionError: no units were found, or names match nothing.
         PatternError: the cost cannot be reached.
         CalibrationError: the model does not take a batch.
+        ModelError: the class of the model cannot have the narrower shapes.
+        AuditError: the narrower model gives other outputs.
     """
+    with store.unchanged_by_failure():
+        return _narrower(store, collected, asked, told)
+
+
+def _narrower(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:
     if asked.pattern.sparsity == 0:
         told.on_note("Nothing is removed, since 0 % were asked: no widths are measured, and no weight changes.")
         asked = replace(asked, recipe=_NO_CHANGE, pattern=replace(asked.pattern, of="macs"))
@@ -83,6 +90,11 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
         if loadable:
             sites = _loadable(sites, form, told)
         dense = Products.count(model, collected[0], sites.sites)
+        if not dense.held.of({}):
+            raise LayerSelectionError(
+                "The first calibration batch reaches no layer that holds units, so that no cost can be counted; give "
+                "data that reach them first."
+            )
         refitted = sites.sites if asked.recipe.refits_biases else ()
         with _added_biases(model, refitted, sites, form, loadable) as added:
             selection = store.checked(collected, _selection(store, sites, asked))
@@ -158,8 +170,8 @@ def seconds_of(
         return []
     try:
         before, after = shares_of(wide, narrow, batch, runtime)
-    except ModelError as error:
-        told.on_note(f"Time not measured: {error}")
+    except Exception as error:  # of any runtime; the run has succeeded
+        told.on_note(f"Time not measured: {first_line(error)}")
         return []
     return [CostRecord(SECONDS, before, after, f"of one sample in {NAMES[runtime]}")]
 
