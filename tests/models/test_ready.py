@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import iobs
 from iobs import models
 from iobs.cli import app
-from iobs.errors import IOBSError, ModelError, OutputError, ProblemError
+from iobs.errors import IOBSError, ModelError, NonFiniteError, OutputError, ProblemError
 from iobs.inference import FORMATS, StoredLinear, cpu, store
 from iobs.inference.formats import bytes_of, require_valid
 from iobs.inference.modules import StoredEmbedding
@@ -156,7 +156,7 @@ def test_refusals_come_before_anything_is_written(tmp_path):
         iobs.save_packed(network(), tmp_path / "packed", precision="fp4")
     model = network()
     model[4].weight.data[0, 0] = float("nan")
-    with pytest.raises(ProblemError, match="NaN"):
+    with pytest.raises(NonFiniteError, match="'4' holds NaN"):
         iobs.save_packed(model, tmp_path / "packed", precision="int8")
     with pytest.raises(ModelError, match="no layer"):
         iobs.save_packed(nn.Sequential(nn.LayerNorm(8)), tmp_path / "packed", precision="int8")

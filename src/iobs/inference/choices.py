@@ -15,9 +15,9 @@ from iobs.errors import ProblemError
 from iobs.inference import cpu, gpu
 from iobs.inference.decodable import window_of
 from iobs.inference.eligible import READ, replaceable, require_finite, tokens_seen, weights_read
-from iobs.inference.formats import FormatName, store
+from iobs.inference.formats import MOST_COLUMNS, FormatName, store
 from iobs.inference.fused import can_fuse, fuse
-from iobs.inference.modules import StoredLinear, matrix_of, stored, with_matrix
+from iobs.inference.modules import StoredLinear, matrix_of, refuse_to_save, stored, with_matrix
 
 Precision = Literal["bf16", "int8", "int4"]
 FORMATS_OF: dict[Precision, tuple[FormatName, ...]] = {
@@ -182,6 +182,8 @@ def accelerate(
             one = choices[name]
             choices[name] = replace(one, format="dense", threads=1, bytes_after=one.bytes_before, error=0.0)
         notes += [f"{len(read)} layers {READ}"] if read else []
+    if any(isinstance(one, StoredLinear) for one in model.modules()):
+        refuse_to_save(model)
     small = sum(matrix_of(one).numel() < _SMALLEST for one in storable.values())
     if small:
         notes.append(f"{small} layers of fewer than {_SMALLEST:,} weights stay dense, since they gain nothing")
@@ -256,7 +258,7 @@ class _Timings:
         """Seconds of each candidate, the best one, its threads, and the most tokens of its kernel for few tokens."""
         forms: dict[_Way, nn.Module] = {_Way("dense"): layer}
         for name in self.formats if cpu.level() != "none" else ():
-            if name == "index-bf16" and (sparsity < _NO_INDEX_BELOW or matrix_of(layer).shape[1] > 1 << 16):
+            if name == "index-bf16" and (sparsity < _NO_INDEX_BELOW or matrix_of(layer).shape[1] > MOST_COLUMNS):
                 continue
             if name.startswith("bitmask") and sparsity < _NO_MASK_BELOW:
                 continue
