@@ -201,6 +201,18 @@ def test_state_of_the_dense_model_is_refused_by_name(fastest, strict):
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items() if "stored" in name)
 
 
+def test_save_pretrained_of_an_accelerated_model_is_one_error(fastest, tmp_path):
+    """It wrote a directory that `from_pretrained` filled with random weights."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=200)).eval()
+    iobs.accelerate(model, threads=1)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.model):
+        with pytest.raises(ModelError, match="Save the dense model before"):
+            one.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_accelerated_model_is_not_packed_and_not_exported(fastest, tmp_path):
     """Its file would hold no weight that a reader knows."""
     model = iobs_model(network())

@@ -7,7 +7,7 @@ import torch
 
 from iobs.inference import activations, cpu
 from iobs.inference.formats import FORMATS, store
-from iobs.inference.product import Product, round_activations
+from iobs.inference.product import Product
 
 ORDER = {"none": 0, "avx2": 1, "avx512": 2}
 LEVELS = ["none", "avx2", "avx512"]
@@ -25,6 +25,13 @@ def sparse(rows, columns, seed=0):
     weight[torch.rand(rows, columns, generator=generator) < 0.7] = 0
     weight[rows // 2] = 0
     return weight
+
+
+def round_activations(given):
+    """Activations (tokens, columns) rounded to 8 bits, as the kernels of quantised formats do."""
+    scales = given.abs().amax(1, keepdim=True) / 127
+    codes = torch.where(scales > 0, given / scales, torch.zeros(())).round()
+    return codes * scales
 
 
 def plain(matrix, given, rounds):

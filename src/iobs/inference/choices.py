@@ -15,9 +15,9 @@ from iobs.errors import ProblemError
 from iobs.inference import cpu, gpu
 from iobs.inference.decodable import window_of
 from iobs.inference.eligible import READ, replaceable, require_finite, tokens_seen, weights_read
-from iobs.inference.formats import FormatName, store
+from iobs.inference.formats import MOST_COLUMNS, FormatName, store
 from iobs.inference.fused import can_fuse, fuse
-from iobs.inference.modules import StoredLinear, matrix_of, stored, with_matrix
+from iobs.inference.modules import StoredLinear, matrix_of, refuse_to_save, stored, with_matrix
 
 Precision = Literal["bf16", "int8", "int4"]
 FORMATS_OF: dict[Precision, tuple[FormatName, ...]] = {
@@ -132,13 +132,15 @@ def accelerate(
     """Replace linear layers and convolutions of size 1 by stored forms where those are faster on this machine.
 
     The candidates of each shape are timed, the dense layer among them. The model is changed in place and computes
-    without gradients; transformers' `generate`, pipelines and `state_dict` work as before. On a CUDA device, the
-    candidates of a linear layer are torch's 2:4 product and a bitmask; both keep the weights unrounded.
+    without gradients; transformers' `generate` and pipelines work as before. The state dict then has the stored
+    tensors, so save the dense model first. On a CUDA device, the candidates of a linear layer are torch's 2:4 product
+    and a bitmask; both keep the weights unrounded.
 
     Args:
         model: on the CPU, in float32 or bfloat16, or on one CUDA device.
-        example: a batch: a tensor, or a tuple or a mapping of arguments. It says how many tokens a layer sees.
-            None: layers are timed with one token, as in generation, and convolutions stay dense.
+        example: a batch: a tensor, or a tuple or a mapping of arguments. It says how many tokens a layer sees, and
+            whose weights the model reads: those stay dense. None: layers are timed with one token, as in generation,
+            and convolutions stay dense.
         precision: on the CPU, the fewest bits of a stored weight. With "int8" and "int4" a product may also round
             activations to 8 bits, one scale for each token.
         threads: on the CPU, threads of a product. None: 1 or all threads of torch, whichever is faster.
@@ -180,6 +182,8 @@ def accelerate(
             one = choices[name]
             choices[name] = replace(one, format="dense", threads=1, bytes_after=one.bytes_before, error=0.0)
         notes += [f"{len(read)} layers {READ}"] if read else []
+    if any(isinstance(one, StoredLinear) for one in model.modules()):
+        refuse_to_save(model)
     small = sum(matrix_of(one).numel() < _SMALLEST for one in storable.values())
     if small:
         notes.append(f"{small} layers of fewer than {_SMALLEST:,} weights stay dense, since they gain nothing")
@@ -254,7 +258,7 @@ class _Timings:
         """Seconds of each candidate, the best one, its threads, and the most tokens of its kernel for few tokens."""
         forms: dict[_Way, nn.Module] = {_Way("dense"): layer}
         for name in self.formats if cpu.level() != "none" else ():
-            if name == "index-bf16" and (sparsity < _NO_INDEX_BELOW or matrix_of(layer).shape[1] > 1 << 16):
+            if name == "index-bf16" and (sparsity < _NO_INDEX_BELOW or matrix_of(layer).shape[1] > MOST_COLUMNS):
                 continue
             if name.startswith("bitmask") and sparsity < _NO_MASK_BELOW:
                 continue
