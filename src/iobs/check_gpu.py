@@ -2,8 +2,8 @@
 
     python -m iobs.check_gpu [--device cuda] [--out iobs_check]
 
-It takes under ten minutes. It verifies that the device gives the results of the CPU, times the kernels and one block,
-and writes OUT.json and OUT.txt, which can be attached to a report. The exit status is 1 if a result differs.
+It takes under ten minutes. It compares the results of the device with those of the CPU, and times the kernels and one
+block. It writes OUT.json and OUT.txt, which can be attached to a report. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
