@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import OrderedDict
 from itertools import combinations
 
 import pytest
@@ -151,6 +152,17 @@ def test_blocks_of_an_own_network_are_removed():
     with torch.no_grad():
         wanted = dense(data[0])
         assert float((model(data[0]) - wanted).square().mean()) < 0.5 * float((wanted - wanted.mean(0)).square().mean())
+
+
+def test_parts_with_names_are_no_blocks():
+    torch.manual_seed(0)
+    head = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), last=nn.Linear(8, 8)))
+    model = nn.Sequential(nn.Sequential(*(Residual(8) for _ in range(4))), head).eval()
+    stacks = Blocks.found(model, torch.randn(40, 8)).stacks
+    assert [(one.path, one.count) for one in stacks] == [("", 2)]  # the larger of two lists
+    model = nn.Sequential(model[0], nn.ReLU(), head, nn.Linear(8, 3)).eval()
+    iobs.prune(model, [torch.randn(40, 8)], "structured:25%,units=blocks", "one-shot")
+    assert (len(model[0]), len(model[2])) == (3, 2)
 
 
 def test_conv1d_blocks_of_gpt2_are_removed(tmp_path):

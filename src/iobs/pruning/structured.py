@@ -46,6 +46,7 @@ from iobs.pruning.workspace import Request, Workspace
 Names = str | Sequence[str] | None
 
 
+_LARGEST_GAP = 0.05  # difference of outputs in short floats, relative to the largest output
 _NO_CHANGE = Recipe(solver="magnitude")  # keeps all units with their weights, and reads a few samples
 
 
@@ -73,7 +74,10 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
         AuditError: the narrower model gives other outputs.
     """
     with store.unchanged_by_failure():
-        return _narrower(store, collected, asked, told)
+        report = _narrower(store, collected, asked, told)
+        with evaluating(store.model):
+            told.on_end(report)
+        return report
 
 
 def _narrower(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:
@@ -97,7 +101,7 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, told: Callback
             )
         refitted = sites.sites if asked.recipe.refits_biases else ()
         with _added_biases(model, refitted, sites, form, loadable) as added:
-            selection = store.checked(collected, _selection(store, sites, asked))
+            selection = store.checked(collected, _selection(store, sites, asked), asked.holdout)
             patterns = {layer: sites.groups(layer) for layer in selection.layers}
             sites = sites.read_by(selection.layers)
             tied = _tied(sites.sites, form, asked.pattern.uniform)
@@ -113,16 +117,16 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, told: Callback
                 form.offered() if loadable else {},
             )
             work = Workspace.of(store, request, selection, collected, told, frozen)
-            report = run(work)
+            report = run(work, ends=False)
             kept = {site.name: kept_units(model, site, sites, work.decided.widths[site.name]) for site in sites.sites}
-    before = outputs_of(model, collected[0])
+    expected = Expected.of(model, collected[0])
     wide = copy.deepcopy(model) if can_copy(model) else None  # its zeros take the time of the dense network
     remove(model, sites.sites, {name: units.tolist() for name, units in kept.items()}, _taken(model, added))
     if loadable:
         counts = {site.name: len(kept[site.name]) for site in sites.sites if len(kept[site.name]) < site.count}
         given = [site.name for site in sites.sites if site.reader in added and not site.can_bias]
         configure(model, form, counts, given)
-    require_same(before, outputs_of(model, collected[0]))
+    expected.require(model)
     found = reported(report, sites, kept, dense, asked.recipe.target != "layer")
     return replace(found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, told)])
 
@@ -284,21 +288,55 @@ def _taken(model: nn.Module, paths: Sequence[str]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def outputs_of(model: nn.Module, batch: Batch) -> Tensor:
-    """The outputs of a model on a batch, in eval mode."""
+def outputs_of(model: nn.Module, batch: Batch, single: bool = False) -> Tensor:
+    """The outputs of a model on a batch, in eval mode; with `single` computed in float32, by a copy if necessary."""
+    batch = batches.to_device(batch, next(model.parameters()).device)
+    if single and _precision(model) > torch.finfo(torch.float32).eps:
+        model = copy.deepcopy(model).float()
+        batch = batches.mapped(batch, lambda value: value.float() if value.is_floating_point() else value)
     with evaluating(model):
-        return logits(batches.forward(model, batches.to_device(batch, next(model.parameters()).device)))
+        return logits(batches.forward(model, batch))
 
 
-def require_same(before: Tensor, after: Tensor) -> None:
-    """Check that the narrower model computes what the model with zero columns did.
+@dataclass(frozen=True)
+class Expected:
+    """Outputs of a model with zeros, which the narrower model has to give.
 
-    Raises:
-        AuditError: it does not.
+    Attributes:
+        batch: that the model was called on.
+        outputs: of the model.
+        single: they were computed in float32; models that are too large for a copy compute in their own dtype.
     """
-    gap = float((before.double() - after.double()).abs().max()) / max(float(before.double().abs().max()), 1e-30)
-    if gap > 50 * torch.finfo(before.dtype).eps ** 0.75:
-        raise AuditError(f"The narrower model gives other outputs than the model with zeros (difference {gap:.1e}).")
+
+    batch: Batch
+    outputs: Tensor
+    single: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Batch) -> Expected:
+        """The outputs of a model with zeros."""
+        return cls(batch, outputs_of(model, batch, can_copy(model)), can_copy(model))
+
+    def require(self, model: nn.Module) -> None:
+        """Check that a narrower model gives these outputs.
+
+        Raises:
+            AuditError: it does not.
+        """
+        before, after = self.outputs.double(), outputs_of(model, self.batch, self.single).double()
+        gap = float((before - after).abs().max()) / max(float(before.abs().max()), 1e-30)
+        own, single = _precision(model), torch.finfo(torch.float32).eps
+        rounded = own if self.single else 50 * own**0.75  # of biases alone, or of everything
+        if not gap <= max(50 * single**0.75, min(_LARGEST_GAP, rounded)):
+            raise AuditError(
+                f"The narrower model gives other outputs than the model with zeros (difference {gap:.1e})."
+            )
+
+
+def _precision(model: nn.Module) -> float:
+    """The machine epsilon of the shortest floats of a model."""
+    kinds = {value.dtype for value in model.parameters() if value.is_floating_point()}
+    return max((torch.finfo(kind).eps for kind in kinds), default=0.0)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.structure import widths
-from iobs.pruning.structured import Asked, outputs_of, require_same, require_taken, seconds_of
+from iobs.pruning.structured import Asked, Expected, outputs_of, require_taken, seconds_of
 from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRecord
 from iobs.pruning.whole.blocks import Blocks
 from iobs.pruning.whole.experts import Experts
@@ -96,17 +96,18 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callba
         own = _Beside(model, dense)
         with own.unchanged_by_failure():
             with parts.without(removed):
-                report = run(_workspace(own, collected, asked, told, frozen, parts, removed))
-                before = outputs_of(model, collected[0])
+                work = _workspace(own, collected, asked, told, frozen, parts, removed)
+                report = run(work, ends=False)
+                expected = Expected.of(model, collected[0])
                 parts.finish(removed)
-                require_same(before, outputs_of(model, collected[0]))
+                expected.require(model)
                 _require_loadable(model, collected[0])
             records = [
                 WidthRecord(one.path, parts.name, one.path, one.count, keep, parts.errors.get(one.path, 0.0))
                 for one in parts.stacks
             ]
             wide = dense if can_copy(model) else None
-            return StructuredReport(
+            found = StructuredReport(
                 **{**vars(report), "audit": []},
                 widths=records,
                 costs=[
@@ -115,6 +116,8 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callba
                 ],
                 refitted=[one.name for one in report.layers],
             )
+            told.on_end(found)
+            return found
 
 
 class _Damage:
@@ -163,7 +166,7 @@ def _workspace(
     """The workspace of the refit of the layers after the first removal; all their columns are kept."""
     layers = _writers(store.model, collected[0], parts.first(removed))
     skipped = {one.name: Reason("asked", "is not refitted") for one in find_layers(store.model) if one not in layers}
-    selection = store.checked(collected, Selection(tuple(layers), skipped))
+    selection = store.checked(collected, Selection(tuple(layers), skipped), asked.holdout)
     patterns = {layer: Groups(layer.shape[1], keep=1) for layer in selection.layers}
     request = Request(asked.recipe, patterns, asked.pattern, asked.holdout, asked.seed, asked.checkpoint)
     unused = [f"{path}." for path in parts.unused(removed)]
