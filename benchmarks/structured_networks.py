@@ -248,7 +248,7 @@ def tables(rows: list[Row]) -> str:
         "- llama 260K and MiniLM: every layer has a width of its own (`uniform=False`). Such models can be exported, "
         "but their class does not load them.",
         "- Baselines do not change other weights; in convolutional networks their batch norms are measured anew.",
-        "- FLAP and the other baselines of ours remove equal shares of all layers, without a search of widths. "
+        "- Magnitude, Wanda and FLAP remove equal shares of all layers, without a search of widths. "
         "ResNet-20 has no row of FLAP.",
         "- The groups' scores are those of torch-pruning, from 1,000 pictures with labels. GroupHessian gets 200 of "
         "them, since it takes a backward pass for each.",
