@@ -233,6 +233,24 @@ def test_prune_directory_checks_disk_space_first(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
+def test_prune_directory_counts_the_rest_of_a_checkpoint(tmp_path, monkeypatch):
+    families.saved("llama", tmp_path / "model")
+    (tmp_path / "run").mkdir()
+
+    def refused(store, plan):
+        room = plan.model_bytes + plan.spilled_bytes
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=room))
+        store.require_room(plan)
+        with pytest.raises(OutputError, match="MB left"):
+            store.require_room(plan, tmp_path / "run")
+        (tmp_path / "run" / "entry").write_bytes(bytes(plan.checkpoint_bytes))
+        store.require_room(plan, tmp_path / "run")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        planned(tmp_path, refused)
+
+
 def test_prune_directory_writes_companions_and_completion(tmp_path):
     families.saved("llama", tmp_path / "model")
     (tmp_path / "model" / "templates").mkdir()

@@ -74,12 +74,12 @@ def prune_low_memory(
             _show(plan, console.output_console().print)
         if output is not None:
             try:
-                store.require_room(plan)
+                store.require_room(plan, checkpoint)
             except OutputError as error:  # the plan was asked for, and the run may be meant for another machine
                 console.warn(f"Warning: {error}")
         return
     _show(plan, console.say)
-    store.require_room(plan)
+    store.require_room(plan, checkpoint)
     with store.writing(place.replaceable):
         facts = {"model": directory, "calibration": name, "seq_len": window}
         report = prune_as_asked(store, batches, asked, checkpoint, facts)
@@ -131,5 +131,6 @@ def _show(plan: Plan, show: Callable[[str], None]) -> None:
     show(f"Predicted time: {plan.seconds / 60:.0f} min")
     for name, seconds in plan.phases.items():
         show(f"  {name}: {seconds / 60:.1f} min")
+    show(f"A checkpoint (--resume) takes up to {plan.checkpoint_bytes / 1e9:.2f} GB")
     place = {"device": "memory of the device", "memory": "main memory", "disk": "files"}[plan.streams]
     show(f"Hidden states between blocks: {plan.streams_bytes / 1e9:.2f} GB, in {place}")

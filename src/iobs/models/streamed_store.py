@@ -178,14 +178,14 @@ class StreamedStore(Store):
             return collect(data)
         return collect(data, partial(spilled_batches, self._storage.folder))
 
-    def checked(self, batches: Sequence[Batch], selection: Selection) -> Selection:
+    def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
         """The selection itself: the model cannot be called before its blocks are loaded.
 
         Raises:
             ProblemError, OutputError: the hidden states have no room; see `iobs.models.spill.chosen`.
         """
         known = self.streams == "auto" and self.device.type == "cpu"
-        place = "disk" if known else self.plan(selection, batches, self._run.recipe, 0.0).streams
+        place = "disk" if known else self.plan(selection, batches, self._run.recipe, holdout).streams
         self._storage.place = cast(Place, place)
         return selection
 
@@ -339,11 +339,23 @@ class StreamedStore(Store):
         numbers = [sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks]
         on_cpu = self.device.type == "cpu"
         outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
-        vocabulary = int(getattr(getattr(self.model, "config", None), "vocab_size", 0))
+        config = getattr(self.model, "config", None)
+        vocabulary, hidden = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))
         step = max(STEP_TOKENS, max(positions(batch) for batch in batches))
         biased = any(f"{layer.path}.bias" in entries for layer in selection.layers)
         found = plan(
-            Sizes(selection.layers, max(numbers), itemsize, 0, step, vocabulary, biased, self.streamed.score_bytes),
+            Sizes(
+                selection.layers,
+                max(numbers),
+                itemsize,
+                0,
+                step,
+                vocabulary,
+                biased,
+                self.streamed.score_bytes,
+                hidden,
+                len(blocks),
+            ),
             outside_bytes=0 if on_cpu or recipe.blocks is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
             batches=batches,
@@ -356,18 +368,24 @@ class StreamedStore(Store):
         return found.placed(chosen(self.streams, on_cpu, found.streams_bytes, self._room(found)), self.device)
 
     def _room(self, found: Plan) -> Room:
-        """Free bytes in each place, besides what the run itself takes."""
+        """Free bytes in each place for this rank, besides what the run itself takes; each rank has its own device."""
+        ranks = current().size
         parent = next(folder for folder in (self.output, *self.output.resolve().parents) if folder.is_dir())
-        disk = shutil.disk_usage(parent).free - found.model_bytes
+        disk = (shutil.disk_usage(parent).free - found.model_bytes) // ranks
+        memory = available() // ranks
         if self.device.type == "cpu":
-            return Room(0, available(), disk)
+            return Room(0, memory, disk)
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_allocated(self.device)
-        return Room(free - found.peak_bytes, available(), disk)
+        return Room(free - found.peak_bytes, memory, disk)
 
-    def require_room(self, plan: Plan) -> None:
-        """Check that the disk has room for the output and for the activations.
+    def require_room(self, plan: Plan, checkpoint: str | Path | None = None) -> None:
+        """Check that the disk has room for the output, for the activations, and for the rest of a checkpoint beside it.
 
         Raises:
             OutputError: the disk has too little room.
         """
-        check_output(self.output, needed_bytes=plan.model_bytes + current().size * plan.spilled_bytes)
+        needed = plan.model_bytes + current().size * plan.spilled_bytes
+        if checkpoint is not None:
+            written = sum(entry.stat().st_size for entry in Path(checkpoint).glob("*") if entry.is_file())
+            needed += max(0, plan.checkpoint_bytes - written)
+        check_output(self.output, needed_bytes=needed)

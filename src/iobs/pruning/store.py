@@ -89,8 +89,8 @@ class Store(InMemory):
         """Collect and check the calibration batches; errors as in `samples.batches.collect`."""
         return collect(data)
 
-    def checked(self, batches: Sequence[Batch], selection: Selection) -> Selection:
-        """Check the batches and the layers on the model.
+    def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
+        """Check the batches and the layers on the model; `holdout` is the share of the samples that is held out.
 
         Returns:
             The selection without layers whose forward changes the weight before multiplying.

@@ -102,7 +102,7 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, told: Callback
             )
         refitted = sites.sites if asked.recipe.refits_biases else ()
         with _added_biases(model, refitted, sites, form, loadable) as added:
-            selection = store.checked(collected, _selection(store, sites, asked))
+            selection = store.checked(collected, _selection(store, sites, asked), asked.holdout)
             patterns = {layer: sites.groups(layer) for layer in selection.layers}
             sites = sites.read_by(selection.layers)
             tied = _tied(sites.sites, form, asked.pattern.uniform)
