@@ -42,7 +42,6 @@ _TRIALS = (0.6, 1.0, 1.5)  # shares of the budget; the damage of the best choice
 _POSITIONS = 16  # positions per sample of a convolution
 _TOKENS = 65536  # most positions of text for curves
 _PROBE, _PROBE_TOKENS = 100, 8192  # most samples and positions of text for divergences
-_ANSWERS = 2**26  # most numbers in the stored outputs of the dense model
 
 _MEASURED = "by measured damages"  # name of the plan that the curves give
 
@@ -83,7 +82,7 @@ class BitPlanner:
         """
         fit, evaluation = fit_and_evaluation(self.calibration, self.heldout, self.seed)
         probed = evaluation if evaluation.batches else self.calibration
-        probe = answered(self.model, probed.first(_PROBE, _PROBE_TOKENS), _ANSWERS)
+        probe = answered(self.model, probed.first(_PROBE, _PROBE_TOKENS))
         fitted, judging = (part.first(part.samples, _TOKENS) for part in (fit, evaluation))
         moments = Moments(self.seed, _POSITIONS)
         sweep = Sweep(self.model, fitted, judging, self.layers, self.chain, moments=moments)

@@ -52,14 +52,14 @@ def remove(
         _narrow(model.get_submodule(path), parameter, axes)
     for name, units in chosen.items():
         for attribute in known[name].attributes:
-            _set_number(model.get_submodule(attribute.path), attribute.name, attribute.each * len(units))
+            set_number(model.get_submodule(attribute.path), attribute.name, attribute.each * len(units))
     for path, bias in (biases or {}).items():
         weight = readers[path].weight
         removed = gone[weight.path, weight.parameter][1 - weight.axis]  # rows that write units of another site
         _add_bias(model, readers[path], bias[[row for row in range(len(bias)) if row not in removed]])
 
 
-def _set_number(module: nn.Module, name: str, value: int) -> None:
+def set_number(module: nn.Module, name: str, value: object) -> None:
     """Set a number of a module; a field of a `config` is set in a copy that belongs to this module alone."""
     if name.startswith(CONFIG):
         module.config = copy.copy(module.config)

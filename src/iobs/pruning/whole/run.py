@@ -41,8 +41,6 @@ from iobs.pruning.widths.costs import Products
 from iobs.pruning.widths.softened import softened, temperature_of
 from iobs.pruning.workspace import Request, Workspace
 
-_ANSWERS = 2**26  # most numbers in the stored outputs of the dense model
-
 
 class _Beside(Store):
     """A store of a model that has lost parts, with the dense model beside it."""
@@ -126,7 +124,7 @@ class _Damage:
     def __init__(self, model: nn.Module, dense: nn.Module, data: list[Batch]) -> None:
         self.model = model
         with torch.no_grad():
-            self.answers = answered(dense, Samples.of(data).first(PROBE, PROBE_TOKENS), _ANSWERS)
+            self.answers = answered(dense, Samples.of(data).first(PROBE, PROBE_TOKENS))
         self.loss = softened(temperature_of(self.answers))
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from iobs.pruning.network.modes import fused_attention, inferring, keeping_buffe
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.units import Site, Slices
+from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.clock import Call, Clock, Example, called_in, interleaved
 from iobs.pruning.widths.costs import Widths
 
@@ -99,11 +99,11 @@ def measure(
     """
     with inferring(model):
         given = whole(model, batch)
-        examples = _examples(model, given, {owner_of(site) for site in offered})
+        examples = _examples(model, given, {site.owner for site in offered})
         known: dict[object, Times] = {}
         times: dict[str, Times] = {}
         for site, widths in offered.items():
-            example = examples.get(owner_of(site))
+            example = examples.get(site.owner)
             if example is None:
                 continue  # the first sample does not call it as a module
             key = _signature(site, example)
@@ -156,18 +156,6 @@ def whole(model: nn.Module, batch: Batch) -> Example:
     return Example(model, (given,), {})
 
 
-def owner_of(site: Site) -> str:
-    """Path of the smallest module that holds a site with its numbers."""
-    paths = [site.owner, *(one.path for one in site.attributes)]
-    parts = [path.split(".") if path else [] for path in paths]
-    common = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common)
-
-
 def _examples(model: nn.Module, given: Example, paths: set[str]) -> dict[str, Example]:
     """The modules at some paths with the arguments of their first call."""
     found: dict[str, Example] = {"": given} if "" in paths else {}
@@ -197,7 +185,7 @@ def _signature(site: Site, example: Example) -> object:
     inputs = tuple(
         tuple(one.shape) for one in tree_leaves((example.arguments, example.named)) if isinstance(one, Tensor)
     )
-    inner = _inside(site, owner_of(site))
+    inner = site.inside()
     parts = tuple((one.key, one.axis, tuple(map(len, one.index))) for one in inner.slices)
     return type(example.module), shapes, inputs, parts
 
@@ -205,24 +193,7 @@ def _signature(site: Site, example: Example) -> object:
 def _narrower(example: Example, site: Site, width: int) -> Example:
     """The example with a narrower copy of its module."""
     module = copy.deepcopy(example.module)
-    inner = _inside(site, owner_of(site))
+    inner = site.inside()
     if width < site.count:
         remove(module, [inner], {inner.name: range(width)})
     return Example(module, example.arguments, example.named)
-
-
-def _inside(site: Site, owner: str) -> Site:
-    """A site with paths that begin at a module that holds it."""
-
-    def path(full: str) -> str:
-        return full[len(owner) :].lstrip(".")
-
-    def slices(one: Slices) -> Slices:
-        return replace(one, path=path(one.path))
-
-    return replace(
-        site,
-        readers=tuple(replace(one, weight=slices(one.weight), norm=None) for one in site.readers),
-        writers=tuple(map(slices, site.writers)),
-        attributes=tuple(replace(one, path=path(one.path)) for one in site.attributes),
-    )
