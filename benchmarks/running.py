@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import iobs
 from iobs.inference import FORMATS, cpu, store
-from iobs.inference.decoder import undecodable
+from iobs.inference.decodable import undecodable
 from iobs.inference.generation import generated
 from iobs.inference.product import Product
 

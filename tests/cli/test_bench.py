@@ -8,10 +8,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 from iobs import models
-from iobs.cli import app
+from iobs.cli import app, benching
 from iobs.cli.benching import Timing, Workload, fastest_threads, repetition
 from iobs.errors import ModelError
-from iobs.inference import accelerate
+from iobs.inference import StoredLinear, cpu
+from iobs.inference.decoder import Decoder
+from iobs.inference.storing import replace_layers, stored_matrices
 from iobs.models import EMBEDDED, LoadedModel
 from iobs.report.running import RunningRow, running_figure, running_line, running_table
 
@@ -42,13 +44,31 @@ def test_line_compares_with_the_fastest_dense_form():
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_repetition_times_a_language_model(stored):
+def test_repetition_times_a_language_model(stored, monkeypatch):
+    steps = []
+    monkeypatch.setattr(Decoder, "generate", lambda *arguments: steps.append(1) or iter(range(5)))
     loaded = models.load(EMBEDDED)
     if stored:
-        accelerate(loaded.module, precision="int8", threads=1)
+        replace_layers(loaded.module, dict(stored_matrices(loaded.module, "int8")))
     timing = repetition(loaded, workload(EMBEDDED), stored)()
     assert timing.speed > 0
     assert timing.prompt_speed > 0
+    assert bool(steps) is (stored and cpu.level() != "none")
+
+
+@pytest.mark.parametrize(("precision", "threads"), [("bf16", 1), ("int8", 2)])
+def test_a_packed_file_is_named_by_its_formats(packed, tmp_path, monkeypatch, precision, threads):
+    modules, before = [], torch.get_num_threads()
+    monkeypatch.setattr(benching, "_prepared", [])
+    monkeypatch.setattr(benching, "_HIGH_WATER", tmp_path / "none")
+    monkeypatch.setattr(benching, "repetition", lambda loaded, *_: modules.append(loaded.module) or (lambda: None))
+    try:
+        name, size = benching._prepare(workload("x", threads=threads), str(packed / precision), "stored")
+    finally:
+        torch.set_num_threads(before)
+    assert name == f"iobs {precision}"
+    assert size > 0
+    assert {one.threads for one in modules[0].modules() if isinstance(one, StoredLinear)} == {threads}
 
 
 def test_repetition_times_pictures_of_a_known_shape():
@@ -94,7 +114,6 @@ def test_bench_measures_dense_and_stored_forms(tmp_path):
     assert rows[0]["bytes"] == 2 * rows[1]["bytes"]
     assert all(row["speed"] > 0 for row in rows)
     assert (tmp_path / "x.svg").read_text().startswith("<?xml")
-    assert torch.get_num_threads() >= 1
 
 
 def test_bench_takes_the_faster_number_of_threads(monkeypatch):

@@ -12,6 +12,7 @@ from iobs.data.documents import CORPORA
 from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS
 from iobs.pruning.recipe.recipe import PRESETS
 from iobs.solvers import SOLVERS
+from iobs.solvers.families import UNIT_SOLVERS
 
 
 def completed(line, shell):
@@ -52,6 +53,7 @@ def test_completed_words_are_those_of_the_registries():
     assert {*completion.RECIPES} == {*PRESETS}
     assert {*completion.SOLVERS} == {*SOLVERS}
     assert {*completion.NETWORK_SOLVERS} == {*NETWORK_SOLVERS}
+    assert {*completion.UNIT_SOLVERS} == {*UNIT_SOLVERS} - {*SOLVERS}
     assert {*completion.CORPORA} == {*CORPORA}
     for text in (*completion.SHARES, *completion.PATTERNS):
         parse(text)

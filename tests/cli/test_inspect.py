@@ -1,5 +1,6 @@
 """`iobs inspect`: zeros of a model directory, compared with its report."""
 
+import json
 import shutil
 
 import pytest
@@ -30,6 +31,18 @@ def test_inspect_finds_changed_weights(run, classifier, tmp_path):
     loaded.save(tmp_path / "changed")
     shutil.copy(out / "report.json", tmp_path / "changed")
     assert "promises" in one_error(run("inspect", tmp_path / "changed", code=1))
+
+
+@pytest.mark.parametrize("precision", [(), ("--precision", "int8")])
+def test_inspect_counts_the_zeros_of_a_packed_directory(run, classifier, tmp_path, precision):
+    """Before, it said to unpack it first."""
+    out, packed = tmp_path / "out", tmp_path / "packed"
+    run("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--sparsity", "0.5")
+    run("pack", out, "-o", packed, *precision)
+    before, found = (json.loads(run("inspect", one, "--json").stdout) for one in (out, packed))
+    assert found["weights"] == before["weights"]
+    assert found["zeros"] >= before["zeros"] > 0
+    assert len(found["checked"]) == 1
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The compiled step of Llama-like networks gives the logits of the modules."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -7,13 +9,14 @@ import torch
 import iobs
 from iobs.errors import ProblemError
 from iobs.inference import choices, cpu
-from iobs.inference.decoder import Decoder, undecodable
+from iobs.inference.decodable import undecodable
+from iobs.inference.decoder import Decoder
 from iobs.inference.generation import generated
 
 transformers = pytest.importorskip("transformers")
 FAMILIES = {
     "llama": (transformers.LlamaConfig, {"attention_bias": True}),
-    "mistral": (transformers.MistralConfig, {"sliding_window": None}),
+    "mistral": (transformers.MistralConfig, {}),
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
 }
@@ -23,7 +26,7 @@ def model_of(family, **changes):
     torch.manual_seed(0)
     kind, own = FAMILIES[family]
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 100}
-    config = kind(**sizes, num_attention_heads=4, num_key_value_heads=2, **own, **changes)
+    config = kind(**sizes, num_attention_heads=4, num_key_value_heads=2, **own | changes)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
@@ -122,3 +125,44 @@ def test_texts_that_are_empty_or_too_long_are_refused(needs_step):
         next(decoder.generate(torch.zeros(1, 0, dtype=torch.long), 3))
     with pytest.raises(ProblemError, match="attends to at most"):
         Decoder(model_of("llama"), longest=1 << 20)
+
+
+def wider_second(model, which):
+    """Make a part of the second layer, or the head, wider than the first layer or the configuration says."""
+    layer = model.model.layers[1]
+    if which == "mlp":
+        layer.mlp.gate_proj, layer.mlp.up_proj = torch.nn.Linear(128, 5000), torch.nn.Linear(128, 5000)
+        layer.mlp.down_proj = torch.nn.Linear(5000, 128)
+    elif which == "heads":
+        for name, rows in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128)):
+            setattr(layer.self_attn, name, torch.nn.Linear(128, rows))
+        layer.self_attn.o_proj = torch.nn.Linear(256, 128)
+    else:
+        model.lm_head = torch.nn.Linear(128, 5000)
+    return model
+
+
+@pytest.mark.parametrize("which", ["mlp", "heads", "head of text"])
+def test_layers_of_other_widths_go_through_the_modules(needs_step, smallest, which):
+    """The compiled step has one vector for all layers; it wrote behind it."""
+    model = wider_second(model_of("llama"), which)
+    assert "width" in undecodable(model)
+    with pytest.raises(ProblemError, match="width"):
+        Decoder(model)
+    iobs.accelerate(model, precision="bf16", threads=1)
+    assert "forward" not in vars(model)
+    ids = torch.randint(0, 100, (1, 4), generator=torch.Generator().manual_seed(2))
+    assert len(list(generated(model, ids, 1, form="bf16"))) == 1
+
+
+def test_parts_that_are_missing_are_a_reason(needs_step):
+    assert "no head for text" in undecodable(model_of("llama").model)
+
+
+@pytest.mark.parametrize("config", [dataclass(type("Settings", (), {"width": 4}))(), {"width": 4}, None])
+def test_networks_with_a_configuration_of_their_own_are_accelerated(smallest, config):
+    """`accelerate` asked it for `model_type`, after the layers were replaced."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256)).eval()
+    model.config = config
+    assert iobs.accelerate(model, threads=1).choices
+    assert "not Sequential" in undecodable(model) or cpu.level() == "none"

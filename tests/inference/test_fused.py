@@ -2,16 +2,22 @@
 
 import copy
 import pickle
+import weakref
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from test_decoder import model_of
 
 import iobs
+from iobs.errors import ProblemError
 from iobs.inference import cpu, fused
+from iobs.inference.decodable import undecodable
 from iobs.inference.decoder import Decoder
 from iobs.inference.formats import store
 from iobs.inference.fused import FusedForward, can_fuse, fuse
+from iobs.inference.generation import generated
 from iobs.inference.modules import can_store, matrix_of
 from iobs.inference.storing import replace_layers
 
@@ -123,12 +129,15 @@ def test_a_model_in_half_precision_keeps_its_dtype(steps):
     assert cache.layers[0].keys.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("case", ["padding", "attentions", "hook", "gradient", "batch", "embeddings"])
+OTHER = ["padding", "attentions", "hook", "forward", "training", "gradient", "batch", "embeddings"]
+
+
+@pytest.mark.parametrize("case", OTHER)
 def test_other_forwards_are_those_of_the_model(steps, case):
     model, other = stored()
     results = []
     for one in (model, other):
-        _, cache = continued(one, IDS, [6])
+        _, cache = continued(one, IDS, [5, 1])
         given = {"input_ids": IDS[:, 6:], "past_key_values": cache, "use_cache": True}
         calls = []
         if case == "padding":
@@ -137,6 +146,11 @@ def test_other_forwards_are_those_of_the_model(steps, case):
             given["output_attentions"] = True
         elif case == "hook":
             one.model.layers[0].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        elif case == "forward":
+            mlp = one.model.layers[0].mlp
+            mlp.forward = lambda given, mlp=mlp, calls=calls: calls.append(1) or 2 * type(mlp).forward(mlp, given)
+        elif case == "training":
+            one.train()
         elif case == "batch":
             given = {"input_ids": IDS.repeat(2, 1)}
         elif case == "embeddings":
@@ -144,10 +158,10 @@ def test_other_forwards_are_those_of_the_model(steps, case):
         with torch.set_grad_enabled(case == "gradient"):
             output = one(**given)
         assert (output.attentions is not None) is (case == "attentions")
-        assert bool(calls) is (case == "hook")
+        assert bool(calls) is (case in ("hook", "forward"))
         results.append(output.logits.detach())
-    assert not steps
-    torch.testing.assert_close(results[1], results[0])
+    assert steps == [5]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-3)
 
 
 def test_changed_weights_count_from_the_next_text_on(steps):
@@ -187,3 +201,98 @@ def test_accelerate_fuses_a_network_whose_matrices_are_all_stored(monkeypatch):
     two = model_of("llama")
     iobs.accelerate(two, threads=2)
     assert not isinstance(two.forward, FusedForward)
+
+
+class Scaled(transformers.LlamaForCausalLM):
+    """A model of another author, with the model_type of a Llama."""
+
+    def forward(self, *args, **given):
+        output = super().forward(*args, **given)
+        output.logits = output.logits / 2
+        return output
+
+
+def test_classes_of_other_authors_are_not_fused():
+    model, _ = stored()
+    other = copy.copy(model)
+    other.__class__ = Scaled
+    assert "Scaled is not that of transformers" in undecodable(other)
+    assert not can_fuse(other)
+
+    class Doubled(type(model.model.layers[1].mlp)):
+        def forward(self, given):
+            return 2 * super().forward(given)
+
+    model.model.layers[1].mlp.__class__ = Doubled
+    assert "layers.1.mlp" in undecodable(model)
+    assert not can_fuse(model)
+
+
+def test_a_sliding_window_ends_the_compiled_step(steps):
+    """The configuration of Mistral has a window by default: its cache keeps the last tokens alone."""
+    assert transformers.MistralConfig().sliding_window
+    model, other = stored("mistral", sliding_window=12)
+    ids = torch.randint(0, 100, (1, 20), generator=torch.Generator().manual_seed(7))
+    parts = [4] + [1] * 16
+    (wanted, kept), (found, cache) = continued(model, ids, parts), continued(other, ids, parts)
+    assert type(cache.layers[0]).__name__ == "DynamicSlidingWindowLayer"
+    assert steps == [*range(4, 11)]
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(cache.layers[1].keys, kept.layers[1].keys, rtol=1e-3, atol=1e-3)
+    assert cache.get_seq_length() == kept.get_seq_length() == 20
+    prompt, settings = ids[:, :5], {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(prompt, **settings), other.generate(prompt, **settings))
+
+
+def test_texts_longer_than_the_window_go_through_the_modules(steps):
+    model, _ = stored("mistral", sliding_window=12)
+    found = list(generated(model, IDS, 8, form="bf16"))
+    assert not steps
+    assert found == list(generated(model, IDS, 8))
+
+
+def test_positional_arguments_are_read(steps):
+    """The model itself got keys in float32 beside queries in bfloat16."""
+    model, other = (one.bfloat16() for one in stored())
+    results = []
+    for one in (model, other):
+        _, cache = continued(one, IDS, [3, 1])
+        with torch.no_grad():
+            results.append(one(IDS[:, 4:6], None, None, cache).logits)
+            assert cache.layers[0].keys.dtype == torch.bfloat16
+            one(IDS[:, 6:], None, None, cache)
+    assert steps == [3, 6]
+    assert (results[1] - results[0]).norm() < 0.05 * results[0].norm()
+
+
+def test_keys_that_are_kept_elsewhere_do_not_change(steps):
+    _, other = stored()
+    _, cache = continued(other, IDS, [3, 1, 1])
+    held = cache.layers[0].keys
+    before = held.clone()
+    cache.crop(-1)
+    with torch.no_grad():
+        other(input_ids=IDS[:, 6:], past_key_values=cache, use_cache=True)
+    assert steps == [3, 4, 4]
+    assert not torch.equal(cache.layers[0].keys, before)
+    assert torch.equal(held, before)
+
+
+def test_memory_of_a_text_goes_with_its_cache():
+    _, other = stored()
+    _, cache = continued(other, IDS, [3, 1])
+    keys = weakref.ref(other.forward._session.keys)
+    assert keys() is not None
+    del cache
+    assert other.forward._session is None
+    assert keys() is None
+
+
+@pytest.mark.parametrize(("token", "position"), [(5, 16), (5, -1), (-1, 3), (100, 3)])
+def test_steps_outside_of_the_text_or_the_vocabulary_are_refused(token, position):
+    """The compiled step checks no bounds."""
+    model, _ = stored()
+    decoder = Decoder(model, longest=16)
+    keys = np.zeros((2, 2, 64, 32), np.float32)
+    with pytest.raises(ProblemError, match="is outside of the vocabulary or of 16 places"):
+        decoder.step(token, position, keys, keys.copy())

@@ -1,11 +1,13 @@
 """Products by kernels equal the plain form in torch, for every format, instruction set and number of tokens."""
 
+import multiprocessing
+
 import pytest
 import torch
 
 from iobs.inference import activations, cpu
 from iobs.inference.formats import FORMATS, store
-from iobs.inference.product import Product, round_activations
+from iobs.inference.product import Product
 
 ORDER = {"none": 0, "avx2": 1, "avx512": 2}
 LEVELS = ["none", "avx2", "avx512"]
@@ -23,6 +25,13 @@ def sparse(rows, columns, seed=0):
     weight[torch.rand(rows, columns, generator=generator) < 0.7] = 0
     weight[rows // 2] = 0
     return weight
+
+
+def round_activations(given):
+    """Activations (tokens, columns) rounded to 8 bits, as the kernels of quantised formats do."""
+    scales = given.abs().amax(1, keepdim=True) / 127
+    codes = torch.where(scales > 0, given / scales, torch.zeros(())).round()
+    return codes * scales
 
 
 def plain(matrix, given, rounds):
@@ -170,3 +179,19 @@ def test_dtype_of_the_output_is_that_of_the_activations():
 )
 def test_level_follows_the_features_of_the_cpu(features, level):
     assert cpu.level_of(frozenset(features)) == level
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own():
+    """The threads of the parent are not there: their work would never be done."""
+    if cpu.level() == "none":
+        pytest.skip("this CPU has no kernels")
+    product, given = Product(store(sparse(64, 70), "int8"), threads=2), torch.ones(1, 70)
+    product(given)
+    child = multiprocessing.get_context("fork").Process(target=product, args=(given,))
+    child.start()
+    child.join(60)
+    if child.exitcode is None:
+        child.kill()
+    assert child.exitcode == 0

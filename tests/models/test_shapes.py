@@ -49,6 +49,16 @@ def test_eight_gpus_take_less_time_and_the_same_memory(directory):
         assert sum(eight.phases.values()) < sum(one.phases.values())
 
 
+def test_residual_stream_of_experts_has_the_width_of_the_model(tmp_path):
+    families.saved("qwen3_moe", tmp_path / "model")  # 16 wide; its experts have 12 columns
+    network = shapes_of(tmp_path / "model")
+    assert (network.width, network.blocks) == (16, 2)
+    assert min(layer.shape[1] for layer in network.layers) == 12
+    narrow = replace(network, width=12)
+    found, wrong = (need(one, ONE_SHOT, 128, 2048, 8, GPUS[0]) for one in (network, narrow))
+    assert found.streams_bytes == wrong.streams_bytes * 16 // 12
+
+
 def test_network_that_is_too_large_for_a_gpu_does_not_fit(directory):
     small = need(shapes_of(directory), LONG, 128, 2048, 8, GPUS[0])
     assert small.fits

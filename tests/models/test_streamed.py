@@ -46,6 +46,15 @@ def test_settings_for_the_whole_network_are_refused(tmp_path):
         prune_directory(*arguments, rounds=iobs.Rounds(data="fresh"))
     with pytest.raises(ProblemError, match=r"^blocks\.sampled: not with one block in memory"):
         prune_directory(*arguments, blocks=BlockFit(sampled=1))
+    for recipe in (  # without a fine-tuning, network steps take the place of nothing
+        iobs.Recipe.preset("best").but(finetune=None),
+        iobs.Recipe.preset("fast").but(blocks=BlockFit(network_steps=2), rounds=3),
+    ):
+        with (
+            pytest.raises(ProblemError, match=r"^rounds: not with one block in memory"),
+            StreamedStore.open(*arguments[:2]) as store,
+        ):
+            iobs.prune(store, arguments[2], 0.5, recipe)
     assert not (tmp_path / "out").exists()
 
 
@@ -145,10 +154,32 @@ def test_tensor_names_of_another_layout_are_refused(tmp_path):
         prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5))
 
 
-def test_blocks_with_several_outputs_are_refused(tmp_path):
+def test_blocks_with_several_outputs_give_the_result_of_pruning_in_memory(tmp_path):
     config = families.hf.RwkvConfig(vocab_size=48, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2)
+    model, data = families.hf.AutoModelForCausalLM.from_config(config).eval(), families.language_batches()
+    model.save_pretrained(tmp_path / "model")
+    report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **OPTIONS)
+    inside = [row.name for row in report.audit]
+    iobs.prune(model, data, 0.5, "one-shot", include=inside, holdout=0.0, **OPTIONS)
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(after[name], value) for name, value in model.named_parameters() if name in after)
+
+
+def test_blocks_that_share_parameters_are_refused(tmp_path):
+    sizes = {**families.DECODER, "num_key_value_heads": 2, "attention_hidden_size": 32, "attention_head_dim": 16}
+    mixers = {"n_mamba_heads": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+    config = families.hf.ZambaConfig(**sizes, **mixers, layers_block_type=["hybrid", "hybrid"])
     families.hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(ModelError, match=r"block by block .*ValueError: too many values.*in memory"):
+    with pytest.raises(ModelError, match=r"blocks model\.layers\.0 and model\.layers\.1 share .*in memory"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5))
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_between_which_the_model_computes_are_refused(tmp_path):
+    sizes = {"vocab_size": 48, "hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2}
+    config = families.hf.RwkvConfig(**sizes, rescale_every=1)  # halves the hidden state after every block
+    families.hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match="do not pass one hidden state"):
         prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5))
     assert not (tmp_path / "out").exists()
 

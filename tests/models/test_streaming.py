@@ -59,6 +59,9 @@ FITTED = {"steps": 8, "between": 2, "lr": 1e-2}
         ("llama", {"target": "residual", "blocks": BlockFit(**FITTED)}),
         ("gpt2", {"target": "residual", "blocks": BlockFit(**FITTED, window=1, last="mse")}),
         ("llama", {"target": "residual", "blocks": BlockFit(**FITTED, network_steps=6, network_lr=1e-3)}),
+        # Their blocks return a tuple: the loss reads every sample of a step.
+        ("bloom", {"target": "residual", "blocks": BlockFit(**FITTED, network_steps=6, network_lr=1e-3)}),
+        ("falcon", {"target": "residual", "blocks": BlockFit(**FITTED)}),
     ],
 )
 def test_streamed_reconstruction_equals_reconstruction_in_memory(name, options, tmp_path):
@@ -72,6 +75,20 @@ def test_streamed_reconstruction_equals_reconstruction_in_memory(name, options, 
     expected = load_file(tmp_path / "whole" / "model.safetensors")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_window_before_a_dense_last_block_matches_the_hidden_state(window, tmp_path):
+    """Its output does not go to the norm and the head, so the last window has no KL divergence."""
+    families.saved("llama", tmp_path / "model")
+    data, found = families.language_batches(count=4), []
+    for last in ("kl", "mse"):
+        options = {"target": "residual", "blocks": BlockFit(**FITTED, last=last, window=window)}
+        arguments = tmp_path / "model", tmp_path / last, data, iobs.Unstructured(0.5)
+        with StreamedStore.open(*arguments[:2]) as store:
+            iobs.prune(store, *arguments[2:], "one-shot", ignore="*.layers.1.*", solver="magnitude", **options)
+        found.append(load_file(tmp_path / last / "model.safetensors"))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def test_prune_directory_uses_heldout_and_keeps_zeros(tmp_path):
@@ -214,6 +231,24 @@ def test_prune_directory_checks_disk_space_first(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match="MB left"):
         planned(tmp_path, StreamedStore.require_room)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_prune_directory_counts_the_rest_of_a_checkpoint(tmp_path, monkeypatch):
+    families.saved("llama", tmp_path / "model")
+    (tmp_path / "run").mkdir()
+
+    def refused(store, plan):
+        room = plan.model_bytes + plan.spilled_bytes
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=room))
+        store.require_room(plan)
+        with pytest.raises(OutputError, match="MB left"):
+            store.require_room(plan, tmp_path / "run")
+        (tmp_path / "run" / "entry").write_bytes(bytes(plan.checkpoint_bytes))
+        store.require_room(plan, tmp_path / "run")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        planned(tmp_path, refused)
 
 
 def test_prune_directory_writes_companions_and_completion(tmp_path):

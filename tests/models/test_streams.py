@@ -122,6 +122,7 @@ def test_plan_names_the_place_of_streams(tmp_path):
     assert memory.spilled_bytes == 0
     assert memory.peak_bytes >= memory.streams_bytes
     assert {"solves", "steps of blocks", "steps of the network"} <= disk.phases.keys()
+    assert disk.phases["reading and writing"] > 0
     assert disk.seconds == pytest.approx(sum(disk.phases.values()))
 
 

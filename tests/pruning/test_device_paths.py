@@ -1,5 +1,7 @@
 """Solvers, pruning from files and scores on a simulated GPU: results equal those of the CPU."""
 
+from functools import partial
+
 import families
 import pytest
 import torch
@@ -9,10 +11,14 @@ from simulated_gpu import GPU, OnGpu, on_gpu
 
 import iobs
 from iobs.evaluate.scores import accuracy, perplexity
+from iobs.models import streamed_store
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.cost import memory_plan
 from iobs.pruning.recipe import BlockFit
+from iobs.pruning.reconstruction import fitting, walk
+from iobs.pruning.reconstruction.network_steps import StepCheckpoint
+from iobs.pruning.runtime.ranks import Ranks
 from iobs.solvers import REFINEMENTS, SOLVERS
 from iobs.solvers.families import GRID_SOLVERS
 
@@ -111,17 +117,43 @@ def test_prune_on_a_gpu_reads_few_values_per_layer(gpu):
     assert sum(gpu.reads.values()) <= READS_PER_LAYER * len(report.audit)
 
 
+class StopsInNetworkSteps(iobs.Callback):
+    def on_measure(self, task, done, total):
+        if task == "steps of the whole network":  # after the first step, which is stored
+            raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("streams", ["memory", "disk"])
-def test_streams_outside_the_gpu_give_the_same_bits(gpu, tmp_path, streams):
+def test_streams_outside_the_gpu_give_the_same_bits_also_after_a_kill(gpu, tmp_path, streams, monkeypatch):
     families.saved("llama", tmp_path / "model")
-    found = []
-    fit = BlockFit(masks=1, steps=1, lr=1e-3, network_steps=1, network_lr=1e-4)
-    for place in ("device", streams):
+    fit = BlockFit(masks=1, steps=1, lr=1e-3, network_steps=2, network_lr=1e-4)
+    monkeypatch.setattr(walk, "StepCheckpoint", partial(StepCheckpoint, every=1))
+
+    def run(place, **options):
         with StreamedStore.open(tmp_path / "model", tmp_path / place, device="cuda", streams=place) as store:
             data = families.language_batches(batch=2, count=2)
-            iobs.prune(store, data, 0.5, "one-shot", holdout=0.0, solver="magnitude", blocks=fit)
-        found.append(load_file(tmp_path / place / "model.safetensors"))
+            iobs.prune(store, data, 0.5, "one-shot", holdout=0.0, solver="magnitude", blocks=fit, **options)
+        return load_file(tmp_path / place / "model.safetensors")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(streams, checkpoint=tmp_path / "run", callbacks=[StopsInNetworkSteps()])
+    found = [run("device"), run(streams, checkpoint=tmp_path / "run")]
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_float16_from_files_on_a_gpu_takes_its_steps_in_float16(gpu, tmp_path, monkeypatch):
+    families.saved("llama", tmp_path / "model", torch.float16)
+    fit = BlockFit(masks=1, steps=2, lr=1e-3, network_steps=2, network_lr=1e-4)
+    scales = []
+    scale_of = fitting.scale_of
+    monkeypatch.setattr(fitting, "scale_of", lambda *given: (scales.append(scale_of(*given)), scales[-1])[1])
+    with StreamedStore.open(tmp_path / "model", tmp_path / "out", device="cuda") as store:
+        assert store.arithmetic is torch.float16
+        data = families.language_batches(batch=2, count=2)
+        report = iobs.prune(store, data, 0.5, "one-shot", holdout=0.0, solver="magnitude", blocks=fit)
+    assert report.sparsity == pytest.approx(0.5, abs=0.01)
+    assert max(scales) >= 2
+    assert all(bool(value.isfinite().all()) for value in load_file(tmp_path / "out" / "model.safetensors").values())
 
 
 def test_streams_stay_on_a_gpu_with_room(gpu, tmp_path, monkeypatch):
@@ -131,3 +163,24 @@ def test_streams_stay_on_a_gpu_with_room(gpu, tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None, free=free: (free, free))
         store = StreamedStore(StreamedModel.open(tmp_path / "model", device="cuda"), tmp_path / place)
         assert store.plan(store.select(None, None, False), data, recipe, 0.0).streams == place
+
+
+def test_streams_are_placed_with_held_out_samples_and_beside_those_of_other_ranks(gpu, tmp_path, monkeypatch):
+    families.saved("llama", tmp_path / "model")
+    data, recipe = families.language_batches(count=4), iobs.Recipe.preset("one-shot").but(target="residual")
+    store = StreamedStore(StreamedModel.open(tmp_path / "model", device="cuda"), tmp_path / "out")
+    chosen = store.select(None, None, False)
+    plans = [store.plan(chosen, data, recipe, holdout) for holdout in (0.0, 0.25)]
+    free = sum(plan.peak_bytes for plan in plans) // 2  # between both, with the streams on the device
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
+    for holdout, place in ((0.0, "device"), (0.25, "memory")):
+        store._run.recipe = recipe
+        store.checked(data, chosen, holdout)
+        assert store._storage.place == place
+    room = store._room(plans[0])
+    monkeypatch.setattr(streamed_store, "current", lambda: Ranks(0, 4))
+    monkeypatch.setattr(streamed_store, "available", lambda: 4000)
+    shared = store._room(plans[0])
+    assert shared.memory == 1000
+    assert shared.disk < room.disk / 3
+    assert shared.device == room.device

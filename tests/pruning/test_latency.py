@@ -75,6 +75,24 @@ def test_blocks_of_equal_shape_are_timed_once(stack):
     assert counted == [3, 3, 1]  # widths of two kinds of blocks, and the network
 
 
+def test_branches_of_a_concatenation_have_times_of_their_own():
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.large = nn.Conv2d(4, 8, 1), nn.Conv2d(4, 8, 3, padding=1)
+            self.last = nn.Conv2d(16, 4, 3, padding=1)
+
+        def forward(self, x):
+            return self.last(torch.cat([torch.relu(self.small(x)), torch.relu(self.large(x))], 1))
+
+    model, batch = Joined().eval(), torch.randn(2, 4, 6, 6)
+    sites = find_sites(model, batch)
+    assert len(sites) == 2
+    latency = measure(model, batch, dict.fromkeys(sites, (4, 8)), "torch", work)
+    small, large = (latency.times[f"last:{name}"].saved(4) for name in ("small", "large"))
+    assert large - small == 2 * 36 * 4 * 4 * (9 - 1)  # multiplications and additions of the four channels
+
+
 def test_widths_slower_than_a_wider_one_are_not_chosen(stack):
     _, _, sites = stack
     site = dataclasses.replace(sites[2], kind="channels")
@@ -159,6 +177,13 @@ def test_module_that_cannot_be_exported_is_named(capfd):
     with pytest.raises(ModelError, match="Odd cannot be exported"):
         called_in("onnx", Example(Odd(), (torch.randn(3, 3),), {}))
     assert capfd.readouterr().out == ""
+
+
+def test_module_that_onnx_runtime_does_not_take_is_named():
+    pytest.importorskip("onnxruntime")
+    example = Example(nn.Linear(3, 3).bfloat16(), (torch.randn(2, 3, dtype=torch.bfloat16),), {})
+    with pytest.raises(ModelError, match=r'Linear does not run in ONNX Runtime.*runtime="torch"'):
+        called_in("onnx", example)
 
 
 def test_runtime_that_is_missing_is_named(monkeypatch):

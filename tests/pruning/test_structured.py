@@ -13,7 +13,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import iobs
 from iobs.core.patterns import parse
-from iobs.errors import CalibrationError, LayerSelectionError, ModelError, NonFiniteError, PatternError, ProblemError
+from iobs.errors import (
+    AuditError,
+    CalibrationError,
+    LayerSelectionError,
+    ModelError,
+    NonFiniteError,
+    PatternError,
+    ProblemError,
+)
 from iobs.pruning import structured
 from iobs.pruning.decisions import widths
 from iobs.pruning.structured_report import StructuredReport, WidthRecord
@@ -86,6 +94,87 @@ def test_chain_of_convolutions_is_narrowed_with_biases():
     assert model[3].groups == model[0].out_channels < 10
     assert model[9].in_channels == model[7].num_features < 12
     assert model(pictures()[0]).shape == (20, 6, 4, 4)
+
+
+class OwnLinear(nn.Module):
+    """A layer that no class of torch tells."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight)
+
+
+class OwnConvolution(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs, 3, 3) / inputs**0.5)
+
+    def forward(self, x):
+        return torch.nn.functional.conv2d(x, self.weight, stride=2)
+
+
+@pytest.mark.parametrize(("kind", "shape", "macs"), [(OwnLinear, (6,), 144), (OwnConvolution, (6, 29, 29), 184896)])
+def test_products_are_counted_without_modules_of_torch(kind, shape, macs):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(6, 16), nn.ReLU(), kind(16, 3)).eval()
+    report = iobs.prune(model, [torch.randn(40, *shape)], "structured:50%", "one-shot")
+    assert [(cost.before, cost.after) for cost in report.costs[::2][:2]] == [(macs, macs / 2)] * 2
+    assert model[0].weight.shape[0] == model[2].weight.shape[1] == 8
+
+
+def test_projections_of_attention_are_counted():
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 4, 24, batch_first=True), nn.Linear(16, 3)).eval()
+    report = iobs.prune(model, [torch.randn(40, 5, 16)], "structured:50%", "one-shot")
+    assert report.costs[2].before == 5 * (4 * 16 * 16 + 2 * 16 * 24 + 16 * 3)
+
+
+class Levels(nn.Module):
+    """One convolution of two levels with a batch norm for each, as in RetinaNet and EfficientDet."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.conv = nn.Conv2d(3, 12, 3, padding=1), nn.Conv2d(12, 8, 3, padding=1, bias=False)
+        self.norms, self.out = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2)), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        given = torch.relu(self.up(x)), torch.relu(self.up(x[..., ::2, ::2]))
+        return sum(
+            self.out(norm(self.conv(one)).relu()).mean((2, 3)) for norm, one in zip(self.norms, given, strict=True)
+        )
+
+
+def test_free_bias_of_a_convolution_with_two_batch_norms_is_its_own():
+    torch.manual_seed(0)
+    model = Levels().eval()
+    report = iobs.prune(model, pictures(), "structured:40%", "one-shot")
+    assert report.removed > 0
+    assert model.conv.bias is not None
+    assert all(not bool(norm.running_mean.any()) for norm in model.norms)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrower_network_in_short_floats_is_checked_in_float32(dtype):
+    model = network().to(dtype)
+    data = [one.to(dtype) for one in pictures()]
+    report = iobs.prune(model, data, "structured:40%", "one-shot")
+    assert model[1].conv1.weight.dtype == dtype
+    assert report.costs[0].share <= 0.6
+    expected = structured.Expected.of(model, data[0])
+    expected.require(model)
+    with torch.no_grad():
+        model[1].conv2.weight[:, :1] = 0  # one channel of one layer; a tolerance of the dtype would let it pass
+    with pytest.raises(AuditError, match="other outputs"):
+        expected.require(model)
+
+
+def test_layer_smaller_than_the_multiple_keeps_its_units():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(12), Block(48)).eval()
+    iobs.prune(model, pictures(), iobs.Structured(0.3, multiple_of=16), "one-shot")
+    assert [model[at].conv1.out_channels for at in (1, 2)] == [12, 16]
 
 
 def test_network_without_units_is_refused():
@@ -207,6 +296,81 @@ def test_failed_run_leaves_the_model_as_it_was():
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.parametrize("fails", ["require", "configure", "seconds_of"])
+@pytest.mark.parametrize("build", [network, llama])
+def test_failure_after_the_removal_leaves_the_model_as_it_was(monkeypatch, build, fails):
+    model, data = build(), pictures() if build is network else text()
+    before, tensors = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
+    told = copy.deepcopy(model.config.to_dict()) if build is llama else None
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    if fails == "require":
+        monkeypatch.setattr(structured.Expected, fails, fail)
+    else:
+        monkeypatch.setattr(structured, fails, fail)
+    with pytest.raises(KeyboardInterrupt):
+        iobs.prune(model, data, "structured:30%", "one-shot")
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(value is tensors[name] for name, value in model.named_parameters())
+    if build is llama:
+        assert model.config.to_dict() == told
+        model(**data[0])
+    else:
+        assert (model[1].conv1.out_channels, model[1].bn1.num_features) == (12, 12)
+        model(data[0])
+
+
+def test_time_that_cannot_be_measured_is_a_note(monkeypatch):
+    def fail(*_):
+        raise ValueError("no such operator")
+
+    monkeypatch.setattr(structured, "shares_of", fail)
+    report = iobs.prune(network(), pictures(), "structured:30%", "one-shot")
+    assert "Time not measured: no such operator" in report.notes
+
+
+@pytest.mark.parametrize("solver", ["flap", "greedy", "osscar", "random", "search", "wanda", "magnitude"])
+def test_solvers_of_units_have_names(solver):
+    model = network()
+    report = iobs.prune(model, pictures(), "structured:30%", "one-shot", solver=solver)
+    assert [one.after for one in report.widths] == [model[at].conv1.out_channels for at in (1, 2)]
+    assert report.costs[0].share < 0.75
+
+
+@pytest.mark.parametrize("solver", ["sparsegpt", "gptq", "nettrim", iobs.SparseGPT(), iobs.ADMM()])
+def test_solvers_of_zeros_are_refused_before_any_work(solver):
+    unread = (pytest.fail("data were read") for _ in range(1))
+    with pytest.raises(ProblemError, match=r"does not choose whole units.*flap, greedy, magnitude, osscar"):
+        iobs.prune(network(), unread, "structured:30%", "fast", solver=solver)
+
+
+def test_solvers_of_units_are_refused_without_units():
+    unread = (pytest.fail("data were read") for _ in range(1))
+    with pytest.raises(ProblemError, match=r"'flap' chooses whole units.*iobs\.Structured"):
+        iobs.prune(network(), unread, 0.5, "fast", solver="flap")
+
+
+@pytest.mark.parametrize("units", ["auto", "blocks"])
+def test_callbacks_hear_the_end_once_with_the_narrower_model(units):
+    ends = []
+
+    class End(iobs.Callback):
+        def on_start(self, model, layers, rounds):
+            self.model = model
+
+        def on_end(self, report):
+            ends.append((report, sum(value.numel() for value in self.model.parameters())))
+
+    model = llama()
+    report = iobs.prune(model, text(), iobs.Structured(0.5, units=units), "one-shot", callbacks=[End()])
+    assert ends == [(report, sum(value.numel() for value in model.parameters()))]
+    assert report.costs
+
+
 def test_pattern_is_read_from_its_text():
     pattern = iobs.Structured(0.3, of="latency", multiple_of=8, uniform=False, runtime="onnx")
     assert parse(str(pattern)) == pattern
@@ -289,6 +453,32 @@ def test_network_takes_the_share_of_time_asked(monkeypatch):
     assert 0.6 < seconds.share <= 0.7
     assert "of one sample in torch" in str(report)
     assert "NOT faster" not in str(report)
+
+
+class Routed(nn.Module):
+    """Two experts, of which the first sample reaches one."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6)) for _ in range(2))
+
+    def forward(self, x):
+        out = x.clone()
+        for number, expert in enumerate(self.experts):
+            chosen = (x[:, 0] > 0) == bool(number)
+            if bool(chosen.any()):
+                out[chosen] = expert(x[chosen])
+        return out
+
+
+def test_block_that_the_first_sample_does_not_call_keeps_its_units(monkeypatch):
+    counted_as_operations(monkeypatch)
+    torch.manual_seed(0)
+    model, given = Routed().eval(), torch.randn(80, 6)
+    given[:2, 0] = torch.tensor([-1, 1])  # two samples are traced
+    report = iobs.prune(model, [given], iobs.Structured(0.3, of="latency"), "one-shot", holdout=0.0)
+    assert [one.after for one in report.widths] == [11, 16]
+    assert "experts.1.2 keeps all units: the first sample does not call its block" in "\n".join(report.notes)
 
 
 def test_network_that_is_not_faster_is_called_so(monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import OrderedDict
 from itertools import combinations
 
 import pytest
@@ -153,6 +154,17 @@ def test_blocks_of_an_own_network_are_removed():
         assert float((model(data[0]) - wanted).square().mean()) < 0.5 * float((wanted - wanted.mean(0)).square().mean())
 
 
+def test_parts_with_names_are_no_blocks():
+    torch.manual_seed(0)
+    head = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), last=nn.Linear(8, 8)))
+    model = nn.Sequential(nn.Sequential(*(Residual(8) for _ in range(4))), head).eval()
+    stacks = Blocks.found(model, torch.randn(40, 8)).stacks
+    assert [(one.path, one.count) for one in stacks] == [("", 2)]  # the larger of two lists
+    model = nn.Sequential(model[0], nn.ReLU(), head, nn.Linear(8, 3)).eval()
+    iobs.prune(model, [torch.randn(40, 8)], "structured:25%,units=blocks", "one-shot")
+    assert (len(model[0]), len(model[2])) == (3, 2)
+
+
 def test_conv1d_blocks_of_gpt2_are_removed(tmp_path):
     model = built(GPT2Config(n_embd=16, n_layer=4, n_head=2, vocab_size=48, n_positions=64, **TOKENS))
     iobs.prune(model, text(), iobs.Structured(0.25, units="blocks"), "one-shot")
@@ -199,20 +211,23 @@ def test_one_expert_is_chosen_as_brute_force_does():
     )
 
 
+@pytest.mark.parametrize("fails", ["outputs_of", "_require_loadable", "seconds_of"])  # before `finish` and after it
 @pytest.mark.parametrize("units", ["blocks", "experts"])
-def test_a_failed_run_leaves_the_model_as_it_was(monkeypatch, units):
+def test_a_failed_run_leaves_the_model_as_it_was(monkeypatch, units, fails):
     model = llama() if units == "blocks" else built(MIXTURES["mixtral"]())
     before, dense = copy.deepcopy(model.state_dict()), model(**text()[0]).logits
 
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("iobs.pruning.whole.run.outputs_of", fail)  # after the refit
+    told = model.config.to_dict()
+    monkeypatch.setattr(f"iobs.pruning.whole.run.{fails}", fail)
     with pytest.raises(KeyboardInterrupt):
         iobs.prune(model, text(), iobs.Structured(0.4, units=units), "one-shot")
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    assert model.config.to_dict() == told
     assert torch.equal(model(**text()[0]).logits, dense)
 
 

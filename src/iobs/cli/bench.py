@@ -18,8 +18,13 @@ def bench(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each form, which take turns.")] = 3,
     precision: Annotated[
-        str, typer.Option(metavar="bf16|int8|int4", help="Fewest bits of a weight of the sparse form.")
-    ] = "int8",
+        str | None,
+        typer.Option(
+            metavar="bf16|int8|int4",
+            help="Fewest bits of a weight of the sparse form. A packed file keeps its own.",
+            show_default="int8",
+        ),
+    ] = None,
     shape: console.Shape = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads; by default as in iobs run.", show_default=False)
@@ -32,13 +37,13 @@ def bench(
 ) -> None:
     """Measure tokens or pictures a second, bytes and memory on the CPU: dense, and with the zeros used."""
     from iobs.cli.benching import Workload, measured
+    from iobs.cli.loading import checked_precision
     from iobs.cli.progress import Steps
     from iobs.inference.choices import PRECISIONS
     from iobs.report.running import running_figure, running_line, running_table
 
-    known = next((name for name in PRECISIONS if name == precision), None)
-    if known is None:
-        raise typer.BadParameter(f"{precision!r} is not one of {', '.join(PRECISIONS)}", param_hint="--precision")
+    asked = checked_precision(precision, model, PRECISIONS)
+    known = next(name for name in PRECISIONS if name == asked)
     sizes = console.shape_of(shape)
     if plot is not None and plot.suffix != ".svg":
         raise typer.BadParameter(f"{plot} must end in .svg", param_hint="--plot")

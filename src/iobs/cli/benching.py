@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -81,11 +81,12 @@ def measured(
             dense = stack.enter_context(tempfile.TemporaryDirectory())
             unpack(work.model, Path(dense))
         pools = {form: stack.enter_context(_process()) for form in (*DENSE, "stored")}
-        names = {form: f"dense {form}" if form in DENSE else f"iobs {work.precision}" for form in pools}
+        names = {form: f"dense {form}" if form in DENSE else "iobs" for form in pools}
         sizes = {}
         for form, pool in pools.items():
             on_progress(f"loading {names[form]}")
-            sizes[form] = pool.submit(_prepare, work, dense if form in DENSE else work.model, form).result()
+            made = pool.submit(_prepare, work, dense if form in DENSE else work.model, form).result()
+            names[form], sizes[form] = made
         timings: dict[str, list[Timing]] = {form: [] for form in pools}
         for number in range(repetitions):
             for form, pool in pools.items():
@@ -117,11 +118,13 @@ def _process() -> Iterator[ProcessPoolExecutor]:
 _prepared: list[Callable[[], Timing]] = []  # of a process that measures: its repetition
 
 
-def _prepare(work: Workload, model: str, form: str) -> int:
-    """Load the model in a form, run it once, and return the bytes of its weights."""
+def _prepare(work: Workload, model: str, form: str) -> tuple[str, int]:
+    """Load the model in a form, run it once, and return the name of the form and the bytes of its weights."""
     import torch
 
-    from iobs.inference import StoredLinear, accelerate
+    from iobs.cli.loading import use_threads
+    from iobs.inference import accelerate
+    from iobs.inference.storing import precision_of
     from iobs.models import load, size_in_bytes
     from iobs.models.packed import is_packed, open_packed
 
@@ -133,7 +136,11 @@ def _prepare(work: Workload, model: str, form: str) -> int:
         dtype = getattr(torch, form) if form in DENSE else None
         loaded = load(model, dtype=dtype, trust_remote_code=work.trust_remote_code)
     example = None if loaded.task == "causal-lm" else _picture(loaded, work)
-    if form not in DENSE and not any(isinstance(one, StoredLinear) for one in loaded.module.modules()):
+    kept = precision_of(loaded.module)
+    if kept is not None:
+        work = replace(work, precision=kept)
+        use_threads(loaded.module, work.threads)
+    elif form not in DENSE:
         accelerate(loaded.module, example, precision=work.precision, threads=work.threads)
     repeat = repetition(loaded, work, form not in DENSE)
     repeat()
@@ -142,7 +149,7 @@ def _prepare(work: Workload, model: str, form: str) -> int:
     if _HIGH_WATER.exists():
         _HIGH_WATER.write_text("5", encoding="ascii")
     _prepared.append(repeat)
-    return size_in_bytes(loaded.module)
+    return f"dense {form}" if form in DENSE else f"iobs {work.precision}", size_in_bytes(loaded.module)
 
 
 def fastest_threads(repeat: Callable[[], Timing]) -> int:
@@ -181,7 +188,8 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Callable[[]
     """The function that generates a text, or computes pictures one by one, and returns the speed."""
     import torch
 
-    from iobs.inference.decoder import Decoder, undecodable
+    from iobs.inference.decodable import most_tokens, undecodable
+    from iobs.inference.decoder import Decoder
     from iobs.inference.generation import generated
 
     if loaded.task != "causal-lm":
@@ -198,10 +206,11 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Callable[[]
     length = min(work.prompt, (loaded.context or 1 << 30) - work.tokens)
     if length < 1:
         raise ModelError(f"{work.model} reads {loaded.context} tokens, fewer than the {work.tokens} new ones.")
-    embedding: Tensor = loaded.module.get_input_embeddings().weight  # type: ignore[operator]
-    ids = torch.randint(len(embedding), (1, length), generator=torch.Generator().manual_seed(0))
+    vocabulary: int = loaded.module.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     decoder = None
-    if stored and (work.threads or 1) == 1 and undecodable(loaded.module) is None:
+    fuses = stored and (work.threads or 1) == 1 and undecodable(loaded.module) is None
+    if fuses and length + work.tokens <= most_tokens(loaded.module):
         decoder = Decoder(loaded.module, length + work.tokens, "bf16" if work.precision == "bf16" else "int8")
 
     def generate() -> Timing:

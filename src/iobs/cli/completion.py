@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 RECIPES = ("fast", "best", "one-shot", "paper")
 SOLVERS = ("admm", "sparsegpt", "obc", "lobs", "nettrim", "wanda", "magnitude", "exact")
 NETWORK_SOLVERS = ("chita", "cbs", "woodfisher", "global-magnitude")
+UNIT_SOLVERS = ("flap", "greedy", "osscar", "random", "search")
 SHARES = ("50%", "60%", "70%", "80%", "90%")
 PATTERNS = ("2:4", "4:8", "1:4")
 DTYPES = ("float32", "bfloat16", "float16")

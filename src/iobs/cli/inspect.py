@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 @console.with_groups
 def inspect(
-    directory: Annotated[Path, typer.Argument(help="A directory with safetensors files.")],
+    directory: Annotated[Path, typer.Argument(help="A directory with safetensors files, or a packed one.")],
     pattern: Annotated[
         str | None,
         typer.Option(
@@ -35,6 +37,7 @@ def inspect(
     from rich.text import Text
 
     from iobs.errors import ModelError
+    from iobs.models.packed import is_packed, unpack
     from iobs.report import audit_table
     from iobs.report.numbers import percent
 
@@ -42,7 +45,12 @@ def inspect(
         raise ModelError(f"{directory} is not a directory; give the one that iobs prune wrote.")
     if not any(directory.glob("*.safetensors")) and (directory / "model").is_dir():
         directory = directory / "model"
-    found = _audited(directory, pattern, trust_remote_code)
+    with ExitStack() as stack:
+        files = directory
+        if is_packed(directory):
+            files = Path(stack.enter_context(TemporaryDirectory()))
+            unpack(directory, files)
+        found = _audited(directory, files, pattern, trust_remote_code)
     rows, sparse, stray = found.rows, found.sparse, found.stray
     zeros, weights = sum(row.zeros for row in sparse), sum(row.weights for row in sparse)
     if talk.as_json:
@@ -86,8 +94,8 @@ class _Findings:
         return [row for row in self.rows if row.zeros and row.name not in names]
 
 
-def _audited(directory: Path, pattern: str | None, trust_remote_code: bool) -> _Findings:
-    """Count the zeros, and compare them with the pattern and with report.json.
+def _audited(directory: Path, files: Path, pattern: str | None, trust_remote_code: bool) -> _Findings:
+    """Count the zeros of the files, and compare them with the pattern and with the directory's report.json.
 
     Raises:
         AuditError: a layer has fewer zeros than the pattern requires or the report says.
@@ -102,12 +110,12 @@ def _audited(directory: Path, pattern: str | None, trust_remote_code: bool) -> _
     promised = {row.name for row in report.audit} if report is not None else set()
     checked = []
     if pattern is None:
-        rows = audit(directory)
+        rows = audit(files)
         known = promised <= {row.name for row in rows}
     else:
         wanted = patterns.parse(pattern)
         # Load the model, because a file does not say whether a matrix is stored transposed.
-        module = models.load(directory, trust_remote_code=trust_remote_code).module
+        module = models.load(files, trust_remote_code=trust_remote_code).module
         known = promised <= {layer.name for layer in find_layers(module)}
         if report is not None and report.allocation and known and isinstance(wanted, patterns.Unstructured):
             rows = audit(module)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import typer
+from torch import nn
 
 from iobs import models
 from iobs.cli import console
 from iobs.cli.run_file import RunOptions
 from iobs.data import Batch, BatchSource, Source, TextSource, calibration_batches, open_source
+from iobs.inference import StoredLinear
 from iobs.models import LoadedModel
-from iobs.models.packed import is_packed, open_packed
+from iobs.models.packed import is_packed, is_ready_to_run, open_packed
 from iobs.pruning.samples.subsets import Samples
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,6 +55,27 @@ def load_to_run(
         device="cpu" if device is None else checked_device(device),
         trust_remote_code=trust_remote_code,
     )
+
+
+def checked_precision(precision: str | None, spec: str, known: Sequence[str]) -> str:
+    """The value of --precision, by default int8.
+
+    Raises:
+        typer.BadParameter: the value is unknown, or the model is a packed file that is ready to run.
+    """
+    hint = "--precision"
+    if precision is not None and precision not in known:
+        raise typer.BadParameter(f"{precision!r} is not one of {', '.join(known)}", param_hint=hint)
+    if precision is not None and is_ready_to_run(spec):
+        raise typer.BadParameter(f"{spec} is packed ready to run, and keeps its own precision", param_hint=hint)
+    return precision or "int8"
+
+
+def use_threads(module: nn.Module, threads: int | None) -> None:
+    """Let the products of stored layers take a number of threads; None leaves theirs."""
+    for one in module.modules():
+        if threads is not None and isinstance(one, StoredLinear):
+            one.use_threads(threads)
 
 
 def draw_batches(

@@ -38,6 +38,7 @@ def prune_low_memory(
     from iobs.core.files import weight_files
     from iobs.models.output import expanded
     from iobs.models.spill import place_named
+    from iobs.models.streamable import require_streamable
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
     from iobs.models.without_weights import without_weights
@@ -49,7 +50,7 @@ def prune_low_memory(
     options, recipe, output, checkpoint = asked.options, asked.recipe, place.output, place.checkpoint
     chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
     streams_place = place_named(streams)
-    StreamedStore.require_streamable(recipe)
+    require_streamable(recipe)
     require_whole(options.pattern, False)
     directory = directory and str(expanded(directory))
     if directory is None or not Path(directory).is_dir():
@@ -73,12 +74,12 @@ def prune_low_memory(
             _show(plan, console.output_console().print)
         if output is not None:
             try:
-                store.require_room(plan)
+                store.require_room(plan, checkpoint)
             except OutputError as error:  # the plan was asked for, and the run may be meant for another machine
                 console.warn(f"Warning: {error}")
         return
     _show(plan, console.say)
-    store.require_room(plan)
+    store.require_room(plan, checkpoint)
     with store.writing(place.replaceable):
         facts = {"model": directory, "calibration": name, "seq_len": window}
         report = prune_as_asked(store, batches, asked, checkpoint, facts)
@@ -130,5 +131,6 @@ def _show(plan: Plan, show: Callable[[str], None]) -> None:
     show(f"Predicted time: {plan.seconds / 60:.0f} min")
     for name, seconds in plan.phases.items():
         show(f"  {name}: {seconds / 60:.1f} min")
+    show(f"A checkpoint (--resume) takes up to {plan.checkpoint_bytes / 1e9:.2f} GB")
     place = {"device": "memory of the device", "memory": "main memory", "disk": "files"}[plan.streams]
     show(f"Hidden states between blocks: {plan.streams_bytes / 1e9:.2f} GB, in {place}")

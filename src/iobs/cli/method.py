@@ -102,9 +102,10 @@ class Method:
         str | None,
         option(
             "NAME",
-            "admm, sparsegpt, obc, lobs, nettrim, wanda, magnitude, exact; or chita, cbs, woodfisher.",
+            "admm, sparsegpt, obc, lobs, nettrim, wanda, magnitude, exact; or chita, cbs, woodfisher; of whole units "
+            "search, greedy, osscar, flap, random.",
             _METHOD,
-            autocompletion=words([*completion.SOLVERS, *completion.NETWORK_SOLVERS]),
+            autocompletion=words([*completion.SOLVERS, *completion.NETWORK_SOLVERS, *completion.UNIT_SOLVERS]),
         ),
     ] = None
     settings: Annotated[

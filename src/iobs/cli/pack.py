@@ -42,9 +42,9 @@ def pack(
 ) -> None:
     """Store a pruned model as bit masks and nonzero values: losslessly, or with --precision ready to run."""
     from iobs.cli.progress import Steps
+    from iobs.inference.choices import PRECISIONS
     from iobs.models import beside, names_to_replace, output_directory
     from iobs.models.packed import packed_share, save_packed, unpack
-    from iobs.models.ready import PRECISIONS
 
     if precision is not None and (back or precision not in PRECISIONS):
         names = "--unpack takes no precision" if back else f"{precision!r} is not one of {', '.join(PRECISIONS)}"

@@ -17,10 +17,20 @@ def run(
     prompt: Annotated[str, typer.Argument(metavar="TEXT", help="The text to continue.")],
     tokens: Annotated[int, typer.Option(min=1, help="Number of new tokens.")] = 64,
     precision: Annotated[
-        str, typer.Option(metavar="bf16|int8|int4|dense", help="Fewest bits of a weight; dense: the model as it is.")
-    ] = "int8",
+        str | None,
+        typer.Option(
+            metavar="bf16|int8|int4|dense",
+            help="Fewest bits of a weight; dense: the model as it is. A packed file keeps its own.",
+            show_default="int8",
+        ),
+    ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads; by default the fastest number.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1,
+            help="Threads. By default one or all, as is faster; one compiled call a token takes one.",
+            show_default=False,
+        ),
     ] = None,
     loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
     talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
@@ -28,16 +38,15 @@ def run(
     """Continue a text with a language model, with zeros used for speed. Always takes the most likely token."""
     import torch
 
-    from iobs.cli.loading import load_to_run
+    from iobs.cli.loading import checked_precision, load_to_run, use_threads
     from iobs.cli.progress import Steps
     from iobs.errors import ModelError
-    from iobs.inference import StoredLinear, accelerate
+    from iobs.inference import accelerate
     from iobs.inference.choices import PRECISIONS
     from iobs.inference.generation import generated
+    from iobs.inference.storing import precision_of
 
-    if precision not in (*PRECISIONS, "dense"):
-        names = ", ".join((*PRECISIONS, "dense"))
-        raise typer.BadParameter(f"{precision!r} is not one of {names}", param_hint="--precision")
+    asked = checked_precision(precision, model, (*PRECISIONS, "dense"))
     if loading.device not in (None, "cpu"):
         raise typer.BadParameter("stored matrices compute on the CPU only", param_hint="--device")
     if threads is not None:
@@ -53,25 +62,19 @@ def run(
         raise typer.BadParameter(
             f"the text has {ids.shape[1]} tokens, and the model reads {loaded.context} in all", param_hint="--tokens"
         )
-    ready = any(isinstance(one, StoredLinear) for one in loaded.module.modules())
-    found = None
-    if precision != "dense" and not ready:
+    kept, found = precision_of(loaded.module), None
+    if kept is not None:
+        use_threads(loaded.module, threads)
+    elif asked != "dense":
         with Steps("choosing the form of each layer"):
-            found = accelerate(loaded.module, precision=precision, threads=threads)  # type: ignore[arg-type]
+            found = accelerate(loaded.module, precision=asked, threads=threads)  # type: ignore[arg-type]
         console.say(str(found))
-    config: Any = loaded.module.config
-    stop = config.eos_token_id
-    ends = tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,)
-    form: Any = (
-        None
-        if (precision == "dense" and not ready) or (threads or 1) > 1
-        else "bf16"
-        if precision == "bf16"
-        else "int8"
-    )
+    form: Any = "bf16" if (kept or asked) == "bf16" else "int8"  # of layers that stayed dense
+    if (kept or asked) == "dense" or (threads or 1) > 1:
+        form = None
     made: list[int] = []
-    text, started = "", time.perf_counter()
-    out, coming = console.output_console(), generated(loaded.module, ids, tokens, ends, form)
+    whole, text, started = "", "", time.perf_counter()
+    out, coming = console.output_console(), generated(loaded.module, ids, tokens, _ends(loaded.module), form)
     with Steps("reading the text (the first run also compiles)"):
         opening = [*islice(coming, 1)]
     first = time.perf_counter()
@@ -88,5 +91,12 @@ def run(
         sizes = {} if found is None else {"bytes_before": found.bytes_before, "bytes_after": found.bytes_after}
         console.print_json({**answer, "tokens_per_second": rate, "seconds_to_first_token": first - started, **sizes})
         return
-    out.print()
+    out.print(whole[len(text) :], markup=False, highlight=False, soft_wrap=True)  # a character that was not finished
     console.say(f"{len(made)} tokens, {rate:.1f} a second; the first after {first - started:.2f} s.")
+
+
+def _ends(model: Any) -> tuple[int, ...]:
+    """Tokens that end a text: those that `generate` reads, or else those of the configuration."""
+    found = [getattr(getattr(model, name, None), "eos_token_id", None) for name in ("generation_config", "config")]
+    stop = found[1] if found[0] is None else found[0]
+    return tuple(stop) if isinstance(stop, (list, tuple)) else () if stop is None else (stop,)

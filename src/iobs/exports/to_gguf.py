@@ -14,7 +14,7 @@ from types import ModuleType
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from iobs.errors import ModelError
 from iobs.exports.gguf_vocabulary import write_vocabulary
@@ -25,6 +25,7 @@ from iobs.exports.values import Codes, codes_of, exact_codes
 
 FILE = "model.gguf"
 _BLOCK = 32
+_FIRST = "model.layers.0."  # prefix of the names of the first layer's parameters
 # Name of the architecture in llama.cpp, by the model_type of transformers.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
@@ -81,9 +82,14 @@ def _checked(source: Source) -> ModuleType:
     """
     config = getattr(source.module, "config", None)
     kind = getattr(config, "model_type", type(source.module).__name__)
-    if kind not in _ARCHITECTURES or source.model.task != "causal-lm" or config is None:
+    if kind not in _ARCHITECTURES or source.model.task not in ("causal-lm", "other") or config is None:
         known = ", ".join(_ARCHITECTURES)
         raise ModelError(f"An export to gguf knows language models of the kinds {known}, not {kind!r}; try onnx.")
+    if source.model.task == "other":
+        raise ModelError("A gguf file holds the tokenizer too: give the directory, or the LoadedModel of iobs.load.")
+    if config.hidden_act != "silu":
+        raise ModelError(f"llama.cpp computes silu in such a model, not {config.hidden_act}; try onnx.")
+    _require_equal_widths(source.module, config.num_hidden_layers, config.intermediate_size)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
         raise ModelError(f"Positions of the kind {rope['rope_type']!r} cannot be exported to gguf yet; try onnx.")
@@ -91,6 +97,23 @@ def _checked(source: Source) -> ModuleType:
     if sliding or (kind == "mistral" and getattr(config, "sliding_window", None)):
         raise ModelError("Attention in a sliding window cannot be exported to gguf yet; try onnx.")
     return config  # type: ignore[no-any-return]
+
+
+def _require_equal_widths(module: nn.Module, layers: int, width: int) -> None:
+    """Check that all layers have the shapes of the first, and its MLP that of the configuration: a file has one number.
+
+    Raises:
+        ModelError: they do not.
+    """
+    shapes = {name: tuple(one.shape) for name, one in module.named_parameters()}
+    first = {name: shape for name, shape in shapes.items() if name.startswith(_FIRST)}
+    alike = all(
+        shapes.get(name.replace(_FIRST, f"model.layers.{number}.", 1)) == shape
+        for name, shape in first.items()
+        for number in range(layers)
+    )
+    if not alike or first[f"{_FIRST}mlp.gate_proj.weight"][0] != width:
+        raise ModelError("A gguf file has one width for all layers, and these layers have several; try onnx.")
 
 
 def _write_configuration(writer: ModuleType, config: ModuleType) -> None:

@@ -175,9 +175,3 @@ write_bytes64, write_halves32 = _writer(I8x64), _writer(I16x32)  # at an address
 def write_half(builder: Code, _: Code, address: Code, value: Code) -> None:
     """Store 16 bits."""
     _write(builder, address, 0, value, 2)
-
-
-@operation(types.uint16, Address)
-def read_half(builder: Code, _: Code, address: Code) -> Code:
-    """The 16 bits at an address, unsigned."""
-    return read(builder, address, ir.IntType(16), 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from iobs.errors import ProblemError
 from iobs.inference import cpu, gpu
-from iobs.inference.formats import FormatName, store
+from iobs.inference.decodable import window_of
+from iobs.inference.eligible import READ, replaceable, require_finite, tokens_seen, weights_read
+from iobs.inference.formats import MOST_COLUMNS, FormatName, store
 from iobs.inference.fused import can_fuse, fuse
-from iobs.inference.modules import StoredLinear, can_store, matrix_of, stored, with_matrix
+from iobs.inference.modules import StoredLinear, matrix_of, refuse_to_save, stored, with_matrix
 
 Precision = Literal["bf16", "int8", "int4"]
 FORMATS_OF: dict[Precision, tuple[FormatName, ...]] = {
@@ -75,11 +77,6 @@ class Choice:
     bytes_after: int
     error: float
 
-    @property
-    def speedup(self) -> float:
-        """Seconds of the dense layer divided by seconds of the chosen form."""
-        return self.seconds["dense"] / self.seconds[self.format]
-
 
 @dataclass(frozen=True)
 class Acceleration:
@@ -135,13 +132,15 @@ def accelerate(
     """Replace linear layers and convolutions of size 1 by stored forms where those are faster on this machine.
 
     The candidates of each shape are timed, the dense layer among them. The model is changed in place and computes
-    without gradients; transformers' `generate`, pipelines and `state_dict` work as before. On a CUDA device, the
-    candidates of a linear layer are torch's 2:4 product and a bitmask; both keep the weights unrounded.
+    without gradients; transformers' `generate` and pipelines work as before. The state dict then has the stored
+    tensors, so save the dense model first. On a CUDA device, the candidates of a linear layer are torch's 2:4 product
+    and a bitmask; both keep the weights unrounded.
 
     Args:
         model: on the CPU, in float32 or bfloat16, or on one CUDA device.
-        example: a batch: a tensor, or a tuple or a mapping of arguments. It says how many tokens a layer sees.
-            None: layers are timed with one token, as in generation, and convolutions stay dense.
+        example: a batch: a tensor, or a tuple or a mapping of arguments. It says how many tokens a layer sees, and
+            whose weights the model reads: those stay dense. None: layers are timed with one token, as in generation,
+            and convolutions stay dense.
         precision: on the CPU, the fewest bits of a stored weight. With "int8" and "int4" a product may also round
             activations to 8 bits, one scale for each token.
         threads: on the CPU, threads of a product. None: 1 or all threads of torch, whichever is faster.
@@ -151,40 +150,55 @@ def accelerate(
 
     Raises:
         ProblemError: the model is on another kind of device or on several, or an argument is unknown.
+        NonFiniteError: a weight holds NaN or infinite entries; nothing has changed.
     """
     device = _require(model, precision, threads)
-    storable = [(name, one) for name, one in model.named_modules() if can_store(one)]
-    layers = [(name, one) for name, one in storable if one.weight.numel() >= _SMALLEST]
-    tokens = {name: 1 for name, one in layers if isinstance(one, nn.Linear)} if example is None else {}
+    storable, notes = replaceable(model)
+    layers = {name: one for name, one in storable.items() if matrix_of(one).numel() >= _SMALLEST}
+    tokens = {name: 1 for name, one in layers.items() if isinstance(one, nn.Linear)} if example is None else {}
     if example is not None:
-        tokens = _tokens(model, dict(layers), example)
+        tokens = tokens_seen(model, layers, example)
+    layers = {name: one for name, one in layers.items() if name in tokens}
+    require_finite(layers)
+    before = sum(isinstance(one, StoredLinear) for one in model.modules())
     timings: _Timings | _GpuTimings
     if device.type == "cuda":
         timings = _GpuTimings(torch.cuda.get_device_capability(device))
     else:
         timings = _Timings(FORMATS_OF[precision], [threads] if threads else sorted({1, torch.get_num_threads()}))
-    choices: list[Choice] = []
+    choices: dict[str, Choice] = {}
     shared: dict[int, StoredLinear] = {}
-    for name, layer in layers:
-        if name not in tokens:
-            continue
-        choice, form = timings.choose(name, layer, tokens[name], shared)
-        choices.append(choice)
+    for name, layer in layers.items():
+        choices[name], form = timings.choose(name, layer, tokens[name], shared)
         if form is not None:
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, form)
-    before = sum(isinstance(one, StoredLinear) for one in model.modules()) - sum(
-        one.format != "dense" for one in choices
-    )
-    if before > 0 and device.type == "cpu":
-        timings.notes.append(f"{before} layers are stored already and stay as they are")
-    small = len(storable) - len(layers)
+            _put(model, name, form.train(layer.training))
+    notes = [*timings.notes, *notes]
+    if before and device.type == "cpu":
+        notes.append(f"{before} layers are stored already and stay as they are")
+    if example is not None and device.type == "cpu":
+        read = [name for name in weights_read(model, example) if name in layers]
+        for name in read:
+            _put(model, name, layers[name])
+            one = choices[name]
+            choices[name] = replace(one, format="dense", threads=1, bytes_after=one.bytes_before, error=0.0)
+        notes += [f"{len(read)} layers {READ}"] if read else []
+    if any(isinstance(one, StoredLinear) for one in model.modules()):
+        refuse_to_save(model)
+    small = sum(matrix_of(one).numel() < _SMALLEST for one in storable.values())
     if small:
-        timings.notes.append(f"{small} layers of fewer than {_SMALLEST:,} weights stay dense, since they gain nothing")
+        notes.append(f"{small} layers of fewer than {_SMALLEST:,} weights stay dense, since they gain nothing")
     if device.type == "cpu" and can_fuse(model):
         fuse(model)
-        timings.notes.append("each new token of generate is one call of compiled code")
-    return Acceleration(tuple(choices), "cuda" if device.type == "cuda" else cpu.level(), tuple(timings.notes))
+        window = window_of(model)
+        limit = f", as long as the text has fewer than {window:,} tokens" if window else ""
+        notes.append(f"each new token of generate is one call of compiled code{limit}")
+    return Acceleration(tuple(choices.values()), "cuda" if device.type == "cuda" else cpu.level(), tuple(notes))
+
+
+def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Put a layer in the place of that name."""
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, layer)
 
 
 def _require(model: nn.Module, precision: str, threads: int | None) -> torch.device:
@@ -204,32 +218,6 @@ def _require(model: nn.Module, precision: str, threads: int | None) -> torch.dev
             "move it: model.cpu() or model.cuda()."
         )
     return torch.device((devices or ["cpu"])[0])
-
-
-@torch.no_grad()
-def _tokens(model: nn.Module, layers: dict[str, nn.Module], example: object) -> dict[str, int]:
-    """The most tokens that each layer sees in a forward pass of the example."""
-    found: dict[str, int] = {}
-
-    def counting(name: str) -> Callable[..., None]:
-        def count(_: nn.Module, __: object, output: Tensor) -> None:
-            channels = output.shape[-1] if isinstance(layers[name], nn.Linear) else output.shape[1]
-            found[name] = max(found.get(name, 1), output.numel() // channels)
-
-        return count
-
-    handles = [layer.register_forward_hook(counting(name)) for name, layer in layers.items()]
-    try:
-        if isinstance(example, Mapping):
-            model(**example)
-        elif isinstance(example, (tuple, list)):
-            model(*example)
-        else:
-            model(example)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
 
 
 @dataclass
@@ -270,7 +258,7 @@ class _Timings:
         """Seconds of each candidate, the best one, its threads, and the most tokens of its kernel for few tokens."""
         forms: dict[_Way, nn.Module] = {_Way("dense"): layer}
         for name in self.formats if cpu.level() != "none" else ():
-            if name == "index-bf16" and (sparsity < _NO_INDEX_BELOW or matrix_of(layer).shape[1] > 1 << 16):
+            if name == "index-bf16" and (sparsity < _NO_INDEX_BELOW or matrix_of(layer).shape[1] > MOST_COLUMNS):
                 continue
             if name.startswith("bitmask") and sparsity < _NO_MASK_BELOW:
                 continue

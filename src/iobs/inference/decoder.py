@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from iobs.errors import ProblemError
 from iobs.inference import cpu
+from iobs.inference.decodable import most_tokens, undecodable
 from iobs.inference.formats import FormatName
 from iobs.inference.llama_like import Model
 from iobs.inference.modules import StoredLinear, stored
@@ -22,33 +23,6 @@ if TYPE_CHECKING:
 
 Reals = NDArray[np.float32]
 LONGEST = 2048  # tokens of a text, unless more are asked for
-_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def undecodable(model: nn.Module) -> str | None:
-    """The reason why `Decoder` cannot run a model, or None."""
-    config = getattr(model, "config", None)
-    if cpu.level() == "none":
-        return "its compiled step needs an x86 CPU with AVX-512 (VBMI2 and VNNI) or AVX2"
-    if config is None or config.model_type not in _TYPES:
-        return f"its compiled step knows {', '.join(_TYPES)}, not {getattr(config, 'model_type', type(model).__name__)}"
-    if config.hidden_act != "silu":
-        return f"its compiled step knows the activation silu, not {config.hidden_act}"
-    scaling = getattr(config, "rope_parameters", None) or {}
-    if scaling.get("rope_type", "default") in ("dynamic", "longrope"):
-        return f"its rotary embedding ({scaling['rope_type']}) changes with the length of the text"
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        return "its rotary embedding turns a part of each head only"
-    return None
-
-
-def most_tokens(model: nn.Module) -> int:
-    """Number of tokens that a Llama-like model attends to at most."""
-    config = cast(Model, model).config
-    most = config.max_position_embeddings
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        most = min(most, config.sliding_window or most)
-    return most
 
 
 class Decoder:
@@ -121,9 +95,24 @@ class Decoder:
             logits = self.step(token, position, keys, values)
 
     def step(self, token: int, position: int, keys: Reals, values: Reals) -> Reals:
-        """Logits (vocabulary) after one more token; its keys and values are written at `position`."""
+        """Logits (vocabulary) after one more token.
+
+        Args:
+            token: its id.
+            position: its place in the text, below `longest`.
+            keys: (layers, key heads, positions, head size), contiguous; those of the token are written at `position`.
+            values: the same.
+
+        Raises:
+            ProblemError: the token is none of the vocabulary, or the position lies outside of keys and values.
+        """
         from iobs.inference.decode_step import step
 
+        room = min(keys.shape[2], values.shape[2], self.longest)
+        if not 0 <= position < room or not 0 <= token < self.model.model.embed_tokens.num_embeddings:
+            raise ProblemError(
+                f"Token {token} at position {position} is outside of the vocabulary or of {room} places."
+            )
         embedding = self.model.model.embed_tokens(torch.tensor([token])).detach()
         self._scratch.hidden[:] = embedding[0].float().numpy()
         cosines, sines = self._cosines[position], self._sines[position]

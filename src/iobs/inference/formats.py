@@ -28,9 +28,9 @@ from iobs.errors import ModelError, PatternError, ProblemError
 FormatName = Literal["bf16", "int8", "bitmask-bf16", "bitmask-int8", "bitmask-int4", "index-bf16"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 GROUP = 128  # columns that share a scale
-_BLOCK = 64  # columns of a word of the mask
+BLOCK = 64  # columns of a word of the mask
 PADDING = 64  # bytes behind the values: kernels read whole registers
-_MOST_COLUMNS = 1 << 16  # of a 16-bit index
+MOST_COLUMNS = 1 << 16  # of a 16-bit index
 _INDEX_STEP = 16  # entries of a row are a multiple of this
 _BITS = {"bf16": 16, "int8": 8, "int4": 4}  # of a stored value
 _ONES = np.array([number.bit_count() for number in range(256)], np.uint8)  # set bits of a byte
@@ -75,7 +75,7 @@ class StoredMatrix:
     def to_dense(self, first: int = 0, last: int | None = None) -> Tensor:
         """Rows `first` to `last` as a float32 matrix, (last - first, columns): the plain form of every kernel."""
         last = self.rows if last is None else last
-        count, wide = last - first, self.blocks * _BLOCK
+        count, wide = last - first, self.blocks * BLOCK
         tensors = self.tensors
         if self.format == "index-bf16":
             return self._from_indices(first, last)
@@ -103,8 +103,13 @@ class StoredMatrix:
 
         Args:
             numbers: int64 (count), numbers of rows.
+
+        Raises:
+            IndexError: a number is negative or too large, as in `nn.Embedding`.
         """
-        wide = self.blocks * _BLOCK
+        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.rows:
+            raise IndexError(f"A row number lies outside of 0 to {self.rows - 1}.")
+        wide = self.blocks * BLOCK
         if self.format == "bf16":
             whole = self.tensors["values"][: 2 * self.rows * wide].view(torch.bfloat16).view(self.rows, wide)
             return whole[numbers, : self.columns].float()
@@ -127,10 +132,10 @@ class StoredMatrix:
 
     def _codes(self, mask: Tensor, stored: Tensor) -> Tensor:
         """The 4-bit codes of the set bits, in order; each block begins with a new byte."""
-        counts = mask.view(-1, _BLOCK).sum(1)
+        counts = mask.view(-1, BLOCK).sum(1)
         begins = torch.cumsum((counts + 1) // 2, 0) - (counts + 1) // 2
-        within = torch.cumsum(mask.view(-1, _BLOCK), 1) - 1
-        place = (2 * begins[:, None] + within)[mask.view(-1, _BLOCK)]
+        within = torch.cumsum(mask.view(-1, BLOCK), 1) - 1
+        place = (2 * begins[:, None] + within)[mask.view(-1, BLOCK)]
         both = stored[place // 2]
         return torch.where(place % 2 == 0, both & 15, both >> 4).long()
 
@@ -151,12 +156,12 @@ def _scaled(codes: Tensor, scales: Tensor) -> Tensor:
 
 def blocks_of(columns: int) -> int:
     """Words of the mask for a row with this number of columns."""
-    return -(-columns // _BLOCK)
+    return -(-columns // BLOCK)
 
 
 def groups_of(blocks: int) -> int:
     """Scales of a row with this number of words; the last group may have one word only."""
-    return -(-blocks * _BLOCK // GROUP)
+    return -(-blocks * BLOCK // GROUP)
 
 
 def bytes_of(name: FormatName, rows: int, columns: int, nonzeros: int) -> int:
@@ -168,7 +173,7 @@ def bytes_of(name: FormatName, rows: int, columns: int, nonzeros: int) -> int:
         columns: number of columns.
         nonzeros: number of entries that are not zero.
     """
-    filled = rows * blocks_of(columns) * _BLOCK
+    filled = rows * blocks_of(columns) * BLOCK
     if name == "index-bf16":
         return 4 * nonzeros + 8 * rows
     bits = _BITS[name.removeprefix("bitmask-")]
@@ -196,7 +201,7 @@ def store(weight: Tensor, name: FormatName) -> StoredMatrix:
         raise ProblemError("The weight holds NaN or infinite entries; a stored matrix needs finite ones.")
     if name == "index-bf16":
         return _indexed(dense)
-    wide = torch.zeros(len(dense), blocks_of(dense.shape[1]) * _BLOCK)
+    wide = torch.zeros(len(dense), blocks_of(dense.shape[1]) * BLOCK)
     wide[:, : dense.shape[1]] = dense
     tensors = _bfloats(wide, name) if name.endswith("bf16") else _integers(wide, name)
     return StoredMatrix(name, weight.shape[0], weight.shape[1], tensors)
@@ -275,10 +280,10 @@ def _four_bits(wide: Tensor, ratio: Tensor, scales: Tensor, levels: Tensor) -> d
     mask = wide != 0
     middles = (levels[1:].float() + levels[:-1].float()) / 2
     codes = torch.bucketize(ratio.contiguous(), middles).to(torch.uint8)
-    counts = mask.view(-1, _BLOCK).sum(1)
+    counts = mask.view(-1, BLOCK).sum(1)
     sizes = (counts + 1) // 2  # each block begins with a new byte
     begins = sizes.cumsum(0) - sizes
-    place = (2 * begins[:, None] + mask.view(-1, _BLOCK).cumsum(1) - 1)[mask.view(-1, _BLOCK)]
+    place = (2 * begins[:, None] + mask.view(-1, BLOCK).cumsum(1) - 1)[mask.view(-1, BLOCK)]
     halves = torch.zeros(2 * int(sizes.sum()), dtype=torch.uint8)
     halves[place] = codes[mask]
     found = torch.where(mask, levels.float()[codes.long()], torch.zeros(()))
@@ -314,8 +319,8 @@ def fitted_levels(values: Tensor) -> Tensor:
 
 
 def _indexed(dense: Tensor) -> StoredMatrix:
-    if dense.shape[1] > _MOST_COLUMNS:
-        raise ProblemError(f"index-bf16 holds at most {_MOST_COLUMNS} columns, got {dense.shape[1]}.")
+    if dense.shape[1] > MOST_COLUMNS:
+        raise ProblemError(f"index-bf16 holds at most {MOST_COLUMNS} columns, got {dense.shape[1]}.")
     values = dense.to(torch.bfloat16)
     mask = values != 0
     counts = mask.sum(1)
@@ -363,7 +368,7 @@ def require_valid(matrix: StoredMatrix) -> None:
         require(one.dtype == dtype and fits and one.is_contiguous() and one.device.type == "cpu", name)
     length = len(given["values"]) - PADDING
     if "starts" not in shapes:
-        require(length == rows * blocks * _BLOCK * (2 if matrix.format == "bf16" else 1), "values")
+        require(length == rows * blocks * BLOCK * (2 if matrix.format == "bf16" else 1), "values")
         return
     starts = given["starts"]
     inside = bool(((starts >= 0) & (starts <= length)).all())  # else differences could overflow
@@ -381,5 +386,5 @@ def require_valid(matrix: StoredMatrix) -> None:
     require(int(columns.max()) < matrix.columns, "indices")
     entries = given["values"][:length].view(torch.bfloat16) != 0
     row = torch.repeat_interleave(torch.arange(rows), starts.diff() // 2)
-    places = (row * _MOST_COLUMNS + columns[: length // 2])[entries]
+    places = (row * MOST_COLUMNS + columns[: length // 2])[entries]
     require(bool((places.diff() > 0).all()), "indices")  # the columns of a row ascend

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iobs.inference.decoder import LONGEST, Decoder, Reals, most_tokens, undecodable
+from iobs.inference.decodable import changed, most_tokens, undecodable
+from iobs.inference.decoder import LONGEST, Decoder, Reals
 from iobs.inference.llama_like import Cache, CachedLayer, Model
 from iobs.inference.modules import StoredLinear
 
 _ROOM = 256  # least number of positions of the first memory for keys and values
-_PLAIN_CACHE = "DynamicLayer"  # the class of a cache that holds all keys and values; others forget or round them
+_PLAIN_CACHES = ("DynamicLayer", "DynamicSlidingWindowLayer")  # classes that hold keys and values unrounded
 _PLAIN = ("use_cache", "logits_to_keep", "return_dict")  # arguments that may be given beside those that are checked
 _KNOWN = {*_PLAIN, "input_ids", "past_key_values", "attention_mask", "position_ids"}
 
@@ -33,18 +34,22 @@ class _Session:
     Attributes:
         cache: the cache of transformers, by a weak reference.
         decoder: reads the weights that the model had when the text began.
+        inside: the modules that the model had then.
         keys: (layers, key heads, positions, head size).
         values: the same shape.
+        count: positions that were written.
     """
 
     cache: weakref.ref[Cache]
     decoder: Decoder
+    inside: Sequence[nn.Module]
     keys: Reals
     values: Reals
+    count: int
 
     def holds(self, cache: Cache, position: int) -> bool:
-        """Check that the cache still has the first `position` keys and values of this session."""
-        if self.cache() is not cache:
+        """Check that the cache still has the first `position` keys and values of this session, and room is left."""
+        if self.cache() is not cache or position == self.decoder.longest:
             return False
         own = torch.from_numpy(self.keys)
         return all(
@@ -52,20 +57,30 @@ class _Session:
             for number, layer in enumerate(cache.layers)
         )
 
-    def grow(self) -> None:
-        """Make room for twice as many positions."""
-        room = min(2 * self.keys.shape[2], self.decoder.longest)
+    def step(self, token: int, position: int) -> Reals:
+        """Logits after one more token."""
+        if position < self.count:  # the cache was cropped: others may hold the keys behind
+            self._move(self.keys.shape[2])
+        elif position >= self.keys.shape[2]:
+            self._move(min(2 * self.keys.shape[2], self.decoder.longest))
+        self.count = position + 1
+        return self.decoder.step(token, position, self.keys, self.values)
+
+    def _move(self, room: int) -> None:
+        """Take new memory for a number of positions."""
         for name in ("keys", "values"):
             before: Reals = getattr(self, name)
             after = np.zeros((*before.shape[:2], room, before.shape[3]), np.float32)
             after[:, :, : before.shape[2]] = before
             setattr(self, name, after)
 
-    def write(self, cache: Cache, count: int) -> None:
-        """Give the cache the first `count` keys and values, as views."""
+    def write(self, cache: Cache) -> None:
+        """Give the cache the keys and values, as views."""
         keys, values = torch.from_numpy(self.keys), torch.from_numpy(self.values)
         for number, layer in enumerate(cache.layers):
-            layer.keys, layer.values = keys[number, None, :, :count], values[number, None, :, :count]
+            layer.keys, layer.values = keys[number, None, :, : self.count], values[number, None, :, : self.count]
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = self.count
 
 
 class FusedForward:
@@ -87,22 +102,19 @@ class FusedForward:
 
     def __call__(self, *args: object, **given: object) -> object:
         """One forward, with the arguments and the result of the model's own."""
-        ids, cache = given.get("input_ids"), cast(Cache, given.get("past_key_values"))
         if torch.compiler.is_compiling():
             return type(self.model).forward(self.model, *args, **given)
-        position = None if args or self._result is None else self._position(given)
-        if position is None:
+        named = dict(zip(self.__signature__.parameters, args)) | given  # noqa: B905 - too many are the model's error
+        ids, cache = named.get("input_ids"), cast(Cache, named.get("past_key_values"))
+        position = None if self._result is None else self._position(named)
+        session = None if position is None else self._session_at(cache, position)
+        if position is None or session is None:
             self._leave(cache)
             found = type(self.model).forward(self.model, *args, **given)
             self._result = type(found) if hasattr(found, "past_key_values") else self._result
             return found
-        session = self._session
-        if session is None or position == session.decoder.longest or not session.holds(cache, position):
-            session = self._session = self._begin(cache, position)
-        if position >= session.keys.shape[2]:
-            session.grow()
-        logits = session.decoder.step(int(cast(Tensor, ids)), position, session.keys, session.values)
-        session.write(cache, position + 1)
+        logits = session.step(int(cast(Tensor, ids)), position)
+        session.write(cache)
         assert self._result is not None
         dtype = cast(Model, self.model).model.norm.weight.dtype
         return self._result(logits=torch.from_numpy(logits.copy())[None, None].to(dtype), past_key_values=cache)
@@ -123,14 +135,17 @@ class FusedForward:
         if any(value is not None and value is not False for name, value in given.items() if name not in _KNOWN):
             return None
         config = cast(Model, self.model).config
-        if config.output_attentions or config.output_hidden_states or self._hooked():
-            return None
-        return position
+        return None if config.output_attentions or config.output_hidden_states else position
 
-    def _hooked(self) -> bool:
-        """Check that a module inside the model has a hook, which the compiled step would not call."""
-        inside = (one for one in self.model.modules() if one is not self.model)
-        return any(one._forward_hooks or one._forward_pre_hooks for one in inside)
+    def _session_at(self, cache: Cache, position: int) -> _Session | None:
+        """The session of a cache, which may begin here; None if a module inside would not be heard."""
+        session = self._session
+        if session is not None and session.holds(cache, position):
+            return None if any(changed(one) or one.training for one in session.inside) else session
+        if undecodable(self.model) is not None or any(one.training for one in self.model.modules()):
+            return None
+        self._session = self._begin(cache, position)
+        return self._session
 
     def _begin(self, cache: Cache, position: int) -> _Session:
         """Read the weights of the model, and the keys and values of a cache."""
@@ -139,11 +154,17 @@ class FusedForward:
         first = cache.layers[0].keys
         room = min(max(_ROOM, 2 * position), decoder.longest)
         shape = (len(cache.layers), first.shape[1], room, first.shape[3])
-        session = _Session(weakref.ref(cache), decoder, np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+        keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         for number, layer in enumerate(cache.layers):
-            session.keys[number, :, :position] = layer.keys[0].float().numpy()
-            session.values[number, :, :position] = layer.values[0].float().numpy()
-        return session
+            keys[number, :, :position] = layer.keys[0].float().numpy()
+            values[number, :, :position] = layer.values[0].float().numpy()
+        inside = [one for one in self.model.modules() if one is not self.model]
+        return _Session(weakref.ref(cache, self._forget), decoder, inside, keys, values, position)
+
+    def _forget(self, cache: weakref.ref[Cache]) -> None:
+        """Free the memory of a text whose cache is gone."""
+        if self._session is not None and self._session.cache is cache:
+            self._session = None
 
     def _leave(self, cache: Cache | None) -> None:
         """End the session, and give the model keys and values in its own dtype."""
@@ -156,10 +177,7 @@ def can_fuse(model: nn.Module) -> bool:
     """Check that a model is Llama-like, and that all its matrices are stored for one thread."""
     if undecodable(model) is not None or "forward" in vars(model):
         return False
-    body = getattr(model, "model", None)
-    if not hasattr(model, "lm_head") or not isinstance(getattr(body, "layers", None), nn.ModuleList):
-        return False
-    parts = (*cast(nn.Module, body).modules(), cast(Model, model).lm_head)
+    parts = (*cast(nn.Module, cast(Model, model).model).modules(), cast(Model, model).lm_head)
     linear = [one for one in parts if isinstance(one, (nn.Linear, StoredLinear))]
     return all(isinstance(one, StoredLinear) and one.threads == 1 for one in linear)
 
@@ -170,13 +188,23 @@ def fuse(model: nn.Module) -> None:
 
 
 def _layers(cache: object) -> Sequence[CachedLayer]:
-    """The layers of a cache that holds all keys and values unrounded; none of another kind of cache."""
+    """The layers of a cache that holds keys and values unrounded; none of another kind of cache."""
     layers: Sequence[CachedLayer] = getattr(cache, "layers", ())
-    plain = all(type(one).__name__ == _PLAIN_CACHE and one.is_initialized for one in layers)
+    plain = all(type(one).__name__ in _PLAIN_CACHES and one.is_initialized for one in layers)
     return layers if plain else ()
 
 
 def _cached(cache: object) -> int:
-    """Number of tokens in a cache of one text; 0 for another kind of cache."""
-    lengths = {int(one.keys.shape[-2]) if len(one.keys) == 1 else 0 for one in _layers(cache)}
+    """Number of tokens in a cache of one text; 0 for another kind of cache, or if the next token is out of a window."""
+    lengths = {_held(one) for one in _layers(cache)}
     return lengths.pop() if len(lengths) == 1 else 0
+
+
+def _held(layer: CachedLayer) -> int:
+    """Number of tokens in a layer of a cache; 0 if it has forgotten some, or would forget one with the next token."""
+    if len(layer.keys) != 1:
+        return 0
+    length = int(layer.keys.shape[-2])
+    slides = hasattr(layer, "cumulative_length")
+    whole = not slides or (layer.cumulative_length == length and length + 1 < layer.sliding_window)
+    return length if whole else 0

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from iobs.inference.decoder import Decoder, undecodable
+from iobs.inference.decodable import most_tokens, undecodable
+from iobs.inference.decoder import Decoder
 from iobs.inference.formats import FormatName
 
 
@@ -22,13 +23,14 @@ def generated(
         tokens: greatest number of new tokens.
         stop: ids that end the text; they are yielded too.
         form: format of the layers that stayed dense, for one compiled call a token where the model allows it (see
-            `decoder.undecodable`). None: the model computes each token itself.
+            `decodable.undecodable`) and attends to the whole text. None: the model computes each token itself.
 
     Raises:
-        ProblemError: the prompt is empty, or prompt and answer are too long for the model.
+        ProblemError: the prompt is empty.
     """
-    if form is not None and undecodable(model) is None:
-        decoder = Decoder(model, prompt.shape[-1] + tokens, form)
+    length = prompt.shape[-1] + tokens
+    if form is not None and undecodable(model) is None and length <= most_tokens(model):
+        decoder = Decoder(model, length, form)
         yield from decoder.generate(prompt, tokens, stop)
         return
     yield from _by_modules(model, prompt, tokens, stop)

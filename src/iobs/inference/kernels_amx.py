@@ -1,7 +1,7 @@
 """Products of stored matrices with many tokens, for CPUs with AMX and AVX-512 (VBMI2 and VNNI).
 
-A kernel takes 128 rows at a time (4 strips of 32), writes a piece of them dense to a small memory, and multiplies this
-piece by all tokens before the next. So weights are read from main memory once, in their stored form.
+A kernel takes 128 rows at a time (4 strips of 32). It writes a piece of them dense to a small memory, and multiplies it
+by all tokens before the next piece. So weights are read from main memory once, in their stored form.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from iobs.inference.vectors import (
     prefetch,
     read_bfloat,
     read_bytes64,
+    read_half,
     read_halves32,
     read_long,
     read_mask,
@@ -225,8 +226,8 @@ def _scatter(matrix: Value, row: Value, place: Value, first: Value, last: Value,
     """Write the entries of columns `first` to `last` of a row with indices; returns the place of the next entry."""
     end = read_long(matrix.starts + 8 * row + 8)
     while place < end:
-        column = types.int64(amx.read_half(matrix.indices + place))
-        value = amx.read_half(matrix.values + place)
+        column = read_half(matrix.indices + place)
+        value = types.uint16(read_half(matrix.values + place))
         if value != 0:  # fillers are zeros of column 0
             if column >= last:
                 break

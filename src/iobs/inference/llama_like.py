@@ -14,6 +14,7 @@ class Config(Protocol):
 
     max_position_embeddings: int
     vocab_size: int
+    hidden_act: str
     rms_norm_eps: float
     num_attention_heads: int
     num_key_value_heads: int
@@ -31,6 +32,8 @@ class Weighted(Protocol):
 
 class Table(Protocol):
     """An embedding, dense or stored."""
+
+    num_embeddings: int
 
     def __call__(self, numbers: Tensor) -> Tensor:
         """The rows of some tokens."""
@@ -83,12 +86,17 @@ class Body(Protocol):
 
 
 class CachedLayer(Protocol):
-    """Keys and values of one layer: (1, key heads, positions, head size)."""
+    """Keys and values of one layer: (1, key heads, positions, head size).
+
+    A layer with a sliding window alone has `cumulative_length`, the tokens that it has read, and `sliding_window`.
+    """
 
     keys: Tensor
     values: Tensor
     dtype: torch.dtype
     is_initialized: bool
+    cumulative_length: int
+    sliding_window: int
 
 
 class Cache(Protocol):

@@ -8,7 +8,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import ProblemError
+from iobs.errors import ModelError, ProblemError
 from iobs.inference.formats import FormatName, StoredMatrix, store
 from iobs.inference.no_gradient import without_gradient
 from iobs.inference.product import Product, products_by_amx
@@ -52,6 +52,10 @@ class StoredLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight as a dense matrix, computed anew at each use: (rows, columns)."""
+        return self.unpacked()
+
+    def unpacked(self) -> Tensor:
+        """The weight as a dense matrix, computed anew: (rows, columns)."""
         dense: Tensor = self.matrix.to_dense().to(self.dtype)
         return dense
 
@@ -170,6 +174,10 @@ class StoredLinear(StoredLayer):
             self._product = Product(self.matrix, threads=self.threads, most_tokens=self.most_tokens)
         return self._product
 
+    def use_threads(self, threads: int) -> None:
+        """Set the number of threads of a product."""
+        self.threads, self._product = threads, None
+
     def __getstate__(self) -> dict[str, object]:
         # Addresses of the product belong to this copy of the tensors.
         return {**self.__dict__, "_product": None}
@@ -211,6 +219,20 @@ def outputs_of(modules: Sequence[StoredLinear], given: Tensor) -> list[Tensor]:
         return [one(given) for one in modules]
     found = products_by_amx(products, given)
     return [one if layer.bias is None else one + layer.bias for layer, one in zip(modules, found, strict=True)]
+
+
+def refuse_to_save(model: nn.Module) -> None:
+    """Let `save_pretrained` of a model with stored layers be an error: transformers could not read such a file."""
+    for one in model.modules():
+        if hasattr(one, "save_pretrained"):
+            one.save_pretrained = _refused  # type: ignore[assignment]
+
+
+def _refused(*_: object, **__: object) -> None:
+    raise ModelError(
+        "Layers of this model are stored matrices, which from_pretrained cannot read. Save the dense model before "
+        "iobs.accelerate, or write a packed file of it: iobs.save_packed(model, path, precision=...)."
+    )
 
 
 def can_store(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from iobs.inference import cpu
-from iobs.inference.formats import StoredMatrix, blocks_of
+from iobs.inference.formats import BLOCK, StoredMatrix, blocks_of
 
 if TYPE_CHECKING:
     from iobs.inference.kernels_amx import Layout
@@ -28,7 +29,6 @@ _LARGEST_TILE: dict[cpu.Level, dict[bool, int]] = {"avx512": {True: 8, False: 16
 # Formats whose kernels read the even activations of each 32 before the odd ones.
 _INTERLEAVED: dict[cpu.Level, tuple[str, ...]] = {"avx512": ("bf16", "bitmask-bf16"), "avx2": ("bf16",)}
 _TILE_ROWS = 512  # rows that are unpacked at a time
-_COLUMNS_A_BLOCK = 64
 _STRIP = 32  # rows: parts of threads begin at multiples of it
 Kernels = Mapping[str, Callable[..., None]]
 
@@ -114,7 +114,7 @@ class Product:
         """Rows `first` to `last` as float32, (last - first, columns)."""
         if self._unpack is None:
             return self.matrix.to_dense(first, last)
-        found = torch.empty(last - first, self.matrix.blocks * _COLUMNS_A_BLOCK)
+        found = torch.empty(last - first, self.matrix.blocks * BLOCK)
         self._unpack(self._addresses, found.data_ptr(), first, last)
         return found[:, : self.matrix.columns]
 
@@ -129,7 +129,7 @@ class Product:
 
         count = len(values)
         size, sums = _tile(count), found
-        wide, signed = self.matrix.blocks * _COLUMNS_A_BLOCK, self.level == "avx2"
+        wide, signed = self.matrix.blocks * BLOCK, self.level == "avx2"
         if self.matrix.quantised:
             codes, scales = np.empty((size, wide), np.uint8), np.empty(count, np.float32)
             activations.rounded(values, codes, scales, 0 if signed else 128)
@@ -186,17 +186,6 @@ def products_by_amx(products: Sequence[Product], given: Tensor) -> list[Tensor]:
     return parts[0] if len(parts) == 1 else [torch.cat(some) for some in zip(*parts, strict=True)]
 
 
-def round_activations(given: Tensor) -> Tensor:
-    """Activations rounded to 8 bits, as the kernels of quantised formats do: the plain form.
-
-    Args:
-        given: float32 (tokens, columns).
-    """
-    scales = given.abs().amax(1, keepdim=True) / 127
-    codes = torch.where(scales > 0, given / scales, torch.zeros(())).round()
-    return codes * scales
-
-
 def _tile(count: int) -> int:
     """The number of tokens of the smallest kernel that takes `count` tokens."""
     return 1 << (count - 1).bit_length()
@@ -206,6 +195,10 @@ def _tile(count: int) -> int:
 def _pool(threads: int) -> ThreadPoolExecutor:
     """Threads that sleep between products. The pools of numba and torch spin, and would take each other's time."""
     return ThreadPoolExecutor(threads, thread_name_prefix="iobs-product")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
 
 
 @cache

@@ -9,10 +9,18 @@ from torch import nn
 
 from iobs.errors import ModelError
 from iobs.inference.choices import FORMATS_OF, Precision
-from iobs.inference.formats import FormatName, StoredMatrix, bytes_of, steps_of_grid, store
-from iobs.inference.modules import can_store, is_table, matrix_of, table_with_matrix, with_matrix
+from iobs.inference.eligible import require_finite
+from iobs.inference.formats import MOST_COLUMNS, FormatName, StoredMatrix, bytes_of, steps_of_grid, store
+from iobs.inference.modules import (
+    StoredLayer,
+    can_store,
+    is_table,
+    matrix_of,
+    refuse_to_save,
+    table_with_matrix,
+    with_matrix,
+)
 
-_MOST_COLUMNS = 1 << 16  # of the 16-bit indices
 _DENSE = 0.95  # share of entries that are not zero, above which no solver has made zeros
 
 
@@ -31,9 +39,16 @@ def smallest_format(weight: torch.Tensor, precision: Precision) -> FormatName | 
     for name in FORMATS_OF[precision]:
         if name == "bitmask-int4" and nonzeros > _DENSE * weight.numel() and steps_of_grid(weight.float()) is None:
             continue
-        if name != "index-bf16" or columns <= _MOST_COLUMNS:
+        if name != "index-bf16" or columns <= MOST_COLUMNS:
             sizes[name] = bytes_of(name, rows, columns, nonzeros)
     return min(sizes, key=sizes.__getitem__)
+
+
+def precision_of(model: nn.Module) -> Precision | None:
+    """The fewest bits in which a layer of a model is stored; None if none is stored."""
+    formats = {one.format for one in model.modules() if isinstance(one, StoredLayer)}
+    fewest: tuple[Precision, ...] = ("int4", "int8", "bf16")
+    return next((name for name in fewest if any(one.endswith(name) for one in formats)), None)
 
 
 def stored_matrices(model: nn.Module, precision: Precision) -> Iterator[tuple[str, StoredMatrix]]:
@@ -42,9 +57,13 @@ def stored_matrices(model: nn.Module, precision: Precision) -> Iterator[tuple[st
     Args:
         model: a module; linear layers, embeddings and convolutions of size 1 are looked at, see `can_store`.
         precision: the fewest bits of a weight.
+
+    Raises:
+        NonFiniteError: a weight holds NaN or infinite entries; names the layer.
     """
     for name, layer in model.named_modules():
         if can_store(layer) or is_table(layer):
+            require_finite({name: layer})
             form = smallest_format(matrix_of(layer), precision)
             if form is not None:
                 yield name, store(matrix_of(layer), form)
@@ -71,3 +90,5 @@ def replace_layers(model: nn.Module, matrices: Mapping[str, StoredMatrix]) -> No
         parent, _, last = name.rpartition(".")
         form = table_with_matrix(layer, matrix) if is_table(layer) else with_matrix(layer, matrix)
         setattr(model.get_submodule(parent), last, form.train(layer.training))
+    if matrices:
+        refuse_to_save(model)

@@ -19,6 +19,8 @@ from iobs.pruning.network.layers import joined
 
 _CONFIG = "config."  # prefix of numbers that a module's configuration holds
 Number = int | list[int]  # tuples are lists, as in JSON
+# New parameters by identity of the old one, which is kept: its identity could go to another parameter otherwise.
+Made = dict[int, tuple[nn.Parameter, nn.Parameter]]
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,15 @@ def narrow(module: nn.Module, wanted: Mapping[str, Mapping[str, object]]) -> Non
     Raises:
         ModelError: the network has no such module.
     """
-    made: dict[int, nn.Parameter] = {}  # of tied parameters one
+    made: Made = {}
+    done: set[tuple[int, str]] = set()  # a module may have several names
     try:
         for name, shape in wanted["shapes"].items():
             path, _, own = name.rpartition(".")
-            _reshape(module, module.get_submodule(path), own, [int(size) for size in shape], made)  # type: ignore[attr-defined]
+            holder = module.get_submodule(path)
+            if (id(holder), own) not in done:
+                _reshape(module, holder, own, [int(size) for size in shape], made)  # type: ignore[attr-defined]
+                done.add((id(holder), own))
         for path, numbers in wanted["numbers"].items():
             for name, value in numbers.items():  # type: ignore[attr-defined]
                 _set(module.get_submodule(path), name, value)
@@ -100,7 +106,7 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, Number]]:
                 yield prefix + name, list(value)
 
 
-def _reshape(whole: nn.Module, module: nn.Module, name: str, shape: list[int], made: dict[int, nn.Parameter]) -> None:
+def _reshape(whole: nn.Module, module: nn.Module, name: str, shape: list[int], made: Made) -> None:
     """Replace a tensor of a module by an empty one of another shape; a bias may be new."""
     if name in module._buffers:
         old = module._buffers[name]
@@ -111,11 +117,11 @@ def _reshape(whole: nn.Module, module: nn.Module, name: str, shape: list[int], m
         raise ValueError(f"no parameter {name!r}")
     before = module._parameters[name]
     like = next(whole.parameters()) if before is None else before
-    fresh = made.get(id(before)) if before is not None else None
+    fresh = made[id(before)][1] if before is not None and id(before) in made else None
     if fresh is None:
         fresh = nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device), like.requires_grad)
     if before is not None:
-        made[id(before)] = fresh
+        made[id(before)] = before, fresh
     module._parameters[name] = fresh
 
 

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from iobs.core.files import weight_files, weight_index
 from iobs.errors import ModelError, ProblemError
-from iobs.inference.choices import Precision
+from iobs.inference.choices import PRECISIONS, Precision
 from iobs.inference.storing import replace_layers
 from iobs.models.companions import copy_companions
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
 from iobs.models.halves import quick, stored_as_half, widen
 from iobs.models.loaded import LoadedModel
 from iobs.models.output import expanded, output_directory
-from iobs.models.ready import PRECISIONS, ReadyFile, is_ready, read_ready, weight_of, write_ready
+from iobs.models.ready import ReadyFile, is_ready, read_ready, weight_of, write_ready
 from iobs.models.shards import Entry, ShardWriter, read_entries
 from iobs.models.weights import same_tensors, write_weights
 from iobs.pruning.network.layers import library_class
@@ -59,7 +59,8 @@ def save_packed(
     Raises:
         ModelError: the model directory holds no safetensors file, or a damaged one; no layer can be stored; or one is
             stored already.
-        ProblemError: a weight that is rounded holds NaN or infinite entries, or the precision is unknown.
+        NonFiniteError: a weight that is rounded holds NaN or infinite entries.
+        ProblemError: the precision is unknown.
         OutputError: the output directory is not empty, or cannot be written.
     """
     if precision is not None and precision not in PRECISIONS:
@@ -118,6 +119,11 @@ def is_packed(path: str | Path) -> bool:
     """Check that a path is a directory with packed files and no dense ones."""
     directory = expanded(path)
     return directory.is_dir() and bool([*directory.glob(f"*{SUFFIX}")]) and not [*directory.glob("*.safetensors")]
+
+
+def is_ready_to_run(path: str | Path) -> bool:
+    """Check that a path is a packed directory whose layers are stored matrices."""
+    return is_packed(path) and _ready_file(expanded(path)) is not None
 
 
 def open_packed(

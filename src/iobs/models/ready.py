@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +24,6 @@ from iobs.inference.storing import replace_layers, stored_matrices
 from iobs.models.shards import DTYPES, Entry, ShardWriter, read_entries
 from iobs.models.weights import fill_weights, same_tensors
 
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _TABLE = "iobs_matrices"
 _WEIGHT = "weight"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -87,7 +85,7 @@ def write_ready(module: nn.Module, file: Path, precision: Precision) -> None:
 
     Raises:
         ModelError: no layer becomes smaller, or the model is a single layer.
-        ProblemError: a weight holds NaN or infinite entries.
+        NonFiniteError: a weight holds NaN or infinite entries; names the layer.
     """
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     matrices = dict(stored_matrices(module, precision))

@@ -32,4 +32,5 @@ def shapes_of(path: str | Path, include: Names = None, ignore: Names = None, dep
     total = sum(parameter.numel() for parameter in module.parameters())
     vocabulary = int(getattr(module.config, "vocab_size", 0))
     dtype = next(module.parameters()).dtype
-    return Network(layers, max(sizes), total - sum(sizes), total, vocabulary, dtype.itemsize)
+    hidden = int(getattr(module.config, "hidden_size", 0) or 0)
+    return Network(layers, max(sizes), total - sum(sizes), total, vocabulary, dtype.itemsize, hidden, len(blocks))

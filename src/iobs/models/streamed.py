@@ -23,6 +23,7 @@ from iobs.models.shards import Entry, read_entries
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.wide_linear import WideLinear
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.formats import with_formats
 from iobs.pruning.calibration.halving import halved
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import find_layers
@@ -117,6 +118,7 @@ class StreamedModel:
     device: torch.device
     arithmetic: torch.dtype
     surplus: frozenset[str] = frozenset()
+    _traced: bool = False
 
     @classmethod
     def open(
@@ -137,7 +139,7 @@ class StreamedModel:
 
         Raises:
             ModelError: the directory is damaged, names its tensors differently than the module, or holds quantised
-                weights; or the module has no list of blocks.
+                weights; or the module has no list of blocks, or blocks that share parameters.
         """
         path = expanded(path)
         directory = Directory(path)
@@ -149,6 +151,7 @@ class StreamedModel:
         _move_buffers(module, device)
         _fill(module, directory.read(outside, device, mapped=True))
         _tie(module)
+        _require_own_parameters(module, blocks)
         _widen_products(module, prefixes, torch.device(device))
         parameters = module.named_parameters(remove_duplicate=False)
         _require_all(directory, [name for name, one in parameters if one.is_meta and not name.startswith(prefixes)])
@@ -201,15 +204,35 @@ class StreamedModel:
         names = self.directory.entries.keys() - self.surplus
         return sorted(name for name in names if block.holds(name))
 
+    def trace(self, batch: Batch) -> list[Block]:
+        """Find the formats of the blocks' outputs, unless they are known; also for a `dense_copy`. Returns the blocks.
+
+        Raises:
+            ModelError: the blocks do not pass on one hidden state.
+        """
+        whole = [*self.blocks]
+        if not self._traced:
+            self.blocks[:] = with_formats(
+                self.module,
+                whole,
+                batch,
+                self.arithmetic,
+                lambda stage: self.load(whole[stage]),
+                lambda stage: self.drop(whole[stage]),
+            )
+            self._traced = True
+        return self.blocks
+
     def halve(self, batch: Batch) -> list[Block]:
         """Divide the blocks into halves, unless they are; also those of a `dense_copy`. Returns the halves.
 
         Raises:
+            ModelError: the blocks do not pass on one hidden state.
             ProblemError: a block cannot be divided.
         """
-        if any(block.half is not None for block in self.blocks):
+        whole = [*self.trace(batch)]
+        if any(block.half is not None for block in whole):
             return self.blocks
-        whole = [*self.blocks]
         self.blocks[:] = halved(
             self.module,
             whole,
@@ -337,6 +360,22 @@ def blocks_of(module: nn.Module) -> list[Block]:
         raise ModelError(f"{type(module).__name__} has no list of blocks; prune it in memory instead.")
     path = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
     return [Block(f"{path}.{name}", 0) for name, _ in lists[path].named_children()]
+
+
+def _require_own_parameters(module: nn.Module, blocks: Sequence[Block]) -> None:
+    """Check that no parameter belongs to two blocks.
+
+    Raises:
+        ModelError: names a shared parameter.
+    """
+    owners: dict[int, str] = {}
+    for block in blocks:
+        for name, parameter in module.get_submodule(block.path).named_parameters():
+            if owners.setdefault(id(parameter), block.path) != block.path:
+                raise ModelError(
+                    f"The blocks {owners[id(parameter)]} and {block.path} share the parameter {name}; prune the model "
+                    "in memory instead of block by block."
+                )
 
 
 def _fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -22,6 +22,7 @@ from iobs.errors import ProblemError
 from iobs.models.block_writer import BlockWriter
 from iobs.models.output import check_output, output_of_ranks
 from iobs.models.spill import Place, Room, Storage, chosen, spilled_batches
+from iobs.models.streamable import require_streamable
 from iobs.models.streamed import StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.calibration.blocks import Block
@@ -29,7 +30,7 @@ from iobs.pruning.cost.memory_plan import Plan, Sizes, plan
 from iobs.pruning.cost.phases import STEP_TOKENS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
-from iobs.pruning.recipe import Recipe, as_allocation
+from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
@@ -152,35 +153,8 @@ class StreamedStore(Store):
         """
         if not self._ready:
             raise ProblemError("A streamed store takes one run, in the context of its `open`; open another one.")
-        self.require_streamable(recipe)
+        require_streamable(recipe)
         self._run.recipe = recipe
-
-    @staticmethod
-    def require_streamable(recipe: Recipe) -> None:
-        """Refuse recipes that need more than one block in memory.
-
-        Raises:
-            ProblemError: names the settings.
-        """
-        usual = Recipe()
-        whole = ["inputs", "batch_norm", "curvature"]
-        if recipe.blocks is None or not recipe.blocks.network_steps:  # on text, which take the place of both
-            whole += ["rounds", "finetune"]
-        names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
-        if recipe.blocks is not None and recipe.blocks.sampled not in (0, "auto"):
-            names.append("blocks.sampled")
-        if not as_allocation(recipe.allocation).by_block:
-            names.append("allocation")
-        if recipe.target == "model":
-            names.append("target")
-        if recipe.network_solver is not None:
-            names.append("solver")
-        if names:
-            raise ProblemError(
-                f"{', '.join(names)}: not with one block in memory at a time yet, because the whole model would be "
-                'needed. Take the recipes "one-shot", "fast" or "best" and their solver, refine, damping, target, '
-                "bias, blocks, rules and keep_zeros, or prune in memory."
-            )
 
     def folded(self) -> AbstractContextManager[None]:
         """Do nothing: the weights are in files."""
@@ -204,20 +178,20 @@ class StreamedStore(Store):
             return collect(data)
         return collect(data, partial(spilled_batches, self._storage.folder))
 
-    def checked(self, batches: Sequence[Batch], selection: Selection) -> Selection:
+    def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
         """The selection itself: the model cannot be called before its blocks are loaded.
 
         Raises:
             ProblemError, OutputError: the hidden states have no room; see `iobs.models.spill.chosen`.
         """
         known = self.streams == "auto" and self.device.type == "cpu"
-        place = "disk" if known else self.plan(selection, batches, self._run.recipe, 0.0).streams
+        place = "disk" if known else self.plan(selection, batches, self._run.recipe, holdout).streams
         self._storage.place = cast(Place, place)
         return selection
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
         """The blocks of the model, or their halves."""
-        return self.streamed.halve(batches[0]) if halves else self.streamed.blocks
+        return self.streamed.halve(batches[0]) if halves else self.streamed.trace(batches[0])
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
         """All tensors of the files."""
@@ -365,11 +339,23 @@ class StreamedStore(Store):
         numbers = [sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks]
         on_cpu = self.device.type == "cpu"
         outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
-        vocabulary = int(getattr(getattr(self.model, "config", None), "vocab_size", 0))
+        config = getattr(self.model, "config", None)
+        vocabulary, hidden = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))
         step = max(STEP_TOKENS, max(positions(batch) for batch in batches))
         biased = any(f"{layer.path}.bias" in entries for layer in selection.layers)
         found = plan(
-            Sizes(selection.layers, max(numbers), itemsize, 0, step, vocabulary, biased, self.streamed.score_bytes),
+            Sizes(
+                selection.layers,
+                max(numbers),
+                itemsize,
+                0,
+                step,
+                vocabulary,
+                biased,
+                self.streamed.score_bytes,
+                hidden,
+                len(blocks),
+            ),
             outside_bytes=0 if on_cpu or recipe.blocks is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
             batches=batches,
@@ -382,18 +368,24 @@ class StreamedStore(Store):
         return found.placed(chosen(self.streams, on_cpu, found.streams_bytes, self._room(found)), self.device)
 
     def _room(self, found: Plan) -> Room:
-        """Free bytes in each place, besides what the run itself takes."""
+        """Free bytes in each place for this rank, besides what the run itself takes; each rank has its own device."""
+        ranks = current().size
         parent = next(folder for folder in (self.output, *self.output.resolve().parents) if folder.is_dir())
-        disk = shutil.disk_usage(parent).free - found.model_bytes
+        disk = (shutil.disk_usage(parent).free - found.model_bytes) // ranks
+        memory = available() // ranks
         if self.device.type == "cpu":
-            return Room(0, available(), disk)
+            return Room(0, memory, disk)
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_allocated(self.device)
-        return Room(free - found.peak_bytes, available(), disk)
+        return Room(free - found.peak_bytes, memory, disk)
 
-    def require_room(self, plan: Plan) -> None:
-        """Check that the disk has room for the output and for the activations.
+    def require_room(self, plan: Plan, checkpoint: str | Path | None = None) -> None:
+        """Check that the disk has room for the output, for the activations, and for the rest of a checkpoint beside it.
 
         Raises:
             OutputError: the disk has too little room.
         """
-        check_output(self.output, needed_bytes=plan.model_bytes + current().size * plan.spilled_bytes)
+        needed = plan.model_bytes + current().size * plan.spilled_bytes
+        if checkpoint is not None:
+            written = sum(entry.stat().st_size for entry in Path(checkpoint).glob("*") if entry.is_file())
+            needed += max(0, plan.checkpoint_bytes - written)
+        check_output(self.output, needed_bytes=needed)

@@ -63,8 +63,13 @@ _UNREACHED = Reason("unreached", "the network fed it nothing on the calibration 
 _UNOBSERVED = Reason("not multiplied", "used by the model, but in no product that can be observed")
 
 
-def run(work: Workspace) -> Report:
-    """Run Algorithm 2; at the end the model has the weights of the best record."""
+def run(work: Workspace, ends: bool = True) -> Report:
+    """Run Algorithm 2; at the end the model has the weights of the best record.
+
+    Args:
+        work: the state of the run.
+        ends: tell the callbacks of the end; False if the caller changes the model further, and tells them itself.
+    """
     started, census = time.perf_counter(), Census.of(work.store.model)
     with work.store.running(work.request.patterns, work.memory):  # restores the dense weights on any failure
         dense, foretell = prepare(work, census), forecaster(work)
@@ -89,7 +94,10 @@ def run(work: Workspace) -> Report:
             work.store.restore(weights)
             best.consider(finetune_last(work, projection, plan, step, len(best.records)))
         work.store.restore(best.weights)
-        return report_of(work, best, dense, census, allocation, time.perf_counter() - started)
+        report = report_of(work, best, dense, census, allocation, time.perf_counter() - started)
+        if ends:
+            work.callbacks.on_end(report)
+        return report
 
 
 def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None) -> RoundRecord:
@@ -225,6 +233,8 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     """
     work.decided = decide_steps(work)
     layers, decided = work.selection.layers, work.decided
+    if decided.blocks is not None and work.ranks.size > 1:
+        work.ranks.require_enough(in_steps(work.store.model, work.fit, decided.blocks))
     with work.store.as_dense():
         work.callbacks.on_start(work.store.model, [layer.name for layer in layers], decided.rounds.count)
     warn_of_coverage(work, census.coverage(work.selection, 0))
@@ -359,11 +369,11 @@ def report_of(
     allocation: list[AllocationRecord],
     seconds: float,
 ) -> Report:
-    """The report of the run, also sent to the callbacks."""
+    """The report of the run."""
     loss, before = dense
     coverage = census.coverage(work.selection, work.store.zeros())
     warn_of_coverage(work, coverage)
-    report = Report(
+    return Report(
         settings=work.facts(),
         loss=loss,
         rounds=best.records,
@@ -376,8 +386,6 @@ def report_of(
         notes=work.callbacks.notes,
         allocation=allocation,
     )
-    work.callbacks.on_end(report)
-    return report
 
 
 def audited(work: Workspace, plan: Plan) -> list[AuditRow]:

@@ -11,6 +11,7 @@ from torch import nn
 from iobs.errors import CoverageWarning
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.report import LayerRecord, Report, RoundRecord
+from iobs.pruning.structured_report import StructuredReport
 
 logger = logging.getLogger("iobs")
 
@@ -88,6 +89,9 @@ class LoggingCallback(Callback):
 
     def on_end(self, report: Report) -> None:
         """Log the result."""
+        if isinstance(report, StructuredReport):
+            logger.info("Done in %.1f s: %s", report.seconds, " ".join(report.counts()))
+            return
         logger.info("Done in %.1f s: %d of %d weights are zero.", report.seconds, report.zeros, report.weights)
 
 

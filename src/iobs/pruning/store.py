@@ -18,7 +18,7 @@ from iobs.pruning.calibration.replay import exact_chain
 from iobs.pruning.calibration.residency import InMemory
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.network.modes import keeping_buffers, put, state
+from iobs.pruning.network.modes import keeping_buffers, put, state, structure_kept_on_failure
 from iobs.pruning.network.selection import Selection, select
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import AuditRow
@@ -88,8 +88,8 @@ class Store(InMemory):
         """Collect and check the calibration batches; errors as in `samples.batches.collect`."""
         return collect(data)
 
-    def checked(self, batches: Sequence[Batch], selection: Selection) -> Selection:
-        """Check the batches and the layers on the model.
+    def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
+        """Check the batches and the layers on the model; `holdout` is the share of the samples that is held out.
 
         Returns:
             The selection without layers whose forward changes the weight before multiplying.
@@ -146,6 +146,16 @@ class Store(InMemory):
             yield
         except BaseException:  # an interrupted user must get the weights back too
             self.reset()
+            raise
+
+    @contextmanager
+    def unchanged_by_failure(self) -> Iterator[None]:
+        """Context in which a model may lose units and modules: after an error it is as before, weights included."""
+        try:
+            with structure_kept_on_failure(self.model):
+                yield
+        except BaseException:
+            self.reset()  # by names and shapes, so after the structure
             raise
 
     def allocated(self, patterns: Mapping[Layer, Pattern]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.structured import Runtime, Structured
-from iobs.errors import AuditError, LayerSelectionError, ModelError, NonFiniteError, ProblemError
+from iobs.errors import AuditError, LayerSelectionError, ModelError, NonFiniteError, ProblemError, first_line
 from iobs.pruning.algorithm import run
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
@@ -46,6 +46,7 @@ from iobs.pruning.workspace import Request, Workspace
 Names = str | Sequence[str] | None
 
 
+_LARGEST_GAP = 0.05  # difference of outputs in short floats, relative to the largest output
 _NO_CHANGE = Recipe(solver="magnitude")  # keeps all units with their weights, and reads a few samples
 
 
@@ -63,13 +64,23 @@ class Asked:
 
 
 def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:
-    """Remove units of the model of a store; the model becomes narrower.
+    """Remove units of the model of a store; the model becomes narrower, or after an error it is as before.
 
     Raises:
         LayerSelectionError: no units were found, or names match nothing.
         PatternError: the cost cannot be reached.
         CalibrationError: the model does not take a batch.
+        ModelError: the class of the model cannot have the narrower shapes.
+        AuditError: the narrower model gives other outputs.
     """
+    with store.unchanged_by_failure():
+        report = _narrower(store, collected, asked, told)
+        with evaluating(store.model):
+            told.on_end(report)
+        return report
+
+
+def _narrower(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:
     if asked.pattern.sparsity == 0:
         told.on_note("Nothing is removed, since 0 % were asked: no widths are measured, and no weight changes.")
         asked = replace(asked, recipe=_NO_CHANGE, pattern=replace(asked.pattern, of="macs"))
@@ -83,9 +94,14 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
         if loadable:
             sites = _loadable(sites, form, told)
         dense = Products.count(model, collected[0], sites.sites)
+        if not dense.held.of({}):
+            raise LayerSelectionError(
+                "The first calibration batch reaches no layer that holds units, so that no cost can be counted; give "
+                "data that reach them first."
+            )
         refitted = sites.sites if asked.recipe.refits_biases else ()
         with _added_biases(model, refitted, sites, form, loadable) as added:
-            selection = store.checked(collected, _selection(store, sites, asked))
+            selection = store.checked(collected, _selection(store, sites, asked), asked.holdout)
             patterns = {layer: sites.groups(layer) for layer in selection.layers}
             sites = sites.read_by(selection.layers)
             tied = _tied(sites.sites, form, asked.pattern.uniform)
@@ -101,16 +117,16 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
                 form.offered() if loadable else {},
             )
             work = Workspace.of(store, request, selection, collected, told, frozen)
-            report = run(work)
+            report = run(work, ends=False)
             kept = {site.name: kept_units(model, site, sites, work.decided.widths[site.name]) for site in sites.sites}
-    before = outputs_of(model, collected[0])
+    expected = Expected.of(model, collected[0])
     wide = copy.deepcopy(model) if can_copy(model) else None  # its zeros take the time of the dense network
     remove(model, sites.sites, {name: units.tolist() for name, units in kept.items()}, _taken(model, added))
     if loadable:
         counts = {site.name: len(kept[site.name]) for site in sites.sites if len(kept[site.name]) < site.count}
         given = [site.name for site in sites.sites if site.reader in added and not site.can_bias]
         configure(model, form, counts, given)
-    require_same(before, outputs_of(model, collected[0]))
+    expected.require(model)
     found = reported(report, sites, kept, dense, asked.recipe.target != "layer")
     return replace(found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, told)])
 
@@ -158,8 +174,8 @@ def seconds_of(
         return []
     try:
         before, after = shares_of(wide, narrow, batch, runtime)
-    except ModelError as error:
-        told.on_note(f"Time not measured: {error}")
+    except Exception as error:  # of any runtime; the run has succeeded
+        told.on_note(f"Time not measured: {first_line(error)}")
         return []
     return [CostRecord(SECONDS, before, after, f"of one sample in {NAMES[runtime]}")]
 
@@ -272,21 +288,55 @@ def _taken(model: nn.Module, paths: Sequence[str]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def outputs_of(model: nn.Module, batch: Batch) -> Tensor:
-    """The outputs of a model on a batch, in eval mode."""
+def outputs_of(model: nn.Module, batch: Batch, single: bool = False) -> Tensor:
+    """The outputs of a model on a batch, in eval mode; with `single` computed in float32, by a copy if necessary."""
+    batch = batches.to_device(batch, next(model.parameters()).device)
+    if single and _precision(model) > torch.finfo(torch.float32).eps:
+        model = copy.deepcopy(model).float()
+        batch = batches.mapped(batch, lambda value: value.float() if value.is_floating_point() else value)
     with evaluating(model):
-        return logits(batches.forward(model, batches.to_device(batch, next(model.parameters()).device)))
+        return logits(batches.forward(model, batch))
 
 
-def require_same(before: Tensor, after: Tensor) -> None:
-    """Check that the narrower model computes what the model with zero columns did.
+@dataclass(frozen=True)
+class Expected:
+    """Outputs of a model with zeros, which the narrower model has to give.
 
-    Raises:
-        AuditError: it does not.
+    Attributes:
+        batch: that the model was called on.
+        outputs: of the model.
+        single: they were computed in float32; models that are too large for a copy compute in their own dtype.
     """
-    gap = float((before.double() - after.double()).abs().max()) / max(float(before.double().abs().max()), 1e-30)
-    if gap > 50 * torch.finfo(before.dtype).eps ** 0.75:
-        raise AuditError(f"The narrower model gives other outputs than the model with zeros (difference {gap:.1e}).")
+
+    batch: Batch
+    outputs: Tensor
+    single: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Batch) -> Expected:
+        """The outputs of a model with zeros."""
+        return cls(batch, outputs_of(model, batch, can_copy(model)), can_copy(model))
+
+    def require(self, model: nn.Module) -> None:
+        """Check that a narrower model gives these outputs.
+
+        Raises:
+            AuditError: it does not.
+        """
+        before, after = self.outputs.double(), outputs_of(model, self.batch, self.single).double()
+        gap = float((before - after).abs().max()) / max(float(before.abs().max()), 1e-30)
+        own, single = _precision(model), torch.finfo(torch.float32).eps
+        rounded = own if self.single else 50 * own**0.75  # of biases alone, or of everything
+        if not gap <= max(50 * single**0.75, min(_LARGEST_GAP, rounded)):
+            raise AuditError(
+                f"The narrower model gives other outputs than the model with zeros (difference {gap:.1e})."
+            )
+
+
+def _precision(model: nn.Module) -> float:
+    """The machine epsilon of the shortest floats of a model."""
+    kinds = {value.dtype for value in model.parameters() if value.is_floating_point()}
+    return max((torch.finfo(kind).eps for kind in kinds), default=0.0)
 
 
 @torch.no_grad()

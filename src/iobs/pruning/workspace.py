@@ -317,4 +317,5 @@ class Workspace:
         """The identity of the run: a checkpoint is valid only for the same weights, data and settings."""
         layers = [layer.name for layer in self.selection.layers]
         asked = {**self.request.identity(), "layers": layers, "arithmetic": str(self.store.arithmetic)}
+        asked |= {"device": self.store.device.type, "ranks": self.ranks.size}
         return identity_of(asked, self.store.state(), self.fit.batches, self.heldout.batches)

@@ -53,6 +53,7 @@ GROUP_SOLVERS: Solvers = {
     "flap": Flap,
     "scores": GivenScores,
 }
+UNIT_SOLVERS = tuple(sorted(GROUP_SOLVERS.keys() - {"scores"}))  # those that need no values of the caller
 GROUP_REFINEMENTS: Refinements = {"refit": GroupRefit, "swap": Exchange}
 GRID_SOLVERS: Solvers = {
     "admm": GridSearch,

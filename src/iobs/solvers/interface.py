@@ -15,7 +15,17 @@ from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.core.shared_rows import RowsOf
 from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError
-from iobs.solvers.families import BUDGETED, ENTRIES, GRIDS, REFINEMENTS, SOLVERS, Family, family_of, require_fit
+from iobs.solvers.families import (
+    BUDGETED,
+    COLUMN_GROUPS,
+    ENTRIES,
+    GRIDS,
+    REFINEMENTS,
+    SOLVERS,
+    Family,
+    family_of,
+    require_fit,
+)
 from iobs.solvers.options import require_budget
 from iobs.solvers.protocols import Budget, Refinement, Solver
 
@@ -226,14 +236,14 @@ def _solver(family: Family, solver: str | Solver, budget: Budget, options: dict[
 
 
 def require_known_solver(solver: str | Solver) -> None:
-    """Check that a solver exists, before any work is done.
+    """Check that a solver of some kind of patterns exists, before any work is done.
 
     Raises:
         ProblemError: neither a name of a solver nor a function.
     """
     _require_name_or_function("solver", solver)
-    known = GRIDS if isinstance(solver, str) and solver in GRIDS.solvers.keys() - SOLVERS.keys() else ENTRIES
-    _solver(known, solver, "default", {})
+    families = [one for one in (ENTRIES, GRIDS, COLUMN_GROUPS) if solver in one.solvers]
+    _solver([*families, ENTRIES][0], solver, "default", {})
 
 
 def require_known_refinement(refine: str | Refinement | None) -> None:

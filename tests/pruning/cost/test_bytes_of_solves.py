@@ -10,7 +10,9 @@ from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.residency import InMemory, park_wide
 from iobs.pruning.cost import memory_plan
+from iobs.pruning.cost.checkpoint_size import checkpoint_bytes
 from iobs.pruning.cost.memory_plan import Kind, Sizes, gathering_bytes, peaks, solving_bytes
+from iobs.pruning.cost.phases import Rates, Shape, Work, network_seconds
 from iobs.pruning.layerwise import problem
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
@@ -91,6 +93,24 @@ def test_biases_raise_the_peak_of_solves():
     plain, biased = (peaks(one, Recipe(target="residual"), False)["solves"] for one in sizes)
     copies = 2 * 8 * 64**2 + 8 * 64**2  # of both Grams, and of the moments of the drift
     assert biased - plain == copies
+
+
+def test_steps_of_the_network_keep_the_input_of_every_block():
+    recipe = Recipe(target="residual", blocks=BlockFit(network_steps=2))
+    one, many = (Sizes([Layer("a", (64, 32))], 10**4, 2, 512, 512, 0, hidden=64, blocks=count) for count in (1, 33))
+    name = "steps of the network"
+    assert peaks(many, recipe, False)[name] - peaks(one, recipe, False)[name] == 2 * 32 * 512 * 64
+
+
+def test_steps_of_the_network_move_weights_masters_and_masks():
+    work = Work([Shape(64, 32)] * 2, 4096, 10**5)
+    fit, rates = BlockFit(network_steps=10, network_lr=1e-3), Rates(1e30, 1e30, transfer=1.0)
+    assert network_seconds(work, fit, rates) == 10 * (2 * 10**5 + 19 * 2 * 64 * 32)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("one-shot", 2), ("fast", 10), ("best", 40)])
+def test_checkpoint_bytes_of_a_weight(name, expected):
+    assert checkpoint_bytes(1000, 2, Recipe.preset(name)) == 1000 * expected
 
 
 def test_an_allocation_has_grams_of_held_out_samples():

@@ -106,9 +106,9 @@ def test_a_language_model_with_padding_is_pruned():
 
 
 def test_the_joint_curvature_needs_the_whole_model():
-    from iobs.models.streamed_store import StreamedStore
+    from iobs.models.streamable import require_streamable
 
     with pytest.raises(ProblemError, match="curvature"):
-        StreamedStore.require_streamable(iobs.Recipe.preset("one-shot").but(curvature="joint"))
+        require_streamable(iobs.Recipe.preset("one-shot").but(curvature="joint"))
     with pytest.raises(ProblemError, match="curvature"):
         iobs.Recipe(curvature="fisher")

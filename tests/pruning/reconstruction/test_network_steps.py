@@ -1,6 +1,7 @@
 """Steps of the whole network, block by block: their gradient is that of ordinary back-propagation."""
 
 import copy
+from types import SimpleNamespace
 
 import torch
 from families import LANGUAGE_MODELS, language_batches
@@ -12,9 +13,11 @@ from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.residency import InMemory
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit, Recipe
+from iobs.pruning.reconstruction.fitting import Fit
 from iobs.pruning.reconstruction.network_steps import NetworkSteps
 from iobs.pruning.reconstruction.optimizers import Factored
 from iobs.pruning.reconstruction.parameters import Masters
+from iobs.pruning.reconstruction.scaled import scaled_gradients
 from iobs.pruning.runtime.ranks import ALONE
 from iobs.pruning.store import Store
 
@@ -62,6 +65,78 @@ def test_gradient_block_by_block_equals_back_propagation():
         found = {name: value for one in recorders for name, value in one.gradients.items()}
         for name, value in zip(every, expected, strict=True):
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6 + 1e-4 * float(value.abs().max()))
+
+
+def test_gradient_in_float16_is_not_rounded_to_zero():
+    model, data = llama()
+    wanted = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-3 * torch.randn_like(parameter) * (parameter.ndim > 1))
+    chain, found = [Block(f"model.layers.{number}", 0) for number in range(2)], {}
+    for dtype in (torch.float32, torch.float16):
+        pair = [copy.deepcopy(one).to(dtype) for one in (model, wanted)]
+        with evaluating(pair[0]), evaluating(pair[1]):
+            streams = [Stream(one, data[:1], chain) for one in pair]
+            with torch.no_grad():
+                streams[0].advance(BEFORE)
+                for stage in (BEFORE, 0, 1):
+                    streams[1].advance(stage)
+            names = [[name for name, _ in model.named_parameters() if block.path in name] for block in chain]
+            masters = [Masters.of(Store(pair[0]), own, {}) for own in [*names, ["model.norm.weight"]]]
+            recorders = [Recorder() for _ in masters]
+            NetworkSteps(*streams, masters, InMemory(), [0], [], ALONE, 0)._step(0, recorders, 1.0)
+            found[dtype] = {name: value for one in recorders for name, value in one.gradients.items()}
+    for name, value in found[torch.float32].items():
+        half = found[torch.float16][name]
+        assert half.dtype is torch.float32
+        assert (half == 0).float().mean() < 0.02 + (value == 0).float().mean(), name
+
+
+def test_gradient_of_a_fit_in_float16_is_that_of_float32(monkeypatch):
+    """The denominator of the loss is that of 1,024 tokens of width 4,096: 2 / denominator is zero in float16."""
+    torch.manual_seed(0)
+    inputs, found = torch.randn(64, 16), {}
+    layer = torch.nn.Linear(16, 16, bias=False)
+    wanted = (inputs @ layer.weight.T).detach() + 0.01 * torch.randn(64, 16)
+    for dtype in (torch.float32, torch.float16):
+        model = copy.deepcopy(layer).to(dtype)
+        window = SimpleNamespace(
+            loss=lambda index, model=model, dtype=dtype: (
+                (model(inputs.to(dtype)).float() - wanted).square().sum() / (1024 * 4096 * 10)
+            ),
+            weight=lambda index: 1024.0 * 4096 * 10,
+        )
+        (found[dtype],) = Fit(window, Masters.of(Store(model), ["weight"], {}), ALONE, 0)._gradients(0)
+    torch.testing.assert_close(found[torch.float16], found[torch.float32], rtol=0.1, atol=1e-8)
+    assert not (found[torch.float16] == 0).any()
+
+
+def test_scale_is_halved_until_gradients_are_finite():
+    weight = torch.tensor([3.0, 0.0], dtype=torch.float16, requires_grad=True)
+    value, found, scale = scaled_gradients(lambda: (weight * 1000).float().sum(), [weight], 2.0**20)
+    assert (float(value), scale) == (3000.0, 2.0**6)
+    assert (found[0] / scale).tolist() == [1000.0, 1000.0]
+
+
+def test_judged_hidden_states_are_stored_between_the_blocks():
+    model, data = llama()
+    chain, kept = [Block(f"model.layers.{number}", 0) for number in range(2)], {}
+
+    def keep(index, hidden):
+        kept.setdefault(index, []).append(hidden)
+        return hidden
+
+    with evaluating(model), torch.no_grad():
+        streams = [Stream(model, data, chain, keep=one) for one in (keep, lambda _, hidden: hidden)]
+        for stage in (BEFORE, 0, 1):
+            streams[1].advance(stage)
+        streams[0].advance(BEFORE)
+        kept.clear()
+        masters = [Masters.of(Store(model), [], {}) for _ in range(3)]
+        loss = NetworkSteps(*streams, masters, InMemory(), [0], [1, 3], ALONE, 0).loss()
+    assert {index: len(hidden) for index, hidden in kept.items()} == {1: 2, 3: 2}
+    assert loss == 0
 
 
 def test_factored_moment_is_exact_for_squares_of_rank_one():

@@ -10,14 +10,16 @@ from torch import nn
 
 import iobs
 from iobs.core.patterns import NM, Unstructured
-from iobs.errors import ProblemError
+from iobs.errors import DistributedError, ProblemError
 from iobs.pruning.calibration.losses import kl_to, mean_loss
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.reconstruction import walk
 from iobs.pruning.reconstruction.growth import growing, next_start
+from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.workspace import Workspace
 
 SHORT = BlockFit(steps=20, between=4, lr=3e-3)
 RECIPE = Recipe(target="residual", blocks=SHORT)
@@ -105,9 +107,20 @@ def test_harmful_fit_is_undone(monkeypatch):
 def test_network_without_blocks_is_projected_only():
     model, data = build("perceptron")
     other = copy.deepcopy(model)
-    iobs.prune(model, data, 0.5, RECIPE)
+    report = iobs.prune(model, data, 0.5, RECIPE)
     iobs.prune(other, data, 0.5, Recipe(target="residual"))
+    assert sum("No block reconstruction" in note for note in report.notes) == 1
+    assert "blocks" not in report.settings["decided"]
     assert torch.equal(model.fc2.weight, other.fc2.weight)
+
+
+def test_fewer_steps_than_ranks_are_refused_before_any_work(monkeypatch):
+    """Eight windows make four batches of a gradient step."""
+    model, data = llama()
+    data = [{"input_ids": one[:, :16]} for batch in data for one in batch["input_ids"][:, None]][:8]
+    monkeypatch.setattr(Workspace, "ranks", Ranks(0, 8))
+    with pytest.raises(DistributedError, match=r"8 ranks share \d calibration batches"):
+        iobs.prune(model, data, 0.5, RECIPE, holdout=0.0)
 
 
 @pytest.mark.parametrize("name", ["transformer", "convolutional"])

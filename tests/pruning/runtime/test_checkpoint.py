@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from simulated_gpu import on_gpu
 from small_runs import problem, prune
 
 import iobs
@@ -17,6 +18,7 @@ from iobs.pruning.runtime import checkpoint
 from iobs.pruning.runtime import ranks as distributed
 from iobs.pruning.runtime.checkpoint import DiskCheckpoint
 from iobs.pruning.runtime.fingerprint import fingerprint
+from iobs.pruning.workspace import Workspace
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,21 @@ def test_checkpoint_names_changed_amounts_of_data_and_no_digest(tmp_path):
     with pytest.raises(CheckpointError, match=r"calibration data\.samples was 58 and is 43") as caught:
         prune(model, data[:3], checkpoint=tmp_path)
     assert "sha256" not in str(caught.value)
+
+
+def test_checkpoint_names_another_device(gpu, tmp_path):
+    model, data = problem()
+    prune(copy.deepcopy(model), data, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match="device was cpu and is cuda"):
+        prune(on_gpu(model), data, checkpoint=tmp_path)
+
+
+def test_checkpoint_names_another_number_of_ranks(tmp_path, monkeypatch):
+    model, data = problem()
+    prune(copy.deepcopy(model), data, checkpoint=tmp_path)
+    monkeypatch.setattr(Workspace, "ranks", distributed.Ranks(0, 2))
+    with pytest.raises(CheckpointError, match="ranks was 1 and is 2"):
+        prune(model, data, checkpoint=tmp_path)
 
 
 def test_checkpoint_removes_half_written_files(tmp_path):
@@ -122,11 +139,16 @@ def test_checkpoint_stores_gpu_generators(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.ByteTensor([1]), torch.ByteTensor([2])])
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: put_back.append((device, state.tolist())))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     checkpoint = DiskCheckpoint(tmp_path, {})
     checkpoint.put("a", {"x": torch.ones(2)}, {})
     tensors, _ = DiskCheckpoint(tmp_path, {}).get("a")
     assert [*tensors] == ["x"]
     assert sorted(put_back) == [(0, [1]), (1, [2])]
+    put_back.clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # of another machine
+    DiskCheckpoint(tmp_path, {}).get("a")
+    assert put_back == [(0, [1])]
 
 
 def test_checkpoint_refuses_damaged_entries_and_other_folders(tmp_path):

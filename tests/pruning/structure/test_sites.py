@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.sites import find_sites
+from iobs.pruning.structure.sites import find_sites, traced_sites
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 48}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -143,3 +143,44 @@ def test_tied_parameters_are_left_alone():
     assert len(find_sites(model, torch.ones(2, 6))) == 2
     model[2].weight = model[0].weight
     assert find_sites(model, torch.ones(2, 6)) == []
+
+
+class Normed(nn.Module):
+    """Two convolutions and the batch norms that take their outputs."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+        self.up = nn.Conv2d(3, 8, 1)
+        self.first, self.second = nn.Conv2d(8, 4, 1, bias=False), nn.Conv2d(8, 4, 1, bias=False)
+        self.one, self.two = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        given = torch.relu(self.up(x))
+        y, z = self.first(given), self.second(given)
+        small = self.first(given[..., ::2, ::2])
+        uses = {
+            "one norm": lambda: (self.one(y), self.one(small), self.two(z)),
+            "a norm for each level": lambda: (self.one(y), self.two(small), z),
+            "also added": lambda: (self.one(y) + y, self.one(small), self.two(z)),
+            "also returned": lambda: (self.one(y), small, self.two(z)),
+            "also joined": lambda: (self.one(y), torch.cat([small, small]), self.two(z)),
+            "a norm of two": lambda: (self.one(y), self.one(small), self.one(z)),
+        }
+        return uses[self.use]()
+
+
+@pytest.mark.parametrize(
+    ("use", "norms"),
+    [
+        ("one norm", ["one", "two"]),
+        ("a norm for each level", [None, None]),
+        ("also added", [None, "two"]),
+        ("also returned", [None, "two"]),
+        ("also joined", [None, "two"]),
+        ("a norm of two", [None, None]),
+    ],
+)
+def test_batch_norm_is_that_of_a_reader_only_if_it_alone_takes_all_outputs(use, norms):
+    (site,) = traced_sites(Normed(use).eval(), torch.randn(2, 3, 6, 6))
+    assert [one.norm for one in sorted(site.readers, key=lambda one: one.path)] == norms

@@ -124,8 +124,7 @@ class Tracer:
             call.ended = self.events
             hidden = hidden_of(output)
             call.output = None if hidden is None else self._value(hidden)
-            if hidden is not None and isinstance(output, (tuple, list)):
-                call.rest = tree_map_only(Tensor, lambda _: None, tuple(output[1:]))
+            call.rest = rest_of(output)
 
         handles = []
         for path, module in model.get_submodule(within).named_modules(prefix=within):
@@ -152,6 +151,13 @@ def hidden_of(output: object) -> Tensor | None:
     if isinstance(output, (tuple, list)) and not isinstance(output, Mapping) and output:
         output = output[0]
     return output if isinstance(output, Tensor) else None
+
+
+def rest_of(output: object) -> tuple[object, ...] | None:
+    """The entries after the hidden state in a module's output, with None for tensors; None if there is no tuple."""
+    if hidden_of(output) is None or not isinstance(output, (tuple, list)):
+        return None
+    return tree_map_only(Tensor, lambda _: None, tuple(output[1:]))  # type: ignore[no-any-return]
 
 
 def with_hidden(hidden: Tensor, rest: tuple[object, ...] | None) -> object:

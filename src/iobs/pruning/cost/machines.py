@@ -62,6 +62,8 @@ class Network:
         weights: number of all weights.
         vocabulary: number of outputs.
         itemsize: bytes of a stored weight.
+        width: of the residual stream; 0: the least number of columns of a layer.
+        blocks: number of blocks.
     """
 
     layers: Sequence[Matrix]
@@ -70,6 +72,8 @@ class Network:
     weights: int
     vocabulary: int
     itemsize: int = 2
+    width: int = 0
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,19 @@ def need(
     tokens = samples * length
     step = max(length, STEP_TOKENS)
     at_once = step if fit is not None else batch * length
-    sizes = Sizes(network.layers, network.block, size, at_once, step, network.vocabulary)
+    sizes = Sizes(
+        network.layers,
+        network.block,
+        size,
+        at_once,
+        step,
+        network.vocabulary,
+        hidden=network.width,
+        blocks=network.blocks,
+    )
     outside = network.outside * size if fit is not None else 0
     found = {name: outside + peak for name, peak in peaks(sizes, recipe, holdout > 0).items()}
-    hidden = size * tokens * min(layer.shape[1] for layer in network.layers) // machine.count
+    hidden = size * tokens * sizes.width // machine.count
     work = Work(
         network.layers,
         tokens,
@@ -137,6 +150,7 @@ def need(
         at_once,
         samples,
         holdout,
+        network.width,
     )
     streams = held.streams * hidden + held.masters * work.weights
     return Need(machine, found, streams, phases(work, recipe, machine.rates))

@@ -10,6 +10,7 @@ import torch
 
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE
+from iobs.pruning.cost.checkpoint_size import checkpoint_bytes
 from iobs.pruning.cost.loads import Matrix, Rates, is_admm
 from iobs.pruning.cost.phases import Work, phases
 from iobs.pruning.recipe import Recipe, as_allocation
@@ -28,6 +29,7 @@ _SCORES = (
 )
 _SIDE = 1024  # of a product whose speed is measured
 _ENTRIES = 2**22  # of an entrywise sum whose speed is measured
+_COPIED = 2**26  # bytes of a copy whose speed is measured
 _ACTIVATIONS = 6  # tensors of (tokens, widest columns) in memory at once in the forward pass of a block
 
 
@@ -46,6 +48,7 @@ class Plan:
         grams_bytes: size of the Grams of wide layers that are kept in files.
         streams: the place of the hidden states: "device", "memory" or "disk".
         phases: seconds by phase.
+        checkpoint_bytes: size of a checkpoint, if there is one.
     """
 
     peak_bytes: int
@@ -57,6 +60,7 @@ class Plan:
     grams_bytes: int = 0
     streams: str = "disk"
     phases: dict[str, float] = field(default_factory=dict)
+    checkpoint_bytes: int = 0
 
     def placed(self, place: str, device: torch.device) -> Plan:
         """The plan with the hidden states in a place."""
@@ -109,6 +113,8 @@ class Sizes:
         vocabulary: number of outputs of the model per token.
         biased: True if layers have biases.
         score: bytes of one output of the model; None: as in a forward pass of the blocks.
+        hidden: width of the residual stream; 0: the least number of columns of a layer.
+        blocks: number of blocks.
     """
 
     layers: Sequence[Matrix]
@@ -119,6 +125,13 @@ class Sizes:
     vocabulary: int
     biased: bool = False
     score: int | None = None
+    hidden: int = 0
+    blocks: int = 1
+
+    @property
+    def width(self) -> int:
+        """Width of the residual stream."""
+        return self.hidden or min(layer.shape[1] for layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -159,7 +172,7 @@ class Kind:
 
 def kind_of(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool) -> Kind:
     """The Gram matrices that a recipe needs; see `peaks`."""
-    width = min(layer.shape[1] for layer in sizes.layers) if recipe.target == "residual" else 0
+    width = sizes.width if recipe.target == "residual" else 0
     centred = sizes.biased and recipe.refits_biases
     return Kind(2 if holdout else 1, recipe.target != "layer", width, centred, parked)
 
@@ -197,7 +210,8 @@ def peaks(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool = False) -> 
         found["steps of blocks"] = kept + max(passes, (itemsize + _GRADIENT_BYTES) * fitted)
     if fit is not None and fit.network_steps:
         # The block with its masters and gradients, and the input of every block for one batch.
-        found["steps of the network"] = (itemsize + 8) * sizes.block + step + logits
+        inputs = itemsize * sizes.blocks * sizes.step_tokens * sizes.width
+        found["steps of the network"] = (itemsize + 8) * sizes.block + inputs + step + logits
     return found
 
 
@@ -231,8 +245,7 @@ def plan(
     counts = [max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches]
     sizes = replace(sizes, tokens=max(counts))
     ranks, held = current(), held_blocks(recipe)
-    width = min(layer.shape[1] for layer in sizes.layers)
-    hidden = sizes.itemsize * sum(counts[ranks.rank :: ranks.size]) * width
+    hidden = sizes.itemsize * sum(counts[ranks.rank :: ranks.size]) * sizes.width
     work = Work(
         sizes.layers,
         sum(counts),
@@ -242,6 +255,7 @@ def plan(
         sum(counts) // len(counts),
         sum(map(data_batches.size, batches)),
         holdout,
+        sizes.hidden,
     )
     found = phases(work, recipe, measured_rates(device, dtype))
     kind = kind_of(sizes, recipe, holdout > 0, parked)
@@ -255,6 +269,7 @@ def plan(
         streams_bytes=held.streams * hidden + held.masters * work.weights,
         grams_bytes=sum(map(kind.parked_bytes, shapes.values())),
         phases=found,
+        checkpoint_bytes=checkpoint_bytes(work.weights, sizes.itemsize, recipe),
     )
 
 
@@ -327,7 +342,7 @@ def speed(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Speeds of products and of entrywise work on this machine, measured in about a second.
+    """Speeds of products, of entrywise work and of copies to the device, measured in about a second.
 
     Args:
         device: of the computations.
@@ -341,4 +356,14 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     float(total[0])
     memory = 20 * _ENTRIES / (time.perf_counter() - began)  # float32 read, float64 read and written
     product = single if dtype is torch.float32 else speed(device, dtype)
-    return Rates(product, single, double=speed(device, torch.float64), memory=memory)
+    return Rates(product, single, copy_speed(device), double=speed(device, torch.float64), memory=memory)
+
+
+def copy_speed(device: torch.device) -> float:
+    """Measured bytes per second of a copy from main memory to the device."""
+    locked = device.type == "cuda" and torch.cuda.is_available()
+    moved = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=locked)
+    moved.zero_().to(device, copy=True)  # the first use of memory is slower
+    began = time.perf_counter()
+    float(moved.to(device, copy=True)[0])
+    return _COPIED / (time.perf_counter() - began)

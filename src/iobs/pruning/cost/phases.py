@@ -34,6 +34,7 @@ _INPUTS = 3  # most inputs of one width in a block: of the attention, of its out
 _TRIED = 3  # densities at which an allocation runs a block
 _TRIAL_SAMPLES = 32  # of such a run
 _UPDATE_BYTES = 80  # of one weight in a step of Adam: gradient, master, moments, mask, and the copy into the model
+_MASTER_BYTES = 2 * 5 + 4 + 4 + 1  # of one weight: twice its master and mask, then the master, and back, and the mask
 _LOGIT_BYTES = 60  # of one logit in a divergence and its gradient
 
 
@@ -70,6 +71,7 @@ class Work:
         batch: tokens of a forward pass.
         samples: number of samples of these tokens.
         held_out: share of the tokens that is held out, and has Grams of its own.
+        hidden: width of the residual stream; 0: the least number of columns of a layer.
     """
 
     layers: Sequence[Matrix]
@@ -80,6 +82,7 @@ class Work:
     batch: int = 2048
     samples: int = 0
     held_out: float = 0.0
+    hidden: int = 0
 
     @property
     def weights(self) -> int:
@@ -89,7 +92,7 @@ class Work:
     @property
     def width(self) -> int:
         """Columns of the residual stream."""
-        return min(layer.shape[1] for layer in self.layers)
+        return self.hidden or min(layer.shape[1] for layer in self.layers)
 
     @property
     def blocks(self) -> int:
@@ -208,11 +211,12 @@ def network_seconds(work: Work, fit: BlockFit, rates: Rates) -> float:
     """Seconds of the steps of the whole network, and of the trials of their rate.
 
     A step runs every block forward, once more forward, and backward (twice as much), and brings its weights in twice.
+    Masters and masks follow them, from main memory or from files.
     """
     count = network_step_count(fit)
     step = Load(block=8.0 * STEP_TOKENS * work.weights, moved=_UPDATE_BYTES * work.weights)
     step += _head_load(work, 1, 0.0)
-    return count * (step.seconds(rates) + 2 * work.model_bytes / rates.transfer)
+    return count * (step.seconds(rates) + (2 * work.model_bytes + _MASTER_BYTES * work.weights) / rates.transfer)
 
 
 def network_step_count(fit: BlockFit) -> int:

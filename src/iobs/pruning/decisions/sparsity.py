@@ -147,7 +147,7 @@ def scheduled(plan: dict[Layer, Pattern], rounds: Rounds, index: int) -> dict[La
 
 
 def decide_steps(work: Workspace) -> Decisions:
-    """The decisions with one kind of steps of the whole network.
+    """The decisions without block reconstruction if there is no chain, and with one kind of steps of the whole network.
 
     Text takes these steps block by block, and needs no further rounds. Other data take the fine-tuning, which alters
     and mixes samples, and the rounds before it.
@@ -155,9 +155,12 @@ def decide_steps(work: Workspace) -> Decisions:
     blocks, decided = work.recipe.blocks, work.decided
     if blocks is None:
         return decided
+    if not work.chain:
+        work.note("No block reconstruction: the model does not run exactly along a chain of blocks.")
+        return replace(decided, blocks=None)
     if not blocks.network_steps or decided.finetune is None:
         return decided
-    if work.chain and positions(work.fit.batches[0]) > 1:
+    if positions(work.fit.batches[0]) > 1:
         work.note("Text: steps of the whole network, block by block, take the place of rounds and fine-tuning.")
         return replace(decided, rounds=Rounds(data=decided.rounds.data), finetune=None, tuned=False)
     return replace(decided, blocks=replace(blocks, network_steps=0))

@@ -138,6 +138,9 @@ def _timed(work: Workspace, pattern: Structured, sites: tuple[Site, ...]) -> tup
     """Times of the blocks of all sites, and the widths that are worth choosing."""
     offered = {site: work.request.offered.get(site.name) or widths_of(site, pattern) for site in sites}
     latency = measure(work.store.model, work.fit.batches[0], offered, pattern.runtime)
+    for site in offered:
+        if site.name not in latency.times:
+            work.note(f"{site.name} keeps all units: the first sample does not call its block, so it has no time.")
     return latency, {site.name: latency.useful(site, widths) for site, widths in offered.items()}
 
 

@@ -16,7 +16,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.solvers import Solver
 from iobs.solvers.admm import ADMM
-from iobs.solvers.families import GRID_SOLVERS, SOLVERS
+from iobs.solvers.families import ENTRIES, GRID_SOLVERS, SOLVERS, UNIT_SOLVERS, family_of
 from iobs.solvers.gridded.baselines import GPTQ
 from iobs.solvers.gridded.search import GridSearch
 
@@ -27,7 +27,7 @@ def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
     """Check, before any work, that a recipe can keep the grids of all patterns.
 
     Raises:
-        ProblemError: a setting cannot keep a grid, or a solver of grids has a layer without a grid.
+        ProblemError: a setting cannot keep a grid, or a solver of grids or units has a layer without them.
     """
     for layer, pattern in patterns.items():
         solver = recipe.for_layer(layer.name).solver
@@ -38,6 +38,12 @@ def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
                 raise ProblemError(
                     f"The solver {solver!r} puts weights on a grid, and the pattern {pattern} of {layer.name!r} has "
                     "none; give a pattern & iobs.Grid(4)."
+                )
+            units = isinstance(solver, str) and solver in set(UNIT_SOLVERS) - SOLVERS.keys()
+            if units and family_of(pattern) is ENTRIES:
+                raise ProblemError(
+                    f"The solver {solver!r} chooses whole units, and the pattern of {layer.name!r} is {pattern}; "
+                    "give iobs.Structured."
                 )
             continue
         _require_grid_solver(solver, pattern)

@@ -13,6 +13,8 @@ from iobs.errors import CalibrationError
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples, even
 
+_TABLES = ("_parameters", "_buffers", "_modules")  # dictionaries of a module that it changes in place
+
 
 def update_batch_norm(model: nn.Module, part: Samples) -> None:
     """Replace the running statistics by averages over the samples; modules that see no sample keep theirs.
@@ -188,3 +190,41 @@ def seeded(model: nn.Module, seed: int) -> Iterator[None]:
         for device in devices if torch.cuda.is_available() else ():
             torch.cuda.default_generators[device].manual_seed(seed)
         yield
+
+
+@contextmanager
+def structure_kept_on_failure(model: nn.Module) -> Iterator[None]:
+    """After an error give all modules and configurations their attributes, tensors and inner modules back.
+
+    What was written into a tensor in place stays.
+    """
+    holders = list(_holders(model))
+    before = [dict(vars(one)) for one in holders]
+    tables = {id(table): (table, dict(table)) for own in before for name in _TABLES if (table := own.get(name))}
+    try:
+        yield
+    except BaseException:
+        for one, attributes in zip(holders, before, strict=True):
+            vars(one).clear()
+            vars(one).update(attributes)
+        for table, entries in tables.values():
+            table.clear()
+            table.update(entries)
+        raise
+
+
+def _holders(model: nn.Module) -> Iterator[object]:
+    """The modules of a model, their configurations, and the configurations inside these; each once."""
+    seen: set[int] = set()
+    found: list[object] = [model]
+    while found:
+        one = found.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            inner = [*one.children(), vars(one).get("config")] if isinstance(one, nn.Module) else vars(one).values()
+            found += [each for each in inner if isinstance(each, nn.Module) or _is_configuration(each)]
+
+
+def _is_configuration(value: object) -> bool:
+    return hasattr(value, "to_dict") and hasattr(value, "__dict__")

@@ -10,6 +10,7 @@ from types import NoneType
 from iobs.errors import ProblemError, is_a
 from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS, NetworkSolver
 from iobs.solvers import REFINEMENTS, SOLVERS, Refinement, Solver, require_known_refinement, require_known_solver
+from iobs.solvers.families import UNIT_SOLVERS
 
 
 @dataclass(frozen=True)
@@ -62,5 +63,8 @@ class LayerSettings:
             require_known_solver(self.solver)
         except ProblemError as error:
             others = ", ".join(sorted(NETWORK_SOLVERS))
-            raise ProblemError(f"{str(error).rstrip('.')}; or one of the whole network: {others}.") from None
+            raise ProblemError(
+                f"{str(error).rstrip('.')}; or one of the whole network: {others}; or of whole units: "
+                f"{', '.join(UNIT_SOLVERS)}."
+            ) from None
         require_known_refinement(self.refine)

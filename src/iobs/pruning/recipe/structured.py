@@ -8,6 +8,9 @@ from pathlib import Path
 from iobs.errors import ProblemError
 from iobs.pruning.recipe.finetune import FineTune
 from iobs.pruning.recipe.recipe import Recipe, as_recipe
+from iobs.solvers.families import GRID_SOLVERS, SOLVERS, UNIT_SOLVERS
+
+_OF_ENTRIES = tuple(kind for kind in (*SOLVERS.values(), *GRID_SOLVERS.values()) if isinstance(kind, type))
 
 # One projection that repairs the residual stream, with the bias as a free column. "best" adds gradient steps on the KL
 # divergence to the dense network, in eval mode: batch norms keep their statistics, which the exact refit relies on.
@@ -48,7 +51,7 @@ def require_structured(recipe: Recipe) -> None:
     """Check that a recipe can remove whole units.
 
     Raises:
-        ProblemError: it names a setting that only zeros have.
+        ProblemError: it names a setting or a solver that only zeros have.
     """
     reasons = {
         "rounds": recipe.rounds.count > 1,
@@ -60,3 +63,6 @@ def require_structured(recipe: Recipe) -> None:
     found = [name for name, given in reasons.items() if given]
     if found:
         raise ProblemError(f"Structured removes units once, layer after layer; leave out {', '.join(found)}.")
+    solver, names = recipe.solver, ", ".join(UNIT_SOLVERS)
+    if solver not in ("admm", *UNIT_SOLVERS) if isinstance(solver, str) else isinstance(solver, _OF_ENTRIES):
+        raise ProblemError(f"The solver {solver!r} does not choose whole units; leave it out, or give one of {names}.")

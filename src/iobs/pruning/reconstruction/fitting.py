@@ -14,6 +14,7 @@ from iobs.pruning.calibration.losses import divergence
 from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.reconstruction.optimizers import Adam, rate_at
 from iobs.pruning.reconstruction.parameters import Masters
+from iobs.pruning.reconstruction.scaled import scale_of, scaled_gradients
 from iobs.pruning.runtime.memory import reusing_memory
 from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples import batches, outputs
@@ -135,13 +136,15 @@ class Fit:
         Raises:
             NonFiniteError: the loss is NaN or infinite.
         """
-        with torch.enable_grad():
-            loss = self.window.loss(index)
-            found = [*torch.autograd.grad(loss, self.masters.parameters, allow_unused=True)]
-        given = [loss.detach()]
+        parameters = self.masters.parameters
+        half = any(one.dtype is torch.float16 for one in parameters)
+        scale = scale_of(self.window.weight(index) if half else 1.0, parameters)
+        loss, found, scale = scaled_gradients(lambda: self.window.loss(index), parameters, scale)
+        given = [loss]
         for master in self.masters.values.values():
             gradient = found.pop(0)  # so that the gradient in the dtype of the model is freed at once
-            given.append(torch.zeros_like(master) if gradient is None else gradient.to(master.dtype))
+            own = torch.zeros_like(master) if gradient is None else gradient.to(master.dtype)
+            given.append(own if scale == 1.0 else own / scale)
         weight = self.window.weight(index) if self.ranks.size > 1 else 1.0
         mean, *gradients = self.ranks.means(given, weight)
         del given

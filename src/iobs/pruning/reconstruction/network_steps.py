@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.reconstruction.optimizers import Factored, rate_at
 from iobs.pruning.reconstruction.parameters import Masters
+from iobs.pruning.reconstruction.scaled import scale_of, scaled_gradients
 from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples import batches, outputs
@@ -71,7 +73,7 @@ class NetworkSteps:
     """Steps of all blocks and of the vectors behind them, with a factored second moment.
 
     Args:
-        stream: the pruned model; its hidden states are the inputs of the first block.
+        stream: the pruned model; its hidden states are the inputs of the first block. `keep` stores others.
         dense: the dense model; its hidden states are the outputs of the last block.
         masters: fitted parameters of each block, and those behind the blocks at the end.
         residency: brings the blocks into memory.
@@ -136,24 +138,22 @@ class NetworkSteps:
             inputs.append(self._forward(stage, index, inputs[-1]))
         last = inputs.pop().requires_grad_(True)
         self.masters[-1].copy_to_model()
-        with torch.enable_grad():
-            loss = self._loss(index, last)
-            names, found = _gradients(loss, last, self.masters[-1])
-        # The mean of all ranks, so that all of them stop at a loss that is not finite.
         weight = float(outputs.attended_count(self.stream.model, self.stream.data[index]))
-        mean = float(self.ranks.means([loss.detach()], weight)[0])
+        scale = scale_of(weight, [last])
+        loss, found, scale = _gradients(lambda: self._loss(index, last), last, self.masters[-1], scale)
+        # The mean of all ranks, so that all of them stop at a loss that is not finite.
+        mean = float(self.ranks.means([loss], weight)[0])
         if not math.isfinite(mean):
             raise NonFiniteError(f"The loss of the whole network's steps is {mean}; lower the rate.")
-        self._update(optimizers[-1], self.masters[-1], names, found[1:], rate, weight)
+        self._update(optimizers[-1], self.masters[-1], found[1:], scale, rate, weight)
         pull = found[0]
         for stage in reversed(range(len(inputs))):
             given = inputs.pop().requires_grad_(True)
             self.residency.enter(stage)
             self.masters[stage].copy_to_model()
-            with torch.enable_grad():
-                output = self.stream.through([stage], index, given)
-                names, found = _gradients(output, given, self.masters[stage], pull)
-            self._update(optimizers[stage], self.masters[stage], names, found[1:], rate, weight)
+            through = partial(self.stream.through, [stage], index, given)
+            _, found, scale = _gradients(through, given, self.masters[stage], scale, pull)
+            self._update(optimizers[stage], self.masters[stage], found[1:], scale, rate, weight)
             self.residency.release(stage)
             pull = found[0]
 
@@ -176,15 +176,17 @@ class NetworkSteps:
         self,
         optimizer: Factored,
         masters: Masters,
-        names: list[str],
         gradients: list[Tensor],
+        scale: float,
         rate: float,
         weight: float,
     ) -> None:
-        """One update of the masters of a block by gradients that are means over the ranks."""
+        """One update of the masters of a block by gradients, which have a scale, that are means over the ranks."""
+        names = [*masters.values]
         if not names:
             return
         given = [one.to(masters.values[name].dtype) for name, one in zip(names, gradients, strict=True)]
+        given = given if scale == 1.0 else [one / scale for one in given]
         masked = {
             name: one * masters.masks[name].to(one.device) if name in masters.masks else one
             for name, one in zip(names, self.ranks.means(given, weight), strict=True)
@@ -193,21 +195,22 @@ class NetworkSteps:
 
     @torch.no_grad()
     def loss(self) -> float:
-        """The mean loss on the judging batches of all ranks."""
-        chosen = self.judges
-        hidden = [self.stream.state(index) for index in chosen]
+        """The mean loss on the judging batches of all ranks; their hidden states are stored between the blocks."""
+        chosen, stream = self.judges, self.stream
+        hidden = [stream.hidden[index] for index in chosen]
         for stage in range(len(self.masters) - 1):
             self.residency.enter(stage)
             self.masters[stage].copy_to_model()
             hidden = [
-                self.stream.through([stage], index, one.clone()) for index, one in zip(chosen, hidden, strict=True)
+                stream.keep(index, stream.through([stage], index, stream.fetch(one)))
+                for index, one in zip(chosen, hidden, strict=True)
             ]
             self.residency.release(stage)
         self.masters[-1].copy_to_model()
         total = torch.zeros(2, dtype=torch.float64)
         for index, one in zip(chosen, hidden, strict=True):
             count = batches.size(self.stream.data[index])
-            total += torch.tensor([float(self._loss(index, one)) * count, count], dtype=torch.float64)
+            total += torch.tensor([float(self._loss(index, stream.fetch(one))) * count, count], dtype=torch.float64)
         self.ranks.sum(total)
         return float(total[0] / total[1])
 
@@ -218,13 +221,12 @@ class NetworkSteps:
 
 
 def _gradients(
-    value: Tensor, given: Tensor, masters: Masters, pull: Tensor | None = None
-) -> tuple[list[str], list[Tensor]]:
-    """The gradients of a value: of the hidden state first, then of the masters by name; zero where it has none."""
-    parameters = masters.parameters
-    found = torch.autograd.grad(value, [given, *parameters], pull, allow_unused=True)
-    every = [given, *parameters]
+    compute: Callable[[], Tensor], given: Tensor, masters: Masters, scale: float, pull: Tensor | None = None
+) -> tuple[Tensor, list[Tensor], float]:
+    """A value, the gradients of the hidden state and of the masters in their order, or zeros, and their scale."""
+    every = [given, *masters.parameters]
+    value, found, scale = scaled_gradients(compute, every, scale, pull)
     gradients = [
         torch.zeros_like(one) if gradient is None else gradient for one, gradient in zip(every, found, strict=True)
     ]
-    return [*masters.values], gradients
+    return value, gradients, scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -92,12 +92,12 @@ class Factored:
         matrix = squared.flatten(1) if squared.ndim > 1 else squared
         parts = (matrix.mean(1), matrix.mean(0)) if squared.ndim > 1 else (matrix,)
         before = self.moments.get(name, tuple(torch.zeros_like(part) for part in parts))
-        moments = tuple(torch.lerp(part, old, _BETAS[1]) for part, old in zip(parts, before, strict=True))
+        # After a checkpoint the old moments are on the device of the masters, maybe not on that of the gradients.
+        moments = tuple(
+            torch.lerp(part, old.to(part.device), _BETAS[1]) for part, old in zip(parts, before, strict=True)
+        )
         self.moments[name] = moments
         if len(moments) == 1:
             return moments[0]
         rows, columns = moments
         return (rows[:, None] * columns[None] / rows.mean()).reshape(squared.shape)
-
-
-Step = Callable[[list[Tensor], float], None]

@@ -88,7 +88,7 @@ class Walk:
                 other = 4 - self._place
                 wanted = self._prune_block(ahead, dense, stage, other)
                 sweep.residency.release_dense(stage)
-                last = stage == full[-1] and self.fit.last == "kl"
+                last = stage == count - 1 and self.fit.last == "kl"  # behind it come the norm and the head
                 window = Window(self._streams(base, dense), range(first, stage + 1), wanted, last)
                 self._fit(window, self.fit.steps, f"window of block {stage}")
                 before, first = first, min(next_start(full, stage, self.fit.window), stage + 1)
@@ -108,7 +108,8 @@ class Walk:
                 ahead.arguments, ahead.hidden = base.arguments, [*base.hidden]
                 begin = self._begin(base)
             elif stage < count:
-                sweep.advance([ahead, dense], stage)
+                passed_all = full and stage > full[-1] and not sweep.without_input  # `ahead` is not needed any more
+                sweep.advance([dense] if passed_all else [ahead, dense], stage)
         for stage in range(first, count + 1):
             self._leave(stage)
         if self.fit.network_steps:

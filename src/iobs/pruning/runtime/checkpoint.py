@@ -149,7 +149,9 @@ class DiskCheckpoint(Checkpoint):
             raise CheckpointError(f"{file} is damaged ({error}); remove this file and resume again.") from error
         torch.set_rng_state(tensors.pop(_GENERATOR))
         for name in [name for name in tensors if name.startswith(_GPU_GENERATOR)]:
-            torch.cuda.set_rng_state(tensors.pop(name), int(name.removeprefix(_GPU_GENERATOR)))
+            state, number = tensors.pop(name), int(name.removeprefix(_GPU_GENERATOR))
+            if number < torch.cuda.device_count():  # the machine that wrote the entry may have more GPUs
+                torch.cuda.set_rng_state(state, number)
         return tensors, values
 
     def _file(self, key: str) -> Path:

@@ -11,7 +11,7 @@ the zero scales of a new residual branch). Functions with flat parts become smoo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -77,7 +77,7 @@ class Read:
         axis: of the weight, along which the input's channels lie.
         width: number of matrix columns for one input channel.
         rows: number of output channels.
-        norm: path of the batch norm that takes the output, or None.
+        norm: path of the batch norm that alone takes the outputs of all calls, and nothing else; or None.
         inputs: tensors in the autograd graph, one for each call.
         channels: dimension of the channels in each input.
     """
@@ -127,6 +127,7 @@ def trace(model: nn.Module, batch: batches.Batch) -> Trace:
     with evaluating(model), torch.enable_grad(), _buffers_kept(model), recorder:
         output = batches.forward(model, given)
     values = batches.tensors(output) if isinstance(output, (Tensor, Mapping, tuple, list)) else []
+    recorder.settle_norms(values)
     recorder.found.outputs = [value for value in values if value.is_floating_point() and value.requires_grad]
     return recorder.found
 
@@ -158,6 +159,10 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
+def _holds_tensors(value: Argument) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_holds_tensors, value)))
+
+
 class _Recorder(TorchFunctionMode):
     """Replace layers and parameters by noise where torch functions use them, and record what they read."""
 
@@ -168,6 +173,8 @@ class _Recorder(TorchFunctionMode):
         self.noise: dict[int, Tensor] = {}  # of parameters between layers, by identity
         self.transposes: dict[int, tuple[Tensor, Tensor]] = {}  # views of weight matrices and the matrices
         self.made: dict[int, tuple[Tensor, str]] = {}  # outputs of layers and the weight's name, by identity
+        self.takers: dict[str, set[str | None]] = {}  # batch norms that take a layer's outputs; None: anything else
+        self.given: dict[str, set[str | None]] = {}  # layers whose outputs a batch norm takes; None: anything else
         self.random = torch.Generator().manual_seed(0)
         for path, module in model.named_modules():
             for name, value in (*module._parameters.items(), *module._buffers.items()):
@@ -183,6 +190,30 @@ class _Recorder(TorchFunctionMode):
     ) -> Argument:
         """Run a torch function on noise in place of the model's own values."""
         kwargs = kwargs or {}
+        result = self._result(func, args, kwargs)
+        if func is not F.batch_norm and _holds_tensors(result):  # shapes and dtypes are no use of an output
+            self._taken((*args, *kwargs.values()), None)
+        return result
+
+    def _taken(self, values: Iterable[Argument], taker: str | None) -> None:
+        """Note who takes the outputs of layers among some arguments, also inside tuples and lists."""
+        for value in values:
+            if isinstance(value, (tuple, list)):
+                self._taken(value, taker)
+            elif id(value) in self.made:
+                self.takers.setdefault(self.made[id(value)][1], set()).add(taker)
+
+    def settle_norms(self, outputs: Iterable[Argument]) -> None:
+        """Give each layer the batch norm that takes all of its outputs, if nothing else does, the model included."""
+        self._taken(outputs, None)
+        for key, takers in self.takers.items():
+            norm = next(iter(takers))
+            if len(takers) == 1 and norm is not None and self.given[norm] == {key} and key in self.found.reads:
+                self.found.reads[key].norm = norm
+
+    def _result(
+        self, func: Callable[..., Argument], args: tuple[Argument, ...], kwargs: dict[str, Argument]
+    ) -> Argument:
         if func in _SMOOTH and isinstance(args[0], Tensor) and args[0].is_floating_point():
             return _SMOOTH[func](args[0])
         if func.__name__ in _VIEWS:  # also shapes, dtypes and the like
@@ -291,9 +322,10 @@ class _Recorder(TorchFunctionMode):
         **_kwargs: Argument,
     ) -> Tensor:
         """Batch norm as an affine map of every channel, so that gradients reach the running statistics."""
-        made = self.made.get(id(input))
-        if made is not None and id(running_mean) in self.names:
-            self.found.reads[made[1]].norm = self.names[id(running_mean)][0]
+        norm = self.names[id(running_mean)][0] if id(running_mean) in self.names else None
+        self._taken([input], norm)
+        if norm is not None:
+            self.given.setdefault(norm, set()).add(self.made[id(input)][1] if id(input) in self.made else None)
         shape = (1, -1, *(1,) * (input.ndim - 2))
         output = input
         for index, value in enumerate((running_mean, running_var, weight, bias)):

@@ -52,7 +52,7 @@ class Reader:
         weight: slices of its weight along the input axis; positions are input channels.
         width: number of columns of its matrix for one input channel: the entries of a convolution kernel, otherwise 1.
         positions: number of input vectors in the traced forward pass.
-        norm: path of the batch norm that takes the layer's output, or None.
+        norm: path of the batch norm that alone takes the layer's outputs, or None.
         bias: True if the layer has a bias.
     """
 

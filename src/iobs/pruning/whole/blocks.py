@@ -52,7 +52,7 @@ class Blocks:
         lists = {
             path: module
             for path, module in model.named_modules()
-            if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
+            if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _is_numbered(module)
         }
         calls = _calls(model, batch, {joined(path, str(at)) for path, one in lists.items() for at in range(len(one))})
         fitting = {
@@ -153,6 +153,11 @@ class Blocks:
         raise ModelError(
             f"{type(self.model).__name__} cannot be built with {keep} blocks of {self.stack.path}: {reason}."
         )
+
+
+def _is_numbered(module: nn.Module) -> bool:
+    """Check that the members of a list are named by their places: other names are parts of different kinds."""
+    return [name for name, _ in module.named_children()] == [str(at) for at in range(len(module._modules))]
 
 
 class _Skip:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.structure import widths
-from iobs.pruning.structured import Asked, outputs_of, require_same, require_taken, seconds_of
+from iobs.pruning.structured import Asked, Expected, outputs_of, require_taken, seconds_of
 from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRecord
 from iobs.pruning.whole.blocks import Blocks
 from iobs.pruning.whole.experts import Experts
@@ -94,29 +93,31 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callba
         removed = parts.chosen(keep, _Damage(model, dense, collected))
         for path, gone in removed.items():
             told.on_note(f"Removed {parts.name} of {path or 'the model'}: {', '.join(map(str, gone))}.")
-        with parts.without(removed):
-            own = _Beside(model, dense)
-            try:
-                report = run(_workspace(own, collected, asked, told, frozen, parts, removed))
-                before = outputs_of(model, collected[0])
+        own = _Beside(model, dense)
+        with own.unchanged_by_failure():
+            with parts.without(removed):
+                work = _workspace(own, collected, asked, told, frozen, parts, removed)
+                report = run(work, ends=False)
+                expected = Expected.of(model, collected[0])
                 parts.finish(removed)
-                require_same(before, outputs_of(model, collected[0]))
+                expected.require(model)
                 _require_loadable(model, collected[0])
-            except BaseException:
-                own.reset()
-                raise
-    records = [
-        WidthRecord(one.path, parts.name, one.path, one.count, keep, parts.errors.get(one.path, 0.0))
-        for one in parts.stacks
-    ]
-    found = StructuredReport(
-        **{**vars(report), "audit": []},
-        widths=records,
-        costs=_costs(dense, model, collected[0]),
-        refitted=[one.name for one in report.layers],
-    )
-    wide = dense if can_copy(model) else None
-    return replace(found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, told)])
+            records = [
+                WidthRecord(one.path, parts.name, one.path, one.count, keep, parts.errors.get(one.path, 0.0))
+                for one in parts.stacks
+            ]
+            wide = dense if can_copy(model) else None
+            found = StructuredReport(
+                **{**vars(report), "audit": []},
+                widths=records,
+                costs=[
+                    *_costs(dense, model, collected[0]),
+                    *seconds_of(wide, model, collected[0], asked.pattern.runtime, told),
+                ],
+                refitted=[one.name for one in report.layers],
+            )
+            told.on_end(found)
+            return found
 
 
 class _Damage:
@@ -165,7 +166,7 @@ def _workspace(
     """The workspace of the refit of the layers after the first removal; all their columns are kept."""
     layers = _writers(store.model, collected[0], parts.first(removed))
     skipped = {one.name: Reason("asked", "is not refitted") for one in find_layers(store.model) if one not in layers}
-    selection = store.checked(collected, Selection(tuple(layers), skipped))
+    selection = store.checked(collected, Selection(tuple(layers), skipped), asked.holdout)
     patterns = {layer: Groups(layer.shape[1], keep=1) for layer in selection.layers}
     request = Request(asked.recipe, patterns, asked.pattern, asked.holdout, asked.seed, asked.checkpoint)
     unused = [f"{path}." for path in parts.unused(removed)]

@@ -87,7 +87,7 @@ def called_in(runtime: Runtime, example: Example) -> Call:
     """The call of an example in a runtime, ready to be timed.
 
     Raises:
-        ModelError: the module cannot be exported to ONNX.
+        ModelError: the module cannot be exported to ONNX, or does not run there.
     """
     return _in_torch(example) if runtime == "torch" else _in_onnx(example)
 
@@ -105,6 +105,25 @@ def _in_torch(example: Example) -> Call:
 
 
 def _in_onnx(example: Example) -> Call:
+    """The call of an example in ONNX Runtime, which was called once.
+
+    Raises:
+        ModelError: the module cannot be exported, or the runtime does not take it.
+    """
+    try:
+        call = _session(example)
+        call()
+        return call
+    except ModelError:
+        raise
+    except Exception as error:  # the runtime has its own, and numpy has no bfloat16
+        raise ModelError(
+            f"{type(example.module).__name__} does not run in ONNX Runtime ({first_line(error)}); measure it with "
+            'runtime="torch".'
+        ) from error
+
+
+def _session(example: Example) -> Call:
     import onnxruntime
 
     traced = _Traced(example).eval()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, linear_maps
+from iobs.pruning.calibration.hooks import captured_inputs
+from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, Layer, find_layers, linear_maps
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -116,7 +119,10 @@ class Products:
 
     @classmethod
     def count(cls, model: nn.Module, batch: Batch, sites: Sequence[Site]) -> Products:
-        """Count the matrices of all modules that multiply by a weight, on one batch."""
+        """Count the matrices of all layers, and of transposed convolutions, on one batch.
+
+        Layers are those of `find_layers`. The class of a module need not tell them: an observed pass may have.
+        """
         shares = _shares(sites)
         positions = positions_of(model, batch)
         samples = max(1, batches.size(batch))
@@ -126,13 +132,38 @@ class Products:
             weight = module.weight
             assert isinstance(weight, Tensor)
             axis = 0 if isinstance(module, (nn.Linear, *CONVOLUTIONS)) else 1  # of the rows; Conv1D of GPT-2 has 1
-            kernel = weight[0, 0].numel()
-            rows, inputs = weight.shape[axis], weight.shape[1 - axis]
-            row = Side(rows, tuple(shares.get((path, axis), ())))
             within = getattr(module, "groups", 1) > 1 and not isinstance(module, TRANSPOSED)  # has inputs of its own
-            column = Side(inputs * kernel, () if within else _times(shares.get((path, 1 - axis), ()), kernel))
-            found.append(Product(path, used / samples, row, column))
+            found.append(_product(path, weight, axis, used / samples, shares, within))
+        for layer, used in _uncalled(model, batch, positions).items():
+            weight, axis = layer.stored(model), _row_axis(layer)
+            whole = weight.numel() == layer.weights and weight.ndim > 1 and weight.shape[axis] == layer.shape[0]
+            if layer.parameter == "weight" and whole:
+                found.append(_product(layer.path, weight, axis, used / samples, shares, False))
+            else:
+                found.append(Product(layer.name, used / samples, *map(Side, layer.shape)))
         return cls(tuple(found))
+
+
+def _product(
+    path: str,
+    weight: Tensor,
+    axis: int,
+    positions: float,
+    shares: Mapping[tuple[str, int], Sequence[Share]],
+    within: bool,
+) -> Product:
+    """The product with a whole weight, whose rows lie along `axis`; `within` if its columns belong to no unit."""
+    kernel = weight[0, 0].numel()
+    row = Side(weight.shape[axis], tuple(shares.get((path, axis), ())))
+    columns = () if within else _times(shares.get((path, 1 - axis), ()), kernel)
+    return Product(path, positions, row, Side(weight.shape[1 - axis] * kernel, columns))
+
+
+def _row_axis(layer: Layer) -> int:
+    """The axis of a stored weight along which a layer's rows lie."""
+    if layer.view is None:
+        return int(layer.transposed)
+    return int(layer.view.rows[0][1] < layer.view.columns[0][1])
 
 
 def _shares(sites: Sequence[Site]) -> dict[tuple[str, int], list[Share]]:
@@ -177,3 +208,49 @@ def positions_of(model: nn.Module, batch: Batch) -> dict[str, int]:
         for handle in handles:
             handle.remove()
     return counts
+
+
+def _uncalled(model: nn.Module, batch: Batch, called: Collection[str]) -> dict[Layer, int]:
+    """Number of vectors that layers multiply which no module of `positions_of` computes, such as those of attention."""
+    layers = [layer for layer in find_layers(model) if layer.parameter != "weight" or layer.path not in called]
+    counts = dict.fromkeys(layers, 0)
+    kernels = _Kernels({id(layer.stored(model)): layer for layer in layers if layer.view is not None})
+
+    def note(layer: Layer, module: nn.Module, value: Tensor) -> None:
+        counts[layer] += value.numel() // max(1, value.shape[-1])
+
+    if layers:
+        with torch.no_grad(), keeping_buffers(model), kernels, captured_inputs(model, layers, note):
+            batches.forward(model, batch)
+    counts |= kernels.counts  # `note` is given some windows of their inputs only
+    return {layer: count for layer, count in counts.items() if count}
+
+
+class _Kernels(TorchFunctionMode):
+    """Count the positions of convolutions that a model computes without a module of torch.
+
+    Args:
+        layers: by identity of their parameter.
+    """
+
+    def __init__(self, layers: Mapping[int, Layer]) -> None:
+        super().__init__()
+        self.layers = layers
+        self.counts: dict[Layer, int] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Call the function, and count if it is a convolution with one of the kernels."""
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name.startswith("conv") and isinstance(result, Tensor):
+            given, weight = [*args, *(kwargs or {}).values()][:2]
+            layer, value = self.layers.get(id(weight)), given if "transpose" in name else result
+            if layer is not None and isinstance(weight, Tensor) and isinstance(value, Tensor):
+                self.counts[layer] = self.counts.get(layer, 0) + value.numel() // weight.shape[0]
+        return result

@@ -64,11 +64,13 @@ class Latency:
         return self.dense - sum(self.times[name].saved(width) for name, width in widths.items() if name in self.times)
 
     def useful(self, site: Site, widths: Sequence[int]) -> tuple[int, ...]:
-        """The widths of a site that are faster than every wider one.
+        """The widths of a site that are faster than every wider one; without a measurement the dense width alone.
 
         Channels get measured widths only, since the time between two of them may be anything.
         """
-        times = self.times[site.name]
+        times = self.times.get(site.name)
+        if times is None:
+            return (site.count,)
         found = [site.count]
         for width in sorted((one for one in widths if one < site.count), reverse=True):
             known = width in times.widths or site.kind != "channels"
@@ -104,7 +106,7 @@ def measure(
         for site, widths in offered.items():
             example = examples.get(owner_of(site))
             if example is None:
-                continue  # it is not called as a module
+                continue  # the first sample does not call it as a module
             key = _signature(site, example)
             if key not in known:
                 some = grid(site, widths)
@@ -195,7 +197,9 @@ def _signature(site: Site, example: Example) -> object:
     inputs = tuple(
         tuple(one.shape) for one in tree_leaves((example.arguments, example.named)) if isinstance(one, Tensor)
     )
-    return type(example.module), shapes, inputs, _inside(site, owner_of(site)).reader, site.count
+    inner = _inside(site, owner_of(site))
+    parts = tuple((one.key, one.axis, tuple(map(len, one.index))) for one in inner.slices)
+    return type(example.module), shapes, inputs, parts
 
 
 def _narrower(example: Example, site: Site, width: int) -> Example:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from iobs.core.structured import Structured
-from iobs.errors import PatternError
 from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.costs import CostModel
 from iobs.pruning.widths.curves import SiteCurve
@@ -16,14 +15,8 @@ _MOST_WIDTHS = 160  # widths of one site that an allocation chooses from
 
 
 def widths_of(site: Site, pattern: Structured) -> tuple[int, ...]:
-    """Widths that a site may get, ascending; the last is the dense width.
-
-    Raises:
-        PatternError: the site has fewer units than `multiple_of`.
-    """
+    """Widths that a site may get, ascending; the last is the dense width, the only one below `multiple_of`."""
     unit = site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1
-    if site.count < unit:
-        raise PatternError(f"{site.name} has {site.count} {site.kind}, fewer than multiple_of={unit}.")
     step = unit * max(1, -(-site.count // (unit * _MOST_WIDTHS)))
     return (*range(step, site.count, step), site.count)
 

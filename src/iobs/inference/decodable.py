@@ -1,0 +1,96 @@
+"""Models that the compiled step computes: Llama-like ones of transformers, whose layers have equal widths."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+
+from iobs.inference import cpu
+from iobs.inference.llama_like import Model
+from iobs.inference.modules import StoredLinear
+
+_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_KNOWN_CODE = ("transformers.", "torch.nn.", "iobs.")  # modules inside that compute as the compiled step does
+
+
+def undecodable(model: nn.Module) -> str | None:
+    """The reason why `Decoder` cannot run a model, or None."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if cpu.level() == "none":
+        return "its compiled step needs an x86 CPU with AVX-512 (VBMI2 and VNNI) or AVX2"
+    if kind not in _TYPES:
+        return f"its compiled step knows {', '.join(_TYPES)}, not {kind or type(model).__name__}"
+    if not type(model).__module__.startswith(f"transformers.models.{kind}."):
+        return f"its class {type(model).__name__} is not that of transformers, and may compute something else"
+    for name, one in model.named_modules():
+        if name and (changed(one) or not type(one).__module__.startswith(_KNOWN_CODE)):
+            return f"{name} has a hook, a forward or a class of its own"
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not hasattr(model, "lm_head") or not layers:
+        return "it has no layers, or no head for text"
+    return _unknown_setting(cast(Model, model)) or _uneven(cast(Model, model))
+
+
+def changed(module: nn.Module) -> bool:
+    """Check that a module computes more than its class says: it has a hook or a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def most_tokens(model: nn.Module) -> int:
+    """Number of tokens that a Llama-like model attends to at most."""
+    config = cast(Model, model).config
+    return min(config.max_position_embeddings, window_of(model) or config.max_position_embeddings)
+
+
+def window_of(model: nn.Module) -> int | None:
+    """Tokens in the sliding window of a Llama-like model; None: it has none."""
+    config = cast(Model, model).config
+    slides = getattr(config, "use_sliding_window", True)
+    return (getattr(config, "sliding_window", None) or None) if slides else None
+
+
+def _unknown_setting(model: Model) -> str | None:
+    """The setting of a model of a known type that the compiled step does not know, or None."""
+    config = model.config
+    if config.hidden_act != "silu":
+        return f"its compiled step knows the activation silu, not {config.hidden_act}"
+    scaling = getattr(config, "rope_parameters", None) or {}
+    if scaling.get("rope_type", "default") in ("dynamic", "longrope"):
+        return f"its rotary embedding ({scaling['rope_type']}) changes with the length of the text"
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        return "its rotary embedding turns a part of each head only"
+    return None
+
+
+def _uneven(model: Model) -> str | None:
+    """The place where widths differ between layers, or from the configuration; None: nowhere.
+
+    The compiled step has one vector for the outputs of each kind of matrix, and checks no bounds.
+    """
+    config, body = model.config, model.model
+    hidden, first = len(body.norm.weight), body.layers[0]
+    size, width = first.self_attn.head_dim, _shape(first.mlp.gate_proj)[0]
+    queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+    attention: dict[str, tuple[int, ...]] = {"q_proj": (queries, hidden), "o_proj": (hidden, queries)}
+    attention |= {"k_proj": (keys, hidden), "v_proj": (keys, hidden), "q_norm": (size,), "k_norm": (size,)}
+    mlp = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+    for number, layer in enumerate(body.layers):
+        for part, wanted in ((layer.self_attn, attention), (layer.mlp, mlp)):
+            found = {name: _shape(getattr(part, name)) for name in wanted if hasattr(part, name)}
+            for name, shape in found.items():
+                if shape != wanted[name]:
+                    return f"its layers, or its configuration, differ in width: {name} of layer {number}"
+        if layer.self_attn.head_dim != size:
+            return f"its layers differ in width: heads of layer {number}"
+    same = _shape(model.lm_head) == (config.vocab_size, hidden)
+    return None if same else "its head for text differs from its configuration in width"
+
+
+def _shape(part: nn.Module) -> tuple[int, ...]:
+    """The shape of a linear layer or a norm; of no entries for another module."""
+    if isinstance(part, StoredLinear):
+        return part.out_features, part.in_features
+    weight = part.weight
+    return tuple(weight.shape) if isinstance(weight, Tensor) else ()
