@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,3 +187,10 @@ def test_output_directory_removes_leftovers_of_dead_processes(tmp_path):
         shutil.rmtree(tmp_path / "out")
         (living / "file").write_text("y")
     assert (tmp_path / "out" / "file").read_text() == "y"
+
+
+def test_full_disk_on_a_later_rank_is_one_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "current", lambda: SimpleNamespace(first=False, wait=lambda: None))
+    with pytest.raises(OutputError, match="No space left"), output.output_of_ranks(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not list(tmp_path.iterdir())

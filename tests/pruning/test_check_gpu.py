@@ -3,14 +3,19 @@
 import importlib.util
 import itertools
 import json
+from types import SimpleNamespace
 
+import families
 import pytest
 import torch
 from simulated_gpu import GPU
 
 import iobs
-from iobs import check_gpu
+from iobs import check_gpu, check_results
 from iobs.check_gpu import Check, Findings, solver_checks, sparse_products, timed_block
+from iobs.pruning.cost import memory_plan
+from iobs.pruning.cost.loads import Rates
+from iobs.solvers import SOLVERS
 
 HERE = torch.device("cpu")
 
@@ -64,6 +69,58 @@ def test_products_with_zeros_are_compared_and_timed_or_noted(monkeypatch):
     names = [one.name for one in found.timings]
     assert "dense product of 2:4, 64 x 64, 1 token(s)" in names
     assert len(names) == len(set(names)) == 8 + len(found.checks)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Checks on a tiny network, and a block of 8 columns."""
+    families.ensure_torchvision()
+    model = families.LANGUAGE_MODELS["llama"][0]().eval()
+    monkeypatch.setattr(iobs, "load", lambda: SimpleNamespace(module=model))
+    monkeypatch.setattr(check_gpu, "_SHRUNK", 128)
+    monkeypatch.setattr(memory_plan, "_SIDE", 32)
+    monkeypatch.setattr(check_results, "SOLVERS", {"magnitude": SOLVERS["magnitude"]})
+
+
+def test_whole_check_runs_and_predicts_every_recipe(tiny, tmp_path):
+    assert check_gpu.main(["--device", "cpu", "--out", str(tmp_path / "new" / "found")]) == 0
+    found = json.loads((tmp_path / "new" / "found.json").read_text())
+    assert {"prune, own outputs as targets", "prune, block reconstruction"} <= {one["name"] for one in found["checks"]}
+    assert found["predicted"].keys() == {"one-shot", "fast", "best"}
+    assert found["predicted"]["best"]["steps of the network"] > 0
+    plain, fitted = (sum(found["predicted"][name].values()) for name in ("one-shot", "fast"))
+    assert plain < fitted
+
+
+def test_error_of_a_kernel_is_a_failed_check_and_the_rest_is_written(tiny, monkeypatch, tmp_path):
+    def broken(*_):
+        raise RuntimeError("no kernel image\nis available")
+
+    monkeypatch.setattr(check_results, "_pruned", broken)
+    monkeypatch.setattr(check_gpu, "kernel_times", broken)
+    assert check_gpu.main(["--device", "cpu", "--out", str(tmp_path / "found")]) == 1
+    found = json.loads((tmp_path / "found.json").read_text())
+    bad = {one["name"]: one["detail"] for one in found["checks"] if not one["passed"]}
+    assert bad["times of one block"] == "RuntimeError: no kernel image"
+    assert sum(name.startswith("prune,") for name in bad) == 4
+    assert found["predicted"] == {}
+
+
+def test_block_that_does_not_fit_is_timed_again_without_the_timings_of_the_first_try(tiny, monkeypatch):
+    tries = []
+
+    def timed(device, shrink, found):
+        found.timings.append(shrink)
+        tries.append(shrink)
+        if len(tries) == 1:
+            raise RuntimeError("cannot allocate memory")
+        return Rates(1.0, 1.0)
+
+    for name, empty in (("timed_block", timed), ("solver_checks", lambda _: []), ("network_checks", lambda _: [])):
+        monkeypatch.setattr(check_gpu, name, empty)
+    found = check_gpu.run(HERE)
+    assert tries == [128, 256]
+    assert found.timings == [256]
 
 
 @pytest.mark.parametrize(("passed", "status"), [(True, 0), (False, 1)])

@@ -107,7 +107,10 @@ def output_of_ranks(directory: Path, replaceable: Collection[str] = ()) -> Itera
     with ExitStack() as stack:
         folder = stack.enter_context(output_directory(directory, replaceable)) if ranks.first else None
         ranks.wait()  # the first rank has removed the directories of killed runs
-        yield folder or stack.enter_context(temporary_directory(directory))
+        if folder is None:
+            folder = stack.enter_context(temporary_directory(directory))
+            stack.enter_context(_explaining(directory))
+        yield folder
 
 
 @contextmanager

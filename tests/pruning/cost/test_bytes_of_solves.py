@@ -11,7 +11,7 @@ from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_erro
 from iobs.pruning.calibration.residency import InMemory, park_wide
 from iobs.pruning.cost import memory_plan
 from iobs.pruning.cost.checkpoint_size import checkpoint_bytes
-from iobs.pruning.cost.memory_plan import Kind, Sizes, gathering_bytes, peaks, solving_bytes
+from iobs.pruning.cost.memory_plan import GramKind, Sizes, gathering_bytes, peaks, solving_bytes
 from iobs.pruning.cost.phases import Rates, Shape, Work, network_seconds
 from iobs.pruning.layerwise import problem
 from iobs.pruning.layerwise.problem import Task, solve_layer
@@ -59,7 +59,7 @@ def test_plan_foretells_the_bytes_of_grams_and_solves(shape, solver, pairs, part
     for module in (gram, problem, memory_plan):
         monkeypatch.setattr(module, "WIDE", 64 if wide else 10_000)
     recipe = Recipe(solver=solver, target="residual" if pairs else "layer")
-    layer, kind = Layer("a", shape), Kind(parts, pairs, WIDTH)
+    layer, kind = Layer("a", shape), GramKind(parts, pairs, WIDTH)
     gathered, solved = counted(layer, kind, recipe, InMemory())
     assert 0.95 < gathering_bytes(layer, kind, TOKENS, 4) / gathered < 1.1
     assert 0.95 < solving_bytes(layer, recipe, kind) / solved < 1.3
@@ -71,7 +71,7 @@ def test_grams_of_wide_layers_in_files_take_no_memory(shape, pairs, tmp_path, mo
     for module in (gram, problem, memory_plan):
         monkeypatch.setattr(module, "WIDE", 64)
     recipe = Recipe(target="residual" if pairs else "layer")
-    layer, kind = Layer("a", shape), Kind(2, pairs, WIDTH, parked=True)
+    layer, kind = Layer("a", shape), GramKind(2, pairs, WIDTH, parked=True)
     storage = Storage("disk", torch.device("cpu"), tmp_path)
     gathered, solved = counted(layer, kind, recipe, storage)
     assert 0.95 < gathering_bytes(layer, kind, TOKENS, 4) / gathered < 1.1

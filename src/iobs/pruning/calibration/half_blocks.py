@@ -1,8 +1,8 @@
 """Halves of blocks: the attention and the perceptron of a block that adds to its residual stream in between.
 
-A half is a link of a chain like a block. Its run is that of the whole block, with the modules of the other half left
-out: the first half ends where the second one begins, and in the second half the modules of the first one return zeros,
-so that the block adds nothing to the hidden state it is given.
+A half is a link of a chain like a block. Its run is that of the whole block without the modules of the other half. The
+run of the first half ends where the second half begins. In the run of the second half, the modules of the first half
+return zeros, which change no hidden state.
 """
 
 from __future__ import annotations

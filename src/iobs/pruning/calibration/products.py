@@ -1,4 +1,4 @@
-"""Products: every call of a torch function that multiplies two tensors, in one form for all of them.
+"""Products: calls of torch functions that multiply two tensors, in one form.
 
 A product has a factor that may be a weight, with its dimensions in the order (batch, rows, columns), and the inputs
 that each of its matrices multiplies, (..., columns). Both factors of a matrix product may be the weight.

@@ -135,7 +135,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Kind:
+class GramKind:
     """The Gram matrices of a sweep.
 
     Args:
@@ -170,11 +170,11 @@ class Kind:
         return self.parts * (3 if self.pairs else 1)
 
 
-def kind_of(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool) -> Kind:
+def kind_of(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool) -> GramKind:
     """The Gram matrices that a recipe needs; see `peaks`."""
     width = sizes.width if recipe.target == "residual" else 0
     centred = sizes.biased and recipe.refits_biases
-    return Kind(2 if holdout else 1, recipe.target != "layer", width, centred, parked)
+    return GramKind(2 if holdout else 1, recipe.target != "layer", width, centred, parked)
 
 
 def peaks(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool = False) -> dict[str, int]:
@@ -194,7 +194,7 @@ def peaks(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool = False) -> 
         "solves": weights + max(solving_bytes(layer, recipe, kind) for layer in layers),
     }
     if as_allocation(recipe.allocation).criterion != "uniform":
-        curves = Kind(2, parked=parked)  # other samples judge the solutions, which match their own outputs
+        curves = GramKind(2, parked=parked)  # other samples judge the solutions, which match their own outputs
         gathering = max(gathering_bytes(layer, curves, sizes.tokens, itemsize, forward) for layer in layers)
         solving = max(solving_bytes(layer, recipe, curves) for layer in layers)
         found["allocation"] = weights + max(gathering, solving)
@@ -278,7 +278,7 @@ def forward_bytes(layers: Sequence[Matrix], tokens: int, itemsize: int) -> int:
     return itemsize * _ACTIVATIONS * tokens * max(layer.shape[1] for layer in layers)
 
 
-def gathering_bytes(layer: Matrix, kind: Kind, tokens: int, itemsize: int, forward: int = 0) -> int:
+def gathering_bytes(layer: Matrix, kind: GramKind, tokens: int, itemsize: int, forward: int = 0) -> int:
     """Bytes to compute Grams: float64 sums, and the captured inputs of a batch.
 
     Besides comes the larger of the activations of a forward pass, `forward`, and of a stripe of a float32 product with
@@ -301,7 +301,7 @@ def gathering_bytes(layer: Matrix, kind: Kind, tokens: int, itemsize: int, forwa
     return finished + 8 * own * square + drift + itemsize * inputs + max(product + copies, forward)
 
 
-def solving_bytes(layer: Matrix, recipe: Recipe, kind: Kind) -> int:
+def solving_bytes(layer: Matrix, recipe: Recipe, kind: GramKind) -> int:
     """Bytes of a solve: squares (columns, columns) and matrices (rows, columns) that are in memory at once.
 
     Grams stay but for those of the target's energy, and the current weights with those of the target. Grams in files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.losses import divergence
 from iobs.pruning.calibration.replay import Stream
+from iobs.pruning.reconstruction.batch_order import endless
 from iobs.pruning.reconstruction.optimizers import Adam, rate_at
 from iobs.pruning.reconstruction.parameters import Masters
 from iobs.pruning.reconstruction.scaled import scale_of, scaled_gradients
@@ -100,7 +100,7 @@ class Fit:
     start: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        pairs = zip(self.masters.values, self.masters.parameters, strict=True)
+        pairs = zip(self.masters.values, self.masters.differentiable(), strict=True)
         self.start = {name: parameter.detach().clone() for name, parameter in pairs}
 
     def undo(self) -> None:
@@ -109,7 +109,7 @@ class Fit:
 
     def has_gradient(self) -> bool:
         """Check that the loss depends on the parameters; a model may compute under `torch.no_grad`."""
-        assert self.masters.parameters  # they require gradients from now on
+        self.masters.differentiable()
         with torch.enable_grad():
             return self.window.loss(self.window.streams.fit[0]).requires_grad
 
@@ -124,7 +124,7 @@ class Fit:
         Raises:
             NonFiniteError: the loss became NaN or infinite.
         """
-        optimizer, order = Adam(self.masters.values.values()), self._endless()
+        optimizer, order = Adam(self.masters.values.values()), endless(self.window.streams.fit, self.seed)
         with reusing_memory():
             for step in range(steps):
                 optimizer.step(self._gradients(next(order)), rate * (rate_at(step, steps) if decay else 1.0))
@@ -136,7 +136,7 @@ class Fit:
         Raises:
             NonFiniteError: the loss is NaN or infinite.
         """
-        parameters = self.masters.parameters
+        parameters = self.masters.differentiable()
         half = any(one.dtype is torch.float16 for one in parameters)
         scale = scale_of(self.window.weight(index) if half else 1.0, parameters)
         loss, found, scale = scaled_gradients(lambda: self.window.loss(index), parameters, scale)
@@ -165,13 +165,6 @@ class Fit:
                 total += torch.tensor([float(self.window.loss(index)) * count, count], dtype=torch.float64)
         self.ranks.sum(total)
         return float(total[0] / total[1])
-
-    def _endless(self) -> Iterator[int]:
-        """Positions of the calibration batches in an endless loop, in a new random order in every pass."""
-        generator = torch.Generator().manual_seed(self.seed)
-        fit = self.window.streams.fit
-        while True:
-            yield from (fit[place] for place in torch.randperm(len(fit), generator=generator).tolist())
 
     def _require_finite(self, loss: float) -> None:
         if not math.isfinite(loss):

@@ -7,7 +7,7 @@ recomputes it, and updates it at once. A store of a model in memory loads nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,6 +18,7 @@ from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.losses import divergence
 from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.residency import Residency
+from iobs.pruning.reconstruction.batch_order import endless
 from iobs.pruning.reconstruction.optimizers import Factored, rate_at
 from iobs.pruning.reconstruction.parameters import Masters
 from iobs.pruning.reconstruction.scaled import scale_of, scaled_gradients
@@ -121,7 +122,7 @@ class NetworkSteps:
             NonFiniteError: the loss became NaN or infinite.
         """
         optimizers = [Factored(one.values) for one in self.masters]
-        order = self._endless()
+        order = endless(self.fit, self.seed)
         done = 0 if saved is None else saved.load(self.masters, optimizers)
         for _ in range(done):
             next(order)
@@ -214,17 +215,12 @@ class NetworkSteps:
         self.ranks.sum(total)
         return float(total[0] / total[1])
 
-    def _endless(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed)
-        while True:
-            yield from (self.fit[place] for place in torch.randperm(len(self.fit), generator=generator).tolist())
-
 
 def _gradients(
     compute: Callable[[], Tensor], given: Tensor, masters: Masters, scale: float, pull: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor], float]:
     """A value, the gradients of the hidden state and of the masters in their order, or zeros, and their scale."""
-    every = [given, *masters.parameters]
+    every = [given, *masters.differentiable()]
     value, found, scale = scaled_gradients(compute, every, scale, pull)
     gradients = [
         torch.zeros_like(one) if gradient is None else gradient for one, gradient in zip(every, found, strict=True)

@@ -89,9 +89,8 @@ class Masters:
         values, masks = ({name: hold(one) for name, one in part.items()} for part in (self.values, self.masks))
         return Masters(self.store, values, masks, self.rounding)
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The model's parameters, in the order of the masters; they require gradients afterwards."""
+    def differentiable(self) -> list[nn.Parameter]:
+        """Let the model's parameters require gradients, and return them in the order of the masters."""
         found = dict(self.store.model.named_parameters())
         for name in self.values:
             found[name].requires_grad_(True)
@@ -100,7 +99,7 @@ class Masters:
     @torch.no_grad()
     def copy_to_model(self) -> None:
         """Write the masters into the model, in its dtype and on its grids; entries outside the masks stay zero."""
-        for name, parameter in zip(self.values, self.parameters, strict=True):
+        for name, parameter in zip(self.values, self.differentiable(), strict=True):
             parameter.detach().copy_(self._rounded(name, parameter.dtype))
             if name in self.masks:
                 parameter.detach().mul_(self.masks[name].to(parameter.device))

@@ -1,7 +1,7 @@
 """Effect of the width of every site on the loss, from one pass of greedy removal and a few trials.
 
 Greedy removal gives the error of the reader at all widths. The divergence from the dense network is measured with some
-widths of one site alone, and interpolated between them as a power of the error, which makes it monotone.
+widths of one site alone. Between them it is interpolated as a power of the error, which makes it monotone.
 """
 
 from __future__ import annotations

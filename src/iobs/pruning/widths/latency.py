@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from iobs.core.structured import Runtime
-from iobs.pruning.network.modes import inferring, keeping_buffers
+from iobs.pruning.network.modes import fused_attention, inferring, keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.units import Site, Slices
-from iobs.pruning.widths.clock import Clock, Example, called_in, interleaved
+from iobs.pruning.widths.clock import Call, Clock, Example, called_in, interleaved
 from iobs.pruning.widths.costs import Widths
 
 _MOST = 16  # measured widths of one site
 _BLOCK = 8  # channels that kernels of convolutions work on at once, or a half of them
-_COPY_LIMIT = 2**30  # bytes of a model that is copied to time it beside another
 
 
 @dataclass(frozen=True)
@@ -111,9 +110,9 @@ def measure(
             if key not in known:
                 some = grid(site, widths)
                 calls = [called_in(runtime, _narrower(example, site, width)) for width in some]
-                known[key] = Times(some, tuple(clock(calls)))
+                known[key] = Times(some, tuple(_timed(calls, clock)))
             times[site.name] = known[key]
-        return Latency(clock([called_in(runtime, given)])[0], times)
+        return Latency(_timed([called_in(runtime, given)], clock)[0], times)
 
 
 def grid(site: Site, widths: Sequence[int]) -> tuple[int, ...]:
@@ -131,8 +130,14 @@ def shares_of(
 ) -> tuple[float, float]:
     """Seconds of two networks for the first sample of a batch, measured in turns."""
     with inferring(wide), inferring(narrow):
-        first, second = clock([called_in(runtime, whole(one, batch)) for one in (wide, narrow)])
+        first, second = _timed([called_in(runtime, whole(one, batch)) for one in (wide, narrow)], clock)
     return first, second
+
+
+def _timed(calls: Sequence[Call], clock: Clock) -> list[float]:
+    """Seconds of calls with the fused attention that a model uses outside of a run."""
+    with fused_attention(True):
+        return clock(calls)
 
 
 def narrowed(model: nn.Module, sites: Sequence[Site], widths: Widths) -> nn.Module:
@@ -140,11 +145,6 @@ def narrowed(model: nn.Module, sites: Sequence[Site], widths: Widths) -> nn.Modu
     found = copy.deepcopy(model)
     remove(found, sites, {site.name: range(widths[site.name]) for site in sites if widths[site.name] < site.count})
     return found
-
-
-def can_copy(model: nn.Module) -> bool:
-    """Check that a model is small enough for a second copy in memory."""
-    return sum(value.nbytes for value in model.parameters()) <= _COPY_LIMIT
 
 
 def whole(model: nn.Module, batch: Batch) -> Example:
