@@ -238,15 +238,23 @@ def tables(rows: list[Row]) -> str:
         "# Whole networks with fewer units",
         "",
         "Made by `python benchmarks/structured_networks.py`. Multiplications by weights are removed in the layers that "
-        "hold units. ResNet-20 and ViT: 1,000 training pictures without labels, accuracy on 5,000 test pictures (dense "
-        "91.70 and 73.92). llama 260K: perplexity over that of the dense network, on other stories. MiniLM: cosine of "
-        "sentence vectors with those of the dense network, on other documents. Baselines remove equal shares of all "
-        "layers and do not change other weights; in convolutional networks their batch norms are measured anew. The "
-        "groups' scores are those of torch-pruning, from pictures with labels; their units are removed, and their "
-        'batch norms and steps run, by our loop. "Steps" are the gradient steps of "ours, tuned". MobileNet: 300 '
-        "pictures, accuracy on 300 others (a standard error of two points; dense 86). The figure is the mean over the "
-        "seeds, with the least and the greatest. A star: at least one row is from before the layers that read no units "
-        "were refitted.",
+        "hold units. The figure is the mean over the seeds, with the least and the greatest.",
+        "",
+        "- ResNet-20 and ViT: 1,000 training pictures without labels, accuracy on 5,000 test pictures (dense 91.70 and "
+        "73.92).",
+        "- MobileNet: 300 pictures, accuracy on 300 others (a standard error of two points; dense 86).",
+        "- llama 260K: perplexity over that of the dense network, on other stories.",
+        "- MiniLM: cosine of sentence vectors with those of the dense network, on other documents.",
+        "- llama 260K and MiniLM: every layer has a width of its own (`uniform=False`). Such models can be exported, "
+        "but their class does not load them.",
+        "- Baselines do not change other weights; in convolutional networks their batch norms are measured anew.",
+        "- Magnitude, Wanda and FLAP remove equal shares of all layers, without a search of widths. "
+        "ResNet-20 has no row of FLAP.",
+        "- The groups' scores are those of torch-pruning, from 1,000 pictures with labels. GroupHessian gets 200 of "
+        "them, since it takes a backward pass for each.",
+        "- Units of these scores are removed, and their batch norms and steps run, by our loop.",
+        '- "Steps" are the gradient steps of "ours, tuned".',
+        "- A star: at least one row is from before the layers that read no units were refitted.",
         "",
     ]
     for name in dict.fromkeys(row["network"] for row in rows):

@@ -83,8 +83,8 @@ def tables(rows: list[Row]) -> str:
         "# Time of narrower networks",
         "",
         "Made by `python benchmarks/structured_speed.py`: one sample, one thread, medians of dense and narrower "
-        "network in turns. Times are shares of the dense time. A star: from before the layers that read no units were "
-        "refitted.",
+        "network in turns. Times are shares of the dense time. In MiniLM every layer has a width of its own "
+        "(`uniform=False`). A star: from before the layers that read no units were refitted.",
         "",
         "| network | removed | score | multiplications left | time in ONNX Runtime | time in torch |",
         "|---|---|---|---|---|---|",

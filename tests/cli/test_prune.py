@@ -145,9 +145,9 @@ def test_prune_to_a_grid_passes_inspect(run, tmp_path, options, pattern):
     if pattern:
         assert pattern.rpartition("+")[2] in run("inspect", out, "--pattern", pattern).output
         assert "not on the grid" in one_error(run("inspect", out, "--pattern", pattern[:-1] + "2", code=1))
-    again = tmp_path / "again"
-    run("prune", "-o", again, "--recipe", out / "recipe.yaml")
-    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+        again = tmp_path / "again"
+        run("prune", "-o", again, "--recipe", out / "recipe.yaml")
+        assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
 
 def test_prune_to_a_budget_of_bits(run, tmp_path):

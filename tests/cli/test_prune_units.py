@@ -1,8 +1,12 @@
 """`iobs prune --pattern structured:SHARE`: the written model is narrower and loads unpatched."""
 
+from functools import partial
+
+import pytest
 from transformers import AutoModelForCausalLM
 
 from iobs.models import load
+from iobs.pruning.decisions import widths
 from iobs.pruning.structured_report import StructuredReport
 from iobs.report import read_report
 
@@ -38,10 +42,86 @@ def test_network_of_a_function_is_written_narrower(run, classifier, tmp_path):
     assert "8 of 16 neurons are left" in run("inspect", out).output
 
 
+SLOPES = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.wide = 4, 4
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.register_buffer("slopes", torch.linspace(.1, 1, 4), persistent=False)
+
+    def forward(self, x):
+        samples, places, _ = x.shape
+        q, k, v = self.qkv(x).view(samples, places, 3, self.heads, self.wide).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT + self.slopes.view(-1, 1, 1) * torch.arange(places).float()
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(samples, places, self.heads * self.wide))
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(Attention(), Mlp())
+
+def attention():
+    return nn.Sequential(Attention())
+
+def batches():
+    return [torch.randn(20, 5, 16, generator=torch.Generator().manual_seed(1))]
+"""
+
+
+def test_heads_in_a_buffer_that_no_file_holds_are_kept(run, tmp_path):
+    file, out = tmp_path / "slopes.py", tmp_path / "out"
+    file.write_text(SLOPES)
+    rest = ("--data", f"{file}:batches", "-o", out, "--pattern", "structured:50%", "--recipe", "one-shot")
+    run("prune", f"{file}:net", *rest)
+    loaded = load(out).module
+    assert (loaded[0].slopes.numel(), loaded[1].up.out_features) == (4, 12)
+    assert "0.out keeps all units: 0.slopes has entries of them" in (out / "report.json").read_text()
+    refused = run("prune", f"{file}:attention", *rest, "--overwrite", code=2).output
+    assert "no file of weights holds" in " ".join(refused.split())
+
+
+@pytest.mark.parametrize("runtime", ["torch", "onnx"])
+def test_time_is_asked_for_on_the_command_line(run, classifier, tmp_path, monkeypatch, runtime):
+    if runtime == "onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnx")
+
+    def clock(calls):  # widths ascend; times of a machine would make the test depend on it
+        return [(number + 1) / len(calls) for number, call in enumerate(calls) if call() or True]
+
+    monkeypatch.setattr(widths, "measure", partial(widths.measure, clock=clock))
+    monkeypatch.setattr(widths, "shares_of", lambda *_: (1.0, 0.7))
+    out = tmp_path / "out"
+    given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--recipe", "one-shot")
+    run(*given, "--pattern", "structured:25%", "--of", "latency", "--runtime", runtime)
+    seconds = read_report(out / "report.json").costs[-1]
+    assert (seconds.name, "ONNX" in seconds.where) == ("seconds", runtime == "onnx")
+    assert load(out).module[0].out_features == 12
+
+
+def test_every_layer_of_a_network_of_a_function_may_have_its_own_width(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--recipe", "one-shot")
+    run(*given, "--pattern", "structured:50%,uniform=false")
+    assert load(out).module[0].out_features == 8
+
+
 def test_what_units_cannot_do_is_said_before_any_work(run, classifier, tmp_path):
     given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", tmp_path / "out")
     assert "torch.save" in run(*given, "--pattern", "structured:30%", "--units", "blocks", code=2).output
-    assert "whole units" in run("prune", "--dry-run", "--pattern", "structured:30%", code=2).output
+    unread = tmp_path / "missing.py"  # refused before the model is loaded
+    assert "whole units" in run("prune", f"{unread}:net", "--dry-run", "--pattern", "structured:30%", code=2).output
     own = run("prune", "-o", tmp_path / "out", "--pattern", "structured:30%,uniform=false", code=2).output
     assert "uniform=false gives every layer" in own
     kept = run("prune", "-o", tmp_path / "out", "--pattern", "structured:30%", "--low-memory", code=2).output

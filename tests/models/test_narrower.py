@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import iobs
 from iobs import models
+from iobs.cli import app
 from iobs.errors import ModelError
 from iobs.models.narrower import changes, form_of, narrow
 
@@ -122,3 +124,22 @@ def test_modules_with_two_names_become_narrower_once():
         narrow(again, wanted)
         again.load_state_dict(model.state_dict())
         assert again.again.weight is again.up.weight
+
+
+def test_timm_network_is_written_narrower_from_the_command_line(tmp_path):
+    timm = pytest.importorskip("timm")
+    (tmp_path / "data.py").write_text("import torch\n\ndef batches():\n    return [torch.randn(64, 3, 32, 32)]\n")
+    name, out = "timm:mobilenetv3_small_050", tmp_path / "out"
+    given = ("--data", f"{tmp_path / 'data.py'}:batches", "--pattern", "structured:40%", "--recipe", "one-shot")
+    given += ("--include", "blocks.1.*")
+    made = timm.create_model("mobilenetv3_small_050", pretrained=False)
+    full = sum(one.numel() for one in made.blocks[1].parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timm, "create_model", lambda *_, **__: made)  # without a download
+        result = CliRunner().invoke(app, ["prune", name, "-o", str(out), *given])
+    assert result.exit_code == 0, result.output
+    again = models.load(out).module
+    assert sum(one.numel() for one in again.blocks[1].parameters()) < full
+    with torch.no_grad():
+        batch = torch.randn(2, 3, 32, 32)
+        assert torch.equal(again(batch), made(batch))

@@ -75,7 +75,16 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize(("name", "options"), CHOICES.values(), ids=CHOICES)
+LONG = {"rounds", "best", "searched for"}  # by make test-all
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(*choice, id=label, marks=[pytest.mark.slow] if label in LONG else [])
+        for label, choice in CHOICES.items()
+    ],
+)
 def test_prune_on_a_gpu_with_every_option(gpu, name, options):
     model, data = build(name)
     report = iobs.prune(on_gpu(model), data, iobs.Unstructured(0.5), **{"recipe": "one-shot", **options})

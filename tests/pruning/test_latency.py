@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from iobs.errors import ModelError, ProblemError
+from iobs.pruning.network.modes import evaluating
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.widths import clock
 from iobs.pruning.widths.clock import Example, called_in, interleaved, require_runtime
@@ -115,6 +116,22 @@ def test_measured_widths_hold_the_blocks_of_convolutions(stack):
     site = dataclasses.replace(stack[2][2], kind="channels")
     assert grid(site, range(1, 21)) == (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20)
     assert len(grid(dataclasses.replace(site, kind="neurons"), range(1, 1001))) <= 18
+
+
+def test_fused_attention_is_timed_as_it_is_used_afterwards():
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 4, 24, batch_first=True), nn.Linear(16, 3)).eval()
+    enabled = []
+
+    def clock(calls):
+        enabled.append(torch.backends.mha.get_fastpath_enabled())
+        return [1.0 for _ in calls]
+
+    with evaluating(model):
+        batch = torch.randn(2, 5, 16)
+        measure(model, batch, dict.fromkeys(find_sites(model, batch), (12, 24)), "torch", clock)
+        shares_of(model, model, batch, "torch", clock)
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert enabled == [True, True, True]
 
 
 def test_clock_gives_the_median_of_each_call(monkeypatch):

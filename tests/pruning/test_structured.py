@@ -177,6 +177,16 @@ def test_layer_smaller_than_the_multiple_keeps_its_units():
     assert [model[at].conv1.out_channels for at in (1, 2)] == [12, 16]
 
 
+def test_narrower_network_gets_zeros_on_a_grid():
+    model = network()
+    iobs.prune(model, pictures(), "structured:40%", "one-shot")
+    width = model[2].conv1.out_channels
+    report = iobs.prune(model, pictures(), iobs.Unstructured(0.5) & iobs.Grid(4), "one-shot")
+    assert model[2].conv1.out_channels == width < 16
+    assert report.sparsity == pytest.approx(0.5, abs=0.01)
+    assert len(model[2].conv2.weight.detach()[0].unique()) <= 2 * 7 + 1  # one scale for a row
+
+
 def test_network_without_units_is_refused():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Softmax(1), nn.Flatten(), nn.LayerNorm(256)).eval()
     with pytest.raises(LayerSelectionError, match="No channels"):
@@ -226,8 +236,10 @@ def test_nothing_is_measured_or_changed_if_nothing_is_removed(recipe, of, monkey
 
 
 def test_widths_are_multiples():
-    report = iobs.prune(network(), pictures(), iobs.Structured(0.4, multiple_of=4), "fast")
-    assert all(one.after % 4 == 0 for one in report.widths)
+    model = network()  # its dense widths are 12 and 16
+    report = iobs.prune(model, pictures(), iobs.Structured(0.4, multiple_of=8), "fast")
+    assert [(one.before, one.after) for one in report.widths] == [(12, 8), (16, 8)]
+    assert [model[at].conv1.out_channels for at in (1, 2)] == [8, 8]
 
 
 def test_language_model_has_equal_widths_and_loads_unpatched(tmp_path):

@@ -97,6 +97,7 @@ def prune(
     from iobs.cli.running import Place, saying_how_to_continue
 
     asked = _asked(wanted, method, calibration, loading.dtype, low_memory)
+    _refuse_units(asked, model, dry_run)
     if output is None and not dry_run:
         raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
     place = Place.of(model, output, overwrite, resume)
@@ -122,7 +123,7 @@ def _asked(
     """The recipe and the options of the run: the command line first, then the file given as --recipe, then defaults.
 
     Raises:
-        typer.BadParameter: --sparsity beside --pattern, or widths that a model directory cannot say.
+        typer.BadParameter: --sparsity beside --pattern.
         ProblemError, PatternError: choices that are unknown or exclude each other.
     """
     from iobs.cli.run_file import Asked, RunOptions, read_recipe
@@ -157,13 +158,35 @@ def _asked(
     }
     options = RunOptions.of(given, run, judged=recipe.blocks is not None)
     under_pattern(as_allocation(recipe.allocation), options.pattern)
-    if isinstance(options.pattern, Structured) and options.pattern.uniform is False:
+    return Asked(recipe, options)
+
+
+def _refuse_units(asked: Asked, model: str | None, dry_run: bool) -> None:
+    """Refuse, before the model is loaded, units that cannot be shown or written.
+
+    Raises:
+        typer.BadParameter: --dry-run, or a narrower model that OUT could not say.
+    """
+    from iobs.core.structured import Structured
+    from iobs.models.factory import is_built_by_code
+
+    pattern, by_code = asked.options.pattern, is_built_by_code(model or "")
+    if not isinstance(pattern, Structured):
+        return
+    if dry_run:
+        raise typer.BadParameter("shows zeros of layers, and this pattern removes whole units", param_hint="--dry-run")
+    if pattern.uniform is False and not by_code:
         raise typer.BadParameter(
             "uniform=false gives every layer a width of its own, which the configuration in a model directory cannot "
             "say; use iobs.prune in Python, and export the narrower model",
             param_hint="--pattern",
         )
-    return Asked(recipe, options)
+    if pattern.whole and by_code:
+        raise typer.BadParameter(
+            "removes whole blocks or experts, and the code of this network builds all of them; use iobs.prune in "
+            "Python, and save the narrower network with torch.save(model, file) or export it",
+            param_hint="--units",
+        )
 
 
 def _refuse_whole(asked: Asked, calibration: Calibration, loading: console.Loading) -> None:
@@ -202,7 +225,6 @@ def _prune_resident(
     from iobs.core.structured import Structured
     from iobs.data import open_source
     from iobs.models import check_output, output_directory, size_in_bytes
-    from iobs.models.factory import is_built_by_code
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
     from iobs.pruning.store import Store
@@ -210,16 +232,7 @@ def _prune_resident(
     options = asked.options
     output, checkpoint = place.output, place.checkpoint
     loaded = load_model(model, options.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
-    units = isinstance(options.pattern, Structured)  # found by a forward pass, so their names are checked in the run
-    if units and dry_run:
-        raise typer.BadParameter("shows zeros of layers, and this pattern removes whole units", param_hint="--dry-run")
-    if isinstance(options.pattern, Structured) and options.pattern.whole and is_built_by_code(model or ""):
-        raise typer.BadParameter(
-            "removes whole blocks or experts, and the code of this network builds all of them; use iobs.prune in "
-            "Python, and save the narrower network with torch.save(model, file) or export it",
-            param_hint="--units",
-        )
-    if not units:
+    if not isinstance(options.pattern, Structured):  # units are found by a forward pass, and their names in the run
         selection = Store(loaded.module).select(options.include, options.ignore, asked.recipe.depthwise)
         selection, request = requested(
             asked.recipe, options.pattern, selection, options.holdout, options.seed, checkpoint
@@ -267,13 +280,16 @@ def _run(
     from iobs.cli.running import prune_as_asked
     from iobs.errors import first_line
     from iobs.evaluate import BeforeAfter
+    from iobs.models.factory import is_built_by_code
+    from iobs.pruning.store import Store
 
     options = asked.options
     name, window, batches = batches_of_run(loaded, options)
     dense = score(loaded, scoring, options.seq_len, "scoring the dense model")
     facts = {"model": loaded.source, "calibration": name, "seq_len": window}
     shown = [BeforeAfter(batches, loaded.tokenizer)]
-    report = prune_as_asked(loaded.module, batches, asked, checkpoint, facts, shown)
+    store = Store(loaded.module, is_built_by_code(loaded.source))
+    report = prune_as_asked(store, batches, asked, checkpoint, facts, shown)
     try:
         pruned = score(loaded, scoring, options.seq_len, "scoring the pruned model")
     except (Exception, KeyboardInterrupt) as error:

@@ -22,8 +22,10 @@ class Structured:
 
     Args:
         sparsity: share of the cost to remove, in [0, 1), of the layers that hold units; with "latency" of the time of
-            the whole network. The cost is at most the rest; it is less if the next larger width costs too much. Of
-            blocks and experts it is the share of their number, rounded.
+            the whole network. What is left of multiplications and parameters is at most the rest, and less if the next
+            larger width costs too much. A measured time may be a hundredth above the rest. If no network was fast
+            enough, the fastest that was measured is returned, and a note says so. Of blocks and experts `sparsity` is
+            the share of their number, rounded.
         of: the cost: "macs" (multiplications by weights), "parameters" (entries of weight matrices), or "latency"
             (measured time of one sample on this machine, with the threads of torch).
         multiple_of: the channels or neurons that a layer keeps are a multiple of this, such as 8 or 16. A layer may

@@ -6,7 +6,6 @@ the tensors whose shapes differ from those that the code builds, and the numbers
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,8 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from iobs.errors import ModelError
 from iobs.pruning.network.layers import joined
+from iobs.pruning.structure.removal import CONFIG, set_number
 
-_CONFIG = "config."  # prefix of numbers that a module's configuration holds
 Number = int | list[int]  # tuples are lists, as in JSON
 # New parameters by identity of the old one, which is kept: its identity could go to another parameter otherwise.
 Made = dict[int, tuple[nn.Parameter, nn.Parameter]]
@@ -96,7 +95,7 @@ def narrow(module: nn.Module, wanted: Mapping[str, Mapping[str, object]]) -> Non
 def _numbers(module: nn.Module) -> Iterator[tuple[str, Number]]:
     """The whole numbers and tuples of whole numbers of a module; of its configuration also "has a bias"."""
     config = vars(module).get("config")
-    for prefix, holder in (("", module), (_CONFIG, config)):
+    for prefix, holder in (("", module), (CONFIG, config)):
         for name, value in getattr(holder, "__dict__", {}).items():
             if name.startswith("_"):
                 continue
@@ -126,10 +125,7 @@ def _reshape(whole: nn.Module, module: nn.Module, name: str, shape: list[int], m
 
 
 def _set(module: nn.Module, name: str, value: object) -> None:
-    """Set a number of a module; that of a configuration in a copy that belongs to this module alone."""
-    holder: object = module
-    if name.startswith(_CONFIG):
-        module.config = copy.copy(module.config)
-        holder, name = module.config, name.removeprefix(_CONFIG)
-    before = getattr(holder, name)
-    setattr(holder, name, type(before)(value))
+    """Set a number of a module, of the type that it has."""
+    holder = module.config if name.startswith(CONFIG) else module
+    before = getattr(holder, name.removeprefix(CONFIG))
+    set_number(module, name, type(before)(value))

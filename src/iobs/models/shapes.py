@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from iobs.models.output import expanded
-from iobs.models.streamed import blocks_of, skeleton
+from iobs.models.skeleton import skeleton
+from iobs.models.streamed import blocks_of
 from iobs.pruning.cost.machines import Network
 from iobs.pruning.network.selection import select
 from iobs.pruning.store import Names

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +19,7 @@ from iobs.models.halves import native
 from iobs.models.huggingface import check_directory
 from iobs.models.output import expanded
 from iobs.models.shards import Entry, read_entries
-from iobs.models.vision_shim import ensure_torchvision
+from iobs.models.skeleton import skeleton
 from iobs.models.wide_linear import WideLinear
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.formats import with_formats
@@ -281,38 +280,6 @@ def _widen_products(module: nn.Module, prefixes: tuple[str, ...], device: torch.
         outside = type(one) is nn.Linear and not f"{path}.".startswith(prefixes)
         if outside and native(one.weight.dtype, device) is not one.weight.dtype:
             one.__class__ = WideLinear
-
-
-def skeleton(path: Path) -> nn.Module:
-    """The module with parameters on the meta device and real buffers."""
-    ensure_torchvision()
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-        with _parameters_on_meta():
-            factory: Any = transformers.AutoModelForCausalLM
-            module: nn.Module = factory.from_config(config, dtype=config.dtype)
-    except Exception as error:  # transformers raises exceptions of every kind
-        raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
-    return module.eval()
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Register new parameters of all modules on the meta device, where they take no memory."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _surplus(module: nn.Module, directory: Directory) -> frozenset[str]:

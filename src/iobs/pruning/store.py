@@ -36,6 +36,7 @@ class Store(InMemory):
 
     Args:
         model: any `nn.Module`.
+        built_by_code: the result is written as weights, and code that builds the full width makes the rest anew.
 
     Attributes:
         whole: True if the model can be run as a whole, as losses, gradients and a dense copy need it.
@@ -43,8 +44,8 @@ class Store(InMemory):
 
     whole = True
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, built_by_code: bool = False) -> None:
+        self.model, self.built_by_code = model, built_by_code
         self._original: dict[str, Tensor] = {}
 
     @property

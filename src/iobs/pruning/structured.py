@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.structured import Runtime, Structured
-from iobs.errors import AuditError, LayerSelectionError, ModelError, NonFiniteError, ProblemError, first_line
+from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, ProblemError, first_line
 from iobs.pruning.algorithm import run
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
-from iobs.pruning.network.layers import Layer, find_layers
+from iobs.pruning.network.layers import Layer, find_layers, joined
 from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
 from iobs.pruning.network.selection import Selection, adapters_of, matching, require_module, require_unstored
 from iobs.pruning.recipe import Recipe
@@ -30,8 +30,8 @@ from iobs.pruning.recipe.structured import require_structured
 from iobs.pruning.report import LayerRecord, Report
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.outputs import logits
 from iobs.pruning.store import Store
+from iobs.pruning.structure.expected import Expected, can_copy
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.units import Site
@@ -40,13 +40,12 @@ from iobs.pruning.structure.widths import Widths, configure, widths_of
 from iobs.pruning.structured_report import SECONDS, CostRecord, StructuredReport, WidthRecord
 from iobs.pruning.widths.clock import NAMES, require_runtime
 from iobs.pruning.widths.costs import Products
-from iobs.pruning.widths.latency import can_copy, shares_of
+from iobs.pruning.widths.latency import shares_of
 from iobs.pruning.workspace import Request, Workspace
 
 Names = str | Sequence[str] | None
 
 
-_LARGEST_GAP = 0.05  # difference of outputs in short floats, relative to the largest output
 _NO_CHANGE = Recipe(solver="magnitude")  # keeps all units with their weights, and reads a few samples
 
 
@@ -89,6 +88,8 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, told: Callback
         require_taken(model, collected)
         store.observe(collected, asked.seed)  # finds transposed convolutions
         sites = _sites(model, collected[0], asked)
+        if store.built_by_code:
+            sites = _written(model, sites, told)
         form = widths_of(model, sites.sites)
         loadable = asked.pattern.uniform is not False
         if loadable:
@@ -222,6 +223,30 @@ def _selection(store: Store, sites: SitesOfLayers, asked: Asked) -> Selection:
     return Selection(chosen, skipped)
 
 
+def _written(model: nn.Module, sites: SitesOfLayers, told: Callbacks) -> SitesOfLayers:
+    """The sites that files of weights hold; those with a part in a buffer that code makes anew keep all units.
+
+    Raises:
+        LayerSelectionError: there are none.
+    """
+    rebuilt = {joined(path, name) for path, one in model.named_modules() for name in one._non_persistent_buffers_set}
+    found = []
+    for site in sites.sites:
+        lost = [one.key for one in site.slices if one.key in rebuilt]
+        if lost:
+            told.on_note(
+                f"{site.name} keeps all units: {lost[0]} has entries of them, and no file of weights holds it."
+            )
+        else:
+            found.append(site)
+    if not found:
+        raise LayerSelectionError(
+            "All units have entries in buffers that no file of weights holds, so a narrower network could not be "
+            "loaded. Use iobs.prune in Python, and torch.save(model, file)."
+        )
+    return replace(sites, sites=tuple(found))
+
+
 def _loadable(sites: SitesOfLayers, form: Widths, told: Callbacks) -> SitesOfLayers:
     """The sites whose number of units the model's class can say; the others keep all units, with a note.
 
@@ -285,58 +310,6 @@ def _taken(model: nn.Module, paths: Sequence[str]) -> dict[str, Tensor]:
         found[path] = module.get_parameter("bias").detach()
         module.register_parameter("bias", None)
     return found
-
-
-@torch.no_grad()
-def outputs_of(model: nn.Module, batch: Batch, single: bool = False) -> Tensor:
-    """The outputs of a model on a batch, in eval mode; with `single` computed in float32, by a copy if necessary."""
-    batch = batches.to_device(batch, next(model.parameters()).device)
-    if single and _precision(model) > torch.finfo(torch.float32).eps:
-        model = copy.deepcopy(model).float()
-        batch = batches.mapped(batch, lambda value: value.float() if value.is_floating_point() else value)
-    with evaluating(model):
-        return logits(batches.forward(model, batch))
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Outputs of a model with zeros, which the narrower model has to give.
-
-    Attributes:
-        batch: that the model was called on.
-        outputs: of the model.
-        single: they were computed in float32; models that are too large for a copy compute in their own dtype.
-    """
-
-    batch: Batch
-    outputs: Tensor
-    single: bool
-
-    @classmethod
-    def of(cls, model: nn.Module, batch: Batch) -> Expected:
-        """The outputs of a model with zeros."""
-        return cls(batch, outputs_of(model, batch, can_copy(model)), can_copy(model))
-
-    def require(self, model: nn.Module) -> None:
-        """Check that a narrower model gives these outputs.
-
-        Raises:
-            AuditError: it does not.
-        """
-        before, after = self.outputs.double(), outputs_of(model, self.batch, self.single).double()
-        gap = float((before - after).abs().max()) / max(float(before.abs().max()), 1e-30)
-        own, single = _precision(model), torch.finfo(torch.float32).eps
-        rounded = own if self.single else 50 * own**0.75  # of biases alone, or of everything
-        if not gap <= max(50 * single**0.75, min(_LARGEST_GAP, rounded)):
-            raise AuditError(
-                f"The narrower model gives other outputs than the model with zeros (difference {gap:.1e})."
-            )
-
-
-def _precision(model: nn.Module) -> float:
-    """The machine epsilon of the shortest floats of a model."""
-    kinds = {value.dtype for value in model.parameters() if value.is_floating_point()}
-    return max((torch.finfo(kind).eps for kind in kinds), default=0.0)
 
 
 @torch.no_grad()

@@ -107,3 +107,12 @@ def test_wrong_removals_are_refused_before_any_change(kept, biases, message):
 def test_step_aligns_channels():
     site = find_sites(network(), PICTURES)[0]
     assert [site.step(multiple) for multiple in (1, 2, 3, 8)] == [1, 1, 3, 4]
+
+
+def test_kernels_keep_their_memory_format():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
+    model.to(memory_format=torch.channels_last)
+    (site,) = find_sites(model, torch.randn(2, 3, 8, 8))
+    remove(model, [site], {site.name: range(8)})
+    assert all(model[at].weight.is_contiguous(memory_format=torch.channels_last) for at in (0, 2))
+    assert not model[2].weight.is_contiguous()

@@ -55,7 +55,6 @@ _MOST_PASSES = 6000  # the same in samples: more do not help
 _PROBE_PLACE = 1  # of the hidden states of the trials, among the streams of a sweep with one model
 _FEWEST = 16  # least number of samples of one trial, also if that takes more passes
 _BLOCK_SAMPLES = 32  # samples of a trial through one block
-_ANSWERS = 2**26  # most numbers in the stored outputs of the dense model
 CURVE_TOKENS = 65536  # most positions of text for curves
 _SEARCH_ENTRIES = 2**24  # most entries of all stored Grams; a search solves layers from stored Grams
 ENOUGH_OUTPUTS = 150  # least number of outputs that can judge a search; with fewer, the best of 100 trials is noise
@@ -276,7 +275,7 @@ class Planner:
     @cached_property
     def _answered(self) -> Samples:
         """Samples with the outputs of the dense model. The first use must come while the model is dense."""
-        return answered(self.model, self._judges, _ANSWERS)
+        return answered(self.model, self._judges)
 
     @property
     def _judges(self) -> Samples:

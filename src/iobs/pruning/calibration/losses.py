@@ -91,7 +91,7 @@ def kl_to_answers(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def answered(model: nn.Module, part: Samples, most: int) -> Samples:
+def answered(model: nn.Module, part: Samples, most: int = 2**26) -> Samples:
     """Store the model's outputs with the first samples, as batches (inputs, outputs, labels if any).
 
     Args:

@@ -12,12 +12,13 @@ from iobs.pruning.layerwise.problem import solver_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
+from iobs.pruning.structure.expected import can_copy
 from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.clock import NAMES
 from iobs.pruning.widths.costs import CostModel, Products
 from iobs.pruning.widths.curves import Curves, SiteCurve
 from iobs.pruning.widths.knapsack import Choice, require_reachable
-from iobs.pruning.widths.latency import Latency, can_copy, measure, narrowed, shares_of
+from iobs.pruning.widths.latency import Latency, measure, narrowed, shares_of
 from iobs.pruning.widths.plan import choices_of, chosen_widths, widths_of
 from iobs.pruning.widths.readers import joined
 from iobs.pruning.workspace import Workspace
@@ -147,7 +148,7 @@ def _timed(work: Workspace, pattern: Structured, sites: tuple[Site, ...]) -> tup
 def _within_time(work: Workspace, pattern: Structured, timed: Timed) -> dict[str, int]:
     """Widths whose network was measured to take at most the time that is asked.
 
-    The times of blocks add up to the time of the network only roughly, so the limit is corrected by measurements of the
+    The times of blocks add up to the time of the network only roughly. So the limit is corrected by measurements of the
     whole network with the chosen widths.
     """
     model, latency = work.store.model, timed.latency

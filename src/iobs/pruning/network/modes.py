@@ -46,7 +46,7 @@ def update_batch_norm(model: nn.Module, part: Samples) -> None:
 
 @contextmanager
 def inferring(model: nn.Module) -> Iterator[None]:
-    """Eval mode without KV cache, as a model is used afterwards: fused kernels stay. Everything is restored on exit."""
+    """Eval mode without KV cache, as a model is used afterwards. Everything is restored on exit."""
     with _configured(model, "use_cache", False), _eval_mode(model):
         yield
 
@@ -69,7 +69,7 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
         stack.enter_context(_configured(model, "use_cache", False))
         stack.enter_context(_requiring_gradients(frozen.values()))
         stack.enter_context(_eval_mode(model))
-        stack.enter_context(_without_fused_attention())
+        stack.enter_context(fused_attention(False))
         stack.enter_context(torch.autocast(device.type, enabled=False))  # the model's own dtypes
         stack.enter_context(_uncompiled())
         stack.enter_context(_without_cudnn(model))
@@ -118,10 +118,10 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_fused_attention() -> Iterator[None]:
-    """Disable the fast path of nn.TransformerEncoderLayer, which hides the inputs of its layers."""
+def fused_attention(enabled: bool) -> Iterator[None]:
+    """Enable or disable the fast path of nn.TransformerEncoderLayer, which hides the inputs of its layers."""
     before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(enabled)
     try:
         yield
     finally:

@@ -33,8 +33,7 @@ def remove(
         sites: of the model, from `find_sites`.
         kept: units to keep by name of the site, at least one of each; sites without an entry keep all units.
         biases: biases to add to the outputs of readers, (rows,), by path of the reader. They are added to the layer's
-            bias, or else subtracted from the running mean of the batch norm that follows, or else the layer gets a
-            bias.
+            bias. A layer without one: they are subtracted from the running mean of its batch norm, or it gets a bias.
 
     Raises:
         ModelError: a name, a unit or the shape of a bias is wrong.
@@ -53,14 +52,14 @@ def remove(
         _narrow(model.get_submodule(path), parameter, axes)
     for name, units in chosen.items():
         for attribute in known[name].attributes:
-            _set_number(model.get_submodule(attribute.path), attribute.name, attribute.each * len(units))
+            set_number(model.get_submodule(attribute.path), attribute.name, attribute.each * len(units))
     for path, bias in (biases or {}).items():
         weight = readers[path].weight
         removed = gone[weight.path, weight.parameter][1 - weight.axis]  # rows that write units of another site
         _add_bias(model, readers[path], bias[[row for row in range(len(bias)) if row not in removed]])
 
 
-def _set_number(module: nn.Module, name: str, value: int) -> None:
+def set_number(module: nn.Module, name: str, value: object) -> None:
     """Set a number of a module; a field of a `config` is set in a copy that belongs to this module alone."""
     if name.startswith(CONFIG):
         module.config = copy.copy(module.config)
@@ -96,17 +95,24 @@ def _rows(model: nn.Module, reader: Reader) -> int:
 def _narrow(module: nn.Module, name: str, gone: Mapping[int, Collection[int]]) -> None:
     """Delete positions along some axes of a parameter or buffer, and let the module's sizes follow."""
     value: Tensor = getattr(module, name)
-    old = tuple(value.shape)
+    old, layout = tuple(value.shape), _layout(value)
     for axis, positions in gone.items():
         keep = [position for position in range(value.shape[axis]) if position not in positions]
         value = value.index_select(axis, torch.tensor(keep, device=value.device))
     if name in module._parameters:
         before = module._parameters[name]
         assert before is not None
-        module._parameters[name] = nn.Parameter(value.contiguous(), before.requires_grad)
+        module._parameters[name] = nn.Parameter(value.contiguous(memory_format=layout), before.requires_grad)
     else:
-        module._buffers[name] = value.contiguous()
+        module._buffers[name] = value.contiguous(memory_format=layout)
     _resize(module, name, old, tuple(value.shape))
+
+
+def _layout(value: Tensor) -> torch.memory_format:
+    """The memory format of a tensor: kernels of convolutions may have their channels last."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.ndim, torch.contiguous_format)
+    fits = not value.is_contiguous() and value.is_contiguous(memory_format=last)
+    return last if fits else torch.contiguous_format
 
 
 def _resize(module: nn.Module, name: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:

@@ -23,8 +23,8 @@ def find_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]
     Args:
         model: any network; it is unchanged.
         batch: a batch that the model accepts. Its values play no role.
-        inner: only units that all of their writers finish before a layer reads them; False: also channels that are
-            written again after they were read, such as the residual stream of a network with batch norms.
+        inner: only units that all of their writers finish before a layer reads them. False: also channels that are
+            written again later, such as the residual stream of a network with batch norms.
     """
     return verify(model, batch, traced_sites(model, batch, inner)).sites
 

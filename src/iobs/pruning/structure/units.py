@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal, TypeAlias
 
@@ -103,7 +103,7 @@ class Site:
         kind: of the units.
         readers: layers that read the units, the layer with the most multiplications first.
         writers: rows of every parameter and buffer that only serves these units.
-        owner: path of the smallest module that holds all readers and writers.
+        owner: path of a module that holds all readers, writers and attributes; it is called as one.
         inner: True if the units are read after all of their writers. Layers that read one average of each sample, as
             the gate of a squeeze-and-excitation block does, may come before.
         attributes: numbers in modules that follow the number of units.
@@ -145,3 +145,17 @@ class Site:
     def can_bias(self) -> bool:
         """True if a free bias of the first reader has a place: its own bias, or the batch norm that follows."""
         return self.readers[0].bias or self.readers[0].norm is not None
+
+    def inside(self) -> Site:
+        """The site with paths that begin at its owner, as a module of its own; batch norms may lie outside."""
+        start = len(self.owner) + 1 if self.owner else 0
+
+        def moved(one: Slices) -> Slices:
+            return replace(one, path=one.path[start:])
+
+        return replace(
+            self,
+            readers=tuple(replace(one, weight=moved(one.weight), norm=None) for one in self.readers),
+            writers=tuple(map(moved, self.writers)),
+            attributes=tuple(replace(one, path=one.path[start:]) for one in self.attributes),
+        )

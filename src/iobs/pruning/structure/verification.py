@@ -17,7 +17,7 @@ from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
 from iobs.pruning.structure.removal import CONFIG, remove
 from iobs.pruning.structure.trace import shortened
-from iobs.pruning.structure.units import Attribute, Reader, Site, Slices
+from iobs.pruning.structure.units import Attribute, Site
 
 Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]  # arguments of a call, by place and by name
 
@@ -113,7 +113,7 @@ def _around(path: str) -> list[str]:
 def _attributes(model: nn.Module, site: Site, call: Call) -> tuple[Attribute, ...] | str:
     """The attributes whose change makes the check pass, or the reason why no change does."""
     owner = model.get_submodule(site.owner)
-    local = _local(site)
+    local = site.inside()
     keep = [unit for unit in range(site.count) if unit % 2 == 0]
     reason = ""
     with ExitStack() as stack:
@@ -124,9 +124,8 @@ def _attributes(model: nn.Module, site: Site, call: Call) -> tuple[Attribute, ..
         expected = _outputs(zeroed, call)
         for attributes in _combinations(_candidates(model, site)):
             narrow = copy.deepcopy(dense)
-            inside = tuple(replace(one, path=_inside(one.path, site.owner)) for one in attributes)
             try:
-                remove(narrow, [replace(local, attributes=inside)], {site.name: keep})
+                remove(narrow, [replace(site, attributes=attributes).inside()], {site.name: keep})
                 difference = _difference(expected, _outputs(narrow, call))
             except batches.REFUSALS as error:
                 reason = reason or f"the narrower {type(owner).__name__} fails: {first_line(error)}"
@@ -143,22 +142,6 @@ def _visible(module: nn.Module) -> nn.Module:
         if value.is_floating_point() and not bool(value.any()):
             value.fill_(1)
     return module
-
-
-def _inside(path: str, owner: str) -> str:
-    return path[len(owner) + 1 :] if owner else path
-
-
-def _local(site: Site) -> Site:
-    """The site with paths relative to its owner."""
-
-    def moved(one: Slices) -> Slices:
-        return replace(one, path=_inside(one.path, site.owner))
-
-    def read(one: Reader) -> Reader:
-        return replace(one, weight=moved(one.weight), norm=None)
-
-    return replace(site, readers=tuple(map(read, site.readers)), writers=tuple(map(moved, site.writers)))
 
 
 def _zero_columns(owner: nn.Module, site: Site, keep: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """Widths that the class of a model can say, so that a narrower model is saved and loaded like any other.
 
 A Hugging Face model is built from its configuration. Its class loads a narrower network only if some values of the
-configuration give exactly the narrower shapes. These values are found by trial: the class is built without data from a
-changed configuration, and the shapes that change are compared with the shapes that a removal gives.
+configuration give exactly the narrower shapes. These values are found by trial. The class is built without data from a
+changed configuration, and the shapes that change are compared with those that a removal gives.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whole experts of a mixture: slices of the stacked weights of experts, and their rows of the router.
 
 The parameters with one slice for each expert are those whose shape follows the number of experts in the configuration.
-An expert is judged by the squared change of its mixture's output, on the inputs of the dense model, with all tokens
-routed anew among the others.
+An expert is judged by the squared change of its mixture's output on the inputs of the dense model. All tokens are
+routed anew among the other experts.
 """
 
 from __future__ import annotations

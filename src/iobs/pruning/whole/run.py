@@ -1,6 +1,6 @@
 """`iobs.prune` with `Structured(units="blocks")` or `units="experts"`: choose parts, remove them, refit what follows.
 
-The layers that write into the residual stream after the first removal are solved anew: their targets are the sums of
+The layers that write into the residual stream after the first removal are solved anew. Their targets are the sums of
 the dense model, so they repair what the removed parts leave out. The recipe "best" ends with gradient steps.
 """
 
@@ -31,17 +31,15 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.structure import widths
-from iobs.pruning.structured import Asked, Expected, outputs_of, require_taken, seconds_of
+from iobs.pruning.structure.expected import Expected, can_copy, outputs_of
+from iobs.pruning.structured import Asked, require_taken, seconds_of
 from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRecord
 from iobs.pruning.whole.blocks import Blocks
 from iobs.pruning.whole.experts import Experts
 from iobs.pruning.whole.part import Kind
 from iobs.pruning.widths.costs import Products
-from iobs.pruning.widths.latency import can_copy
 from iobs.pruning.widths.softened import softened, temperature_of
 from iobs.pruning.workspace import Request, Workspace
-
-_ANSWERS = 2**26  # most numbers in the stored outputs of the dense model
 
 
 class _Beside(Store):
@@ -126,7 +124,7 @@ class _Damage:
     def __init__(self, model: nn.Module, dense: nn.Module, data: list[Batch]) -> None:
         self.model = model
         with torch.no_grad():
-            self.answers = answered(dense, Samples.of(data).first(PROBE, PROBE_TOKENS), _ANSWERS)
+            self.answers = answered(dense, Samples.of(data).first(PROBE, PROBE_TOKENS))
         self.loss = softened(temperature_of(self.answers))
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Effect of the width of every site on the loss, from one pass of greedy removal and a few trials.
 
 Greedy removal gives the error of the reader at all widths. The divergence from the dense network is measured with some
-widths of one site alone, and interpolated between them as a power of the error, which makes it monotone.
+widths of one site alone. Between them it is interpolated as a power of the error, which makes it monotone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from iobs.solvers.grouped.removal import RemovalPath, removal_path
 from iobs.solvers.grouped.system import GroupSystem
 
 LEVELS = (0.25, 0.5, 0.75, 0.9)  # removed shares at which the divergence is measured
-_ANSWERS = 2**26  # most numbers in the stored outputs of the dense model
 _POSITIONS = 16  # positions per sample of a convolution
 
 
@@ -117,7 +116,7 @@ class Curves:
     @cached_property
     def _answered(self) -> Samples:
         """Samples with the outputs of the dense model."""
-        return answered(self.model, self._parts[1].first(PROBE, PROBE_TOKENS), _ANSWERS)
+        return answered(self.model, self._parts[1].first(PROBE, PROBE_TOKENS))
 
     @cached_property
     def _loss(self) -> LossFunction:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from iobs.core.structured import Runtime
-from iobs.pruning.network.modes import inferring, keeping_buffers
+from iobs.pruning.network.modes import fused_attention, inferring, keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.units import Site, Slices
-from iobs.pruning.widths.clock import Clock, Example, called_in, interleaved
+from iobs.pruning.structure.units import Site
+from iobs.pruning.widths.clock import Call, Clock, Example, called_in, interleaved
 from iobs.pruning.widths.costs import Widths
 
 _MOST = 16  # measured widths of one site
 _BLOCK = 8  # channels that kernels of convolutions work on at once, or a half of them
-_COPY_LIMIT = 2**30  # bytes of a model that is copied to time it beside another
 
 
 @dataclass(frozen=True)
@@ -100,20 +99,20 @@ def measure(
     """
     with inferring(model):
         given = whole(model, batch)
-        examples = _examples(model, given, {owner_of(site) for site in offered})
+        examples = _examples(model, given, {site.owner for site in offered})
         known: dict[object, Times] = {}
         times: dict[str, Times] = {}
         for site, widths in offered.items():
-            example = examples.get(owner_of(site))
+            example = examples.get(site.owner)
             if example is None:
                 continue  # the first sample does not call it as a module
             key = _signature(site, example)
             if key not in known:
                 some = grid(site, widths)
                 calls = [called_in(runtime, _narrower(example, site, width)) for width in some]
-                known[key] = Times(some, tuple(clock(calls)))
+                known[key] = Times(some, tuple(_timed(calls, clock)))
             times[site.name] = known[key]
-        return Latency(clock([called_in(runtime, given)])[0], times)
+        return Latency(_timed([called_in(runtime, given)], clock)[0], times)
 
 
 def grid(site: Site, widths: Sequence[int]) -> tuple[int, ...]:
@@ -131,8 +130,14 @@ def shares_of(
 ) -> tuple[float, float]:
     """Seconds of two networks for the first sample of a batch, measured in turns."""
     with inferring(wide), inferring(narrow):
-        first, second = clock([called_in(runtime, whole(one, batch)) for one in (wide, narrow)])
+        first, second = _timed([called_in(runtime, whole(one, batch)) for one in (wide, narrow)], clock)
     return first, second
+
+
+def _timed(calls: Sequence[Call], clock: Clock) -> list[float]:
+    """Seconds of calls with the fused attention that a model uses outside of a run."""
+    with fused_attention(True):
+        return clock(calls)
 
 
 def narrowed(model: nn.Module, sites: Sequence[Site], widths: Widths) -> nn.Module:
@@ -142,11 +147,6 @@ def narrowed(model: nn.Module, sites: Sequence[Site], widths: Widths) -> nn.Modu
     return found
 
 
-def can_copy(model: nn.Module) -> bool:
-    """Check that a model is small enough for a second copy in memory."""
-    return sum(value.nbytes for value in model.parameters()) <= _COPY_LIMIT
-
-
 def whole(model: nn.Module, batch: Batch) -> Example:
     """A model with the first sample of a batch."""
     device = next((value.device for value in model.parameters()), torch.device("cpu"))
@@ -154,18 +154,6 @@ def whole(model: nn.Module, batch: Batch) -> Example:
     if isinstance(given, Mapping):
         return Example(model, (), dict(given))
     return Example(model, (given,), {})
-
-
-def owner_of(site: Site) -> str:
-    """Path of the smallest module that holds a site with its numbers."""
-    paths = [site.owner, *(one.path for one in site.attributes)]
-    parts = [path.split(".") if path else [] for path in paths]
-    common = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common)
 
 
 def _examples(model: nn.Module, given: Example, paths: set[str]) -> dict[str, Example]:
@@ -197,7 +185,7 @@ def _signature(site: Site, example: Example) -> object:
     inputs = tuple(
         tuple(one.shape) for one in tree_leaves((example.arguments, example.named)) if isinstance(one, Tensor)
     )
-    inner = _inside(site, owner_of(site))
+    inner = site.inside()
     parts = tuple((one.key, one.axis, tuple(map(len, one.index))) for one in inner.slices)
     return type(example.module), shapes, inputs, parts
 
@@ -205,24 +193,7 @@ def _signature(site: Site, example: Example) -> object:
 def _narrower(example: Example, site: Site, width: int) -> Example:
     """The example with a narrower copy of its module."""
     module = copy.deepcopy(example.module)
-    inner = _inside(site, owner_of(site))
+    inner = site.inside()
     if width < site.count:
         remove(module, [inner], {inner.name: range(width)})
     return Example(module, example.arguments, example.named)
-
-
-def _inside(site: Site, owner: str) -> Site:
-    """A site with paths that begin at a module that holds it."""
-
-    def path(full: str) -> str:
-        return full[len(owner) :].lstrip(".")
-
-    def slices(one: Slices) -> Slices:
-        return replace(one, path=path(one.path))
-
-    return replace(
-        site,
-        readers=tuple(replace(one, weight=slices(one.weight), norm=None) for one in site.readers),
-        writers=tuple(map(slices, site.writers)),
-        attributes=tuple(replace(one, path=path(one.path)) for one in site.attributes),
-    )

@@ -1,0 +1,75 @@
+"""Check of a whole network after a removal: it gives what the network with zeros gave."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import AuditError
+from iobs.pruning.network.modes import evaluating
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.outputs import logits
+
+_COPY_LIMIT = 2**30  # bytes of a model that is copied, to compare or time it beside another
+_LARGEST_GAP = 0.05  # difference of outputs in short floats, relative to the largest output
+
+
+def can_copy(model: nn.Module) -> bool:
+    """Check that a model is small enough for a second copy in memory."""
+    return sum(value.nbytes for value in model.parameters()) <= _COPY_LIMIT
+
+
+@torch.no_grad()
+def outputs_of(model: nn.Module, batch: Batch, single: bool = False) -> Tensor:
+    """The outputs of a model on a batch, in eval mode; with `single` computed in float32, by a copy if necessary."""
+    batch = batches.to_device(batch, next(model.parameters()).device)
+    if single and _precision(model) > torch.finfo(torch.float32).eps:
+        model = copy.deepcopy(model).float()
+        batch = batches.mapped(batch, lambda value: value.float() if value.is_floating_point() else value)
+    with evaluating(model):
+        return logits(batches.forward(model, batch))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Outputs of a model with zeros, which the narrower model has to give.
+
+    Attributes:
+        batch: that the model was called on.
+        outputs: of the model.
+        single: they were computed in float32; models that are too large for a copy compute in their own dtype.
+    """
+
+    batch: Batch
+    outputs: Tensor
+    single: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Batch) -> Expected:
+        """The outputs of a model with zeros."""
+        return cls(batch, outputs_of(model, batch, can_copy(model)), can_copy(model))
+
+    def require(self, model: nn.Module) -> None:
+        """Check that a narrower model gives these outputs.
+
+        Raises:
+            AuditError: it does not.
+        """
+        before, after = self.outputs.double(), outputs_of(model, self.batch, self.single).double()
+        gap = float((before - after).abs().max()) / max(float(before.abs().max()), 1e-30)
+        own, single = _precision(model), torch.finfo(torch.float32).eps
+        rounded = own if self.single else 50 * own**0.75  # of biases alone, or of everything
+        if not gap <= max(50 * single**0.75, min(_LARGEST_GAP, rounded)):
+            raise AuditError(
+                f"The narrower model gives other outputs than the model with zeros (difference {gap:.1e})."
+            )
+
+
+def _precision(model: nn.Module) -> float:
+    """The machine epsilon of the shortest floats of a model."""
+    kinds = {value.dtype for value in model.parameters() if value.is_floating_point()}
+    return max((torch.finfo(kind).eps for kind in kinds), default=0.0)

@@ -1,0 +1,41 @@
+"""Making the module of a directory takes no memory of its parameters, and leaves no gaps in the heap."""
+
+import subprocess
+import sys
+
+import pytest
+
+MADE = """
+import ctypes, sys
+import torch, transformers
+from iobs.models.skeleton import skeleton
+
+class Heap(ctypes.Structure):  # what mallinfo2 of glibc returns
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd us fs used free top".split()]
+
+library = ctypes.CDLL(None)
+if not hasattr(library, "mallinfo2"):
+    sys.exit(3)
+library.mallinfo2.restype = Heap
+size = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=12, vocab_size=64)
+heads = dict(num_attention_heads=16, num_key_value_heads=4, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+transformers.LlamaConfig(**size, **heads).save_pretrained(sys.argv[1])
+freed = torch.empty(30 << 20, dtype=torch.uint8)
+del freed  # from now on glibc puts tensors of up to 30 MB into the heap
+assert transformers.LlamaForCausalLM  # its code is imported before the heap is measured
+before = library.mallinfo2().arena
+module = skeleton(sys.argv[1])
+assert all(one.is_meta for one in module.parameters())
+print(library.mallinfo2().arena - before, sum(2 * one.numel() for one in module.parameters()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library is glibc on Linux alone")
+def test_heap_does_not_grow_by_the_parameters(tmp_path):
+    made = subprocess.run([sys.executable, "-c", MADE, str(tmp_path)], capture_output=True, text=True)
+    if made.returncode == 3:
+        pytest.skip("the C library does not report the size of its heap")
+    assert made.returncode == 0, made.stderr
+    grown, stored = map(int, made.stdout.split())
+    assert stored > 200e6
+    assert grown < 0.3 * stored
