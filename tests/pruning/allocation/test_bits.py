@@ -127,13 +127,6 @@ def test_uniform_plans_spend_the_budget_with_the_same_share_in_every_layer(bits)
     assert any("zeros" in name for name in plans) == (bits < 8)
 
 
-def test_two_uniform_plans_with_zeros_are_tried():
-    model, data = three_layers()
-    report = iobs.prune(model, data, iobs.Budget(3.6, group=16), Recipe(allocation="kl"))
-    note = next(one for one in report.notes if one.startswith("Divergence"))
-    assert note.count("zeros and") == 2
-
-
 @pytest.mark.parametrize("bits", [3.0, 2.6])
 def test_a_uniform_plan_of_less_divergence_replaces_a_bad_division(bits, monkeypatch):
     def bad(budget, shapes, effects):  # all bits for one small layer
