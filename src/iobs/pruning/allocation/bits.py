@@ -58,6 +58,8 @@ class BitPlanner:
         heldout: held-out samples of the run.
         solve: (layer, statistics, dense weight, pattern) -> solutions, one per group of the layer.
         seed: of every random choice.
+        reference: a dense copy of the model whose outputs the layers of a tried plan match; None: their own outputs.
+        drift: whether layers that write into a residual match the dense sum.
         on_progress: called with (task, done, total).
         checkpoint: keeps the measurements of every layer, and of every plan that was tried.
     """
@@ -69,6 +71,8 @@ class BitPlanner:
     heldout: Samples
     solve: SolveLayer
     seed: int
+    reference: nn.Module | None = None
+    drift: bool = False
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
@@ -113,10 +117,10 @@ class BitPlanner:
         return chosen, records, tried
 
     def _divergence(self, plan: dict[Layer, Choice], budget: Budget, fitted: Samples, probe: Samples) -> float:
-        """KL divergence from the dense model to the model under a plan, its layers solved one after the other."""
+        """KL divergence from the dense model to the model under a plan, its layers solved as the run solves them."""
         dense = {layer: layer.read(self.model).clone() for layer in plan}
-        moments = Moments(self.seed, _POSITIONS)
-        sweep = Sweep(self.model, fitted, Samples(), tuple(plan), self.chain, moments=moments)
+        moments = Moments(self.seed, _POSITIONS, drift=self.drift)
+        sweep = Sweep(self.model, fitted, Samples(), tuple(plan), self.chain, self.reference, moments=moments)
         try:
             for group in sweep.groups():
                 statistics = group.statistics()
@@ -170,14 +174,14 @@ class BitPlanner:
 def _uniform(
     budget: Budget, shapes: dict[Layer, tuple[int, int]], effects: dict[Layer, dict[int, Curve]]
 ) -> dict[str, dict[Layer, Choice]]:
-    """The uniform plans to try: without zeros, and the one with zeros of the least sum of effects."""
+    """The uniform plans to try: without zeros, and the two with zeros of the least sums of effects."""
     plans = uniform_plans(budget, shapes, {bits: levels[-1] for bits, levels in LEVELS.items()})
 
     def effect(name: str) -> float:
         return sum(effects[layer][bits].at(keep) for layer, (bits, keep) in plans[name].items())
 
     dense = [name for name in plans if "zeros" not in name]
-    sparse = sorted((name for name in plans if "zeros" in name), key=effect)[:1]
+    sparse = sorted((name for name in plans if "zeros" in name), key=effect)[:2]
     return {name: plans[name] for name in [*dense, *sparse]}
 
 

@@ -18,6 +18,7 @@ from iobs.pruning.calibration.gram import Statistics
 from iobs.pruning.decisions.widths import allocate_widths
 from iobs.pruning.layerwise.patterns import thinner
 from iobs.pruning.layerwise.problem import Task, solve_layer
+from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Rounds, as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
@@ -94,9 +95,12 @@ def divide_bits(
     """The pattern of every layer under a budget of bits, and the measurements behind it."""
     recipe = work.recipe
     quick = recipe.but(solver=QuickGrid()) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
+    target = TARGETS[recipe.target]
+    teacher = None if work.scoring is None else target.teacher(work.scoring, True)
 
     def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:
-        return solve_layer(Task(layer, pattern, dense, None, quick.for_layer(layer.name)), statistics)
+        own = None if teacher is None else dense
+        return solve_layer(Task(layer, pattern, dense, own, quick.for_layer(layer.name)), statistics)
 
     def planned() -> JsonObject:
         planner = BitPlanner(
@@ -107,6 +111,8 @@ def divide_bits(
             work.heldout,
             solve_fast,
             work.request.seed,
+            teacher,
+            target.drift,
             work.callbacks.on_measure,
             work.checkpoint,
         )
