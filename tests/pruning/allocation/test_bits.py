@@ -15,6 +15,7 @@ from iobs.pruning.allocation.counts import Curve
 from iobs.pruning.allocation.knapsack import best_choices
 from iobs.pruning.allocation.uniform import uniform_plans
 from iobs.pruning.audit import audit
+from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.text import pattern_of, plain_pattern
 
@@ -125,6 +126,26 @@ def test_uniform_plans_spend_the_budget_with_the_same_share_in_every_layer(bits)
         assert max(shares) - min(shares) < 0.001
         assert "zeros" not in name or cost > total - own * len(shapes) - 1
     assert any("zeros" in name for name in plans) == (bits < 8)
+
+
+@pytest.mark.parametrize("target", ["layer", "dense"])
+def test_two_uniform_plans_with_zeros_are_tried_with_the_target_of_the_run(target, monkeypatch):
+    references = []
+
+    class Noted(Sweep):
+        def streams(self):
+            references.append(self.reference)
+            return super().streams()
+
+    monkeypatch.setattr("iobs.pruning.allocation.bits.Sweep", Noted)
+    model, data = three_layers()
+    report = iobs.prune(model, data, iobs.Budget(3.6, group=16), Recipe(allocation="kl", target=target))
+    note = next(one for one in report.notes if one.startswith("Divergence"))
+    assert note.count("zeros and") == 2
+    curves, *trials = references
+    assert curves is None
+    assert len(trials) == 4
+    assert all((reference is None) == (target == "layer") for reference in trials)
 
 
 @pytest.mark.parametrize("bits", [3.0, 2.6])

@@ -2,7 +2,8 @@
 
 A layer is solved alone at every bit width and several sparsities. Its errors become effects on the model by the
 response that the allocation of sparsity uses (`response.py`), and `knapsack.py` divides the budget. The division is
-then tried as a whole, beside uniform plans, on samples that no layer was solved for: the plan of least divergence wins.
+then tried as a whole, beside uniform plans, with the targets of the run, on samples that no layer was solved for: the
+plan of least divergence wins.
 """
 
 from __future__ import annotations
