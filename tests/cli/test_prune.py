@@ -133,7 +133,11 @@ def test_prune_to_a_pattern_passes_inspect(run, tmp_path, pattern):
 
 @pytest.mark.parametrize(
     ("options", "pattern"),
-    [(("--bits", "4"), "int4"), (("--bits", "3", "--pattern", "2:4"), "2:4+int3"), (("--sparsity", "50%+int4"), None)],
+    [
+        (("--bits", "4"), "int4"),
+        (("--bits", "3", "--pattern", "2:4"), "2:4+int3"),
+        pytest.param(("--sparsity", "50%+int4"), None, marks=pytest.mark.slow),
+    ],
 )
 def test_prune_to_a_grid_passes_inspect(run, tmp_path, options, pattern):
     out = tmp_path / "out"

@@ -27,9 +27,9 @@ EVERY = [
     for case in itertools.product(MODELS, PATTERNS, TARGETS, ALLOCATIONS, ROUNDS)
     if possible(case[1], case[3]) and (case[1] != PATTERNS[2] or case[0] != "perceptron")
 ]
-# A fifth of them in every run, each value of each choice several times; all of them by make test-all.
+# A seventh of them in every run, each value of each choice at least three times; all of them by make test-all.
 CASES = [
-    pytest.param(*case, marks=() if number % 5 == 0 else pytest.mark.slow, id=" / ".join(map(str, (number, *case[:4]))))
+    pytest.param(*case, marks=() if number % 7 == 0 else pytest.mark.slow, id=" / ".join(map(str, (number, *case[:4]))))
     for number, case in enumerate(EVERY)
 ]
 
