@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -29,6 +29,9 @@ from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import Selection, select
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Names
+
+_Visit = Callable[[int], None]  # of a block, by its number
+_Chain = Callable[[nn.Module, list[Block], Batch, torch.dtype, _Visit, _Visit], list[Block]]
 
 _BY_USE = ("parameter", "convolution")  # reasons of weights that a forward pass of the whole model may show
 
@@ -209,16 +212,8 @@ class StreamedModel:
         Raises:
             ModelError: the blocks do not pass on one hidden state.
         """
-        whole = [*self.blocks]
         if not self._traced:
-            self.blocks[:] = with_formats(
-                self.module,
-                whole,
-                batch,
-                self.arithmetic,
-                lambda stage: self.load(whole[stage]),
-                lambda stage: self.drop(whole[stage]),
-            )
+            self._replace_blocks(with_formats, batch)
             self._traced = True
         return self.blocks
 
@@ -229,10 +224,15 @@ class StreamedModel:
             ModelError: the blocks do not pass on one hidden state.
             ProblemError: a block cannot be divided.
         """
-        whole = [*self.trace(batch)]
-        if any(block.half is not None for block in whole):
+        if any(block.half is not None for block in self.trace(batch)):
             return self.blocks
-        self.blocks[:] = halved(
+        self._replace_blocks(halved, batch)
+        return self.blocks
+
+    def _replace_blocks(self, found: _Chain, batch: Batch) -> None:
+        """Replace the blocks by what `found` makes of them; it runs a sample through them, one in memory at a time."""
+        whole = [*self.blocks]
+        self.blocks[:] = found(
             self.module,
             whole,
             batch,
@@ -240,7 +240,6 @@ class StreamedModel:
             lambda stage: self.load(whole[stage]),
             lambda stage: self.drop(whole[stage]),
         )
-        return self.blocks
 
     def load(self, block: Block) -> None:
         """Load the weights of a block."""
