@@ -21,20 +21,21 @@ from iobs.core.patterns import Pattern
 from iobs.errors import ProblemError
 from iobs.models.block_writer import BlockWriter
 from iobs.models.output import check_output, output_of_ranks
-from iobs.models.spill import Place, Room, Storage, chosen, spilled_batches
+from iobs.models.spill import Place, Room, Storage, chosen, require_place, spilled_batches
 from iobs.models.streamable import require_streamable
 from iobs.models.streamed import StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.cost.memory_plan import Plan, Sizes, plan
-from iobs.pruning.cost.phases import STEP_TOKENS
+from iobs.pruning.cost.memory_plan import Plan, Sizes, measured_rates, plan
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe
+from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, collect, positions
+from iobs.pruning.samples.batches import Batch, collect
+from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Names, Store
 
 
@@ -87,6 +88,7 @@ class StreamedStore(Store):
         self._storage = Storage("device", streamed.device, output)
         self._known: set[int] = set()  # blocks whose dense weights are no longer needed
         self._ready = False  # for its only run, which lets the weights outside the blocks go
+        self._replaceable: Collection[str] = ()  # names in the output directory that are replaced
 
     @classmethod
     @contextmanager
@@ -132,7 +134,7 @@ class StreamedStore(Store):
             OutputError, AuditError: as `open`.
         """
         with giving_memory_back(), output_of_ranks(self.output, replaceable) as folder:
-            self.folder, self._ready = folder, True
+            self.folder, self._ready, self._replaceable = folder, True, replaceable
             with tempfile.TemporaryDirectory(dir=folder) as spill:
                 self._storage = Storage("device", self.device, Path(spill))
                 yield
@@ -184,10 +186,17 @@ class StreamedStore(Store):
         Raises:
             ProblemError, OutputError: the hidden states have no room; see `iobs.models.spill.chosen`.
         """
-        known = self.streams == "auto" and self.device.type == "cpu"
-        place = "disk" if known else self.plan(selection, batches, self._run.recipe, holdout).streams
-        self._storage.place = cast(Place, place)
+        self._planned = self.plan(selection, batches, self._run.recipe, holdout, timed=False)
+        self._storage.place = cast(Place, self._planned.streams)
         return selection
+
+    def require_space(self, checkpoint: str | Path | None) -> None:
+        """Check that disk and memory have room for the run that was checked last.
+
+        Raises:
+            OutputError: as `require_room`.
+        """
+        self.require_room(self._planned, checkpoint, self._replaceable)
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
         """The blocks of the model, or their halves."""
@@ -329,10 +338,15 @@ class StreamedStore(Store):
         return self._run.rows
 
     # ---- cost of a run
-    def plan(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float) -> Plan:
-        """Predict memory, time and disk space of a run."""
-        if recipe.blocks is not None and recipe.blocks.halves:
-            self.streamed.halve(batches[0])
+    def plan(
+        self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float, timed: bool = True
+    ) -> Plan:
+        """Predict memory, time and disk space of a run; `timed` False measures no speeds and foretells no time."""
+        fit, steps = recipe.blocks, batches
+        if fit is not None:
+            steps = in_steps(self.model, Samples.of(batches), fit).batches
+            if fit.halves:
+                self.streamed.halve(batches[0])
         entries, itemsize = self.streamed.directory.entries, self.streamed.arithmetic.itemsize
         model_bytes = sum(entry.bytes for entry in entries.values())
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]
@@ -341,28 +355,18 @@ class StreamedStore(Store):
         outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
         config = getattr(self.model, "config", None)
         vocabulary, hidden = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))
-        step = max(STEP_TOKENS, max(positions(batch) for batch in batches))
         biased = any(f"{layer.path}.bias" in entries for layer in selection.layers)
+        shapes, score = (selection.layers, max(numbers), itemsize), self.streamed.score_bytes
         found = plan(
-            Sizes(
-                selection.layers,
-                max(numbers),
-                itemsize,
-                0,
-                step,
-                vocabulary,
-                biased,
-                self.streamed.score_bytes,
-                hidden,
-                len(blocks),
-            ),
-            outside_bytes=0 if on_cpu or recipe.blocks is not None else outside,  # mapped files on a CPU
+            Sizes(*shapes, 0, 0, vocabulary, biased, score, hidden, len(blocks)),
+            outside_bytes=0 if on_cpu or fit is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
             batches=batches,
+            steps=steps,
             recipe=recipe,
             holdout=holdout,
             device=self.device,
-            dtype=self.streamed.arithmetic,
+            rates=measured_rates(self.device, self.streamed.arithmetic) if timed else None,
             parked=on_cpu and self.streams in ("auto", "disk"),
         )
         return found.placed(chosen(self.streams, on_cpu, found.streams_bytes, self._room(found)), self.device)
@@ -378,14 +382,15 @@ class StreamedStore(Store):
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_allocated(self.device)
         return Room(free - found.peak_bytes, memory, disk)
 
-    def require_room(self, plan: Plan, checkpoint: str | Path | None = None) -> None:
+    def require_room(self, plan: Plan, checkpoint: str | Path | None = None, replaceable: Collection[str] = ()) -> None:
         """Check that the disk has room for the output, for the activations, and for the rest of a checkpoint beside it.
 
         Raises:
-            OutputError: the disk has too little room.
+            OutputError: the disk, or main memory that was asked to hold the activations, has too little room.
         """
+        require_place(self.streams, plan.streams_bytes, available() // current().size)
         needed = plan.model_bytes + current().size * plan.spilled_bytes
         if checkpoint is not None:
             written = sum(entry.stat().st_size for entry in Path(checkpoint).glob("*") if entry.is_file())
             needed += max(0, plan.checkpoint_bytes - written)
-        check_output(self.output, needed_bytes=needed)
+        check_output(self.output, needed, replaceable)
