@@ -49,6 +49,8 @@ class _Run:
         pruned: layers that have been pruned.
         changed: other parameters of the blocks in memory that were changed.
         rows: zeros of the layers whose blocks were written.
+        plan: the predicted cost.
+        replaceable: names in the output directory that are replaced.
     """
 
     recipe: Recipe = field(default_factory=Recipe)
@@ -56,6 +58,8 @@ class _Run:
     pruned: set[Layer] = field(default_factory=set)
     changed: set[str] = field(default_factory=set)
     rows: list[AuditRow] = field(default_factory=list)
+    plan: Plan | None = None
+    replaceable: Collection[str] = ()
 
 
 class StreamedStore(Store):
@@ -88,7 +92,6 @@ class StreamedStore(Store):
         self._storage = Storage("device", streamed.device, output)
         self._known: set[int] = set()  # blocks whose dense weights are no longer needed
         self._ready = False  # for its only run, which lets the weights outside the blocks go
-        self._replaceable: Collection[str] = ()  # names in the output directory that are replaced
 
     @classmethod
     @contextmanager
@@ -134,7 +137,7 @@ class StreamedStore(Store):
             OutputError, AuditError: as `open`.
         """
         with giving_memory_back(), output_of_ranks(self.output, replaceable) as folder:
-            self.folder, self._ready, self._replaceable = folder, True, replaceable
+            self.folder, self._ready, self._run.replaceable = folder, True, replaceable
             with tempfile.TemporaryDirectory(dir=folder) as spill:
                 self._storage = Storage("device", self.device, Path(spill))
                 yield
@@ -186,8 +189,8 @@ class StreamedStore(Store):
         Raises:
             ProblemError, OutputError: the hidden states have no room; see `iobs.models.spill.chosen`.
         """
-        self._planned = self.plan(selection, batches, self._run.recipe, holdout, timed=False)
-        self._storage.place = cast(Place, self._planned.streams)
+        self._run.plan = self.plan(selection, batches, self._run.recipe, holdout, timed=False)
+        self._storage.place = cast(Place, self._run.plan.streams)
         return selection
 
     def require_space(self, checkpoint: str | Path | None) -> None:
@@ -196,7 +199,8 @@ class StreamedStore(Store):
         Raises:
             OutputError: as `require_room`.
         """
-        self.require_room(self._planned, checkpoint, self._replaceable)
+        assert self._run.plan is not None
+        self.require_room(self._run.plan, checkpoint, self._run.replaceable)
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
         """The blocks of the model, or their halves."""

@@ -140,13 +140,12 @@ def project_by_weights(work: Workspace, projection: Projection, sweep: Sweep) ->
     """Prune layers whose result depends on no data: a few samples give the errors for the report.
 
     Layers that these samples do not reach are pruned in a sweep of all samples. Where blocks are gone after one sweep,
-    all samples are taken if there are experts: a few samples may not reach them. Returns the last sweep.
+    experts get all samples at once. Returns the last sweep.
     """
-    if not work.store.whole and any(layer.expert is not None for layer in sweep.layers):
-        project_groups(work, projection, sweep)
-        return sweep
-    few = sweep.calibration.first(SHOWN_SAMPLES), sweep.heldout.first(SHOWN_SAMPLES)
-    short = replace(sweep, calibration=few[0], heldout=few[1])
+    short = sweep
+    if work.store.whole or all(layer.expert is None for layer in sweep.layers):
+        few = sweep.calibration.first(SHOWN_SAMPLES), sweep.heldout.first(SHOWN_SAMPLES)
+        short = replace(sweep, calibration=few[0], heldout=few[1])
     project_groups(work, projection, short)
     if not short.without_input or not work.store.whole:
         return short

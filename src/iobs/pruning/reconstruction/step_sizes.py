@@ -43,7 +43,7 @@ def tokens_a_step(length: int, batch: int, fit: BlockFit) -> int:
 
 
 def _samples_of(tokens: int, fit: BlockFit) -> int:
-    """Number of samples of so many tokens in one gradient step."""
+    """Number of samples in one gradient step, each of `tokens` tokens."""
     if fit.batch_size != "auto":
         return fit.batch_size
     return max(1, _TOKENS // tokens) if tokens > 1 else _SAMPLES

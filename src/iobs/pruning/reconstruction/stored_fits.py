@@ -65,7 +65,7 @@ class StoredFits:
         return found
 
     def finished(self, stage: int) -> JsonObject | None:
-        """What `finish` stored of a block; None if the block was not finished when the run began."""
+        """The values that `finish` stored of a block; None if the block was not finished when the run began."""
         key = self._finished(stage)
         return self.checkpoint.get(key)[1] if key in self.checkpoint else None
 
