@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from iobs.core.files import weight_files, weight_index
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
-from iobs.inference.storing import replace_layers
 from iobs.models.companions import copy_companions
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
 from iobs.models.halves import quick, stored_as_half, widen
@@ -178,7 +177,7 @@ def _with_matrices(
         trust_remote_code=trust_remote_code,
         weights=contents.state,
     )
-    replace_layers(loaded.module, contents.matrices)
+    contents.place(loaded.module)
     return loaded
 
 
