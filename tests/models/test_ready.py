@@ -1,6 +1,7 @@
 """Packed files that are ready to run: outputs, tied weights, unpacking, commands, damaged and hostile files."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -259,6 +260,8 @@ def test_index_format_refuses_rows_outside_its_values(places):
     matrix.tensors["starts"][1:3] = torch.tensor(places)
     with pytest.raises(ModelError, match="starts"):
         require_valid(matrix)
+    with pytest.raises(ModelError, match="shape"):  # before memory is taken for its dense form
+        require_valid(dataclasses.replace(store(torch.eye(4, 128), "index-bf16"), columns=1 << 31))
 
 
 HOSTILE = [
