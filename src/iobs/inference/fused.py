@@ -21,7 +21,7 @@ from iobs.inference.decoder import LONGEST, Decoder, Reals
 from iobs.inference.llama_like import Cache, CachedLayer, Model
 from iobs.inference.modules import StoredLinear
 
-_ROOM = 256  # least number of positions of the first memory for keys and values
+_ROOM = 32  # least number of positions of the first memory for keys and values; the system clears every page of it
 _PLAIN_CACHES = ("DynamicLayer", "DynamicSlidingWindowLayer")  # classes that hold keys and values unrounded
 _PLAIN = ("use_cache", "logits_to_keep", "return_dict")  # arguments that may be given beside those that are checked
 _KNOWN = {*_PLAIN, "input_ids", "past_key_values", "attention_mask", "position_ids"}

@@ -316,12 +316,18 @@ def _require_parts(file: Path, shapes: object, entries: Mapping[str, Entry]) -> 
     """
     nothing = Entry(torch.uint8, ())
     for name, shape in shapes.items() if isinstance(shapes, dict) else [("", None)]:
-        known = isinstance(shape, list) and all(type(extent) is int and extent >= 0 for extent in shape)
         mask, values = entries.get(name + _MASK, nothing), entries.get(name + _VALUES, nothing)
-        size = math.prod(shape) if known else -1
+        size = _entries_in(shape)
         fits = mask.dtype is torch.uint8 and mask.shape == ((size + 7) // 8,)
         if not fits or len(values.shape) != 1 or not 0 <= values.shape[0] <= size:
             raise ModelError(f"{file} is damaged (shape, mask and values of {name!r}); copy or pack it again.")
+
+
+def _entries_in(shape: object) -> int:
+    """Number of entries of a shape; -1 if it is no list of whole numbers."""
+    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
+        return -1
+    return math.prod(shape)
 
 
 def _unround(file: Path, target: Path) -> None:
