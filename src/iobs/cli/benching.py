@@ -54,7 +54,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Repetition:
-    """What is measured: a call does the work once.
+    """The work that is measured; a call does it once.
 
     Attributes:
         run: generates a text, or computes pictures one by one.
