@@ -65,7 +65,7 @@ def running_table(rows: list[RunningRow]) -> Table:
 
 
 def running_notes(rows: list[RunningRow]) -> list[str]:
-    """What the columns of the table count, in lines."""
+    """Lines that say what the columns of the table count."""
     found = ["MB of weights: every tensor that the form holds in memory."]
     for row in rows:
         parts = [f"{_short(size / 1e6)} {_KINDS[kind]}" for kind, size in row.held.items() if size]
