@@ -139,13 +139,12 @@ def project_groups(work: Workspace, projection: Projection, sweep: Sweep) -> Non
 def project_by_weights(work: Workspace, projection: Projection, sweep: Sweep) -> Sweep:
     """Prune layers whose result depends on no data: a few samples give the errors for the report.
 
-    Layers that these samples do not reach are pruned in a sweep of all samples. Where blocks are gone after one sweep,
-    experts get all samples at once. Returns the last sweep.
+    Layers that these do not reach are pruned in a sweep of all samples, which experts get at once where blocks are gone
+    after one sweep. Returns the last sweep.
     """
-    short = sweep
-    if work.store.whole or all(layer.expert is None for layer in sweep.layers):
-        few = sweep.calibration.first(SHOWN_SAMPLES), sweep.heldout.first(SHOWN_SAMPLES)
-        short = replace(sweep, calibration=few[0], heldout=few[1])
+    everything = not work.store.whole and any(layer.expert is not None for layer in sweep.layers)
+    few = [part if everything else part.first(SHOWN_SAMPLES) for part in (sweep.calibration, sweep.heldout)]
+    short = replace(sweep, calibration=few[0], heldout=few[1])
     project_groups(work, projection, short)
     if not short.without_input or not work.store.whole:
         return short
