@@ -49,6 +49,7 @@ class Plan:
         streams: the place of the hidden states: "device", "memory" or "disk".
         phases: seconds by phase.
         checkpoint_bytes: size of a checkpoint, if there is one.
+        copied_bytes: size of copies of the dense weights in main memory, beside a model that is there.
     """
 
     peak_bytes: int
@@ -61,6 +62,7 @@ class Plan:
     streams: str = "disk"
     phases: dict[str, float] = field(default_factory=dict)
     checkpoint_bytes: int = 0
+    copied_bytes: int = 0
 
     def placed(self, place: str, device: torch.device) -> Plan:
         """The plan with the hidden states in a place."""
@@ -225,6 +227,7 @@ def plan(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     parked: bool = False,
+    tokens: Sequence[int] | None = None,
 ) -> Plan:
     """Predict peak memory and time of block-by-block pruning.
 
@@ -240,9 +243,10 @@ def plan(
         device: of the computations.
         dtype: of the blocks in memory.
         parked: finished Grams of wide layers are in mapped files.
+        tokens: number of positions of the hidden state, by batch; None: the batches are text.
     """
     present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
-    counts = [max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches]
+    counts = tokens or [max(one.shape[:2].numel() for one in data_batches.tensors(batch)) for batch in batches]
     sizes = replace(sizes, tokens=max(counts))
     ranks, held = current(), held_blocks(recipe)
     hidden = sizes.itemsize * sum(counts[ranks.rank :: ranks.size]) * sizes.width

@@ -1,0 +1,244 @@
+"""Models in main memory whose blocks visit a simulated GPU give the weights of models that are there whole."""
+
+import copy
+import gc
+from dataclasses import replace
+
+import families
+import pytest
+import torch
+from menagerie import build
+from safetensors.torch import load_file
+from simulated_gpu import GPU, OnGpu, on_gpu
+from torch import nn
+from typer.testing import CliRunner
+
+import iobs
+from iobs.cli import app
+from iobs.errors import ModelError, ProblemError
+from iobs.pruning.blockwise.offloaded import OffloadedStore
+from iobs.pruning.cost import memory_plan
+from iobs.pruning.recipe import BlockFit
+
+FIT = BlockFit(masks=2, between=1, steps=2, lr=1e-3, network_steps=2, network_lr=1e-4)
+FAST, BEST = (iobs.Recipe.preset(name) for name in ("fast", "best"))
+# In memory "auto" divides the zeros by outputs of the network, and `best` samples text; block by block it does not.
+SAME = {"allocation": "block"}
+CHOICES = {
+    "one-shot": ("llama", "one-shot", {}),
+    "own outputs": ("llama", iobs.Recipe(solver="sparsegpt"), {}),
+    "magnitude": ("llama", iobs.Recipe(solver="magnitude"), {}),
+    "tied biases": ("opt", "one-shot", {"solver": "sparsegpt"}),
+    "transposed": ("gpt2", "one-shot", {"solver": "sparsegpt", "bias": "refit"}),
+    "tuples": ("bloom", "one-shot", {"solver": "sparsegpt"}),
+    "experts": ("mixtral", "one-shot", {"solver": "sparsegpt"}),
+    "fast": ("llama", FAST.but(blocks=replace(FAST.blocks, steps=2, lr=1e-3)), SAME),
+    "best": ("llama", BEST.but(blocks=replace(FIT, sampled=0)), SAME),
+    "halves": ("llama", FAST.but(blocks=replace(FIT, halves=True, window=1)), SAME),
+    "convolutions": ("convolutional", FAST.but(blocks=replace(FAST.blocks, steps=2, lr=1e-3)), SAME),
+    "first block": ("transformer", "one-shot", {"solver": "sparsegpt"}),
+    "pictures": ("vit", "one-shot", {"solver": "sparsegpt"}),
+}
+LONG = {"own outputs", "tied biases", "transposed", "tuples", "experts", "halves", "convolutions"}  # by make test-all
+
+
+@pytest.fixture(autouse=True)
+def quick_rates(monkeypatch):
+    """Measure the rates of the plan by small products."""
+    monkeypatch.setattr(memory_plan, "_SIDE", 32)
+
+
+def made(name):
+    torch.manual_seed(0)
+    if name in families.LANGUAGE_MODELS:
+        return families.LANGUAGE_MODELS[name][0]().eval(), families.language_batches(count=4)
+    if name in families.PICTURE_MODELS:
+        return families.PICTURE_MODELS[name][0]().eval(), families.picture_batches(name)
+    return build(name)
+
+
+def differing(one, other):
+    """The names of tensors that differ."""
+    found = dict(other.state_dict())
+    return [name for name, value in one.state_dict().items() if not torch.equal(value, found[name])]
+
+
+def is_home(model):
+    return not any(isinstance(one.data, OnGpu) or one.device == GPU for one in [*model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "options"),
+    [
+        pytest.param(*choice, id=label, marks=[pytest.mark.slow] if label in LONG else [])
+        for label, choice in CHOICES.items()
+    ],
+)
+def test_blocks_that_visit_the_gpu_give_the_weights_of_a_resident_run(gpu, name, recipe, options):
+    model, data = made(name)
+    offloaded = copy.deepcopy(model)
+    before = [*offloaded.parameters()]
+    here = iobs.prune(model, data, 0.5, recipe, holdout=0.25, **options)
+    there = iobs.prune(OffloadedStore(offloaded), data, 0.5, recipe, holdout=0.25, **options)
+    assert is_home(offloaded)
+    assert differing(model, offloaded) == []
+    assert [row.zeros for row in there.audit] == [row.zeros for row in here.audit]
+    assert there.zeros == here.zeros
+    assert all("forward" not in vars(module) for module in offloaded.modules())
+    assert all(one is other for one, other in zip(before, offloaded.parameters(), strict=True))
+
+
+class Watching(iobs.Callback):
+    """Counts the blocks on the GPU after every layer."""
+
+    def on_start(self, model, layers, rounds):
+        self.model, self.most = model, 0
+        batch = families.language_batches(count=1)[0]
+        with torch.no_grad():
+            self.dense = model(input_ids=batch["input_ids"].to(GPU)).logits.cpu()  # the model can be called
+
+    def on_layer(self, entry, index):
+        there = [any(one.device == GPU for one in block.parameters()) for block in self.model.model.layers]
+        self.most = max(self.most, sum(there))
+
+
+@pytest.mark.parametrize(("window", "most"), [(None, 1), (1, 1), (2, 2)])
+def test_only_the_blocks_of_a_window_are_on_the_gpu(gpu, window, most):
+    torch.manual_seed(0)
+    config = families.hf.LlamaConfig(**{**families.DECODER, "num_hidden_layers": 4})
+    model = families.hf.AutoModelForCausalLM.from_config(config).eval()
+    watch, data = Watching(), families.language_batches(count=2)
+    with torch.no_grad():
+        dense = model(**families.language_batches(count=1)[0]).logits
+    fit = None if window is None else BlockFit(steps=1, lr=1e-3, window=window)
+    recipe = iobs.Recipe(solver="magnitude", target="residual", blocks=fit)
+    iobs.prune(OffloadedStore(model), data, 0.5, recipe, callbacks=[watch], holdout=0.0)
+    assert watch.most == most
+    assert torch.equal(watch.dense, dense)
+    assert is_home(model)
+    gc.collect()
+    assert not gpu.bytes  # nothing stays behind
+
+
+def test_peak_on_the_gpu_is_below_that_of_a_resident_run(gpu):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8}
+    config = families.hf.LlamaConfig(**{**families.DECODER, **sizes})
+    model = families.hf.AutoModelForCausalLM.from_config(config).eval()
+    block = sum(one.nbytes for one in model.model.layers[0].parameters())
+    data = families.language_batches(batch=1, length=8, count=2)
+    recipe = iobs.Recipe(solver="magnitude", target="dense")
+    peaks = []
+    for store in (OffloadedStore(copy.deepcopy(model)), on_gpu(copy.deepcopy(model))):
+        start = gpu.reset_peak()
+        iobs.prune(store, data, 0.5, recipe, holdout=0.0)
+        peaks.append(gpu.peak - start)
+    # The resident run holds the dense model and the copies of the weights besides its own.
+    assert peaks[0] < peaks[1] - (3 * 8 - 8 - 4) * block
+
+
+class Stops(iobs.Callback):
+    def __init__(self, layers):
+        self.left = layers
+
+    def on_layer(self, entry, index):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("blocks", [None, FIT], ids=["layers", "steps"])
+def test_an_interrupted_run_gives_the_weights_back(gpu, tmp_path, blocks):
+    model, data = made("llama")
+    before, weights = copy.deepcopy(model), [one.data_ptr() for one in model.parameters()]
+    options = {"solver": "magnitude", "target": "residual", "blocks": blocks, "holdout": 0.0, "checkpoint": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        iobs.prune(OffloadedStore(model), data, 0.5, "one-shot", callbacks=[Stops(9)], **options)
+    assert is_home(model)
+    assert differing(before, model) == []
+    assert [one.data_ptr() for one in model.parameters()] == weights
+    iobs.prune(OffloadedStore(model), data, 0.5, "one-shot", **options)  # goes on from the checkpoint
+    iobs.prune(OffloadedStore(before), data, 0.5, "one-shot", **{**options, "checkpoint": None})
+    assert differing(before, model) == []
+
+
+class Branching(nn.Module):
+    """No chain: both blocks read the same input."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(2))
+
+    def forward(self, value):
+        return self.blocks[0](value) + self.blocks[1](value)
+
+
+def test_models_without_a_chain_are_refused(gpu):
+    model = Branching()
+    before = copy.deepcopy(model)
+    with pytest.raises(ModelError, match="Branching does not run exactly along a chain of blocks"):
+        iobs.prune(OffloadedStore(model), [torch.randn(4, 6)], 0.5, "one-shot")
+    assert is_home(model)
+    assert differing(before, model) == []
+
+
+def test_recipes_that_need_the_whole_model_are_refused(gpu):
+    model, data = made("llama")
+    with pytest.raises(ProblemError, match="rounds: not with one block"):
+        iobs.prune(OffloadedStore(model), data, 0.5, "paper")
+    with pytest.raises(ProblemError, match="cannot be used"):
+        OffloadedStore(model, "cuda:x")
+
+
+def test_streams_of_an_offloaded_run_may_lie_anywhere(gpu):
+    model, data = made("llama")
+    found = []
+    for place in ("device", "memory", "disk"):
+        other = copy.deepcopy(model)
+        iobs.prune(OffloadedStore(other, streams=place), data, 0.5, "one-shot", solver="sparsegpt", blocks=FIT)
+        found.append(other)
+    assert differing(found[0], found[1]) == differing(found[0], found[2]) == []
+
+
+NETWORK = """
+import torch
+from torch import nn
+
+
+def net():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(7, 8), nn.Sequential(*blocks), nn.Linear(8, 3))
+
+
+def batches():
+    drawn = torch.Generator().manual_seed(1)
+    return [(torch.randn(20, 7, generator=drawn), torch.randint(3, (20,), generator=drawn)) for _ in range(3)]
+"""
+
+
+def test_command_line_keeps_a_model_that_does_not_fit_in_main_memory(gpu, tmp_path, monkeypatch):
+    file = tmp_path / "mine.py"
+    file.write_text(NETWORK)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1000, 1000))
+
+    def run(device, *more):
+        options = ["--data", f"{file}:batches", "--device", device, "-o", str(tmp_path / device)]
+        return CliRunner().invoke(app, ["prune", f"{file}:net", *options, *more])
+
+    one_shot = ["--recipe", "one-shot"]
+    planned = run("cuda", *one_shot, "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    assert "its blocks visit cuda:0" in planned.stderr
+    assert "Predicted peak memory" in planned.stdout
+    assert "in main memory, beside the model" in planned.stdout
+    assert '"copied_bytes"' in run("cuda", *one_shot, "--dry-run", "--json").stdout
+    refused = run("cuda", "--recipe", "paper")
+    assert refused.exit_code == 2
+    assert "on cuda:0, which has less. Its blocks would visit cuda:0, but: rounds, finetune" in refused.stderr
+    done = run("cuda", *one_shot)
+    assert done.exit_code == 0, done.output
+    assert "Predicted peak memory" in done.stderr
+    assert run("cpu", *one_shot).exit_code == 0
+    found, expected = (load_file(tmp_path / device / "model.safetensors") for device in ("cuda", "cpu"))
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
