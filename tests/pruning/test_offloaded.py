@@ -120,7 +120,8 @@ def test_only_the_blocks_of_a_window_are_on_the_gpu(gpu, window, most):
     assert not gpu.bytes  # nothing stays behind
 
 
-def test_peak_on_the_gpu_is_below_that_of_a_resident_run(gpu):
+def test_peak_on_the_gpu_is_below_that_of_a_resident_run(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: gpu.peak)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8}
     config = families.hf.LlamaConfig(**{**families.DECODER, **sizes})
@@ -131,8 +132,10 @@ def test_peak_on_the_gpu_is_below_that_of_a_resident_run(gpu):
     peaks = []
     for store in (OffloadedStore(copy.deepcopy(model)), on_gpu(copy.deepcopy(model))):
         start = gpu.reset_peak()
-        iobs.prune(store, data, 0.5, recipe, holdout=0.0)
+        report = iobs.prune(store, data, 0.5, recipe, holdout=0.0)
         peaks.append(gpu.peak - start)
+        said = f"Peak memory of cuda:0: {gpu.peak / 1e9:.2f} GB." in report.notes
+        assert said == isinstance(store, OffloadedStore)
     # The resident run holds the dense model and the copies of the weights besides its own.
     assert peaks[0] < peaks[1] - (3 * 8 - 8 - 4) * block
 

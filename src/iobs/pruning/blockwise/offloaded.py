@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.errors import ModelError, ProblemError, first_line
-from iobs.pruning.blockwise.spill import Place, Room, Storage, chosen
+from iobs.pruning.blockwise.spill import Place, Storage
 from iobs.pruning.blockwise.store import BlockwiseStore
 from iobs.pruning.blockwise.visits import Visits, parts_of
 from iobs.pruning.calibration.blocks import Block
@@ -25,7 +25,7 @@ from iobs.pruning.cost.memory_plan import Plan, plan
 from iobs.pruning.cost.phases import STEP_TOKENS
 from iobs.pruning.finetune.scoring import NOT_COPIED
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.network.modes import evaluating, keeping_buffers, state
+from iobs.pruning.network.modes import evaluating, state
 from iobs.pruning.network.selection import Selection, require_module
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.reconstruction.step_sizes import samples_a_step
@@ -106,19 +106,18 @@ class OffloadedStore(BlockwiseStore):
             selection = super().checked(batches, selection, holdout)
         fit = self._recipe.blocks
         self._layers = selection.layers
-        with keeping_buffers(self.model), torch.no_grad():
+        with torch.no_grad():
             self._blocks = self._chain(batches, fit is not None and fit.halves)
-        known = self.streams != "auto" or self.device.type == "cpu"  # the plan takes time to measure the device
-        nowhere = Room(0, 0, 0)
-        self._storage.place = (
-            chosen(self.streams, self.device.type == "cpu", 0, nowhere)
-            if known
-            else cast(Place, self.plan(selection, batches, self._recipe, holdout).streams)
-        )
+        place = self.streams
+        if place == "auto" and self.device.type == "cpu":
+            place = "disk"  # without a plan, which takes time to measure the device
+        elif place == "auto":
+            place = cast(Place, self.plan(selection, batches, self._recipe, holdout).streams)
+        self._storage.place = place
         return selection
 
     def _chain(self, batches: Sequence[Batch], halves: bool) -> list[Block]:
-        """The blocks of the model; afterwards everything else is on the device.
+        """The blocks of the model; afterwards everything else is on the device, and buffers are as before.
 
         The chain is compared with the whole model on one sample of each kind of batches, and its order on all batches.
         """

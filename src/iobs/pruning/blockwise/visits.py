@@ -12,6 +12,7 @@ from functools import wraps
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from iobs.pruning.calibration.blocks import Block
 
@@ -126,9 +127,9 @@ class Visits:
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by all their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    """Parameters and buffers by all their names, without those of lazy layers that were never called."""
+    for found in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        yield from ((name, tensor) for name, tensor in found if not is_lazy(tensor))
 
 
 def parts_of(model: nn.Module) -> list[Block]:
