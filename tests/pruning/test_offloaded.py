@@ -88,6 +88,17 @@ def test_blocks_that_visit_the_gpu_give_the_weights_of_a_resident_run(gpu, name,
     assert all(one is other for one, other in zip(before, offloaded.parameters(), strict=True))
 
 
+def test_best_takes_steps_of_the_network_on_pictures_too(gpu):
+    """A fine-tuning of the whole network needs all of it on the GPU."""
+    model, data = made("vit")
+    offloaded, blocks = copy.deepcopy(model), replace(FIT, sampled=0)
+    parts = iobs.Recipe(target="residual", allocation=iobs.Allocation("block"), blocks=blocks)
+    iobs.prune(model, data, 0.5, parts, holdout=0.25)
+    report = iobs.prune(OffloadedStore(offloaded), data, 0.5, BEST.but(blocks=blocks), holdout=0.25)
+    assert any(note.startswith("Block by block: steps") for note in report.notes)
+    assert differing(model, offloaded) == []
+
+
 class Watching(iobs.Callback):
     """Counts the blocks on the GPU after every layer."""
 

@@ -300,6 +300,7 @@ class OffloadedStore(BlockwiseStore):
             device=self.device,
             dtype=first.dtype,
             tokens=tokens,
+            locked=False,
         )
         copied = sum(values[name].nbytes for name in {layer.key for layer in selection.layers})
         return self._placed(replace(found, copied_bytes=copied), self._storage.folder)
