@@ -158,7 +158,8 @@ class SimulatedGpu(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        given = list(_tensors((args, kwargs)))
+        # The second argument of `__deepcopy__` holds everything that was copied before, on any device.
+        given = list(_tensors(args[:1] if name == "__deepcopy__" else (args, kwargs)))
         there = any(self._there(tensor) for tensor in given)
         if name == "__get__":
             return self._attribute(func, args[0], there)
@@ -167,7 +168,7 @@ class SimulatedGpu(TorchFunctionMode):
         if name in ("numpy", "__array__") and there:
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
         here = any(tensor.ndim and not self._there(tensor) for tensor in given)
-        if func is Tensor.data.__set__:  # type: ignore[attr-defined]  # the data of another device, as `Module.to` gives
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]  # the data of another device, as `Module.to` gives
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args)
         if there and here and name not in CROSSING:

