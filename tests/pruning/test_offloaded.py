@@ -40,7 +40,7 @@ CHOICES = {
     "convolutions": ("convolutional", FAST.but(blocks=replace(FAST.blocks, steps=2, lr=1e-3)), QUICK | SAME),
     "pictures": ("vit", "one-shot", QUICK),
 }
-LONG = [*CHOICES][5:]  # by make test-all
+LONG = [one for one in CHOICES if one != "magnitude"]  # by make test-all: two runs on the simulated GPU
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,10 @@ class Watching(iobs.Callback):
         self.most = max(self.most, sum(there))
 
 
-@pytest.mark.parametrize(("window", "most"), [(None, 1), (1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("window", "most"),
+    [(None, 1), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
+)
 def test_only_the_blocks_of_a_window_are_on_the_gpu(gpu, window, most):
     torch.manual_seed(0)
     config = families.hf.LlamaConfig(**{**families.DECODER, "num_hidden_layers": 4})
@@ -142,7 +145,7 @@ def test_peak_on_the_gpu_is_below_that_of_a_resident_run(gpu, monkeypatch):
     data = families.language_batches(batch=1, length=8, count=2)
     recipe = iobs.Recipe(solver="magnitude", target="dense")
     peaks = []
-    for store in (OffloadedStore(copy.deepcopy(model)), on_gpu(copy.deepcopy(model))):
+    for store in (OffloadedStore(copy.deepcopy(model), streams="device"), on_gpu(copy.deepcopy(model))):
         start = gpu.reset_peak()
         report = iobs.prune(store, data, 0.5, recipe, holdout=0.0)
         peaks.append(gpu.peak - start)
@@ -162,7 +165,9 @@ class Stops(iobs.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("blocks", [None, FIT], ids=["layers", "steps"])
+@pytest.mark.parametrize(
+    "blocks", [pytest.param(None, id="layers"), pytest.param(FIT, id="steps", marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_gives_the_weights_back(gpu, tmp_path, blocks):
     model, data = made("llama")
     before, weights = copy.deepcopy(model), [one.data_ptr() for one in model.parameters()]
@@ -199,12 +204,13 @@ def test_models_without_a_chain_are_refused(gpu):
 
 def test_recipes_that_need_the_whole_model_are_refused(gpu):
     model, data = made("llama")
-    with pytest.raises(ProblemError, match="rounds.*: not with one block"):
+    with pytest.raises(ProblemError, match=r"rounds.*: not with one block"):
         iobs.prune(OffloadedStore(model), data, 0.5, "paper")
     with pytest.raises(ProblemError, match="cannot be used"):
         OffloadedStore(model, "cuda:x")
 
 
+@pytest.mark.slow
 def test_streams_of_an_offloaded_run_may_lie_anywhere(gpu):
     model, data = made("llama")
     found = []
