@@ -263,6 +263,41 @@ def test_singular_hessian_raises_the_damping_with_a_warning(solver):
     assert torch.isfinite(found.weight).all()
 
 
+SINGULAR = {
+    "three samples": lambda samples: samples[:3],
+    "dead columns": lambda samples: samples * (torch.arange(12) % 5 != 0),
+    "columns twice": lambda samples: torch.cat([samples[:, :6], samples[:, :6]], 1),
+    "all of these": lambda samples: torch.cat([samples[:4, :6], samples[:4, :6]], 1) * (torch.arange(12) > 1),
+    "twelve scales": lambda samples: samples[:5] * 10.0 ** torch.arange(-6.0, 6.0),
+    "constant": lambda samples: samples * 1e-4 + 1,
+}
+
+
+@pytest.mark.filterwarnings("ignore::iobs.errors.DampingWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", SINGULAR)
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_singular_hessians_are_solved(solver, kind, dtype):
+    samples = SINGULAR[kind](torch.randn(40, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64))
+    hessian, centre = (samples.T @ samples / len(samples)).to(dtype), torch.linspace(-1, 1, 36, dtype=dtype).view(3, 12)
+    for problem in (iobs.Quadratic.at(centre, hessian), iobs.Quadratic(hessian, centre @ hessian, centre)):
+        for pattern in (iobs.Groups(1, 9), *PATTERNS[1:3]):
+            for refine in (None, "refit", "swap"):
+                found = iobs.solve(problem, pattern, solver, refine=refine, **options_of(solver, pattern, 12))
+                assert torch.isfinite(found.weight).all()
+                assert len(pattern.labels(12)[found.mask[0]].unique()) == pattern.kept(12)
+                if refine is not None or solver not in BASELINES:  # exact weights are at least as good as none
+                    assert float(found.loss.sum()) <= 1e-3 * abs(float(problem.loss(centre).sum()))
+
+
+def test_proof_of_an_indefinite_system_is_an_error_that_damping_answers():
+    problem = correlated_problem(3, 24)
+    system = GroupSystem.of(problem, iobs.Groups(8, 2).labels(24))
+    system.inverse.diagonal()[8:16] -= 2 * system.inverse.diagonal().max()  # as rounding leaves it
+    with pytest.raises(NotPositiveDefiniteError, match="raise the damping"):
+        prove(system, torch.tensor([True, False, True]), 1000)
+
+
 def test_of_duplicate_groups_one_is_removed_at_no_cost():
     samples = torch.randn(80, 6, dtype=torch.float64)
     samples = torch.cat([samples, samples[:, :3]], 1)  # group 2 repeats group 0

@@ -88,6 +88,17 @@ def test_corrected_treats_groups_separately():
         )
 
 
+def test_corrected_leaves_out_dampings_below_the_rounding_of_the_gram():
+    given, target = statistics(24, 400), weights()
+    gram = given.calibration
+    gram.own.diagonal(dim1=1, dim2=2).sub_(0.2 * float(gram.own[0].diagonal().mean()))
+    found = corrected(given, 0, target, target, 0.01)
+    assert found.damping >= 0.3
+    assert torch.isfinite(found.linear).all()
+    gram.own.diagonal(dim1=1, dim2=2).sub_(1e3 * float(gram.own[0].diagonal().mean()))
+    assert corrected(given, 0, target, target, 0.01).damping == 0
+
+
 def pair(gram: Gram | None) -> Gram:
     assert gram is not None
     assert gram.cross is not None

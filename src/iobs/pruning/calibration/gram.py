@@ -139,6 +139,7 @@ class Gram:
         self.count += rows.shape[1]
         if self.means is not None:
             self.means.add(rows, dense)
+            rows, dense = self.means.shifted(rows, dense)
         if self.drift is not None and dense is not None and drift is not None:
             self.drift.add(drift.float(), rows, dense)
         _accumulate(self.own, rows)
@@ -154,6 +155,7 @@ class Gram:
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add up the samples of all ranks, in place."""
+        self._restore()
         for tensor in (self.own, self.cross, self.dense):
             if tensor is not None:
                 ranks.sum(tensor)
@@ -166,6 +168,7 @@ class Gram:
 
     def finish(self) -> None:
         """Turn sums into means, after all samples of all ranks have been added."""
+        self._restore()
         for name in ("own", "cross", "dense"):
             total = getattr(self, name)
             if total is not None and self.count:
@@ -176,6 +179,11 @@ class Gram:
         for moments in (self.means, self.drift):
             if moments is not None and self.count:
                 moments.divide(self.count)
+
+    def _restore(self) -> None:
+        """Let the sums of products be those of whole inputs."""
+        if self.means is not None:
+            self.means.restore(self.own, self.cross, self.dense, self.drift, self.count)
 
     def centred(self) -> Gram:
         """The Gram of inputs without their means: errors are then those of a layer whose bias is refitted.
@@ -289,16 +297,6 @@ class Statistics:
             for gram in () if one is None else (one.calibration, one.heldout):
                 if gram is not None:
                     gram.forget_energy()
-
-
-def of_rows(given: Statistics, own: slice) -> Statistics:
-    """The statistics of some rows of a layer without groups: only the drift of the residual has rows."""
-
-    def part(gram: Gram) -> Gram:
-        return gram if gram.drift is None else replace(gram, drift=gram.drift.rows(own))
-
-    heldout = None if given.heldout is None else part(given.heldout)
-    return replace(given, calibration=part(given.calibration), heldout=heldout)
 
 
 def of_called(calibration: Gram, heldout: Gram | None) -> Statistics:

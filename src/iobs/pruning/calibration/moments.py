@@ -1,5 +1,9 @@
 """Further moments beside a Gram matrix: means of the inputs, and products with the drift of the residual.
 
+Products are float32. An input whose variance is far below its squared mean would leave only rounding once the mean is
+subtracted from its product. So such inputs are multiplied without an origin near their mean, which the float64 sums get
+back at the end.
+
 A layer that writes into a residual stream adds its output to a residual R. In the pruned model R has drifted to R'. If
 the layer should match the dense sum, its target is its dense output plus the drift R - R'.
 """
@@ -13,6 +17,27 @@ from torch import Tensor
 
 from iobs.pruning.runtime.ranks import Ranks
 
+_FAR = 100.0  # squared mean over variance from which products are taken without an origin
+_ROWS = 256  # first inputs that an origin is computed from
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Values that are subtracted from inputs before their products, (groups, columns) float32, zero in most columns.
+
+    Args:
+        own: of the layer's inputs.
+        dense: of its dense inputs, or None.
+    """
+
+    own: Tensor
+    dense: Tensor | None
+
+    @classmethod
+    def of(cls, rows: Tensor, dense: Tensor | None) -> Origin:
+        """The origin of inputs that begin with these, (groups, count, columns)."""
+        return cls(_far_means(rows), None if dense is None else _far_means(dense))
+
 
 @dataclass
 class Means:
@@ -21,10 +46,12 @@ class Means:
     Args:
         own: of the layer's inputs X.
         dense: of its dense inputs D; None without dense inputs.
+        origin: of the sums so far; None before the first inputs and after `restore`.
     """
 
     own: Tensor
     dense: Tensor | None = None
+    origin: Origin | None = None
 
     @classmethod
     def empty(cls, gram: Tensor, with_dense: bool) -> Means:
@@ -36,6 +63,29 @@ class Means:
         self.own += rows.sum(1, dtype=torch.float64)
         if self.dense is not None and dense is not None:
             self.dense += dense.sum(1, dtype=torch.float64)
+
+    def shifted(self, rows: Tensor, dense: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Inputs without the origin, which the first of them determine; unchanged where it is zero."""
+        if self.origin is None:
+            self.origin = Origin.of(rows, dense)
+        return _without(rows, self.origin.own), dense if dense is None else _without(dense, self.origin.dense)
+
+    def restore(self, own: Tensor, cross: Tensor | None, dense: Tensor | None, drift: Drift | None, count: int) -> None:
+        """Add the origin to float64 sums of products over `count` inputs, in place; names as in `Gram`."""
+        origin, self.origin = self.origin, None
+        if origin is None:
+            return
+        x = origin.own.double()
+        _complete(own, x, x, self.own, self.own, count)
+        if drift is not None:
+            drift.own += drift.mean[..., None] * x[:, None]
+        if origin.dense is None or self.dense is None or cross is None or dense is None:
+            return
+        d = origin.dense.double()
+        _complete(cross, d, x, self.dense, self.own, count)
+        _complete(dense, d, d, self.dense, self.dense, count)
+        if drift is not None and drift.dense is not None:
+            drift.dense += drift.mean[..., None] * d[:, None]
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add up the samples of all ranks, in place."""
@@ -110,3 +160,23 @@ class Drift:
         """The moments of some rows of a layer without groups; `energy` stays that of all rows."""
         dense = None if self.dense is None else self.dense[:, own]
         return Drift(self.own[:, own], dense, self.mean[:, own], self.energy)
+
+
+def _far_means(rows: Tensor) -> Tensor:
+    """Means of the first inputs (groups, count, columns) in columns of far smaller variance, zero elsewhere."""
+    variance, mean = torch.var_mean(rows[:, :_ROWS].float(), 1, correction=0)
+    return mean.masked_fill(mean.square() <= _FAR * variance, 0.0)
+
+
+def _without(rows: Tensor, origin: Tensor | None) -> Tensor:
+    """Inputs (groups, count, columns) minus an origin, at least float32."""
+    if origin is None or not bool(origin.any()):
+        return rows
+    return rows.to(torch.promote_types(rows.dtype, torch.float32)) - origin[:, None]
+
+
+def _complete(total: Tensor, left: Tensor, right: Tensor, left_sum: Tensor, right_sum: Tensor, count: int) -> None:
+    """Turn the sum of (a - left)(b - right)^T over `count` vectors into that of a b^T, in place, from their sums."""
+    if bool(left.any()) or bool(right.any()):
+        for group, one in enumerate(total):  # without a second matrix of this size
+            one.addr_(left[group], right_sum[group] - count * right[group]).addr_(left_sum[group], right[group])

@@ -7,12 +7,14 @@ regression, centred at the output of the layer's current weights. Its damping is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from iobs.core.linalg import cholesky
+from iobs.errors import NotPositiveDefiniteError
 from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 
@@ -39,7 +41,7 @@ def corrected(
 ) -> Correction:
     """The linear term B H of min ||V X - T D||^2 over V, with B from the ridge regression that held-out samples select.
 
-    With a drift E of the residual in the statistics, the target is T D + E.
+    With a drift E of the residual in the statistics, the target is T D + E. A mu below the rounding of H is left out.
 
     B = S + (T D X^T - S H) (H + mu I)^-1 with H = X X^T. If the smallest mu is best, the damping is left to the solver,
     and the linear term is T D X^T.
@@ -51,9 +53,6 @@ def corrected(
         current: (rows of the group, columns) current weight S of the layer.
         damping: of the solver, relative to the mean of the diagonal.
         ranks: processes that each have some rows of the layer, and select one damping together.
-
-    Raises:
-        NotPositiveDefiniteError: the Hessian cannot be factorised.
     """
     gram, heldout = statistics.calibration, statistics.heldout
     hessian = gram.own[group]
@@ -63,13 +62,20 @@ def corrected(
     metric, wanted = heldout.own[group], _linear(heldout, group, target)
     drift = plain - current @ hessian
 
-    def regression(mu: float) -> Tensor:
+    def regression(mu: float) -> Tensor | None:
+        """The weights; None if rounding makes the Gram indefinite even with this damping."""
         shifted = hessian.clone()
         shifted.diagonal().add_(mu * hessian.diagonal().mean())
-        return current + torch.cholesky_solve(drift.T, cholesky(shifted)).T
+        try:
+            factor = cholesky(shifted)
+        except NotPositiveDefiniteError:
+            return None
+        return current + torch.cholesky_solve(drift.T, factor).T
 
-    def error(weight: Tensor) -> float:
+    def error(weight: Tensor | None) -> float:
         """||B X - T D||^2 / count on the held-out samples, without the constant ||T D||^2 / count."""
+        if weight is None:
+            return ranks.total(math.inf)
         own = float(((weight @ metric).sub_(wanted, alpha=2)).mul_(weight).sum(dtype=torch.float64))
         return ranks.total(own)
 
@@ -81,9 +87,10 @@ def corrected(
             continue
         weight = regression(stronger)
         found = error(weight)
-        if found >= least:
+        if least <= found < math.inf:
             break
-        chosen, strength, least = weight, stronger, found
+        if found < least:
+            chosen, strength, least = weight, stronger, found
     return Correction(plain if chosen is None else chosen @ hessian, strength)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from iobs.core.grids import grid_of
 from iobs.core.patterns import NM, Pattern, Unstructured
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.core.shared_rows import RowsOf
-from iobs.pruning.calibration.gram import WIDE, Gram, Statistics, of_rows
+from iobs.pruning.calibration.gram import WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected
 from iobs.pruning.layerwise.grids import solver_for
 from iobs.pruning.layerwise.keep_zeros import keeping
@@ -233,7 +233,7 @@ def _problem(
         ranks: processes that divide the rows.
     """
     if ranks.size > 1:
-        statistics = of_rows(statistics, own)
+        statistics = _of_rows(statistics, own)
     gram = statistics.calibration
     current = task.current[own].to(hessian.dtype)
     if not bool(hessian.diagonal().any()) or reads_no_data(task.recipe, task.pattern):
@@ -244,6 +244,16 @@ def _problem(
     target = current if task.target is None else task.target[own].to(hessian.dtype)
     correction = corrected(statistics, group, target, current, task.recipe.damping, ranks)
     return Quadratic(hessian, correction.linear, current), correction.damping
+
+
+def _of_rows(given: Statistics, own: slice) -> Statistics:
+    """The statistics of some rows of a layer without groups: only the drift of the residual has rows."""
+
+    def part(gram: Gram) -> Gram:
+        return gram if gram.drift is None else replace(gram, drift=gram.drift.rows(own))
+
+    heldout = None if given.heldout is None else part(given.heldout)
+    return replace(given, calibration=part(given.calibration), heldout=heldout)
 
 
 def refitted_bias(task: Task, weight: Tensor, gram: Gram) -> Tensor | None:

@@ -16,10 +16,14 @@ from torch import Tensor, nn
 
 from iobs.core.linalg import cholesky
 from iobs.core.quadratic import Quadratic
+from iobs.errors import NotPositiveDefiniteError
 from iobs.pruning.calibration.gram import Statistics
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.structure.units import Index
-from iobs.solvers.grouped.system import refitted
+from iobs.solvers.grouped.system import definite_factor, refitted
+
+_LEAST_DAMPING = 1e-6
+_RAISES = 5  # a failed factorisation raises the damping tenfold, at most this many times
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,13 @@ class ReaderProblem:
             model: the dense model.
             layer: the layer.
             statistics: of its inputs.
-            damping: relative to the mean of the Hessian's diagonal.
+            damping: relative to the mean of the Hessian's diagonal; raised tenfold while the Hessian is indefinite.
             bias: name of the bias that is refitted, or None.
         """
         weight = layer.read(model).double()
         free = bias is not None and statistics.calibration.means is not None
         gram = (statistics.centred if free else statistics).calibration
-        hessian = gram.own[0].double().clone()
-        hessian.diagonal().add_(max(damping, 1e-6) * float(hessian.diagonal().mean()) + 1e-30)
+        hessian = _definite(gram.own[0].double(), max(damping, _LEAST_DAMPING))
         mean = gram.means.own[0] if free and gram.means is not None else None
         own = None if bias is None else model.get_parameter(bias).detach().clone()
         return cls(layer, Quadratic.at(weight, hessian), mean, own)
@@ -99,6 +102,26 @@ class Part:
     present: Tensor
 
 
+def _definite(gram: Tensor, damping: float) -> Tensor:
+    """A Gram (columns, columns) with a damping, relative to the mean of its diagonal, that makes it definite.
+
+    Raises:
+        NotPositiveDefiniteError: no damping does.
+    """
+    mean = float(gram.diagonal().mean())
+    for attempt in range(_RAISES + 1):
+        damped = gram.clone()
+        damped.diagonal().add_(damping * 10**attempt * mean + 1e-30)
+        try:
+            definite_factor(damped)
+        except NotPositiveDefiniteError:
+            if attempt == _RAISES:
+                raise
+        else:
+            break
+    return damped
+
+
 def joined(parts: Sequence[Part]) -> tuple[Quadratic, Tensor]:
     """The joint quadratic of all readers of a site, and the unit of each of its columns, int64.
 
@@ -108,7 +131,8 @@ def joined(parts: Sequence[Part]) -> tuple[Quadratic, Tensor]:
     hessians, linears, labels = [], [], []
     for part in parts:
         hessian, linear = _of_units(part)
-        scale = 1 / max(part.reader.energy, 1e-30)
+        energy = part.reader.energy
+        scale = 1 / energy if energy > 0 else 1.0  # a layer without output costs nothing at any scale
         hessians.append(hessian * scale)
         linears.append(linear * scale)
         labels += [unit for unit, columns in enumerate(part.columns) for _ in columns]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
+from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.grouped.exchange import Tableau, exchanged
 from iobs.solvers.grouped.removal import removal_path
 from iobs.solvers.grouped.system import GroupSystem, groups_of, refitted
@@ -31,6 +32,7 @@ _APART = 2  # sets that are computed one by one
 _MOST_SETS = 20_000  # sets that bounds are computed for; 12,870 of 16 groups
 _WIDE = 8  # columns of a group from which bounds are cheaper than a search
 _ROUNDING = 1e-9  # relative error of a bound
+_INDEFINITE = "Rounding made a block of the inverse Hessian indefinite: raise the damping."
 _TIE = 1e-12  # relative difference of losses up to which two sets of groups are equally good
 
 
@@ -82,6 +84,9 @@ def prove(system: GroupSystem, kept: Tensor, limit: int) -> Proof:
         system: matrices of the problem.
         kept: boolean (groups,), the best set known.
         limit: largest number of nodes.
+
+    Raises:
+        NotPositiveDefiniteError: rounding made a block of P indefinite.
     """
     groups, size = system.shape
     removed = (~kept).nonzero().flatten().tolist()
@@ -89,8 +94,11 @@ def prove(system: GroupSystem, kept: Tensor, limit: int) -> Proof:
         return Proof(kept, True, 0)
     inverse, energy = system.inverse.cpu().numpy(), system.energy.cpu().numpy()
     search = _Search(size, removed, limit)
-    search.best = search.joint(inverse, energy, np.array(removed))
-    search.visit(inverse, energy, np.arange(groups), [], 0.0)
+    try:
+        search.best = search.joint(inverse, energy, np.array(removed))
+        search.visit(inverse, energy, np.arange(groups), [], 0.0)
+    except np.linalg.LinAlgError as error:
+        raise NotPositiveDefiniteError(_INDEFINITE) from error
     found = torch.ones_like(kept)
     found[search.removed] = False
     return Proof(found, search.nodes <= limit, search.nodes)
@@ -249,7 +257,9 @@ class _Search:
 
 def _costs(inverse: Array, energy: Array) -> Array:
     """tr(P^-1 M) for blocks (groups, size, size); only the symmetric part of M matters."""
-    factors = torch.linalg.cholesky_ex(torch.from_numpy(inverse)).L
+    factors, info = torch.linalg.cholesky_ex(torch.from_numpy(inverse))
+    if bool(info.any()):
+        raise NotPositiveDefiniteError(_INDEFINITE)
     found: Array = (torch.cholesky_inverse(factors) * torch.from_numpy(energy)).sum((1, 2)).numpy()
     return found
 
