@@ -100,8 +100,14 @@ def reusing_memory() -> Iterator[None]:
         with _thresholds_of(_REUSE):
             yield
     finally:
-        if (library := _glibc()) is not None and before != _REUSE:
-            library.malloc_trim(0)
+        if before != _REUSE:
+            give_back()
+
+
+def give_back() -> None:
+    """Return the pages that freed tensors have left in the heap to the system, if the C library is glibc."""
+    if (library := _glibc()) is not None:
+        library.malloc_trim(0)
 
 
 @contextmanager
