@@ -142,15 +142,14 @@ def project_by_weights(work: Workspace, projection: Projection, sweep: Sweep) ->
     Layers that these do not reach are pruned in a sweep of all samples, which experts get at once where blocks are gone
     after one sweep. Returns the last sweep.
     """
-    everything = not work.store.whole and any(layer.expert is not None for layer in sweep.layers)
+    everything = not work.reenters and any(layer.expert is not None for layer in sweep.layers)
     few = [part if everything else part.first(SHOWN_SAMPLES) for part in (sweep.calibration, sweep.heldout)]
     short = replace(sweep, calibration=few[0], heldout=few[1])
     project_groups(work, projection, short)
-    if not short.without_input or not work.store.whole:
-        return short
-    rest = replace(sweep, layers=tuple(short.without_input))
-    project_groups(work, projection, rest)
-    return rest
+    if short.without_input and work.reenters:
+        short = replace(sweep, layers=tuple(short.without_input))
+        project_groups(work, projection, short)
+    return short
 
 
 def finetune(work: Workspace, plan: Plan, record: RoundRecord, trainer: Trainer | None) -> Trainer | None:
@@ -374,6 +373,7 @@ def report_of(
     loss, before = dense
     coverage = census.coverage(work.selection, work.store.zeros())
     warn_of_coverage(work, coverage)
+    work.note_memory()
     return Report(
         settings=work.facts(),
         loss=loss,

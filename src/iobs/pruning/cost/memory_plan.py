@@ -50,6 +50,7 @@ class Plan:
         streams: the place of the hidden states: "device", "memory" or "disk".
         phases: seconds by phase.
         checkpoint_bytes: largest size of a checkpoint, if there is one.
+        copied_bytes: size of copies of the dense weights in main memory, beside a model that is there.
     """
 
     peak_bytes: int
@@ -62,6 +63,7 @@ class Plan:
     streams: str = "disk"
     phases: dict[str, float] = field(default_factory=dict)
     checkpoint_bytes: int = 0
+    copied_bytes: int = 0
 
     def placed(self, place: str, device: torch.device) -> Plan:
         """The plan with the hidden states in a place."""
@@ -222,12 +224,13 @@ def plan(
     outside_bytes: int,
     model_bytes: int,
     batches: Sequence[Batch],
-    steps: Sequence[Batch],
+    steps: Sequence[int],
     recipe: Recipe,
     holdout: float,
     device: torch.device,
     rates: Rates | None,
     parked: bool = False,
+    tokens: Sequence[int] | None = None,
 ) -> Plan:
     """Predict peak memory and time of block-by-block pruning.
 
@@ -238,16 +241,17 @@ def plan(
         outside_bytes: size of the weights that are dropped before the first block is loaded.
         model_bytes: size of the weights of the whole model.
         batches: calibration data.
-        steps: the same in batches of one gradient step; without a reconstruction `batches`.
+        steps: number of positions of the batches of one gradient step; without a reconstruction those of `batches`.
         recipe: how to prune.
         holdout: share of the samples that is held out.
         device: of the computations.
         rates: of this machine; None: no time is predicted.
         parked: finished Grams of wide layers are in mapped files.
+        tokens: number of positions of the hidden state, by batch; None: the batches are text.
     """
     present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
-    counts, by_step = ([_tokens(batch) for batch in part] for part in (batches, steps))
-    sizes = replace(sizes, tokens=max(counts), step_tokens=max(by_step))
+    counts = tokens or [*map(token_count, batches)]
+    sizes = replace(sizes, tokens=max(counts), step_tokens=max(steps))
     ranks, held = current(), held_blocks(recipe)
     work = Work(
         sizes.layers,
@@ -259,10 +263,10 @@ def plan(
         sum(map(data_batches.size, batches)),
         holdout,
         sizes.hidden,
-        sum(by_step) / len(by_step),
+        sum(steps) / len(steps),
         sizes.blocks,
     )
-    hidden = sizes.itemsize * sum(by_step[ranks.rank :: ranks.size]) * sizes.width
+    hidden = sizes.itemsize * sum(steps[ranks.rank :: ranks.size]) * sizes.width
     hidden = hidden * swept(work, recipe).tokens // work.tokens
     found = {} if rates is None else phases(work, recipe, rates)
     kind = kind_of(sizes, recipe, holdout > 0, parked)
@@ -280,7 +284,7 @@ def plan(
     )
 
 
-def _tokens(batch: Batch) -> int:
+def token_count(batch: Batch) -> int:
     """Number of positions of a batch."""
     return max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch))
 
@@ -358,12 +362,13 @@ def speed(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     return 2 * 8 * float(_SIDE) ** 3 / (time.perf_counter() - began)
 
 
-def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+def measured_rates(device: torch.device, dtype: torch.dtype, locked: bool = True) -> Rates:
     """Speeds of products, of entrywise work and of copies to the device, measured in about a second.
 
     Args:
         device: of the computations.
         dtype: of the blocks in memory.
+        locked: copies come from page-locked memory, if the device is a GPU.
     """
     single = speed(device)
     total, part = (torch.zeros(_ENTRIES, device=device, dtype=one) for one in (torch.float64, torch.float32))
@@ -373,12 +378,12 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     float(total[0])
     memory = 20 * _ENTRIES / (time.perf_counter() - began)  # float32 read, float64 read and written
     product = single if dtype is torch.float32 else speed(device, dtype)
-    return Rates(product, single, copy_speed(device), double=speed(device, torch.float64), memory=memory)
+    return Rates(product, single, copy_speed(device, locked), double=speed(device, torch.float64), memory=memory)
 
 
-def copy_speed(device: torch.device) -> float:
-    """Measured bytes per second of a copy from main memory to the device."""
-    locked = device.type == "cuda" and torch.cuda.is_available()
+def copy_speed(device: torch.device, locked: bool = True) -> float:
+    """Measured bytes per second of a copy from main memory, page-locked for a GPU or not, to the device."""
+    locked = locked and device.type == "cuda" and torch.cuda.is_available()
     moved = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=locked)
     moved.zero_().to(device, copy=True)  # the first use of memory is slower
     began = time.perf_counter()

@@ -48,6 +48,11 @@ class MemoryWatch:
             self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
         return self.peak
 
+    @property
+    def on_device(self) -> int | None:
+        """The peak of the memory allocated on a GPU alone; None for other devices."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Measure continuously from a thread, to include memory that is freed again within a solve."""
