@@ -4,6 +4,7 @@
     python benchmarks/scale.py --model 1024 --layers 1     # other widths: 1024, 1.1b, 8b; any number of layers
     python benchmarks/scale.py --model 8b --device cuda --samples 128 --length 2048 --batch 4 [--budget default]
     python benchmarks/scale.py --recipe fast --set blocks.window=1 --layers 1     # a preset, with changed settings
+    python benchmarks/scale.py --folder DIR --resume       # may be killed: the same command goes on, seconds are summed
 
 The directory is made a tensor at a time, so that making it needs no memory either.
 """
@@ -114,6 +115,7 @@ class Clock(iobs.Callback):
     """Seconds of every block, and of the parts of the work that it is told to time."""
 
     device: str
+    kept: Path | None = None  # file that keeps what the run has taken so far, for a run that is killed
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     peaks: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # resident bytes by part of the work
     ends: dict[str, float] = field(default_factory=dict)  # by block, when its last layer was done
@@ -132,6 +134,17 @@ class Clock(iobs.Callback):
         elapsed = self.now() - self.began
         self.ends[entry.name.rsplit(".", 2)[0]] = elapsed
         print(f"{elapsed:8.1f} s  {entry.name}: {entry.seconds:.1f} s, {resident() / 1e6:.0f} MB now", flush=True)
+        self._keep(elapsed)
+
+    def on_measure(self, task: str, done: int, total: int) -> None:
+        elapsed = self.now() - self.began
+        print(f"{elapsed:8.1f} s  {task}: {done} of {total}", flush=True)
+        self._keep(elapsed)
+
+    def _keep(self, elapsed: float) -> None:
+        if self.kept is not None:
+            part = {"seconds": elapsed, "processor": time.process_time(), "peak": max(self.peaks.values(), default=0)}
+            self.kept.write_text(json.dumps(part))
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -217,6 +230,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="plain", help="plain (one projection on its own outputs), or a preset")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a field of the recipe")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--resume", action="store_true", help="keep a checkpoint in the folder, and go on from there")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     shape = SHAPES[options.model]
@@ -225,11 +239,13 @@ def main() -> None:
     if not (folder / "model").exists():
         make(folder / "model", shape, layers)
     shutil.rmtree(folder / "pruned", ignore_errors=True)
+    earlier = [json.loads(one.read_text()) for one in folder.glob("part*.json")] if options.resume else []
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, shape.vocabulary, (options.samples, options.length), generator=generator)
     batches = [{"input_ids": rows} for rows in tokens.split(options.batch)]
     recipe = recipe_of(options.recipe, options.solver, options.budget, options.set)
-    clock, used = Clock(options.device), time.process_time()
+    kept, checkpoint = (folder / f"part{len(earlier)}.json", folder / "checkpoint") if options.resume else (None, None)
+    clock = Clock(options.device, kept)
     with (
         clock.timing(),
         StreamedStore.open(folder / "model", folder / "pruned", device=options.device) as store,
@@ -237,9 +253,10 @@ def main() -> None:
         planned = store.plan(store.select(None, None, False), batches, recipe, 0.0)
         print(f"before the run: {resident() / 1e6:.0f} MB", flush=True)
         print(f"predicted: peak {planned.peak_bytes / 1e6:.0f} MB, {planned.seconds / 60:.1f} min", flush=True)
-        report = iobs.prune(store, batches, 0.5, recipe, holdout=0.0, callbacks=[clock])
+        report = iobs.prune(store, batches, 0.5, recipe, holdout=0.0, callbacks=[clock], checkpoint=checkpoint)
     on_device = options.device != "cpu"
     peak = torch.cuda.max_memory_allocated() if on_device else report.peak_memory_bytes
+    peak = max([peak, *(part["peak"] for part in earlier)])
     ends = [0.0, *clock.ends.values()]
     measured = {
         "width": shape.width,
@@ -254,8 +271,9 @@ def main() -> None:
         "peak_mb": peak / 1e6,
         "predicted_mb": planned.peak_bytes / 1e6,
         "peaks_mb": {phase: round(size / 1e6) for phase, size in clock.peaks.items()},
-        "seconds": report.seconds,
-        "processor_seconds": time.process_time() - used,
+        "seconds": report.seconds + sum(part["seconds"] for part in earlier),
+        "killed": len(earlier),
+        "processor_seconds": time.process_time() + sum(part["processor"] for part in earlier),
         "predicted_seconds": planned.seconds,
         "sparsity": report.sparsity,
         "block_seconds": [after - before for before, after in itertools.pairwise(ends)],

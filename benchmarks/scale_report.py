@@ -51,7 +51,10 @@ def _models(rows: list[Row]) -> str:
         body.append([name, row["budget"], row["device"], *memory, *minutes, f"{row['sparsity']:.4f}"])
         blocks = ", ".join(f"{one:.0f}" for one in row["block_seconds"])
         parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in row["parts"].items())
-        notes.append(f"**{name}, {row['budget']}.** Blocks, seconds: {blocks}. Of one: {parts}. {row['expected']}")
+        killed = f"In {row['killed'] + 1} sittings, each killed but the last. " if row.get("killed") else ""
+        notes.append(
+            f"**{name}, {row['budget']}.** {killed}Blocks, seconds: {blocks}. Of one: {parts}. {row['expected']}"
+        )
     return "\n\n".join(["## Block by block from files to files", _table(head, body), *notes])
 
 

@@ -9,18 +9,20 @@ from typer.testing import CliRunner
 
 from iobs import models
 from iobs.cli import app, benching
-from iobs.cli.benching import Timing, Workload, fastest_threads, repetition
+from iobs.cli.benching import Repetition, Timing, Workload, fastest_threads, repetition
 from iobs.errors import ModelError
 from iobs.inference import StoredLinear, cpu
 from iobs.inference.decoder import Decoder
+from iobs.inference.held import bytes_held
 from iobs.inference.storing import replace_layers, stored_matrices
 from iobs.models import EMBEDDED, LoadedModel
-from iobs.report.running import RunningRow, running_figure, running_line, running_table
+from iobs.models.packed import open_packed
+from iobs.report.running import RunningRow, running_figure, running_line, running_notes, running_table
 
 ROWS = [
-    RunningRow("dense float32", 10.0, "tokens/s", 90.0, 4_000_000, 9_000_000),
-    RunningRow("dense bfloat16", 8.0, "tokens/s", 20.0, 2_000_000, 7_000_000),
-    RunningRow("iobs int8", 25.0, "tokens/s", 80.0, 1_000_000, None),
+    RunningRow("dense float32", 10.0, "tokens/s", 90.0, {"matrices": 3_000_000, "embeddings": 1_000_000}, 9_000_000),
+    RunningRow("dense bfloat16", 8.0, "tokens/s", 20.0, {"matrices": 2_000_000}, 7_000_000),
+    RunningRow("iobs int8", 25.0, "tokens/s", 80.0, {"matrices": 900_000, "copies": 100_000}, None),
 ]
 
 
@@ -41,6 +43,26 @@ def test_line_compares_with_the_fastest_dense_form():
     assert [len(column._cells) for column in running_table(ROWS).columns] == [3] * 5
     assert running_figure(ROWS).count("<svg") == 1
     assert "dense bfloat16" in running_figure(ROWS)
+    assert "  iobs int8: 0.9 matrices, 0.1 copies for the compiled step" in running_notes(ROWS)
+
+
+def test_bytes_are_those_of_all_tensors_that_a_form_holds(packed):
+    """Embeddings, biases and buffers count, a tied weight once, and what the compiled step stores again counts too."""
+    dense = models.load(EMBEDDED)
+    held = bytes_held(dense.module)
+    assert sum(held.values()) == sum(one.nbytes for one in (*dense.module.parameters(), *dense.module.buffers()))
+    assert held["embeddings"] == dense.module.lm_head.weight.nbytes
+    assert held["others"] >= sum(one.nbytes for one in dense.module.parameters() if one.ndim == 1)
+    ready = open_packed(packed / "int8").module
+    assert bytes_held(ready)["embeddings"] == ready.lm_head.matrix.bytes
+    assert bytes_held(ready)["matrices"] == sum(
+        one.matrix.bytes for one in ready.model.layers.modules() if isinstance(one, StoredLinear)
+    )
+    if cpu.level() != "none":
+        assert repetition(dense, workload(EMBEDDED), stored=False).own_bytes == 0
+        again = repetition(dense, workload(EMBEDDED), stored=True).own_bytes  # every dense layer is stored again
+        assert again > bytes_held(ready)["matrices"] > 0
+        assert 0 < repetition(open_packed(packed / "int8"), workload("x"), stored=True).own_bytes < again
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -61,13 +83,16 @@ def test_a_packed_file_is_named_by_its_formats(packed, tmp_path, monkeypatch, pr
     modules, before = [], torch.get_num_threads()
     monkeypatch.setattr(benching, "_prepared", [])
     monkeypatch.setattr(benching, "_HIGH_WATER", tmp_path / "none")
-    monkeypatch.setattr(benching, "repetition", lambda loaded, *_: modules.append(loaded.module) or (lambda: None))
+    monkeypatch.setattr(
+        benching, "repetition", lambda loaded, *_: modules.append(loaded.module) or Repetition(lambda: None, 5)
+    )
     try:
-        name, size = benching._prepare(workload("x", threads=threads), str(packed / precision), "stored")
+        name, held = benching._prepare(workload("x", threads=threads), str(packed / precision), "stored")
     finally:
         torch.set_num_threads(before)
     assert name == f"iobs {precision}"
-    assert size > 0
+    assert held["embeddings"] > 0
+    assert held["copies"] == 5
     assert {one.threads for one in modules[0].modules() if isinstance(one, StoredLinear)} == {threads}
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from test_decoder import model_of
+from torch.nn.modules import module
 
 import iobs
 from iobs.errors import ProblemError
@@ -18,7 +19,7 @@ from iobs.inference.decoder import Decoder
 from iobs.inference.formats import store
 from iobs.inference.fused import FusedForward, can_fuse, fuse
 from iobs.inference.generation import generated
-from iobs.inference.modules import can_store, matrix_of
+from iobs.inference.modules import StoredLinear, can_store, matrix_of
 from iobs.inference.storing import replace_layers
 
 pytestmark = pytest.mark.skipif(cpu.level() == "none", reason="the compiled step needs AVX-512 or AVX2")
@@ -203,6 +204,42 @@ def test_accelerate_fuses_a_network_whose_matrices_are_all_stored(monkeypatch):
     assert not isinstance(two.forward, FusedForward)
 
 
+def test_hooks_on_all_modules_are_heard(steps):
+    model, other = stored()
+    handles, calls, results = [], [], []
+    for one in (model, other):
+        _, cache = continued(one, IDS, [4, 1])
+        handles.append(module.register_module_forward_hook(lambda layer, *_: calls.append(type(layer).__name__)))
+        try:
+            with torch.no_grad():
+                output = one(input_ids=IDS[:, 5:6], past_key_values=cache, use_cache=True)
+            assert undecodable(one) is not None
+        finally:
+            handles.pop().remove()
+        assert calls.count("StoredLinear") == 15
+        calls.clear()
+        with torch.no_grad():
+            results.append(one(input_ids=IDS[:, 6:], past_key_values=output.past_key_values).logits)
+    assert steps == [4, 6]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-3)
+
+
+def test_layers_that_change_later_are_computed_as_they_are(steps):
+    """A fused network whose layers take more threads, or become dense, goes through its modules."""
+    model, other = stored()
+    wanted, _ = continued(model, IDS, [3, 1, 1])
+    head = other.lm_head
+    other.lm_head = torch.nn.Linear(head.in_features, head.out_features, bias=False)
+    other.lm_head.weight.data = head.weight
+    torch.testing.assert_close(continued(other, IDS, [3, 1, 1])[0], wanted)
+    other.lm_head = head
+    for one in other.modules():
+        if isinstance(one, StoredLinear):
+            one.use_threads(2)
+    torch.testing.assert_close(continued(other, IDS, [3, 1, 1])[0], wanted)
+    assert steps == []
+
+
 class Scaled(transformers.LlamaForCausalLM):
     """A model of another author, with the model_type of a Llama."""
 
@@ -282,6 +319,7 @@ def test_memory_of_a_text_goes_with_its_cache():
     _, other = stored()
     _, cache = continued(other, IDS, [3, 1])
     keys = weakref.ref(other.forward._session.keys)
+    assert keys().shape[2] == 32  # the system clears every page before the first token
     assert keys() is not None
     del cache
     assert other.forward._session is None

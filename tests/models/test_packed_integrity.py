@@ -20,7 +20,7 @@ def half_zero(size=16):
 def rewrite(file, change):
     """Write a packed file again with its tensors changed by `change(tensors)`."""
     with safe_open(file, framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+        tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118 - not a mapping
         metadata = opened.metadata()
     change(tensors)
     save_file(tensors, file, metadata)
@@ -54,6 +54,48 @@ def test_unpack_raises_if_mask_and_values_disagree(change, tmp_path):
     (tmp_path / "dense").mkdir()
     with pytest.raises(ModelError, match=r"mask and the values of 'weight' do not agree"):
         unpack(tmp_path / "packed", tmp_path / "dense")
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        "[1]",
+        '{"weight": 5}',
+        '{"weight": [-16, -16]}',
+        '{"weight": [16, 32]}',
+        '{"weight": [1099511627776]}',
+        '{"x": [4]}',
+    ],
+)
+def test_unpack_refuses_shapes_that_the_masks_do_not_have(shapes, tmp_path):
+    """No room is taken for a shape before its mask is found."""
+    iobs.save_packed(half_zero(), tmp_path / "packed")
+    file = tmp_path / "packed" / "model.packed"
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118 - not a mapping
+    save_file(tensors, file, {"iobs_shapes": shapes})
+    (tmp_path / "dense").mkdir()
+    with pytest.raises(ModelError, match=r"model\.packed is damaged \(shape, mask and values"):
+        unpack(tmp_path / "packed", tmp_path / "dense")
+    assert not [*(tmp_path / "dense").iterdir()]
+
+
+@pytest.mark.parametrize("part", ["mask", "values"])
+def test_unpack_refuses_a_tensor_without_mask_or_values(part, tmp_path):
+    iobs.save_packed(half_zero(), tmp_path / "packed")
+    rewrite(tmp_path / "packed" / "model.packed", lambda tensors: tensors.pop(f"weight:{part}"))
+    (tmp_path / "dense").mkdir()
+    with pytest.raises(ModelError, match="mask and values of 'weight'"):
+        unpack(tmp_path / "packed", tmp_path / "dense")
+
+
+def test_damaged_weights_are_not_packed(tmp_path):
+    file = tmp_path / "model" / "model.safetensors"
+    file.parent.mkdir()
+    save_file({"weight": torch.eye(16)}, file)
+    file.write_bytes(file.read_bytes().replace(b"[16,16]", b"[16,17]"))
+    with pytest.raises(ModelError, match="is damaged"):
+        iobs.save_packed(file.parent, tmp_path / "packed")
 
 
 def test_load_packed_raises_if_module_has_more_weights(tmp_path):

@@ -1,6 +1,7 @@
 """Packed files that are ready to run: outputs, tied weights, unpacking, commands, damaged and hostile files."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import iobs
@@ -16,6 +18,7 @@ from iobs import models
 from iobs.cli import app
 from iobs.errors import IOBSError, ModelError, NonFiniteError, OutputError, ProblemError
 from iobs.inference import FORMATS, StoredLinear, cpu, store
+from iobs.inference.decoder import Decoder
 from iobs.inference.formats import bytes_of, require_valid
 from iobs.inference.modules import StoredEmbedding
 from iobs.inference.storing import replace_layers, smallest_format, stored_matrices
@@ -72,6 +75,14 @@ def test_dense_matrices_off_the_grid_are_not_rounded_to_four_bits():
     assert smallest_format((2 * weight).round().clamp(1, 7) * 0.125, "int4") == "bitmask-int4"
 
 
+def test_an_output_head_in_sixteen_bits_is_stored_where_kernels_read_it():
+    """With a dense head, no token of `generate` took the compiled step. An embedding alone gains nothing."""
+    table, head = nn.Embedding(32, 64).bfloat16(), nn.Linear(64, 32, bias=False).bfloat16()
+    assert [name for name, _ in stored_matrices(nn.Sequential(table, head), "bf16")] == ["1"]
+    head.weight = table.weight
+    assert [one.format for _, one in stored_matrices(nn.Sequential(table, head), "bf16")] == ["bf16", "bf16"]
+
+
 def test_formats_are_chosen_by_their_bytes():
     """The estimate leaves out fillers (at most 15 entries a row) and entries that round to zero."""
     weight = torch.randn(40, 256)
@@ -110,6 +121,30 @@ def test_language_model_runs_from_its_packed_file(tmp_path):
     with pytest.raises(ModelError, match="unpack it first"):
         packed.save(tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.skipif(cpu.level() == "none", reason="the compiled step needs AVX-512 or AVX2")
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_tokens_of_a_packed_language_model_take_the_compiled_step(precision, tmp_path, monkeypatch):
+    positions, step = [], Decoder.step
+    monkeypatch.setattr(Decoder, "step", lambda *given: positions.append(given[2]) or step(*given))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config)
+    for name, layer in model.named_modules():
+        if name.endswith("_proj"):
+            layer.weight.data = 8 * layer.weight * (torch.rand_like(layer.weight) < 0.5)
+    iobs.save_packed(model, tmp_path / "packed", precision=precision)
+    found, module = [], open_packed(tmp_path / "packed").module
+    settings = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    for _ in range(2):
+        found.append(module.generate(torch.arange(3, 9)[None], **settings))
+        vars(module).pop("forward", None)
+    assert positions == [*range(6, 14)]
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    torch.testing.assert_close(torch.stack(found[0].logits), torch.stack(found[1].logits), rtol=1e-3, atol=1e-3)
 
 
 def test_an_embedding_and_the_output_head_share_one_stored_matrix(tmp_path):
@@ -225,6 +260,8 @@ def test_index_format_refuses_rows_outside_its_values(places):
     matrix.tensors["starts"][1:3] = torch.tensor(places)
     with pytest.raises(ModelError, match="starts"):
         require_valid(matrix)
+    with pytest.raises(ModelError, match="shape"):  # before memory is taken for its dense form
+        require_valid(dataclasses.replace(store(torch.eye(4, 128), "index-bf16"), columns=1 << 31))
 
 
 HOSTILE = [

@@ -17,8 +17,8 @@ from iobs import models
 from iobs.cli import app
 from iobs.errors import ModelError, OutputError
 from iobs.models import load
-from iobs.models.spill import reserve, spilled
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.blockwise.spill import reserve, spilled
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.runtime import memory
 from iobs.report import read_report

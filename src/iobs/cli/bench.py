@@ -22,14 +22,7 @@ def bench(
     tokens: Annotated[int, typer.Option(min=2, help="New tokens, or pictures, of one repetition.")] = 32,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each form, which take turns.")] = 3,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="bf16|int8|int4",
-            help="Fewest bits of a weight of the sparse form. A packed file keeps its own.",
-            show_default="int8",
-        ),
-    ] = None,
+    precision: Annotated[str | None, console.precision()] = None,
     shape: console.Shape = None,
     beside: Annotated[
         str | None,
@@ -57,7 +50,7 @@ def bench(
     from iobs.cli.loading import checked_precision
     from iobs.cli.progress import Steps
     from iobs.inference.choices import PRECISIONS
-    from iobs.report.running import running_figure, running_line, running_table
+    from iobs.report.running import running_figure, running_line, running_notes, running_table
 
     asked = checked_precision(precision, model, PRECISIONS)
     known = next(name for name in PRECISIONS if name == asked)
@@ -75,10 +68,12 @@ def bench(
     if plot is not None:
         plot.write_text(running_figure(rows), encoding="utf8")
     if talk.as_json:
-        console.print_json({"forms": [asdict(row) for row in rows]})
+        console.print_json({"forms": [{**asdict(row), "bytes": row.bytes} for row in rows]})
         return
     out = console.output_console()
     out.print(running_table(rows))
+    for line in running_notes(rows):
+        out.print(line, soft_wrap=True)
     out.print(running_line(rows))
     if removed_units(model):
         out.print(

@@ -53,6 +53,23 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Repetition:
+    """The work that is measured; a call does it once.
+
+    Attributes:
+        run: generates a text, or computes pictures one by one.
+        own_bytes: bytes that it keeps beside the tensors of the model.
+    """
+
+    run: Callable[[], Timing]
+    own_bytes: int = 0
+
+    def __call__(self) -> Timing:
+        """Do the work, and return its speed."""
+        return self.run()
+
+
+@dataclass(frozen=True)
 class Timing:
     """One repetition: units a second, and prompt tokens a second (None for pictures)."""
 
@@ -82,7 +99,7 @@ def measured(
             unpack(work.model, Path(dense))
         pools = {form: stack.enter_context(_process()) for form in (*DENSE, "stored")}
         names = {form: f"dense {form}" if form in DENSE else "iobs" for form in pools}
-        sizes = {}
+        sizes: dict[str, dict[str, int]] = {}
         for form, pool in pools.items():
             on_progress(f"loading {names[form]}")
             made = pool.submit(_prepare, work, dense if form in DENSE else work.model, form).result()
@@ -118,15 +135,17 @@ def _process() -> Iterator[ProcessPoolExecutor]:
 _prepared: list[Callable[[], Timing]] = []  # of a process that measures: its repetition
 
 
-def _prepare(work: Workload, model: str, form: str) -> tuple[str, int]:
-    """Load the model in a form, run it once, and return the name of the form and the bytes of its weights."""
+def _prepare(work: Workload, model: str, form: str) -> tuple[str, dict[str, int]]:
+    """Load the model in a form, run it once, and return the name of the form and the bytes that it holds, by kind."""
     import torch
 
     from iobs.cli.loading import use_threads
     from iobs.inference import accelerate
+    from iobs.inference.held import bytes_held
     from iobs.inference.storing import precision_of
-    from iobs.models import load, size_in_bytes
+    from iobs.models import load
     from iobs.models.packed import is_packed, open_packed
+    from iobs.pruning.runtime.memory import give_back
 
     if work.threads is not None:
         torch.set_num_threads(work.threads)
@@ -146,10 +165,12 @@ def _prepare(work: Workload, model: str, form: str) -> tuple[str, int]:
     repeat()
     if work.threads is None:
         fastest_threads(repeat)
+    give_back()  # memory of the dense layers that are gone
     if _HIGH_WATER.exists():
         _HIGH_WATER.write_text("5", encoding="ascii")
     _prepared.append(repeat)
-    return f"dense {form}" if form in DENSE else f"iobs {work.precision}", size_in_bytes(loaded.module)
+    held = {**bytes_held(loaded.module), "copies": repeat.own_bytes}
+    return f"dense {form}" if form in DENSE else f"iobs {work.precision}", held
 
 
 def fastest_threads(repeat: Callable[[], Timing]) -> int:
@@ -184,8 +205,8 @@ def _peak() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Callable[[], Timing]:
-    """The function that generates a text, or computes pictures one by one, and returns the speed."""
+def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Repetition:
+    """The work of a loaded model."""
     import torch
 
     from iobs.inference.decodable import most_tokens, undecodable
@@ -202,7 +223,7 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Callable[[]
                     loaded.module(picture)
             return Timing(work.tokens / (time.perf_counter() - started), None)
 
-        return classify
+        return Repetition(classify)
     length = min(work.prompt, (loaded.context or 1 << 30) - work.tokens)
     if length < 1:
         raise ModelError(f"{work.model} reads {loaded.context} tokens, fewer than the {work.tokens} new ones.")
@@ -221,7 +242,7 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Callable[[]
         count = sum(1 for _ in made)
         return Timing(count / (time.perf_counter() - first), length / (first - started))
 
-    return generate
+    return Repetition(generate, 0 if decoder is None else decoder.own_bytes)
 
 
 def picture_of(loaded: LoadedModel, work: Workload) -> Tensor:

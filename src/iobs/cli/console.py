@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
+from typer.models import OptionInfo
 
 from iobs.cli import completion
 from iobs.errors import IOBSError, first_line, is_out_of_memory
@@ -233,6 +234,20 @@ Shape = Annotated[
         "--shape", metavar="C,H,W", help="Shape of a picture, if the model does not say it.", show_default=False
     ),
 ]
+
+
+def precision(*more: str) -> OptionInfo:
+    """The option --precision of commands that run a model.
+
+    Args:
+        *more: values besides those of `iobs.accelerate`, such as "dense".
+    """
+    dense = "; dense: the model as it is" if "dense" in more else ""
+    return typer.Option(  # type: ignore[no-any-return]
+        metavar="|".join(("bf16", "int8", "int4", *more)),
+        help=f"Fewest bits of a weight{dense}. A packed file keeps its own.",
+        show_default="int8",
+    )
 
 
 def shape_of(text: str | None) -> tuple[int, ...] | None:

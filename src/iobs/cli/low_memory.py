@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from iobs.errors import ModelError, OutputError
 if TYPE_CHECKING:
     from iobs.cli.run_file import Asked
     from iobs.cli.running import Place
-    from iobs.pruning.cost.memory_plan import Plan
 
 
 def prune_low_memory(
@@ -33,16 +31,17 @@ def prune_low_memory(
         ProblemError: the recipe needs the whole model, or there is no such place for hidden states.
     """
     from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
+    from iobs.cli.offload import show_plan
     from iobs.cli.results import write_card
     from iobs.cli.running import prune_as_asked
     from iobs.core.files import weight_files
     from iobs.models.output import expanded
-    from iobs.models.spill import place_named
-    from iobs.models.streamable import require_streamable
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
     from iobs.models.without_weights import without_weights
     from iobs.pruning.allocation.bits import require_whole
+    from iobs.pruning.blockwise.spill import place_named
+    from iobs.pruning.blockwise.streamable import require_streamable
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
     from iobs.report import summary_lines, write_report
@@ -71,14 +70,14 @@ def prune_low_memory(
         if as_json:
             console.print_json(asdict(plan))
         else:
-            _show(plan, console.output_console().print)
+            show_plan(plan, console.output_console().print)
         if output is not None:
             try:
                 store.require_room(plan, checkpoint)
             except OutputError as error:  # the plan was asked for, and the run may be meant for another machine
                 console.warn(f"Warning: {error}")
         return
-    _show(plan, console.say)
+    show_plan(plan, console.say)
     store.require_room(plan, checkpoint)
     with store.writing(place.replaceable):
         facts = {"model": directory, "calibration": name, "seq_len": window}
@@ -123,14 +122,3 @@ def _show_machines(directory: Path, asked: Asked, as_json: bool) -> None:
         out("  time by phase: " + ", ".join(f"{name} {value / 60:.1f} min" for name, value in one.phases.items()))
         place = "the device" if one.streams == "device" else "main memory"
         out(f"  hidden states and fitted parameters: {one.streams_bytes / 1e9:.1f} GB in {place} of every rank")
-
-
-def _show(plan: Plan, show: Callable[[str], None]) -> None:
-    show(f"{plan.layers} matrices; the whole model takes {plan.model_bytes / 1e9:.2f} GB")
-    show(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB")
-    show(f"Predicted time: {plan.seconds / 60:.0f} min")
-    for name, seconds in plan.phases.items():
-        show(f"  {name}: {seconds / 60:.1f} min")
-    show(f"A checkpoint (--resume) takes up to {plan.checkpoint_bytes / 1e9:.2f} GB")
-    place = {"device": "memory of the device", "memory": "main memory", "disk": "files"}[plan.streams]
-    show(f"Hidden states between blocks: {plan.streams_bytes / 1e9:.2f} GB, in {place}")

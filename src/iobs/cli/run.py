@@ -16,14 +16,7 @@ def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory that iobs prune wrote, or any MODEL.")],
     prompt: Annotated[str, typer.Argument(metavar="TEXT", help="The text to continue.")],
     tokens: Annotated[int, typer.Option(min=1, help="Number of new tokens.")] = 64,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="bf16|int8|int4|dense",
-            help="Fewest bits of a weight; dense: the model as it is. A packed file keeps its own.",
-            show_default="int8",
-        ),
-    ] = None,
+    precision: Annotated[str | None, console.precision("dense")] = None,
     threads: Annotated[
         int | None,
         typer.Option(

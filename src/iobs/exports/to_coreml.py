@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from iobs.core.modes import in_eval_mode
 from iobs.core.quiet import silenced
 from iobs.errors import ModelError, first_line
 from iobs.exports.graph import Graph, Inputs, inputs_of
 from iobs.exports.record import Written
 from iobs.exports.requirements import needed
 from iobs.exports.source import Source
-from iobs.exports.to_onnx import evaluated, single
+from iobs.exports.to_onnx import single
 
 FILE = "model.mlpackage"
 _MOST = 64  # samples of a batch
@@ -66,7 +67,7 @@ def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> 
         shape = [ranges[free[place]] if place in free else size for place, size in enumerate(one.shape)]
         dtype = np.float32 if one.is_floating_point() else np.int32
         described.append(tools.TensorType(name=name, shape=shape, dtype=dtype))
-    with evaluated(source.module), torch.no_grad(), silenced("transformers"):
+    with in_eval_mode(source.module), torch.no_grad(), silenced("transformers"):
         graph = Graph(single(source.module), inputs).eval()
         traced = torch.jit.trace(graph, tuple(inputs.tensors.values()), check_trace=False)  # type: ignore[no-untyped-call]
     found = tools.convert(

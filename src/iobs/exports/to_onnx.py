@@ -11,8 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from iobs.core.modes import in_eval_mode
 from iobs.core.quiet import silenced
 from iobs.errors import ModelError, first_line
 from iobs.exports.graph import Graph, Inputs, inputs_of
@@ -64,7 +64,7 @@ def traced(source: Source) -> ModuleType:
     names = tuple(inputs.tensors)
     dims = {name: torch.export.Dim(name) for free in inputs.moving.values() for name in free.values()}
     moving = tuple({place: dims[name] for place, name in inputs.moving[one].items()} for one in names)
-    with silenced("torch.onnx"), evaluated(source.module):
+    with silenced("torch.onnx"), in_eval_mode(source.module):
         graph = Graph(single(source.module), inputs).eval()
         _try(graph, inputs, source.model.source)
         try:
@@ -132,17 +132,6 @@ def _captured(graph: nn.Module, given: tuple[Tensor, ...], shapes: Any) -> nn.Mo
             except Exception:  # torch raises many types
                 continue
     return graph
-
-
-@contextmanager
-def evaluated(module: nn.Module) -> Iterator[None]:
-    """Give all modules their mode, training or not, back at the end."""
-    modes = [(one, one.training) for one in module.modules()]
-    try:
-        yield
-    finally:
-        for one, mode in modes:
-            one.training = mode
 
 
 def single(module: nn.Module) -> nn.Module:

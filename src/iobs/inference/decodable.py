@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from torch import Tensor, nn
+from torch.nn.modules import module as of_torch
 
 from iobs.inference import cpu
 from iobs.inference.llama_like import Model
@@ -27,6 +28,8 @@ def undecodable(model: nn.Module) -> str | None:
     for name, one in model.named_modules():
         if name and (changed(one) or not type(one).__module__.startswith(_KNOWN_CODE)):
             return f"{name} has a hook, a forward or a class of its own"
+    if heard_by_all():
+        return "hooks on all modules are registered, which its compiled step would not call"
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not hasattr(model, "lm_head") or not layers:
         return "it has no layers, or no head for text"
@@ -36,6 +39,11 @@ def undecodable(model: nn.Module) -> str | None:
 def changed(module: nn.Module) -> bool:
     """Check that a module computes more than its class says: it has a hook or a forward of its own."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def heard_by_all() -> bool:
+    """Check for hooks on the forward of all modules, see `torch.nn.modules.module.register_module_forward_hook`."""
+    return bool(of_torch._global_forward_hooks or of_torch._global_forward_pre_hooks)
 
 
 def most_tokens(model: nn.Module) -> int:

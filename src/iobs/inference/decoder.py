@@ -70,6 +70,14 @@ class Decoder:
         none = np.zeros((len(layers), config.num_key_value_heads, 1, layers[0].self_attn.head_dim), np.float32)
         self.step(0, 0, none, none.copy())
 
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that it keeps beside the tensors of the model: layers that were dense, norms, rotations and scratch."""
+        known = {id(one) for one in cast(nn.Module, self.model).modules()}
+        copies = sum(one.matrix.bytes for one in self._stored if id(one) not in known)
+        arrays = (*self._network, *self._scratch, self._cosines, self._sines, self._logits)
+        return copies + sum(one.nbytes for one in arrays if isinstance(one, np.ndarray))
+
     def generate(self, prompt: Tensor, tokens: int, stop: tuple[int, ...] = ()) -> Iterator[int]:
         """Yield the most likely next tokens, one at a time.
 

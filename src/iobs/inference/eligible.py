@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from iobs.core.modes import in_eval_mode
 from iobs.errors import NonFiniteError
 from iobs.inference.decodable import changed
 from iobs.inference.modules import StoredLayer, can_store, matrix_of
@@ -85,16 +86,10 @@ def _reads() -> Iterator[set[StoredLayer]]:
 @torch.no_grad()
 def _run(model: nn.Module, example: object) -> None:
     """A forward pass as in inference: it changes no statistics of a batch norm."""
-    modes = {one: one.training for one in model.modules()}
-    try:
-        for one in modes:
-            one.training = False
+    with in_eval_mode(model):
         if isinstance(example, Mapping):
             model(**example)
         elif isinstance(example, (tuple, list)):
             model(*example)
         else:
             model(example)
-    finally:
-        for one, mode in modes.items():
-            one.training = mode

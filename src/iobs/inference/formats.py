@@ -348,7 +348,8 @@ def require_valid(matrix: StoredMatrix) -> None:
             raise ModelError(f"The stored matrix is damaged ({what}); store it again.")
 
     rows, blocks, given = matrix.rows, matrix.blocks, matrix.tensors
-    require(matrix.format in FORMATS and rows > 0 and matrix.columns > 0, "its format or shape")
+    indexed = matrix.format == "index-bf16" and matrix.columns > MOST_COLUMNS
+    require(matrix.format in FORMATS and rows > 0 and matrix.columns > 0 and not indexed, "its format or shape")
     masked = matrix.format.startswith("bitmask")
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {"values": (torch.uint8, None)}
     shapes |= {"starts": (torch.int64, (rows + 1,))} if masked or matrix.format == "index-bf16" else {}

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iobs.inference.decodable import changed, most_tokens, undecodable
+from iobs.inference.decodable import changed, heard_by_all, most_tokens, undecodable
 from iobs.inference.decoder import LONGEST, Decoder, Reals
 from iobs.inference.llama_like import Cache, CachedLayer, Model
 from iobs.inference.modules import StoredLinear
 
-_ROOM = 256  # least number of positions of the first memory for keys and values
+_ROOM = 32  # least number of positions of the first memory for keys and values; the system clears every page of it
 _PLAIN_CACHES = ("DynamicLayer", "DynamicSlidingWindowLayer")  # classes that hold keys and values unrounded
 _PLAIN = ("use_cache", "logits_to_keep", "return_dict")  # arguments that may be given beside those that are checked
 _KNOWN = {*_PLAIN, "input_ids", "past_key_values", "attention_mask", "position_ids"}
@@ -138,11 +138,13 @@ class FusedForward:
         return None if config.output_attentions or config.output_hidden_states else position
 
     def _session_at(self, cache: Cache, position: int) -> _Session | None:
-        """The session of a cache, which may begin here; None if a module inside would not be heard."""
+        """The session of a cache, which may begin here; None if the model itself must compute this forward."""
+        if heard_by_all():
+            return None
         session = self._session
         if session is not None and session.holds(cache, position):
             return None if any(changed(one) or one.training for one in session.inside) else session
-        if undecodable(self.model) is not None or any(one.training for one in self.model.modules()):
+        if not _computable(self.model) or any(one.training for one in self.model.modules()):
             return None
         self._session = self._begin(cache, position)
         return self._session
@@ -175,7 +177,12 @@ class FusedForward:
 
 def can_fuse(model: nn.Module) -> bool:
     """Check that a model is Llama-like, and that all its matrices are stored for one thread."""
-    if undecodable(model) is not None or "forward" in vars(model):
+    return "forward" not in vars(model) and _computable(model)
+
+
+def _computable(model: nn.Module) -> bool:
+    """Check that the compiled step computes what the modules do: the same matrices, by as many threads."""
+    if undecodable(model) is not None:
         return False
     parts = (*cast(nn.Module, cast(Model, model).model).modules(), cast(Model, model).lm_head)
     linear = [one for one in parts if isinstance(one, (nn.Linear, StoredLinear))]

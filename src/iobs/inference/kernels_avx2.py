@@ -2,6 +2,10 @@
 
 Arguments as in `kernels_avx512.py`, but tables spread the values: `levels` is the address of the table of the format.
 Activations are float32, or int8. Quantised kernels leave out the scale of the token; their sums need no correction.
+
+The loops over groups are written out here and for AVX-512: a machine with both runs both in one process, where tests
+compare them. One frame that takes the operations as arguments would have to give the same machine code on both kinds of
+processor, and each can be timed on its own kind alone.
 """
 
 from __future__ import annotations

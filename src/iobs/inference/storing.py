@@ -24,7 +24,7 @@ from iobs.inference.modules import (
 _DENSE = 0.95  # share of entries that are not zero, above which no solver has made zeros
 
 
-def smallest_format(weight: torch.Tensor, precision: Precision) -> FormatName | None:
+def smallest_format(weight: torch.Tensor, precision: Precision, ties: bool = True) -> FormatName | None:
     """The format with the fewest bytes for a matrix; None if the dense tensor has fewer.
 
     A matrix with few zeros that lies on no grid of four bits, such as an embedding, is never rounded to four bits.
@@ -32,16 +32,19 @@ def smallest_format(weight: torch.Tensor, precision: Precision) -> FormatName | 
     Args:
         weight: (rows, columns).
         precision: the fewest bits of a weight.
+        ties: whether a format with as many bytes as the dense tensor wins, since kernels read it.
     """
     rows, columns = weight.shape
     nonzeros = int(weight.count_nonzero())
-    sizes: dict[FormatName | None, int] = {None: weight.numel() * weight.element_size()}
+    sizes: dict[FormatName, int] = {}
     for name in FORMATS_OF[precision]:
         if name == "bitmask-int4" and nonzeros > _DENSE * weight.numel() and steps_of_grid(weight.float()) is None:
             continue
         if name != "index-bf16" or columns <= MOST_COLUMNS:
             sizes[name] = bytes_of(name, rows, columns, nonzeros)
-    return min(sizes, key=sizes.__getitem__)
+    smallest = min(sizes, key=sizes.__getitem__)
+    more = sizes[smallest] - weight.numel() * weight.element_size()
+    return smallest if more < 0 or (ties and more == 0) else None
 
 
 def precision_of(model: nn.Module) -> Precision | None:
@@ -52,7 +55,7 @@ def precision_of(model: nn.Module) -> Precision | None:
 
 
 def stored_matrices(model: nn.Module, precision: Precision) -> Iterator[tuple[str, StoredMatrix]]:
-    """Yield the name of each layer that a format makes smaller, and its matrix.
+    """Yield the name and the matrix of each layer that a format makes smaller, or that kernels read in as many bytes.
 
     Args:
         model: a module; linear layers, embeddings and convolutions of size 1 are looked at, see `can_store`.
@@ -61,10 +64,11 @@ def stored_matrices(model: nn.Module, precision: Precision) -> Iterator[tuple[st
     Raises:
         NonFiniteError: a weight holds NaN or infinite entries; names the layer.
     """
+    multiplied = {id(layer.weight) for layer in model.modules() if can_store(layer)}
     for name, layer in model.named_modules():
         if can_store(layer) or is_table(layer):
             require_finite({name: layer})
-            form = smallest_format(matrix_of(layer), precision)
+            form = smallest_format(matrix_of(layer), precision, ties=id(layer.weight) in multiplied)
             if form is not None:
                 yield name, store(matrix_of(layer), form)
 

@@ -9,10 +9,11 @@ stored unchanged. Packing and unpacking hold one tensor at a time in memory.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 from iobs.core.files import weight_files, weight_index
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
-from iobs.inference.storing import replace_layers
 from iobs.models.companions import copy_companions
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
 from iobs.models.halves import quick, stored_as_half, widen
@@ -178,7 +178,7 @@ def _with_matrices(
         trust_remote_code=trust_remote_code,
         weights=contents.state,
     )
-    replace_layers(loaded.module, contents.matrices)
+    contents.place(loaded.module)
     return loaded
 
 
@@ -254,6 +254,13 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _pack(shard: Path, target: Path) -> None:
     entries, metadata = read_entries(shard)
+    try:
+        _pack_entries(shard, target, entries, metadata)
+    except SafetensorError as error:
+        raise ModelError(f"{shard} is damaged ({error}); copy it again.") from error
+
+
+def _pack_entries(shard: Path, target: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
     packed: dict[str, Entry] = {}
     shapes: dict[str, list[int]] = {}
     with safe_open(shard, framework="pt") as opened:
@@ -280,9 +287,10 @@ def _pack(shard: Path, target: Path) -> None:
 def _unpack(file: Path, target: Path) -> None:
     entries, metadata = read_entries(file)
     try:
-        shapes: dict[str, list[int]] = json.loads(metadata.pop(_SHAPES))
-    except (KeyError, ValueError) as error:
+        shapes = json.loads(metadata.pop(_SHAPES))
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"{file} is no packed file of iobs; give a directory that iobs pack wrote.") from error
+    _require_parts(file, shapes, entries)
     dense: dict[str, Entry] = {}
     for name, entry in entries.items():
         if name.removesuffix(_MASK) in shapes:
@@ -298,6 +306,28 @@ def _unpack(file: Path, target: Path) -> None:
                 writer.put(name, _expanded(tensors, name, entry) if name in shapes else tensors[name])
     except SafetensorError as error:
         raise ModelError(f"{file} is damaged ({error}); copy or pack it again.") from error
+
+
+def _require_parts(file: Path, shapes: object, entries: Mapping[str, Entry]) -> None:
+    """Check that each packed tensor has a mask of its size, and at most as many values; shapes alone promise nothing.
+
+    Raises:
+        ModelError: it has not.
+    """
+    nothing = Entry(torch.uint8, ())
+    for name, shape in shapes.items() if isinstance(shapes, dict) else [("", None)]:
+        mask, values = entries.get(name + _MASK, nothing), entries.get(name + _VALUES, nothing)
+        size = _entries_in(shape)
+        fits = mask.dtype is torch.uint8 and mask.shape == ((size + 7) // 8,)
+        if not fits or len(values.shape) != 1 or not 0 <= values.shape[0] <= size:
+            raise ModelError(f"{file} is damaged (shape, mask and values of {name!r}); copy or pack it again.")
+
+
+def _entries_in(shape: object) -> int:
+    """Number of entries of a shape; -1 if it is no list of whole numbers."""
+    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
+        return -1
+    return math.prod(shape)
 
 
 def _unround(file: Path, target: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from iobs.errors import ModelError
 from iobs.inference.choices import Precision
 from iobs.inference.formats import FORMATS, FormatName, StoredMatrix, require_valid
+from iobs.inference.fused import can_fuse, fuse
 from iobs.inference.storing import replace_layers, stored_matrices
 from iobs.models.shards import DTYPES, Entry, ShardWriter, read_entries
 from iobs.models.weights import fill_weights, same_tensors
@@ -71,8 +72,18 @@ class ReadyFile:
             fill_weights(module, self.state)
         except RuntimeError as error:
             raise ModelError(f"The packed file does not fit the module: {error}") from error
-        replace_layers(module, self.matrices)
+        self.place(module)
         return module
+
+    def place(self, module: nn.Module) -> None:
+        """Replace the layers of a module; where it is Llama-like, new tokens take one compiled call as in `accelerate`.
+
+        Raises:
+            ModelError: a layer is missing, or has another shape.
+        """
+        replace_layers(module, self.matrices)
+        if can_fuse(module):
+            fuse(module)
 
 
 def write_ready(module: nn.Module, file: Path, precision: Precision) -> None:

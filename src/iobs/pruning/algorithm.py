@@ -117,7 +117,7 @@ def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None
         sweep = sweep_of(work, samples, index)
         if recipe.blocks is not None and sweep.chain:
             Walk(work, sweep, projection, recipe.blocks).run()
-        elif work.store.whole and work.ranks.size == 1 and all(reads_no_data(recipe, one) for one in patterns.values()):
+        elif work.reenters and all(reads_no_data(recipe, one) for one in patterns.values()):
             sweep = project_by_weights(work, projection, sweep)
         else:
             project_groups(work, projection, sweep)
@@ -373,6 +373,7 @@ def report_of(
     loss, before = dense
     coverage = census.coverage(work.selection, work.store.zeros())
     warn_of_coverage(work, coverage)
+    work.note_memory()
     return Report(
         settings=work.facts(),
         loss=loss,

@@ -110,7 +110,7 @@ def prune(
     store.require_possible(chosen)
     require_whole(wanted, store.whole)
     asked = holdout, seed, checkpoint
-    with torch.inference_mode(False), store.folded():
+    with torch.inference_mode(False), store.prepared():
         # Selected before any data are read, so that wrong arguments are reported first.
         chosen_now = _selected(store, chosen, wanted, include, ignore, asked)
         collected = store.collected(data)

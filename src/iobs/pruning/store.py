@@ -31,8 +31,8 @@ Names = str | Sequence[str] | None
 class Store(InMemory):
     """The weights of a model that is in memory, and copies of the original weights.
 
-    Subclasses keep the weights elsewhere, such as `iobs.models.streamed.StreamedStore`. `iobs.prune` takes a store in
-    place of a model.
+    Subclasses keep the weights elsewhere, such as `OffloadedStore` and `StreamedStore`. `iobs.prune` takes a
+    store in place of a model.
 
     Args:
         model: any `nn.Module`.
@@ -40,9 +40,11 @@ class Store(InMemory):
 
     Attributes:
         whole: True if the model can be run as a whole, as losses, gradients and a dense copy need it.
+        reenters: True if a sweep may begin again after its blocks were left.
     """
 
     whole = True
+    reenters = True
 
     def __init__(self, model: nn.Module, built_by_code: bool = False) -> None:
         self.model, self.built_by_code = model, built_by_code
@@ -59,6 +61,10 @@ class Store(InMemory):
         return None
 
     # ---- before the run
+    def runnable(self) -> AbstractContextManager[None]:
+        """Context in which the model can be called, without gradients and outside a run."""
+        return nullcontext()
+
     def require_possible(self, recipe: Recipe) -> None:
         """Check that the recipe works with the part of the model that is in memory at one time.
 
@@ -66,8 +72,8 @@ class Store(InMemory):
             ProblemError: it does not; the message names the settings.
         """
 
-    def folded(self) -> AbstractContextManager[None]:
-        """Context in which weights that the model computes from other parameters are parameters themselves."""
+    def prepared(self) -> AbstractContextManager[None]:
+        """Context of all work with the model: weights that are computed from other parameters are parameters."""
         return folded(self.model) if isinstance(self.model, nn.Module) else nullcontext()
 
     def observe(self, batches: Sequence[Batch], seed: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_KINDS = {
+    "embeddings": "embeddings",
+    "matrices": "matrices",
+    "others": "biases, norms and buffers",
+    "copies": "copies for the compiled step",
+}
+
+
 @dataclass(frozen=True)
 class RunningRow:
     """One form of a model, measured.
@@ -23,7 +32,8 @@ class RunningRow:
         speed: tokens or pictures a second, median of the repetitions.
         unit: "tokens/s" or "pictures/s".
         prompt_speed: tokens of a prompt a second; None for a vision model.
-        bytes: bytes of all weights in this form.
+        held: bytes of all tensors in this form, by kind: "embeddings", "matrices", "others" (biases, norms, buffers),
+            and "copies" that the compiled step keeps beside them.
         peak_bytes: greatest memory of the process while it ran; None where the system does not tell.
     """
 
@@ -31,8 +41,13 @@ class RunningRow:
     speed: float
     unit: str
     prompt_speed: float | None
-    bytes: int
+    held: Mapping[str, int]
     peak_bytes: int | None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors in this form."""
+        return sum(self.held.values())
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,15 @@ def running_table(rows: list[RunningRow]) -> Table:
         memory = "unknown" if row.peak_bytes is None else _short(row.peak_bytes / 1e6)
         table.add_row(row.form, _short(row.speed), *prompt, _short(row.bytes / 1e6), memory)
     return table
+
+
+def running_notes(rows: list[RunningRow]) -> list[str]:
+    """Lines that say what the columns of the table count."""
+    found = ["MB of weights: every tensor that the form holds in memory."]
+    for row in rows:
+        parts = [f"{_short(size / 1e6)} {_KINDS[kind]}" for kind, size in row.held.items() if size]
+        found.append(f"  {row.form}: {', '.join(parts)}")
+    return [*found, "MB of memory: the most that the process took while it ran, Python and torch included."]
 
 
 def running_line(rows: list[RunningRow]) -> str:

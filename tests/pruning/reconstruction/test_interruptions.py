@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 import iobs
 from iobs.errors import ModelError, OutputError
-from iobs.models import spill
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.blockwise import spill
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction import walk
 from iobs.pruning.reconstruction.network_steps import StepCheckpoint

@@ -8,7 +8,7 @@ whole model runs, with blocks that pass their input on. Without a chain the whol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,11 +197,25 @@ class Stream:
         return with_hidden(self.state(index).to(hidden.dtype) if last else hidden, block.rest)
 
 
-def exact_chain(model: nn.Module, data: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
-    """The longest chain of blocks along which the model can be run exactly; empty if there is none."""
+def exact_chain(
+    model: nn.Module,
+    data: Sequence[Batch],
+    layers: tuple[Layer, ...],
+    along: Callable[[list[Block]], AbstractContextManager[None]] = lambda chain: nullcontext(),
+) -> list[Block]:
+    """The longest chain of blocks along which the model can be run exactly; empty if there is none.
+
+    Args:
+        model: the model.
+        data: calibration data.
+        layers: the layers to prune.
+        along: context in which a candidate is run.
+    """
     for chain in find_chains(model, min(data, key=batches.size), layers):
-        if len(chain) > 1 and running_along_is_exact(model, chain, data, layers):
-            return chain
+        if len(chain) > 1:
+            with along(chain):
+                if running_along_is_exact(model, chain, data, layers):
+                    return chain
     return []
 
 

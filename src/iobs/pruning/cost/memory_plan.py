@@ -49,6 +49,7 @@ class Plan:
         streams: the place of the hidden states: "device", "memory" or "disk".
         phases: seconds by phase.
         checkpoint_bytes: size of a checkpoint, if there is one.
+        copied_bytes: size of copies of the dense weights in main memory, beside a model that is there.
     """
 
     peak_bytes: int
@@ -61,6 +62,7 @@ class Plan:
     streams: str = "disk"
     phases: dict[str, float] = field(default_factory=dict)
     checkpoint_bytes: int = 0
+    copied_bytes: int = 0
 
     def placed(self, place: str, device: torch.device) -> Plan:
         """The plan with the hidden states in a place."""
@@ -225,6 +227,8 @@ def plan(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     parked: bool = False,
+    tokens: Sequence[int] | None = None,
+    locked: bool = True,
 ) -> Plan:
     """Predict peak memory and time of block-by-block pruning.
 
@@ -240,9 +244,11 @@ def plan(
         device: of the computations.
         dtype: of the blocks in memory.
         parked: finished Grams of wide layers are in mapped files.
+        tokens: number of positions of the hidden state, by batch; None: the batches are text.
+        locked: weights come to a GPU from page-locked memory.
     """
     present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
-    counts = [max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches]
+    counts = tokens or [max(one.shape[:2].numel() for one in data_batches.tensors(batch)) for batch in batches]
     sizes = replace(sizes, tokens=max(counts))
     ranks, held = current(), held_blocks(recipe)
     hidden = sizes.itemsize * sum(counts[ranks.rank :: ranks.size]) * sizes.width
@@ -257,7 +263,7 @@ def plan(
         holdout,
         sizes.hidden,
     )
-    found = phases(work, recipe, measured_rates(device, dtype))
+    found = phases(work, recipe, measured_rates(device, dtype, locked))
     kind = kind_of(sizes, recipe, holdout > 0, parked)
     shapes = {layer.shape: layer for layer in sizes.layers}
     return Plan(
@@ -341,12 +347,13 @@ def speed(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     return 2 * 8 * float(_SIDE) ** 3 / (time.perf_counter() - began)
 
 
-def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+def measured_rates(device: torch.device, dtype: torch.dtype, locked: bool = True) -> Rates:
     """Speeds of products, of entrywise work and of copies to the device, measured in about a second.
 
     Args:
         device: of the computations.
         dtype: of the blocks in memory.
+        locked: copies come from page-locked memory, if the device is a GPU.
     """
     single = speed(device)
     total, part = (torch.zeros(_ENTRIES, device=device, dtype=one) for one in (torch.float64, torch.float32))
@@ -356,12 +363,12 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     float(total[0])
     memory = 20 * _ENTRIES / (time.perf_counter() - began)  # float32 read, float64 read and written
     product = single if dtype is torch.float32 else speed(device, dtype)
-    return Rates(product, single, copy_speed(device), double=speed(device, torch.float64), memory=memory)
+    return Rates(product, single, copy_speed(device, locked), double=speed(device, torch.float64), memory=memory)
 
 
-def copy_speed(device: torch.device) -> float:
-    """Measured bytes per second of a copy from main memory to the device."""
-    locked = device.type == "cuda" and torch.cuda.is_available()
+def copy_speed(device: torch.device, locked: bool = True) -> float:
+    """Measured bytes per second of a copy from main memory, page-locked for a GPU or not, to the device."""
+    locked = locked and device.type == "cuda" and torch.cuda.is_available()
     moved = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=locked)
     moved.zero_().to(device, copy=True)  # the first use of memory is slower
     began = time.perf_counter()

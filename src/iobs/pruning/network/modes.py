@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor, nn
 
+from iobs.core.modes import in_eval_mode
 from iobs.errors import CalibrationError
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples, even
@@ -47,7 +48,7 @@ def update_batch_norm(model: nn.Module, part: Samples) -> None:
 @contextmanager
 def inferring(model: nn.Module) -> Iterator[None]:
     """Eval mode without KV cache, as a model is used afterwards. Everything is restored on exit."""
-    with _configured(model, "use_cache", False), _eval_mode(model):
+    with _configured(model, "use_cache", False), in_eval_mode(model):
         yield
 
 
@@ -68,7 +69,7 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
         stack.enter_context(_configured(model, "_experts_implementation", "eager"))
         stack.enter_context(_configured(model, "use_cache", False))
         stack.enter_context(_requiring_gradients(frozen.values()))
-        stack.enter_context(_eval_mode(model))
+        stack.enter_context(in_eval_mode(model))
         stack.enter_context(fused_attention(False))
         stack.enter_context(torch.autocast(device.type, enabled=False))  # the model's own dtypes
         stack.enter_context(_uncompiled())
@@ -107,17 +108,6 @@ def _requiring_gradients(parameters: Collection[nn.Parameter]) -> Iterator[None]
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode (no dropout) for all modules; each module gets its own mode back."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        _set_modes(model, training)
-
-
-@contextmanager
 def fused_attention(enabled: bool) -> Iterator[None]:
     """Enable or disable the fast path of nn.TransformerEncoderLayer, which hides the inputs of its layers."""
     before = torch.backends.mha.get_fastpath_enabled()
@@ -140,16 +130,6 @@ def _without_cudnn(model: nn.Module) -> AbstractContextManager[object]:
     cudnn = torch.backends.cudnn
     others = cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, cudnn.allow_tf32
     return cudnn.flags(False, *others)
-
-
-def _set_modes(module: nn.Module, training: dict[nn.Module, bool]) -> None:
-    """Restore training modes; by `train` where all inner modules were training, since modules may override it."""
-    if all(training.get(inner, inner.training) for inner in module.modules()):
-        module.train()
-        return
-    module.training = training.get(module, module.training)
-    for child in module.children():
-        _set_modes(child, training)
 
 
 def state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

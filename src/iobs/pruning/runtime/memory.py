@@ -48,6 +48,11 @@ class MemoryWatch:
             self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
         return self.peak
 
+    @property
+    def on_device(self) -> int | None:
+        """The peak of the memory allocated on a GPU alone; None for other devices."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Measure continuously from a thread, to include memory that is freed again within a solve."""
@@ -95,8 +100,14 @@ def reusing_memory() -> Iterator[None]:
         with _thresholds_of(_REUSE):
             yield
     finally:
-        if (library := _glibc()) is not None and before != _REUSE:
-            library.malloc_trim(0)
+        if before != _REUSE:
+            give_back()
+
+
+def give_back() -> None:
+    """Return the pages that freed tensors have left in the heap to the system, if the C library is glibc."""
+    if (library := _glibc()) is not None:
+        library.malloc_trim(0)
 
 
 @contextmanager
