@@ -89,6 +89,24 @@ def test_blocks_that_visit_the_gpu_give_the_weights_of_a_resident_run(gpu, name,
     assert all(one is other for one, other in zip(before, offloaded.parameters(), strict=True))
 
 
+def test_best_by_blocks_on_a_cpu_keeps_what_is_frozen():
+    model, data = made("llama")
+    for name, one in model.named_parameters():
+        one.requires_grad_("norm" not in name)
+    before, offloaded = copy.deepcopy(model), copy.deepcopy(model)
+    options = {**SAME, **QUICK, "holdout": 0.25}
+    iobs.prune(model, data, 0.5, BEST.but(blocks=replace(FIT, sampled=0)), **options)
+    report = iobs.prune(
+        OffloadedStore(offloaded, "cpu"), data, 0.5, BEST.but(blocks=replace(FIT, sampled=0)), **options
+    )
+    assert differing(model, offloaded) == []
+    changed = differing(before, offloaded)
+    assert changed
+    assert not [name for name in changed if "norm" in name]
+    assert all(one.requires_grad == ("norm" not in name) for name, one in offloaded.named_parameters())
+    assert not any("Peak memory of" in note for note in report.notes)
+
+
 @pytest.mark.slow
 def test_best_takes_steps_of_the_network_on_pictures_too(gpu):
     """A fine-tuning of the whole network needs all of it on the GPU."""

@@ -26,12 +26,13 @@ from iobs.pruning.cost.phases import STEP_TOKENS
 from iobs.pruning.finetune.scoring import NOT_COPIED
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, state
-from iobs.pruning.network.selection import Selection, require_module
+from iobs.pruning.network.selection import Selection, require_module, unobserved
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.reconstruction.step_sizes import samples_a_step
 from iobs.pruning.runtime.memory import MemoryWatch
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
+from iobs.pruning.store import Names
 
 
 class OffloadedStore(BlockwiseStore):
@@ -86,6 +87,11 @@ class OffloadedStore(BlockwiseStore):
             finally:
                 self.visits.send_all()
                 self._dense, self._original = None, {}
+
+    def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
+        """Choose the layers to prune, among those that classes show; arguments and errors as in `Store.select`."""
+        found = super().select(include, ignore, depthwise)
+        return Selection(found.layers, unobserved(found.skipped))
 
     @contextmanager
     def runnable(self) -> Iterator[None]:
