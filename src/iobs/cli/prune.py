@@ -260,7 +260,7 @@ def _prune_resident(
         write_results(loaded, report, temporary, model_folder=None)
         asked.write(temporary)
     place.finish()
-    _show(report, output, as_json)
+    _show(report, output, loaded.source, as_json)
     return failure
 
 
@@ -368,7 +368,7 @@ def _about_the_division(request: Request) -> str:
     return "The zeros shown are those of an even division; the run moves zeros between layers." if moved else ""
 
 
-def _show(report: Report, output: Path, as_json: bool) -> None:
+def _show(report: Report, output: Path, model: str, as_json: bool) -> None:
     from iobs.pruning.structured_report import StructuredReport
     from iobs.report import layers_table, rounds_table, scores_table, summary_lines, widths_table
 
@@ -389,4 +389,5 @@ def _show(report: Report, output: Path, as_json: bool) -> None:
     out.print(
         f"Written: {output} (read {output / 'report.html'}; check it with: iobs inspect {shlex.quote(str(output))})"
     )
-    out.print(f"Speed and memory on this machine: iobs bench {shlex.quote(str(output))}")
+    beside = f" --beside {shlex.quote(model)}" if isinstance(report, StructuredReport) else ""
+    out.print(f"Speed and memory on this machine: iobs bench {shlex.quote(str(output))}{beside}")

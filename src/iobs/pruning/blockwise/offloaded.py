@@ -21,17 +21,17 @@ from iobs.pruning.blockwise.visits import Visits, parts_of
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.halving import halved
 from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream, exact_chain
-from iobs.pruning.cost.memory_plan import Plan, plan
-from iobs.pruning.cost.phases import STEP_TOKENS
+from iobs.pruning.cost.memory_plan import Plan, measured_rates, plan, token_count
 from iobs.pruning.finetune.scoring import NOT_COPIED
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, state
 from iobs.pruning.network.selection import Selection, require_module, unobserved
-from iobs.pruning.recipe import BlockFit, Recipe
-from iobs.pruning.reconstruction.step_sizes import samples_a_step
+from iobs.pruning.recipe import Recipe
+from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.runtime.memory import MemoryWatch
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Names
 
 
@@ -295,32 +295,25 @@ class OffloadedStore(BlockwiseStore):
         tokens = [hidden.numel() // width for hidden in self._hidden]
         values = dict(self.state())
         numbers = [sum(one.numel() for one in self.visits.members(block.holds)) for block in self._blocks]
-        sizes = self._sizes(selection.layers, numbers, first.dtype.itemsize, _step_tokens(batches, tokens, recipe))
+        sizes, steps = self._sizes(selection.layers, numbers, first.dtype.itemsize), tokens
+        if recipe.blocks is not None:
+            share = sum(tokens) / sum(map(token_count, batches))  # a picture has the positions of its hidden state
+            part = in_steps(self.model, Samples.of(batches), recipe.blocks)
+            steps = [round(share * token_count(batch)) for batch in part.batches]
         found = plan(
             replace(sizes, hidden=width),
             outside_bytes=0,  # stays on the device
             model_bytes=sum(value.nbytes for value in values.values()),
             batches=batches,
+            steps=steps,
             recipe=recipe,
             holdout=holdout,
             device=self.device,
-            dtype=first.dtype,
+            rates=measured_rates(self.device, first.dtype, locked=False),
             tokens=tokens,
-            locked=False,
         )
         copied = sum(values[name].nbytes for name in {layer.key for layer in selection.layers})
         return self._placed(replace(found, copied_bytes=copied), self._storage.folder)
-
-
-def _step_tokens(batches: Sequence[Batch], tokens: Sequence[int], recipe: Recipe) -> int:
-    """Tokens of one gradient step of block reconstruction; a picture has those of its hidden state."""
-    fit = recipe.blocks or BlockFit()
-    least = STEP_TOKENS if data_batches.positions(batches[0]) > 1 else 1
-    found = [
-        samples_a_step(batch, fit) * count // data_batches.size(batch)
-        for batch, count in zip(batches, tokens, strict=True)
-    ]
-    return max(least, *found)
 
 
 def _samples(batches: Sequence[Batch]) -> list[Batch]:
