@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import iobs
 from iobs.cli import app
-from iobs.errors import ModelError, ProblemError
+from iobs.errors import ModelError, OutputError, ProblemError
+from iobs.pruning.blockwise import offloaded as offloaded_store
 from iobs.pruning.blockwise.offloaded import OffloadedStore
 from iobs.pruning.cost import memory_plan
 from iobs.pruning.recipe import BlockFit
@@ -191,6 +192,15 @@ def test_an_interrupted_run_gives_the_weights_back(gpu, tmp_path, blocks):
     assert [one.data_ptr() for one in model.parameters()] == weights
     iobs.prune(OffloadedStore(model), data, 0.5, "one-shot", **options)  # goes on from the checkpoint
     iobs.prune(OffloadedStore(before), data, 0.5, "one-shot", **{**options, "checkpoint": None})
+    assert differing(before, model) == []
+
+
+def test_main_memory_without_room_for_copies_is_refused(monkeypatch):
+    model, data = made("llama")
+    before = copy.deepcopy(model)
+    monkeypatch.setattr(offloaded_store, "available", lambda: 1000)
+    with pytest.raises(OutputError, match="Copies of the dense weights take"):
+        iobs.prune(OffloadedStore(model, "cpu"), data, 0.5, "one-shot")
     assert differing(before, model) == []
 
 
