@@ -177,8 +177,8 @@ class OffloadedStore(BlockwiseStore):
         copied, free = self._copied(self._layers), available() // current().size
         if 0 < free < copied:
             raise OutputError(
-                f"Copies of the dense weights take {copied / 1e9:.1f} GB, and main memory has {free / 1e9:.1f} GB left. "
-                "Free some, prune fewer layers at a time (include), or prune from files (StreamedStore)."
+                f"Copies of the dense weights take {copied / 1e9:.1f} GB, and main memory has {free / 1e9:.1f} GB "
+                "left. Free some, prune fewer layers at a time (include), or prune from files (StreamedStore)."
             )
 
     def _copied(self, layers: Iterable[Layer]) -> int:
