@@ -10,8 +10,11 @@ from iobs.cli import console
 from iobs.errors import ModelError, OutputError
 
 if TYPE_CHECKING:
+    import torch
+
     from iobs.cli.run_file import Asked
     from iobs.cli.running import Place
+    from iobs.pruning.cost.memory_plan import Plan
 
 
 def prune_low_memory(
@@ -56,7 +59,7 @@ def prune_low_memory(
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
     if dry_run and not weight_files(Path(directory)):
         if current().first:
-            _show_machines(Path(directory), asked, as_json)
+            _show_machines(Path(directory), asked, as_json, arithmetic)
         return
     streamed = StreamedModel.open(Path(directory), device=chosen, arithmetic=arithmetic)
     store = StreamedStore(streamed, output or Path(), streams_place)
@@ -71,14 +74,15 @@ def prune_low_memory(
             console.print_json(asdict(plan))
         else:
             show_plan(plan, console.output_console().print)
+        _warn_of_memory(plan, store.device)
         if output is not None:
             try:
-                store.require_room(plan, checkpoint)
+                store.require_room(plan, checkpoint, place.replaceable)
             except OutputError as error:  # the plan was asked for, and the run may be meant for another machine
                 console.warn(f"Warning: {error}")
         return
     show_plan(plan, console.say)
-    store.require_room(plan, checkpoint)
+    _warn_of_memory(plan, store.device)
     with store.writing(place.replaceable):
         facts = {"model": directory, "calibration": name, "seq_len": window}
         report = prune_as_asked(store, batches, asked, checkpoint, facts)
@@ -97,22 +101,32 @@ def prune_low_memory(
     out.print(f"Written: {output} ({report.sparsity:.2%} zeros)")
 
 
-def _show_machines(directory: Path, asked: Asked, as_json: bool) -> None:
-    """Show what a run takes on several GPUs; the directory holds a configuration and no weights."""
+def _show_machines(directory: Path, asked: Asked, as_json: bool, arithmetic: torch.dtype | None) -> None:
+    """Show what a run takes on several GPUs; the directory holds a configuration and no weights.
+
+    Args:
+        directory: of the configuration.
+        asked: recipe and options.
+        as_json: print JSON.
+        arithmetic: dtype of the computations in blocks; None: as the weights are stored.
+    """
     from iobs.models.shapes import shapes_of
     from iobs.pruning.cost.machines import GPUS, need
 
     options, recipe = asked.options, asked.recipe
-    network = shapes_of(directory, options.include, options.ignore, recipe.depthwise)
+    halves = recipe.blocks is not None and recipe.blocks.halves
+    network = shapes_of(directory, options.include, options.ignore, recipe.depthwise, halves)
     machines = [replace(gpu, count=count) for count in (1, 8) for gpu in GPUS]
     asked_for = network, recipe, options.samples, options.seq_len, options.batch_size
-    needs = [need(*asked_for, one, options.holdout) for one in machines]
+    itemsize = None if arithmetic is None else arithmetic.itemsize
+    needs = [need(*asked_for, one, options.holdout, itemsize) for one in machines]
     if as_json:
         console.print_json([{**asdict(one), "fits": one.fits, "streams": one.streams} for one in needs])
         return
     out = console.output_console().print
     out(f"{directory} holds no weights: predicted from config.json for {network.weights / 1e9:.1f} billion weights,")
-    out(f"{options.samples} samples of {options.seq_len} tokens, at half of each vendor's figures.")
+    length = min(options.seq_len, network.context or options.seq_len)
+    out(f"{options.samples} samples of {length} tokens, at half of each vendor's figures.")
     for one in needs:
         machine = one.machine
         peak, hours = max(one.peak_bytes.values()), sum(one.phases.values()) / 3600
@@ -122,3 +136,16 @@ def _show_machines(directory: Path, asked: Asked, as_json: bool) -> None:
         out("  time by phase: " + ", ".join(f"{name} {value / 60:.1f} min" for name, value in one.phases.items()))
         place = "the device" if one.streams == "device" else "main memory"
         out(f"  hidden states and fitted parameters: {one.streams_bytes / 1e9:.1f} GB in {place} of every rank")
+
+
+def _warn_of_memory(plan: Plan, device: torch.device) -> None:
+    """Warn if a run is predicted to take more memory than is free."""
+    from iobs.pruning.runtime import memory
+    from iobs.pruning.runtime.ranks import current
+
+    left = memory.left(device) // (current().size if device.type == "cpu" else 1)
+    if 0 < left < plan.peak_bytes:
+        console.warn(
+            f"Warning: the run is predicted to take {plan.peak_bytes / 1e9:.2f} GB of memory, and {device} has "
+            f"{left / 1e9:.2f} GB for it; lower --batch-size, --seq-len or --samples, or take --recipe one-shot."
+        )

@@ -22,18 +22,19 @@ from iobs.models.block_writer import BlockWriter
 from iobs.models.output import check_output, output_of_ranks
 from iobs.models.streamed import StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
-from iobs.pruning.blockwise.spill import Place, Storage, spilled_batches
+from iobs.pruning.blockwise.spill import Place, Storage, require_place, spilled_batches
 from iobs.pruning.blockwise.store import BlockwiseStore
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.cost.memory_plan import Plan, plan
-from iobs.pruning.cost.phases import STEP_TOKENS
+from iobs.pruning.cost.memory_plan import Plan, measured_rates, plan, token_count
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe
+from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.report import AuditRow
-from iobs.pruning.runtime.memory import MemoryWatch, giving_memory_back
+from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, collect, positions
+from iobs.pruning.samples.batches import Batch, collect
+from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Names
 
 
@@ -46,12 +47,16 @@ class _Run:
         pruned: layers that have been pruned.
         changed: other parameters of the blocks in memory that were changed.
         rows: zeros of the layers whose blocks were written.
+        plan: the predicted cost.
+        replaceable: names in the output directory that are replaced.
     """
 
     patterns: dict[Layer, Pattern] = field(default_factory=dict)
     pruned: set[Layer] = field(default_factory=set)
     changed: set[str] = field(default_factory=set)
     rows: list[AuditRow] = field(default_factory=list)
+    plan: Plan | None = None
+    replaceable: Collection[str] = ()
 
 
 class StreamedStore(BlockwiseStore):
@@ -73,7 +78,7 @@ class StreamedStore(BlockwiseStore):
         arithmetic: dtype of the computations in blocks.
     """
 
-    reenters = False
+    in_memory = False
 
     def __init__(self, streamed: StreamedModel, output: Path, streams: Place = "auto") -> None:
         super().__init__(streamed.module, streamed.device, streams)
@@ -127,7 +132,7 @@ class StreamedStore(BlockwiseStore):
             OutputError, AuditError: as `open`.
         """
         with giving_memory_back(), output_of_ranks(self.output, replaceable) as folder:
-            self.folder, self._ready = folder, True
+            self.folder, self._ready, self._run.replaceable = folder, True, replaceable
             with tempfile.TemporaryDirectory(dir=folder) as spill:
                 self._storage = Storage("device", self.device, Path(spill))
                 yield
@@ -169,10 +174,18 @@ class StreamedStore(BlockwiseStore):
         Raises:
             ProblemError, OutputError: the hidden states have no room; see `spill.chosen`.
         """
-        known = self.streams == "auto" and self.device.type == "cpu"
-        place = "disk" if known else self.plan(selection, batches, self._recipe, holdout).streams
-        self._storage.place = cast(Place, place)
+        self._run.plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
+        self._storage.place = cast(Place, self._run.plan.streams)
         return selection
+
+    def require_space(self, checkpoint: str | Path | None) -> None:
+        """Check that disk and memory have room for the run that was checked last.
+
+        Raises:
+            OutputError: as `require_room`.
+        """
+        assert self._run.plan is not None
+        self.require_room(self._run.plan, checkpoint, self._run.replaceable)
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
         """The blocks of the model, or their halves."""
@@ -283,39 +296,45 @@ class StreamedStore(BlockwiseStore):
         return self._run.rows
 
     # ---- cost of a run
-    def plan(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float) -> Plan:
-        """Predict memory, time and disk space of a run."""
-        if recipe.blocks is not None and recipe.blocks.halves:
-            self.streamed.halve(batches[0])
+    def plan(
+        self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float, timed: bool = True
+    ) -> Plan:
+        """Predict memory, time and disk space of a run; `timed` False measures no speeds and foretells no time."""
+        fit, steps = recipe.blocks, batches
+        if fit is not None:
+            steps = in_steps(self.model, Samples.of(batches), fit).batches
+            if fit.halves:
+                self.streamed.halve(batches[0])
         entries, itemsize = self.streamed.directory.entries, self.streamed.arithmetic.itemsize
         model_bytes = sum(entry.bytes for entry in entries.values())
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]
         numbers = [sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks]
         on_cpu = self.device.type == "cpu"
         outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
-        step = max(STEP_TOKENS, max(positions(batch) for batch in batches))
-        sizes = self._sizes(selection.layers, numbers, itemsize, step)
+        sizes = self._sizes(selection.layers, numbers, itemsize)
         found = plan(
             replace(sizes, score=self.streamed.score_bytes),
-            outside_bytes=0 if on_cpu or recipe.blocks is not None else outside,  # mapped files on a CPU
+            outside_bytes=0 if on_cpu or fit is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
             batches=batches,
+            steps=[*map(token_count, steps)],
             recipe=recipe,
             holdout=holdout,
             device=self.device,
-            dtype=self.streamed.arithmetic,
+            rates=measured_rates(self.device, self.streamed.arithmetic) if timed else None,
             parked=on_cpu and self.streams in ("auto", "disk"),
         )
         return self._placed(found, self.output, model_bytes)
 
-    def require_room(self, plan: Plan, checkpoint: str | Path | None = None) -> None:
+    def require_room(self, plan: Plan, checkpoint: str | Path | None = None, replaceable: Collection[str] = ()) -> None:
         """Check that the disk has room for the output, for the activations, and for the rest of a checkpoint beside it.
 
         Raises:
-            OutputError: the disk has too little room.
+            OutputError: the disk, or main memory that was asked to hold the activations, has too little room.
         """
+        require_place(self.streams, plan.streams_bytes, available() // current().size)
         needed = plan.model_bytes + current().size * plan.spilled_bytes
         if checkpoint is not None:
             written = sum(entry.stat().st_size for entry in Path(checkpoint).glob("*") if entry.is_file())
             needed += max(0, plan.checkpoint_bytes - written)
-        check_output(self.output, needed_bytes=needed)
+        check_output(self.output, needed, replaceable)

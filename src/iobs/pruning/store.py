@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +41,12 @@ class Store(InMemory):
 
     Attributes:
         whole: True if the model can be run as a whole, as losses, gradients and a dense copy need it.
-        reenters: True if a sweep may begin again after its blocks were left.
+        in_memory: True if all weights are in memory, of a device or not: a sweep may begin again after its blocks were
+            left, and parameters keep the mark of the user that they are frozen.
     """
 
     whole = True
-    reenters = True
+    in_memory = True
 
     def __init__(self, model: nn.Module, built_by_code: bool = False) -> None:
         self.model, self.built_by_code = model, built_by_code
@@ -107,6 +109,16 @@ class Store(InMemory):
         with keeping_buffers(self.model):
             require_all_accepted(self.model, batches)
             return multiplied_as_they_are(self.model, selection, batches[0])
+
+    def require_space(self, checkpoint: str | Path | None) -> None:
+        """Check, before any work, that disk and memory have room for a run; `checked` comes first.
+
+        Args:
+            checkpoint: directory of intermediate results, or None.
+
+        Raises:
+            OutputError: they have not.
+        """
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
         """The blocks along which the model can be run, possibly none. Call it while the model is dense.

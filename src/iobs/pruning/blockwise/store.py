@@ -96,20 +96,19 @@ class BlockwiseStore(Store):
         return {}
 
     # ---- cost of a run
-    def _sizes(self, layers: Sequence[Layer], blocks: Sequence[int], itemsize: int, step: int) -> Sizes:
-        """The sizes of the model.
+    def _sizes(self, layers: Sequence[Layer], blocks: Sequence[int], itemsize: int) -> Sizes:
+        """The sizes of the model, without those of the data.
 
         Args:
             layers: the layers to prune.
             blocks: number of weights in every block.
             itemsize: bytes of a number in a forward pass.
-            step: tokens of a gradient step.
         """
         config = getattr(self.model, "config", None)
         vocabulary, hidden = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))
         names = {name for name, _ in self.model.named_parameters()}
         biased = any(f"{layer.path}.bias" in names for layer in layers)
-        return Sizes(layers, max(blocks), itemsize, 0, step, vocabulary, biased, None, hidden, len(blocks))
+        return Sizes(layers, max(blocks), itemsize, 0, 0, vocabulary, biased, None, hidden, len(blocks))
 
     def _placed(self, found: Plan, folder: Path, written: int = 0) -> Plan:
         """The plan with the hidden states in the place that was asked for, or in the first one with room.

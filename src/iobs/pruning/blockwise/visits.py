@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.network.modes import replaced_forwards
 
 
 class Visits:
@@ -95,17 +96,8 @@ class Visits:
         """
         paths = dict.fromkeys(block.path for block in blocks)
         modules = [self.model.get_submodule(path) for path in paths]
-        own = [vars(module).get("forward") for module in modules]  # set on the instance by an adapter or a user
-        for module in modules:
-            module.forward = self._visiting(module)
-        try:
+        with replaced_forwards([(module, self._visiting(module)) for module in modules]):
             yield
-        finally:
-            for module, forward in zip(modules, own, strict=True):
-                if forward is None:
-                    del module.forward
-                else:
-                    module.forward = forward
 
     def _visiting(self, module: nn.Module) -> Callable[..., object]:
         """The forward of a module, before which its tensors come to the device, and after which they leave."""

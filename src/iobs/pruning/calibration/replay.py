@@ -21,6 +21,7 @@ from iobs.pruning.calibration.half_blocks import run_half
 from iobs.pruning.calibration.hooks import Args, Kwargs, captured_inputs
 from iobs.pruning.calibration.shortcuts import Shortcuts
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.modes import replaced_forwards
 from iobs.pruning.samples import batches, outputs
 from iobs.pruning.samples.batches import Batch
 
@@ -311,15 +312,8 @@ def _replaced(
             output = behaviour(position, args, kwargs)
         return output
 
-    modules = [model.get_submodule(path) for path in positions]
-    own = [vars(module).get("forward") for module in modules]  # set on the instance by an adapter or a user
-    for path, module in zip(positions, modules, strict=True):
-        module.forward = lambda *args, path=path, **kwargs: run(path, args, kwargs)
-    try:
+    def forward_of(path: str) -> Callable[..., object]:
+        return lambda *args, **kwargs: run(path, args, kwargs)
+
+    with replaced_forwards([(model.get_submodule(path), forward_of(path)) for path in positions]):
         yield
-    finally:
-        for module, forward in zip(modules, own, strict=True):
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward

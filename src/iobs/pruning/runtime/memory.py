@@ -146,6 +146,14 @@ def available() -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
+def left(device: torch.device) -> int:
+    """Memory of a device that this process has or can take, in bytes; 0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+    free = available()
+    return free + resident() if free else 0
+
+
 def resident() -> int:
     """Anonymous resident memory now, in bytes; elsewhere the peak resident memory; 0 on Windows."""
     if _STATUS.exists():
