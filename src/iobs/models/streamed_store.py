@@ -79,7 +79,7 @@ class StreamedStore(BlockwiseStore):
         arithmetic: dtype of the computations in blocks.
     """
 
-    reenters = False
+    in_memory = False
 
     def __init__(self, streamed: StreamedModel, output: Path, streams: Place = "auto") -> None:
         super().__init__(streamed.module, streamed.device, streams)

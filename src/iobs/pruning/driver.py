@@ -124,7 +124,7 @@ def prune(
                 selection = store.checked(collected, selection, holdout)
                 store.require_space(checkpoint)
                 request = replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})
-                frozen = frozen if store.whole else frozenset()  # weights in files have no mark of their own
+                frozen = frozen if store.in_memory else frozenset()  # weights in files have no mark of their own
                 return run(Workspace.of(store, request, selection, collected, told, frozen))
 
 

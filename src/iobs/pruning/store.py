@@ -41,11 +41,12 @@ class Store(InMemory):
 
     Attributes:
         whole: True if the model can be run as a whole, as losses, gradients and a dense copy need it.
-        reenters: True if a sweep may begin again after its blocks were left.
+        in_memory: True if all weights are in memory, of a device or not: a sweep may begin again after its blocks were
+            left, and parameters keep the mark of the user that they are frozen.
     """
 
     whole = True
-    reenters = True
+    in_memory = True
 
     def __init__(self, model: nn.Module, built_by_code: bool = False) -> None:
         self.model, self.built_by_code = model, built_by_code

@@ -219,7 +219,7 @@ class Workspace:
     @property
     def reenters(self) -> bool:
         """True if one process may begin a sweep again after its blocks were left."""
-        return self.store.reenters and self.ranks.size == 1
+        return self.store.in_memory and self.ranks.size == 1
 
     def run_whole(self) -> None:
         """Run the model as a whole, not along its blocks."""

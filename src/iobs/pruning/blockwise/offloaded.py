@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
-from iobs.errors import ModelError, ProblemError, first_line
+from iobs.errors import ModelError, OutputError, ProblemError, first_line
 from iobs.pruning.blockwise.spill import Place, Storage
 from iobs.pruning.blockwise.store import BlockwiseStore
 from iobs.pruning.blockwise.visits import Visits, parts_of
@@ -26,13 +26,15 @@ from iobs.pruning.cost.speeds import measured_rates
 from iobs.pruning.finetune.scoring import NOT_COPIED
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, state
-from iobs.pruning.network.selection import Selection, require_module
+from iobs.pruning.network.selection import Selection, require_module, unobserved
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.reconstruction.step_sizes import in_steps
-from iobs.pruning.runtime.memory import MemoryWatch
+from iobs.pruning.runtime.memory import MemoryWatch, available
+from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.store import Names
 
 
 class OffloadedStore(BlockwiseStore):
@@ -87,6 +89,11 @@ class OffloadedStore(BlockwiseStore):
             finally:
                 self.visits.send_all()
                 self._dense, self._original = None, {}
+
+    def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
+        """Choose the layers to prune, among those that classes show; arguments and errors as in `Store.select`."""
+        found = super().select(include, ignore, depthwise)
+        return Selection(found.layers, unobserved(found.skipped))
 
     @contextmanager
     def runnable(self) -> Iterator[None]:
@@ -161,6 +168,24 @@ class OffloadedStore(BlockwiseStore):
             f"{type(self.model).__name__} does not run exactly along a chain of blocks, so its blocks cannot visit "
             f"{self.device} one at a time; prune it on a device that holds all of it, such as the CPU."
         )
+
+    def require_space(self, checkpoint: str | Path | None) -> None:
+        """Check, before any work, that main memory has room for the copies of the dense weights.
+
+        Raises:
+            OutputError: it has too little room.
+        """
+        copied, free = self._copied(self._layers), available() // current().size
+        if 0 < free < copied:
+            raise OutputError(
+                f"Copies of the dense weights take {copied / 1e9:.1f} GB, and main memory has {free / 1e9:.1f} GB "
+                "left. Free some, prune fewer layers at a time (include), or prune from files (StreamedStore)."
+            )
+
+    def _copied(self, layers: Iterable[Layer]) -> int:
+        """Bytes of the copies of the dense weights of layers."""
+        values = dict(self.state())
+        return sum(values[name].nbytes for name in {layer.key for layer in layers})
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
         """The blocks of the model, or their halves, that `checked` has found."""
@@ -288,7 +313,6 @@ class OffloadedStore(BlockwiseStore):
         first = self._hidden[0]
         width = first.shape[1] if first.ndim == 4 else first.shape[-1]
         tokens = [hidden.numel() // width for hidden in self._hidden]
-        values = dict(self.state())
         numbers = [sum(one.numel() for one in self.visits.members(block.holds)) for block in self._blocks]
         sizes, steps = self._sizes(selection.layers, numbers, first.dtype.itemsize), tokens
         if recipe.blocks is not None:
@@ -298,7 +322,7 @@ class OffloadedStore(BlockwiseStore):
         found = plan(
             replace(sizes, hidden=width),
             outside_bytes=0,  # stays on the device
-            model_bytes=sum(value.nbytes for value in values.values()),
+            model_bytes=sum(value.nbytes for _, value in self.state()),
             batches=batches,
             steps=steps,
             recipe=recipe,
@@ -307,8 +331,7 @@ class OffloadedStore(BlockwiseStore):
             rates=measured_rates(self.device, first.dtype, locked=False),
             tokens=tokens,
         )
-        copied = sum(values[name].nbytes for name in {layer.key for layer in selection.layers})
-        return self._placed(replace(found, copied_bytes=copied), self._storage.folder)
+        return self._placed(replace(found, copied_bytes=self._copied(selection.layers)), self._storage.folder)
 
 
 def _samples(batches: Sequence[Batch]) -> list[Batch]:
