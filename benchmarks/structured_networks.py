@@ -155,11 +155,18 @@ def stories(data: Path, seed: int) -> Network:
 
 def transformer(data: Path, seed: int) -> Network:
     zoo = require_data(data)
-    images, _ = zoo.cifar10("train10k", "vit")
+    images, labels = zoo.cifar10("train10k", "vit")
     test = zoo.cifar10("test5000", "vit")
     chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:1000]
     batches = list(images[chosen].split(100))
-    return Network(zoo.vit_cifar, batches, lambda model: zoo.accuracy(model, *test), "accuracy", (0.25, 0.5))
+    return Network(
+        zoo.vit_cifar,
+        batches,
+        lambda model: zoo.accuracy(model, *test),
+        "accuracy",
+        (0.25, 0.5),
+        labelled=(images[chosen], labels[chosen]),
+    )
 
 
 def encoder(data: Path, seed: int) -> Network:

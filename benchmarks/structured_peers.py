@@ -62,6 +62,7 @@ def solver_and_widths(
     """
     name, scope = method.split(" + ")[0].split(", ")
     sites = [site for site in find_sites(model, images[:2]) if len(site.readers) == 1 and site.inner]
+    assert all(site.kind != "heads" for site in sites), "the package groups heads by options of its pruner"
     scores = _scores(name, model, images, labels, sites)
     cost = Products.count(model, images[:2], tuple(sites)).held
     widths = _widths(scores, cost, share, scope)
@@ -104,17 +105,19 @@ def _scores(name: str, model: nn.Module, images: Tensor, labels: Tensor, sites: 
     found = {}
     for site in sites:
         writer = _writer(model, site)
-        units = list(range(writer.out_channels))
-        group = graph.get_pruning_group(writer, torch_pruning.prune_conv_out_channels, idxs=units)
+        kind = "conv" if isinstance(writer, nn.Conv2d) else "linear"
+        prune = getattr(torch_pruning, f"prune_{kind}_out_channels")
+        group = graph.get_pruning_group(writer, prune, idxs=list(range(len(writer.weight))))
         found[site.name] = score(group).detach().double()
     model.zero_grad()
     return found
 
 
-def _writer(model: nn.Module, site: Site) -> nn.Conv2d:
-    """The dense convolution that writes the units of a site."""
+def _writer(model: nn.Module, site: Site) -> nn.Conv2d | nn.Linear:
+    """The linear layer or dense convolution that writes the units of a site."""
     modules = (model.get_submodule(one.path) for one in site.writers if one.parameter == "weight")
-    return next(module for module in modules if isinstance(module, nn.Conv2d) and module.groups == 1)
+    dense = (one for one in modules if isinstance(one, (nn.Conv2d, nn.Linear)) and getattr(one, "groups", 1) == 1)
+    return next(dense)
 
 
 def _widths(scores: Mapping[str, Tensor], cost: Products, share: float, scope: str) -> dict[str, int]:

@@ -56,6 +56,7 @@ MODULES = {
         "baselines",
         "reconstruction",
         "cost",
+        "blockwise",
         "algorithm",
         "structured",
         "whole",

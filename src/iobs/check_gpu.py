@@ -126,6 +126,7 @@ def predictions(rates: Rates) -> dict[str, dict[str, float]]:
         batch=_LENGTH,
         samples=_SAMPLES,
         hidden=_BLOCK_8B[0].columns,
+        step=_LENGTH,
     )
     held = {"one-shot": 0.0, "fast": 0.1, "best": 0.1}
     return {name: phases(replace(work, held_out=share), Recipe.preset(name), rates) for name, share in held.items()}

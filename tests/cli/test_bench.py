@@ -153,3 +153,57 @@ def test_bench_takes_the_faster_number_of_threads(monkeypatch):
         assert used == [1, 4, best]
     monkeypatch.undo()
     assert torch.get_num_threads() == kept
+
+
+@pytest.fixture
+def narrower(run, classifier, tmp_path):
+    """The name of a network, and the directory of the network without half of its units."""
+    net, out = f"{classifier}:net", tmp_path / "out"
+    given = ("--data", f"{classifier}:batches", "-o", out, "--pattern", "structured:50%", "--recipe", "one-shot")
+    told = run("prune", net, *given).output
+    assert f"--beside {net}" in "".join(told.split("\n"))
+    return net, out
+
+
+def test_narrower_network_is_measured_beside_the_one_before(narrower, run, monkeypatch):
+    net, out = narrower
+    found = json.loads(run("bench", out, "--beside", net, "--shape", "7", "--runtime", "torch", "--json").stdout)
+    (row,) = found["beside"]
+    assert (row["beside"], row["model"], row["runtime"]) == (net, str(out), "torch")
+    assert (row["entries_beside"], row["entries"]) == (179, 91)
+    assert row["share"] == pytest.approx(row["seconds"] / row["seconds_beside"])
+    for seconds, said in (((2e-3, 1e-3), "2.00 times as fast as"), ((1e-3, 0.99e-3), "NOT faster than")):
+        monkeypatch.setattr("iobs.pruning.widths.latency.shares_of", lambda *_, seconds=seconds: seconds)
+        shown = " ".join(run("bench", out, "--beside", net, "--shape", "7", "--runtime", "torch").output.split())
+        assert said in shown
+        assert "million parameters" in shown
+
+
+def test_narrower_network_is_measured_in_onnx_runtime(narrower, run):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    net, out = narrower
+    rows = json.loads(run("bench", out, "--beside", net, "--shape", "7", "--json").stdout)["beside"]
+    assert [row["runtime"] for row in rows] == ["torch", "ONNX Runtime"]
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_language_model_is_measured_beside_another_on_a_prompt(run, monkeypatch):
+    given = []
+    monkeypatch.setattr("iobs.pruning.widths.latency.shares_of", lambda *all_: given.append(all_[2]) or (1.0, 0.5))
+    run("bench", EMBEDDED, "--beside", EMBEDDED, "--prompt", "9", "--runtime", "torch")
+    assert given[0]["input_ids"].shape == (1, 9)
+
+
+def test_models_that_cannot_be_compared_are_an_error(narrower, run):
+    net, out = narrower
+    shown = run("bench", out, "--beside", net, "--shape", "5", "--runtime", "torch", code=2).output
+    assert "could not be compared" in " ".join(shown.split())
+    assert "--beside MODEL" in run("bench", out, "--runtime", "torch", code=2).output
+    assert "torch" in run("bench", out, "--beside", net, "--runtime", "tensorrt", code=2).output
+
+
+def test_plain_bench_of_a_narrower_network_names_the_comparison(narrower, run, monkeypatch):
+    monkeypatch.setattr(benching, "measured", lambda *_: iter(ROWS))
+    assert "--beside MODEL" in " ".join(run("bench", narrower[1]).output.split())
+    assert "--beside" not in run("bench", EMBEDDED).output

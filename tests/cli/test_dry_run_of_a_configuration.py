@@ -4,11 +4,12 @@ import pytest
 
 from iobs import models
 
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 48, **SIZES}
+
 
 def test_dry_run_without_weights_shows_memory_and_time_on_gpus(run, tmp_path):
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 48, **sizes}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     arguments = "prune", tmp_path, "--low-memory", "--dry-run"
     shown = run(*arguments).stdout
     assert "8 x 24 GB" in shown
@@ -16,6 +17,19 @@ def test_dry_run_without_weights_shows_memory_and_time_on_gpus(run, tmp_path):
     found = json.loads(run(*arguments, "--json").stdout)
     assert len(found) == 6
     assert all(one["fits"] and one["phases"]["solves"] > 0 for one in found)
+
+
+def test_dry_run_without_weights_follows_the_settings_of_the_run(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "dtype": "bfloat16"}))
+
+    def fitting(*options):
+        found = json.loads(run("prune", tmp_path, "--low-memory", "--dry-run", "--json", *options).stdout)[0]
+        return found["peak_bytes"]["steps of blocks"], found["phases"]["steps of blocks"]
+
+    usual = fitting()
+    assert fitting("--dtype", "float32") > usual
+    assert fitting("--set", "blocks.batch_size=4") > usual
+    assert fitting("--set", "blocks.halves=true")[0] < usual[0]
 
 
 @pytest.mark.parametrize(("place", "shown"), [("auto", "in files"), ("disk", "in files"), ("memory", "in main memory")])

@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import families
 import pytest
+import torch
 
 import iobs
 from iobs.errors import ModelError
+from iobs.models import streamed_store
 from iobs.models.shapes import shapes_of
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
-from iobs.pruning.cost.machines import GPUS, need
+from iobs.pruning.cost.loads import Rates
+from iobs.pruning.cost.machines import GPUS, Machine, need
 from iobs.pruning.recipe import BlockFit
 
 ONE_SHOT = iobs.Recipe.preset("one-shot")
@@ -65,3 +68,36 @@ def test_network_that_is_too_large_for_a_gpu_does_not_fit(directory):
     assert small.streams == "device"
     large = replace(GPUS[0], memory=max(small.peak_bytes.values()))
     assert not need(shapes_of(directory), LONG, 128, 2048, 8, large).fits
+
+
+@pytest.mark.parametrize(
+    "blocks", [None, BlockFit(batch_size=2, network_steps=2), BlockFit(batch_size=2, window=1, halves=True)]
+)
+def test_directory_and_configuration_foretell_the_same_time(directory, tmp_path, monkeypatch, blocks):
+    rates, recipe = Rates(1e6, 1e6, 1e5), ONE_SHOT.but(allocation="block", blocks=blocks)
+    monkeypatch.setattr(streamed_store, "measured_rates", lambda device, dtype: rates)
+    data = [{"input_ids": torch.zeros(4, 8, dtype=torch.int64)}] * 3
+    store = StreamedStore(StreamedModel.open(directory), tmp_path / "out")
+    plan = store.plan(store.select(None, None, False), data, recipe, 0.25)
+    network = shapes_of(directory, halves=blocks is not None and blocks.halves)
+    found = need(network, recipe, 12, 8, 4, Machine("", 10**9, rates), 0.25, store.arithmetic.itemsize)
+    assert found.phases == pytest.approx(plan.phases)
+    assert network.blocks == len(store.streamed.blocks)
+    assert found.streams_bytes == plan.streams_bytes
+
+
+def test_steps_take_the_tokens_of_the_settings(directory):
+    network = replace(shapes_of(directory), context=None)
+
+    def steps(length, batch=8, **settings):
+        recipe = ONE_SHOT.but(blocks=BlockFit(lr=1e-3, **settings))
+        found = need(network, recipe, 128, length, batch, GPUS[0])
+        return found.phases["steps of blocks"], found.peak_bytes
+
+    one, two = steps(1024), steps(2048)  # a step takes a whole sample
+    assert 1.8 < two[0] / one[0] < 2.0
+    assert steps(2048, epochs=1.0, steps=200)[0] == pytest.approx(steps(2048, steps=128)[0])
+    assert steps(1024, batch_size=4)[1]["steps of blocks"] > one[1]["steps of blocks"]
+    assert steps(1024, batch=2)[1]["Grams"] == one[1]["Grams"]  # passes of a reconstruction have the size of a step
+    assert need(network, LONG, 128, 1024, 2, GPUS[0], itemsize=4).peak_bytes["Grams"] > one[1]["Grams"]
+    assert need(shapes_of(directory), LONG, 128, 1024, 2, GPUS[0]) == need(network, LONG, 128, 64, 2, GPUS[0])

@@ -16,9 +16,10 @@ import iobs
 from iobs import models
 from iobs.cli import app
 from iobs.errors import ModelError, OutputError
-from iobs.models import load
-from iobs.models.spill import reserve, spilled
+from iobs.models import load, streamed_store
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.blockwise.spill import reserve, spilled
+from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.runtime import memory
 from iobs.report import read_report
@@ -233,6 +234,37 @@ def test_prune_directory_checks_disk_space_first(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
+def test_magnitude_takes_the_samples_that_the_report_shows(tmp_path, monkeypatch):
+    model, data = families.saved("llama", tmp_path / "model", torch.float32), families.language_batches(8, count=5)
+    added = []
+    add = Gram.add
+    monkeypatch.setattr(Gram, "add", lambda self, *given: (added.append(given), add(self, *given))[1])
+    report = prune_directory(tmp_path / "model", tmp_path / "out", data, 0.5, solver="magnitude", target="layer")
+    assert len(added) == 2 * 4 * 2  # two blocks, four inputs of layers, two batches of eight samples
+    iobs.prune(model, data, 0.5, iobs.Recipe(solver="magnitude"), include=[row.name for row in report.audit])
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in model.named_parameters() if name in found)
+
+
+@pytest.mark.parametrize(
+    ("streams", "broken", "message"), [("auto", "disk", "MB left"), ("memory", "memory", "main memory has")]
+)
+def test_run_of_a_store_checks_the_room_before_any_work(tmp_path, monkeypatch, streams, broken, message):
+    families.saved("llama", tmp_path / "model")
+    if broken == "disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+    else:
+        monkeypatch.setattr(streamed_store, "available", lambda: 1000)
+    started = iobs.Callback()
+    started.on_start = lambda *_: pytest.fail("work without room")
+    with (
+        pytest.raises(OutputError, match=message),
+        StreamedStore.open(tmp_path / "model", tmp_path / "out", streams=streams) as store,
+    ):
+        iobs.prune(store, families.language_batches(), 0.5, iobs.Recipe(**OPTIONS), callbacks=[started])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
 def test_prune_directory_counts_the_rest_of_a_checkpoint(tmp_path, monkeypatch):
     families.saved("llama", tmp_path / "model")
     (tmp_path / "run").mkdir()
@@ -278,7 +310,10 @@ def test_low_memory_option_prunes_block_by_block(tmp_path, monkeypatch):
     assert "Predicted peak memory" in planned.output
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
-        assert "MB left" in run("--dry-run").stderr
+        patch.setattr(memory, "left", lambda device: 10**6)
+        warned = " ".join(run("--dry-run").stderr.split())
+        assert "MB left" in warned
+        assert "is predicted to take" in warned
     refused = run("--rounds", "3", "--recipe", "one-shot")
     assert refused.exit_code == 2
     assert "Error: rounds: not with one block in memory" in refused.stderr
@@ -291,6 +326,7 @@ def test_low_memory_option_prunes_block_by_block(tmp_path, monkeypatch):
     assert read_report(tmp_path / "out" / "report.json").settings["arithmetic"] == "torch.float32"
     assert "50.00 % zeros" in CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "text.txt"]
+    assert "Warning" not in run("--dry-run", "--overwrite").stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reserves room for a file")

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 import iobs
 from iobs.errors import OutputError, ProblemError
-from iobs.models.spill import Room, Storage, chosen
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.blockwise.spill import Room, Storage, chosen
 from iobs.pruning.calibration import gram
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction.fitting import Fit

@@ -56,13 +56,27 @@ class Places:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+        self._there: dict[int, tuple[StorageWeakRef, int]] = {}  # storages on the GPU, with their bytes
+        self.peak: int | None = None  # None: not measured
 
     def put(self, tensor: Tensor, device: torch.device) -> None:
         """Record the device of a tensor's storage."""
-        reference = StorageWeakRef(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
         self._known[reference.cdata] = reference, device
+        self._there.pop(reference.cdata, None)
+        if device == GPU:
+            self._there[reference.cdata] = reference, storage.nbytes()
+            self.peak = None if self.peak is None else max(self.peak, self.bytes)
         if len(self._known) > 10_000:
+            self._there = {key: value for key, value in self._there.items() if not value[0].expired()}
             self._known = {key: value for key, value in self._known.items() if not value[0].expired()}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the storages on the GPU that are alive."""
+        self._there = {key: one for key, one in self._there.items() if not one[0].expired()}
+        return sum(size for _, size in self._there.values())
 
     def of(self, tensor: Tensor) -> torch.device | None:
         """The device of a tensor's storage; None if it is not known."""
@@ -108,6 +122,21 @@ class SimulatedGpu(TorchFunctionMode):
         self._places = Places()
         self._operations = Operations(self._places)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors on the GPU."""
+        return self._places.bytes
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at one time since `reset_peak`."""
+        return self._places.peak or 0
+
+    def reset_peak(self) -> int:
+        """Begin to measure the peak anew; returns the bytes now."""
+        self._places.peak = self.bytes
+        return self.bytes
+
     def __enter__(self) -> SimulatedGpu:
         self._operations.__enter__()
         super().__enter__()
@@ -129,7 +158,8 @@ class SimulatedGpu(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        given = list(_tensors((args, kwargs)))
+        # The second argument of `__deepcopy__` holds everything that was copied before, on any device.
+        given = list(_tensors(args[:1] if name == "__deepcopy__" else (args, kwargs)))
         there = any(self._there(tensor) for tensor in given)
         if name == "__get__":
             return self._attribute(func, args[0], there)
@@ -138,6 +168,9 @@ class SimulatedGpu(TorchFunctionMode):
         if name in ("numpy", "__array__") and there:
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
         here = any(tensor.ndim and not self._there(tensor) for tensor in given)
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]  # the data of another device, as `Module.to` gives
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
         if there and here and name not in CROSSING:
             shapes = [(type(tensor).__name__, tuple(tensor.shape)) for tensor in given]
             raise RuntimeError(f"Expected all tensors to be on the same device, {resolve_name(func)}: {shapes}")

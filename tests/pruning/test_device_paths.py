@@ -11,9 +11,9 @@ from simulated_gpu import GPU, OnGpu, on_gpu
 
 import iobs
 from iobs.evaluate.scores import accuracy, perplexity
-from iobs.models import streamed_store
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.cost import memory_plan
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction import fitting, walk
@@ -174,13 +174,14 @@ def test_streams_are_placed_with_held_out_samples_and_beside_those_of_other_rank
     free = sum(plan.peak_bytes for plan in plans) // 2  # between both, with the streams on the device
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
     for holdout, place in ((0.0, "device"), (0.25, "memory")):
-        store._run.recipe = recipe
+        store._recipe = recipe
         store.checked(data, chosen, holdout)
         assert store._storage.place == place
-    room = store._room(plans[0])
-    monkeypatch.setattr(streamed_store, "current", lambda: Ranks(0, 4))
-    monkeypatch.setattr(streamed_store, "available", lambda: 4000)
-    shared = store._room(plans[0])
+    where = plans[0], store.output, plans[0].model_bytes
+    room = store._room(*where)
+    monkeypatch.setattr(blockwise_store, "current", lambda: Ranks(0, 4))
+    monkeypatch.setattr(blockwise_store, "available", lambda: 4000)
+    shared = store._room(*where)
     assert shared.memory == 1000
     assert shared.disk < room.disk / 3
     assert shared.device == room.device

@@ -154,7 +154,7 @@ def _prepare(work: Workload, model: str, form: str) -> tuple[str, dict[str, int]
     else:
         dtype = getattr(torch, form) if form in DENSE else None
         loaded = load(model, dtype=dtype, trust_remote_code=work.trust_remote_code)
-    example = None if loaded.task == "causal-lm" else _picture(loaded, work)
+    example = None if loaded.task == "causal-lm" else picture_of(loaded, work)
     kept = precision_of(loaded.module)
     if kept is not None:
         work = replace(work, precision=kept)
@@ -214,7 +214,7 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Repetition:
     from iobs.inference.generation import generated
 
     if loaded.task != "causal-lm":
-        picture = _picture(loaded, work)
+        picture = picture_of(loaded, work)
 
         def classify() -> Timing:
             started = time.perf_counter()
@@ -245,7 +245,7 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Repetition:
     return Repetition(generate, 0 if decoder is None else decoder.own_bytes)
 
 
-def _picture(loaded: LoadedModel, work: Workload) -> Tensor:
+def picture_of(loaded: LoadedModel, work: Workload) -> Tensor:
     """A random picture of the shape that the model or the user says.
 
     Raises:

@@ -46,6 +46,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "bench": {
         "iobs bench OUT": "tokens or pictures a second, bytes and memory: dense, and with the zeros used",
+        "iobs bench OUT --beside MODEL": "a model with fewer units beside the one before, in torch and ONNX Runtime",
         "iobs bench OUT.packed --tokens 64 --plot speed.svg --json": "a packed model, with a picture",
     },
     "solve": {

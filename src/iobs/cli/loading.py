@@ -21,9 +21,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def load_model(
-    spec: str | None, dtype: str | None, device: str | None, allow_pickle: bool, trust_remote_code: bool
+    spec: str | None,
+    dtype: str | None,
+    device: str | None,
+    allow_pickle: bool,
+    trust_remote_code: bool,
+    moved: bool = True,
 ) -> LoadedModel:
-    """Load MODEL with the options of a command.
+    """Load MODEL with the options of a command; with `moved` False it stays in main memory.
 
     Raises:
         typer.BadParameter: an unknown dtype or device.
@@ -35,6 +40,7 @@ def load_model(
         device=checked_device(device),
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
+        moved=moved,
     )
 
 

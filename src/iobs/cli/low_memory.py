@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,8 @@ from iobs.cli import console
 from iobs.errors import ModelError, OutputError
 
 if TYPE_CHECKING:
+    import torch
+
     from iobs.cli.run_file import Asked
     from iobs.cli.running import Place
     from iobs.pruning.cost.memory_plan import Plan
@@ -33,16 +34,17 @@ def prune_low_memory(
         ProblemError: the recipe needs the whole model, or there is no such place for hidden states.
     """
     from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
+    from iobs.cli.offload import show_plan
     from iobs.cli.results import write_card
     from iobs.cli.running import prune_as_asked
     from iobs.core.files import weight_files
     from iobs.models.output import expanded
-    from iobs.models.spill import place_named
-    from iobs.models.streamable import require_streamable
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
     from iobs.models.without_weights import without_weights
     from iobs.pruning.allocation.bits import require_whole
+    from iobs.pruning.blockwise.spill import place_named
+    from iobs.pruning.blockwise.streamable import require_streamable
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
     from iobs.report import summary_lines, write_report
@@ -57,7 +59,7 @@ def prune_low_memory(
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
     if dry_run and not weight_files(Path(directory)):
         if current().first:
-            _show_machines(Path(directory), asked, as_json)
+            _show_machines(Path(directory), asked, as_json, arithmetic)
         return
     streamed = StreamedModel.open(Path(directory), device=chosen, arithmetic=arithmetic)
     store = StreamedStore(streamed, output or Path(), streams_place)
@@ -71,15 +73,16 @@ def prune_low_memory(
         if as_json:
             console.print_json(asdict(plan))
         else:
-            _show(plan, console.output_console().print)
+            show_plan(plan, console.output_console().print)
+        _warn_of_memory(plan, store.device)
         if output is not None:
             try:
-                store.require_room(plan, checkpoint)
+                store.require_room(plan, checkpoint, place.replaceable)
             except OutputError as error:  # the plan was asked for, and the run may be meant for another machine
                 console.warn(f"Warning: {error}")
         return
-    _show(plan, console.say)
-    store.require_room(plan, checkpoint)
+    show_plan(plan, console.say)
+    _warn_of_memory(plan, store.device)
     with store.writing(place.replaceable):
         facts = {"model": directory, "calibration": name, "seq_len": window}
         report = prune_as_asked(store, batches, asked, checkpoint, facts)
@@ -98,22 +101,32 @@ def prune_low_memory(
     out.print(f"Written: {output} ({report.sparsity:.2%} zeros)")
 
 
-def _show_machines(directory: Path, asked: Asked, as_json: bool) -> None:
-    """Show what a run takes on several GPUs; the directory holds a configuration and no weights."""
+def _show_machines(directory: Path, asked: Asked, as_json: bool, arithmetic: torch.dtype | None) -> None:
+    """Show what a run takes on several GPUs; the directory holds a configuration and no weights.
+
+    Args:
+        directory: of the configuration.
+        asked: recipe and options.
+        as_json: print JSON.
+        arithmetic: dtype of the computations in blocks; None: as the weights are stored.
+    """
     from iobs.models.shapes import shapes_of
     from iobs.pruning.cost.machines import GPUS, need
 
     options, recipe = asked.options, asked.recipe
-    network = shapes_of(directory, options.include, options.ignore, recipe.depthwise)
+    halves = recipe.blocks is not None and recipe.blocks.halves
+    network = shapes_of(directory, options.include, options.ignore, recipe.depthwise, halves)
     machines = [replace(gpu, count=count) for count in (1, 8) for gpu in GPUS]
     asked_for = network, recipe, options.samples, options.seq_len, options.batch_size
-    needs = [need(*asked_for, one, options.holdout) for one in machines]
+    itemsize = None if arithmetic is None else arithmetic.itemsize
+    needs = [need(*asked_for, one, options.holdout, itemsize) for one in machines]
     if as_json:
         console.print_json([{**asdict(one), "fits": one.fits, "streams": one.streams} for one in needs])
         return
     out = console.output_console().print
     out(f"{directory} holds no weights: predicted from config.json for {network.weights / 1e9:.1f} billion weights,")
-    out(f"{options.samples} samples of {options.seq_len} tokens, at half of each vendor's figures.")
+    length = min(options.seq_len, network.context or options.seq_len)
+    out(f"{options.samples} samples of {length} tokens, at half of each vendor's figures.")
     for one in needs:
         machine = one.machine
         peak, hours = max(one.peak_bytes.values()), sum(one.phases.values()) / 3600
@@ -125,12 +138,14 @@ def _show_machines(directory: Path, asked: Asked, as_json: bool) -> None:
         out(f"  hidden states and fitted parameters: {one.streams_bytes / 1e9:.1f} GB in {place} of every rank")
 
 
-def _show(plan: Plan, show: Callable[[str], None]) -> None:
-    show(f"{plan.layers} matrices; the whole model takes {plan.model_bytes / 1e9:.2f} GB")
-    show(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB")
-    show(f"Predicted time: {plan.seconds / 60:.0f} min")
-    for name, seconds in plan.phases.items():
-        show(f"  {name}: {seconds / 60:.1f} min")
-    show(f"A checkpoint (--resume) takes up to {plan.checkpoint_bytes / 1e9:.2f} GB")
-    place = {"device": "memory of the device", "memory": "main memory", "disk": "files"}[plan.streams]
-    show(f"Hidden states between blocks: {plan.streams_bytes / 1e9:.2f} GB, in {place}")
+def _warn_of_memory(plan: Plan, device: torch.device) -> None:
+    """Warn if a run is predicted to take more memory than is free."""
+    from iobs.pruning.runtime import memory
+    from iobs.pruning.runtime.ranks import current
+
+    left = memory.left(device) // (current().size if device.type == "cpu" else 1)
+    if 0 < left < plan.peak_bytes:
+        console.warn(
+            f"Warning: the run is predicted to take {plan.peak_bytes / 1e9:.2f} GB of memory, and {device} has "
+            f"{left / 1e9:.2f} GB for it; lower --batch-size, --seq-len or --samples, or take --recipe one-shot."
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from iobs.cli.running import Place
     from iobs.data import Source
     from iobs.models import LoadedModel
+    from iobs.pruning.cost.memory_plan import Plan
     from iobs.pruning.coverage import Reason
     from iobs.pruning.recipe import Changes
     from iobs.pruning.report import Report
+    from iobs.pruning.store import Store
     from iobs.pruning.workspace import Request
 
 
@@ -215,12 +217,13 @@ def _prune_resident(
     dry_run: bool,
     as_json: bool,
 ) -> BaseException | None:
-    """Prune a model that is in memory as a whole.
+    """Prune a model that is in memory as a whole; on a GPU that is too small for it block by block.
 
     Returns:
         The error of scoring the pruned model, which is written nevertheless.
     """
-    from iobs.cli.loading import load_model
+    from iobs.cli.loading import batches_of_run, checked_device, load_model
+    from iobs.cli.offload import plan_of, store_of
     from iobs.cli.results import write_results
     from iobs.core.structured import Structured
     from iobs.data import open_source
@@ -229,31 +232,35 @@ def _prune_resident(
     from iobs.pruning.runtime.ranks import current
     from iobs.pruning.store import Store
 
-    options = asked.options
+    options, request = asked.options, None
     output, checkpoint = place.output, place.checkpoint
-    loaded = load_model(model, options.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
+    device = checked_device(loading.device)
+    loaded = load_model(model, options.dtype, device, loading.allow_pickle, loading.trust_remote_code, moved=False)
     if not isinstance(options.pattern, Structured):  # units are found by a forward pass, and their names in the run
         selection = Store(loaded.module).select(options.include, options.ignore, asked.recipe.depthwise)
         selection, request = requested(
             asked.recipe, options.pattern, selection, options.holdout, options.seed, checkpoint
         )
+    store = store_of(loaded, request, device)
     scoring = _scoring_data(loaded, eval_data)  # a mistake in it is reported before calibration data are drawn
     if dry_run:
+        assert request is not None
+        plan = None if store.whole else plan_of(store, request, batches_of_run(loaded, options)[2])
         if options.data:
             open_source([*options.data], "calibration", loaded)
         if current().first:
-            _show_layers(request, selection.skipped, as_json)
+            _show_layers(request, selection.skipped, as_json, plan)
         return None
     assert output is not None
     check_output(output, size_in_bytes(loaded.module), place.replaceable)
-    report, failure = _run(loaded, asked, scoring, checkpoint)
+    report, failure = _run(loaded, store, asked, scoring, checkpoint, request)
     if not current().first:
         return None
     with output_directory(output, place.replaceable) as temporary:
         write_results(loaded, report, temporary, model_folder=None)
         asked.write(temporary)
     place.finish()
-    _show(report, output, as_json)
+    _show(report, output, loaded.source, as_json)
     return failure
 
 
@@ -268,7 +275,12 @@ def _scoring_data(loaded: LoadedModel, specs: list[str] | None) -> Source | None
 
 
 def _run(
-    loaded: LoadedModel, asked: Asked, scoring: Source | None, checkpoint: Path | None
+    loaded: LoadedModel,
+    store: Store,
+    asked: Asked,
+    scoring: Source | None,
+    checkpoint: Path | None,
+    request: Request | None,
 ) -> tuple[Report, BaseException | None]:
     """Score, prune, score again.
 
@@ -276,22 +288,24 @@ def _run(
         The report, and the error of the second scoring, which does not lose the pruned model.
     """
     from iobs.cli.loading import batches_of_run
+    from iobs.cli.offload import plan_of, show_plan
     from iobs.cli.results import score
     from iobs.cli.running import prune_as_asked
     from iobs.errors import first_line
     from iobs.evaluate import BeforeAfter
-    from iobs.models.factory import is_built_by_code
-    from iobs.pruning.store import Store
 
     options = asked.options
     name, window, batches = batches_of_run(loaded, options)
-    dense = score(loaded, scoring, options.seq_len, "scoring the dense model")
+    if request is not None and (plan := plan_of(store, request, batches)) is not None:
+        show_plan(plan, console.say)
+    with store.runnable():
+        dense = score(loaded, scoring, options.seq_len, "scoring the dense model")
     facts = {"model": loaded.source, "calibration": name, "seq_len": window}
-    shown = [BeforeAfter(batches, loaded.tokenizer)]
-    store = Store(loaded.module, is_built_by_code(loaded.source))
+    shown = [BeforeAfter(batches, loaded.tokenizer)] if store.whole else []  # every token would move all blocks
     report = prune_as_asked(store, batches, asked, checkpoint, facts, shown)
     try:
-        pruned = score(loaded, scoring, options.seq_len, "scoring the pruned model")
+        with store.runnable():
+            pruned = score(loaded, scoring, options.seq_len, "scoring the pruned model")
     except (Exception, KeyboardInterrupt) as error:
         report.notes.append(f"The pruned model could not be scored: {first_line(error)}")
         console.warn(report.notes[-1])
@@ -301,9 +315,10 @@ def _run(
     return report, None
 
 
-def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool) -> None:
+def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool, plan: Plan | None) -> None:
     from rich.table import Table
 
+    from iobs.cli.offload import show_plan
     from iobs.core.budget import Budget
     from iobs.core.grids import stored_bits
     from iobs.pruning.audit import asked_zeros
@@ -313,7 +328,8 @@ def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool) ->
     if as_json:
         layers = [{"layer": one.name, "shape": one.shape, "zeros": count} for one, count in zeros.items()]
         dense = {name: str(reason) for name, reason in skipped.items()}
-        console.print_json({"pattern": str(request.pattern), "layers": layers, "dense": dense})
+        blocks = {} if plan is None else {"plan": asdict(plan)}
+        console.print_json({"pattern": str(request.pattern), "layers": layers, "dense": dense, **blocks})
         return
     table = Table(title=f"{request.pattern}: what would be pruned", title_justify="left", header_style="bold")
     table.add_column("layer", overflow="fold")
@@ -330,6 +346,8 @@ def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool) ->
     out.print(table)
     for name, reason in skipped.items():
         out.print(f"left dense: {name} ({reason})")
+    if plan is not None:
+        show_plan(plan, out.print)
     if about := _about_the_division(request):
         console.say(about)
 
@@ -350,7 +368,7 @@ def _about_the_division(request: Request) -> str:
     return "The zeros shown are those of an even division; the run moves zeros between layers." if moved else ""
 
 
-def _show(report: Report, output: Path, as_json: bool) -> None:
+def _show(report: Report, output: Path, model: str, as_json: bool) -> None:
     from iobs.pruning.structured_report import StructuredReport
     from iobs.report import layers_table, rounds_table, scores_table, summary_lines, widths_table
 
@@ -371,4 +389,5 @@ def _show(report: Report, output: Path, as_json: bool) -> None:
     out.print(
         f"Written: {output} (read {output / 'report.html'}; check it with: iobs inspect {shlex.quote(str(output))})"
     )
-    out.print(f"Speed and memory on this machine: iobs bench {shlex.quote(str(output))}")
+    beside = f" --beside {shlex.quote(model)}" if isinstance(report, StructuredReport) else ""
+    out.print(f"Speed and memory on this machine: iobs bench {shlex.quote(str(output))}{beside}")

@@ -14,6 +14,19 @@ Runtime = Literal["torch", "onnx"]
 Units = Literal["auto", "stream", "blocks", "experts"]
 
 
+def require_known_runtime(name: str) -> Runtime:
+    """The runtime of a name.
+
+    Raises:
+        PatternError: there is none.
+    """
+    for known in get_args(Runtime):
+        if name == known:
+            found: Runtime = known
+            return found
+    raise PatternError(f'runtime must be "torch" or "onnx", got {name!r}.')
+
+
 @dataclass(frozen=True)
 class Structured:
     """Whole units of a network are removed: channels, neurons and heads, or blocks, or experts.
@@ -58,8 +71,7 @@ class Structured:
             raise PatternError(f"multiple_of must be a whole number of at least 1, got {self.multiple_of!r}.")
         if self.uniform not in (None, True, False):
             raise PatternError(f"uniform must be True, False or None, got {self.uniform!r}.")
-        if self.runtime not in get_args(Runtime):
-            raise PatternError(f'runtime must be "torch" or "onnx", got {self.runtime!r}.')
+        require_known_runtime(self.runtime)
         if self.units not in get_args(Units):
             raise PatternError(f'units must be "auto", "stream", "blocks" or "experts", got {self.units!r}.')
         if self.whole and (self.of == "latency" or self.multiple_of > 1 or self.uniform is not None):

@@ -38,6 +38,7 @@ def load(
     device: str = "cpu",
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
+    moved: bool = True,
 ) -> LoadedModel:
     """Load a model by its name.
 
@@ -48,24 +49,25 @@ def load(
         device: device of the weights.
         allow_pickle: also read pickled weights. Loading them can run arbitrary code.
         trust_remote_code: also run code that comes with the weights.
+        moved: False leaves the weights in main memory, in the dtype that they have on the device.
 
     Raises:
         ModelError: the model does not exist, a file is damaged (the message names the file), or the model needs code of
             its own and `trust_remote_code` is False.
     """
     if spec is None:
-        return load(EMBEDDED, dtype=dtype, device=device)
-    text = str(spec)
+        return load(EMBEDDED, dtype=dtype, device=device, moved=moved)
+    text, place = str(spec), device if moved else "cpu"
     if text.startswith("timm:"):
-        return _moved(factory.load_from_timm(text.removeprefix("timm:")), dtype, device)
+        return _moved(factory.load_from_timm(text.removeprefix("timm:")), dtype, place)
     if factory.is_function_spec(text):
-        return _moved(factory.load_from_function(text), dtype, device)
+        return _moved(factory.load_from_function(text), dtype, place)
     path = expanded(text)
     if path.is_dir() and (path / factory.CONFIG_NAME).is_file():
         loaded = factory.load_directory(path, trust_remote_code)
         if dtype is None and torch.device(device).type == "cpu":
             widen(loaded.module)
-        return _moved(loaded, dtype, device)
+        return _moved(loaded, dtype, place)
     if path.is_file():
         raise ModelError(f"{text} is a file; give the directory that holds it, or FILE.py:function.")
     if not path.is_dir() and _reads_like_a_path(text):
@@ -78,6 +80,7 @@ def load(
         device=device,
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
+        moved=moved,
     )
 
 

@@ -52,6 +52,7 @@ def load_pretrained(
     allow_pickle: bool,
     trust_remote_code: bool,
     weights: Mapping[str, torch.Tensor] | None = None,
+    moved: bool = True,
 ) -> LoadedModel:
     """Load a Hugging Face model, as the class that its configuration names.
 
@@ -63,6 +64,7 @@ def load_pretrained(
         allow_pickle: also read pickled weights. Loading them can run arbitrary code.
         trust_remote_code: also run model code that comes with the weights.
         weights: a state dict in place of the weight files of the directory.
+        moved: False leaves the weights in main memory, in the dtype that they have on the device.
 
     Raises:
         ModelError: the model does not exist, its weights are missing, damaged or pickled, transformers does not know
@@ -118,7 +120,8 @@ def load_pretrained(
     if weights is not None and (Path(source) / "generation_config.json").is_file():
         module.generation_config = transformers.GenerationConfig.from_pretrained(source)
     task = _task(transformers, type(module).__name__, chosen.__name__)
-    return LoadedModel(module.to(device).eval(), tokenizer, str(source), task, context_of(config, tokenizer), write)
+    module = module.to(device) if moved else module
+    return LoadedModel(module.eval(), tokenizer, str(source), task, context_of(config, tokenizer), write)
 
 
 def _check_loaded(source: str | Path, network: str, info: Mapping[str, Any]) -> None:

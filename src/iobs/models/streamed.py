@@ -26,14 +26,12 @@ from iobs.pruning.calibration.formats import with_formats
 from iobs.pruning.calibration.halving import halved
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import find_layers
-from iobs.pruning.network.selection import Selection, select
+from iobs.pruning.network.selection import Selection, select, unobserved
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Names
 
 _Visit = Callable[[int], None]  # of a block, by its number
 _Chain = Callable[[nn.Module, list[Block], Batch, torch.dtype, _Visit, _Visit], list[Block]]
-
-_BY_USE = ("parameter", "convolution")  # reasons of weights that a forward pass of the whole model may show
 
 
 @dataclass
@@ -193,13 +191,7 @@ class StreamedModel:
                 f"Block by block only layers inside the blocks are pruned, and {', '.join(dropped)} is outside; choose "
                 "others, or prune the model in memory."
             )
-        skipped = {
-            name: Reason(one.kind, f"{one}; layers are found by their use only in memory")
-            if one.kind in _BY_USE
-            else one
-            for name, one in chosen.skipped.items()
-        }
-        return Selection(layers, {**skipped, **dropped})
+        return Selection(layers, {**unobserved(chosen.skipped), **dropped})
 
     def names(self, block: Block) -> list[str]:
         """The names of a block's tensors."""

@@ -5,11 +5,10 @@ The source's files are read tensor by tensor, and the output's files are written
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -21,21 +20,22 @@ from iobs.core.patterns import Pattern
 from iobs.errors import ProblemError
 from iobs.models.block_writer import BlockWriter
 from iobs.models.output import check_output, output_of_ranks
-from iobs.models.spill import Place, Room, Storage, chosen, spilled_batches
-from iobs.models.streamable import require_streamable
 from iobs.models.streamed import StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
+from iobs.pruning.blockwise.spill import Place, Storage, require_place, spilled_batches
+from iobs.pruning.blockwise.store import BlockwiseStore
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.cost.memory_plan import Plan, Sizes, plan
-from iobs.pruning.cost.phases import STEP_TOKENS
+from iobs.pruning.cost.memory_plan import Plan, measured_rates, plan, token_count
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe
+from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, collect, positions
-from iobs.pruning.store import Names, Store
+from iobs.pruning.samples.batches import Batch, collect
+from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.store import Names
 
 
 @dataclass
@@ -43,21 +43,23 @@ class _Run:
     """State of the only run of a store.
 
     Attributes:
-        recipe: of the run.
         patterns: of every layer.
         pruned: layers that have been pruned.
         changed: other parameters of the blocks in memory that were changed.
         rows: zeros of the layers whose blocks were written.
+        plan: the predicted cost.
+        replaceable: names in the output directory that are replaced.
     """
 
-    recipe: Recipe = field(default_factory=Recipe)
     patterns: dict[Layer, Pattern] = field(default_factory=dict)
     pruned: set[Layer] = field(default_factory=set)
     changed: set[str] = field(default_factory=set)
     rows: list[AuditRow] = field(default_factory=list)
+    plan: Plan | None = None
+    replaceable: Collection[str] = ()
 
 
-class StreamedStore(Store):
+class StreamedStore(BlockwiseStore):
     """A model directory that is pruned into another directory, with one block in memory at a time.
 
     Under torchrun every rank reads the blocks and has its own samples, and the first rank writes the output.
@@ -76,16 +78,14 @@ class StreamedStore(Store):
         arithmetic: dtype of the computations in blocks.
     """
 
-    whole = False
+    in_memory = False
 
     def __init__(self, streamed: StreamedModel, output: Path, streams: Place = "auto") -> None:
-        super().__init__(streamed.module)
-        self.streamed, self.output, self.streams = streamed, output, streams
+        super().__init__(streamed.module, streamed.device, streams)
+        self.streamed, self.output = streamed, output
         self.arithmetic, self.folder = streamed.arithmetic, output
         self._run = _Run()
         self._dense: StreamedModel | None = None  # the same blocks of the dense model, if the recipe compares with them
-        self._storage = Storage("device", streamed.device, output)
-        self._known: set[int] = set()  # blocks whose dense weights are no longer needed
         self._ready = False  # for its only run, which lets the weights outside the blocks go
 
     @classmethod
@@ -132,17 +132,12 @@ class StreamedStore(Store):
             OutputError, AuditError: as `open`.
         """
         with giving_memory_back(), output_of_ranks(self.output, replaceable) as folder:
-            self.folder, self._ready = folder, True
+            self.folder, self._ready, self._run.replaceable = folder, True, replaceable
             with tempfile.TemporaryDirectory(dir=folder) as spill:
                 self._storage = Storage("device", self.device, Path(spill))
                 yield
             if current().first:
                 require_promised(audit(folder), self._run.rows, self.output)
-
-    @property
-    def device(self) -> torch.device:
-        """The device that blocks are computed on."""
-        return self.streamed.device
 
     # ---- before the run
     def require_possible(self, recipe: Recipe) -> None:
@@ -153,16 +148,11 @@ class StreamedStore(Store):
         """
         if not self._ready:
             raise ProblemError("A streamed store takes one run, in the context of its `open`; open another one.")
-        require_streamable(recipe)
-        self._run.recipe = recipe
+        super().require_possible(recipe)
 
-    def folded(self) -> AbstractContextManager[None]:
+    def prepared(self) -> AbstractContextManager[None]:
         """Do nothing: the weights are in files."""
         return nullcontext()
-
-    def observe(self, batches: Sequence[Batch], seed: int) -> bool:
-        """Find nothing: the model cannot be called, so that only layers that classes show are pruned."""
-        return False
 
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
         """Choose the layers to prune, all of them inside blocks.
@@ -182,12 +172,20 @@ class StreamedStore(Store):
         """The selection itself: the model cannot be called before its blocks are loaded.
 
         Raises:
-            ProblemError, OutputError: the hidden states have no room; see `iobs.models.spill.chosen`.
+            ProblemError, OutputError: the hidden states have no room; see `spill.chosen`.
         """
-        known = self.streams == "auto" and self.device.type == "cpu"
-        place = "disk" if known else self.plan(selection, batches, self._run.recipe, holdout).streams
-        self._storage.place = cast(Place, place)
+        self._run.plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
+        self._storage.place = cast(Place, self._run.plan.streams)
         return selection
+
+    def require_space(self, checkpoint: str | Path | None) -> None:
+        """Check that disk and memory have room for the run that was checked last.
+
+        Raises:
+            OutputError: as `require_room`.
+        """
+        assert self._run.plan is not None
+        self.require_room(self._run.plan, checkpoint, self._run.replaceable)
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
         """The blocks of the model, or their halves."""
@@ -204,7 +202,7 @@ class StreamedStore(Store):
     def running(self, patterns: Mapping[Layer, Pattern], memory: MemoryWatch) -> Iterator[None]:
         """Open the output's files for a run, and measure memory continuously."""
         self._run.patterns, self._ready = dict(patterns), False
-        if self._run.recipe.target != "layer" or self._run.recipe.blocks is not None:
+        if self._compares:
             self._dense = self.streamed.dense_copy()
         with ExitStack() as stack:
             self._writer = stack.enter_context(BlockWriter(self.streamed, self.folder, current().first))
@@ -231,7 +229,7 @@ class StreamedStore(Store):
 
     def leave(self, stage: int) -> None:
         """Write a block to the output and drop it; after the stage before the blocks, drop the weights outside them."""
-        if stage < 0 and self._run.recipe.blocks is None:  # a reconstruction runs the head
+        if stage < 0 and self._recipe.blocks is None:  # a reconstruction runs the head
             self.streamed.drop_outside()
             if self._dense is not None:
                 self._dense.drop_outside()
@@ -260,35 +258,11 @@ class StreamedStore(Store):
             if self._dense is not None:
                 self._dense.drop(self.streamed.blocks[stage])
 
-    def keep(self, index: int, hidden: Tensor) -> Tensor:
-        """Store the hidden state of a batch; see `streams` of `open`."""
-        return self._storage.keep(f"{index}.hidden", hidden)
-
-    def hold(self, tensor: Tensor) -> Tensor:
-        """Store a tensor until the end of the run; see `streams` of `open`."""
-        return self._storage.keep(f"{len(self._storage.kept)}.held", tensor)
-
-    def fetch(self, stored: Tensor) -> Tensor:
-        """A copy of a stored hidden state on the device of the computations."""
-        return self._storage.fetch(stored)
-
-    def park(self, name: str, moments: Tensor) -> Tensor:
-        """Store moments of a wide layer in a mapped file, if hidden states are in files."""
-        return self._storage.park(name, moments)
-
     # ---- weights
     @property
     def dense_model(self) -> nn.Module | None:
         """The dense model with the same blocks in memory, if the recipe needs it."""
         return None if self._dense is None else self._dense.module
-
-    def dense(self, layer: Layer) -> Tensor | None:
-        """The dense weights of a layer in memory; None without a dense model: the current weights are still dense."""
-        return None if self._dense is None else layer.read(self._dense.module)
-
-    def dense_tensor(self, name: str) -> Tensor | None:
-        """A dense parameter in memory; None without a dense model."""
-        return None if self._dense is None else self._dense.module.get_parameter(name).detach()
 
     def stored_dtype(self, layer: Layer) -> torch.dtype:
         """The dtype of a layer's weights in the files."""
@@ -313,13 +287,6 @@ class StreamedStore(Store):
         self._run.pruned.add(layer)
         super().put(layer, tensor)
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """No tensors: the weights are in the output's files."""
-        return {}
-
-    def restore(self, values: Mapping[str, Tensor]) -> None:
-        """Do nothing: there is only one round."""
-
     def zeros(self) -> int:
         """Number of zeros among all parameters, counted in the written tensors."""
         return sum(self._writer.zeros.values())
@@ -329,63 +296,45 @@ class StreamedStore(Store):
         return self._run.rows
 
     # ---- cost of a run
-    def plan(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float) -> Plan:
-        """Predict memory, time and disk space of a run."""
-        if recipe.blocks is not None and recipe.blocks.halves:
-            self.streamed.halve(batches[0])
+    def plan(
+        self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float, timed: bool = True
+    ) -> Plan:
+        """Predict memory, time and disk space of a run; `timed` False measures no speeds and foretells no time."""
+        fit, steps = recipe.blocks, batches
+        if fit is not None:
+            steps = in_steps(self.model, Samples.of(batches), fit).batches
+            if fit.halves:
+                self.streamed.halve(batches[0])
         entries, itemsize = self.streamed.directory.entries, self.streamed.arithmetic.itemsize
         model_bytes = sum(entry.bytes for entry in entries.values())
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]
         numbers = [sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks]
         on_cpu = self.device.type == "cpu"
         outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
-        config = getattr(self.model, "config", None)
-        vocabulary, hidden = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))
-        step = max(STEP_TOKENS, max(positions(batch) for batch in batches))
-        biased = any(f"{layer.path}.bias" in entries for layer in selection.layers)
+        sizes = self._sizes(selection.layers, numbers, itemsize)
         found = plan(
-            Sizes(
-                selection.layers,
-                max(numbers),
-                itemsize,
-                0,
-                step,
-                vocabulary,
-                biased,
-                self.streamed.score_bytes,
-                hidden,
-                len(blocks),
-            ),
-            outside_bytes=0 if on_cpu or recipe.blocks is not None else outside,  # mapped files on a CPU
+            replace(sizes, score=self.streamed.score_bytes),
+            outside_bytes=0 if on_cpu or fit is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
             batches=batches,
+            steps=[*map(token_count, steps)],
             recipe=recipe,
             holdout=holdout,
             device=self.device,
-            dtype=self.streamed.arithmetic,
+            rates=measured_rates(self.device, self.streamed.arithmetic) if timed else None,
             parked=on_cpu and self.streams in ("auto", "disk"),
         )
-        return found.placed(chosen(self.streams, on_cpu, found.streams_bytes, self._room(found)), self.device)
+        return self._placed(found, self.output, model_bytes)
 
-    def _room(self, found: Plan) -> Room:
-        """Free bytes in each place for this rank, besides what the run itself takes; each rank has its own device."""
-        ranks = current().size
-        parent = next(folder for folder in (self.output, *self.output.resolve().parents) if folder.is_dir())
-        disk = (shutil.disk_usage(parent).free - found.model_bytes) // ranks
-        memory = available() // ranks
-        if self.device.type == "cpu":
-            return Room(0, memory, disk)
-        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_allocated(self.device)
-        return Room(free - found.peak_bytes, memory, disk)
-
-    def require_room(self, plan: Plan, checkpoint: str | Path | None = None) -> None:
+    def require_room(self, plan: Plan, checkpoint: str | Path | None = None, replaceable: Collection[str] = ()) -> None:
         """Check that the disk has room for the output, for the activations, and for the rest of a checkpoint beside it.
 
         Raises:
-            OutputError: the disk has too little room.
+            OutputError: the disk, or main memory that was asked to hold the activations, has too little room.
         """
+        require_place(self.streams, plan.streams_bytes, available() // current().size)
         needed = plan.model_bytes + current().size * plan.spilled_bytes
         if checkpoint is not None:
             written = sum(entry.stat().st_size for entry in Path(checkpoint).glob("*") if entry.is_file())
             needed += max(0, plan.checkpoint_bytes - written)
-        check_output(self.output, needed_bytes=needed)
+        check_output(self.output, needed, replaceable)

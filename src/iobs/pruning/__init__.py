@@ -26,6 +26,7 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     baselines    published one-shot pruners of a whole model
     reconstruction  gradient steps on one or two blocks towards the dense outputs
     cost         time and memory that a run will take
+    blockwise    stores of models of which one or two blocks are on the device at a time
     algorithm    Algorithm 2: the loop over rounds and layers
     structured   iobs.prune for units: the loop on the layers that read them, then their removal
     whole        iobs.prune for blocks and experts: their choice, their removal, the refit of what follows

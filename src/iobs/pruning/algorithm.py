@@ -34,7 +34,7 @@ from iobs.pruning.decisions.sparsity import allocate, decide_growth, decide_step
 from iobs.pruning.finetune.trainer import Trainer
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.layerwise.patterns import asked
-from iobs.pruning.layerwise.problem import reads_no_data
+from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, reads_no_data
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.census import Census
@@ -58,7 +58,6 @@ from iobs.pruning.workspace import Workspace
 
 Plan = dict[Layer, Pattern]
 
-_SHOWN_SAMPLES = 16  # samples that give the errors of layers pruned by magnitude, which depends on no data
 _UNREACHED = Reason("unreached", "the network fed it nothing on the calibration data")
 _UNOBSERVED = Reason("not multiplied", "used by the model, but in no product that can be observed")
 
@@ -117,7 +116,7 @@ def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None
         sweep = sweep_of(work, samples, index)
         if recipe.blocks is not None and sweep.chain:
             Walk(work, sweep, projection, recipe.blocks).run()
-        elif work.store.whole and work.ranks.size == 1 and all(reads_no_data(recipe, one) for one in patterns.values()):
+        elif work.ranks.size == 1 and all(reads_no_data(recipe, one) for one in patterns.values()):
             sweep = project_by_weights(work, projection, sweep)
         else:
             project_groups(work, projection, sweep)
@@ -140,16 +139,17 @@ def project_groups(work: Workspace, projection: Projection, sweep: Sweep) -> Non
 def project_by_weights(work: Workspace, projection: Projection, sweep: Sweep) -> Sweep:
     """Prune layers whose result depends on no data: a few samples give the errors for the report.
 
-    Layers that these samples do not reach are pruned in a sweep of all samples. Returns the last sweep.
+    Layers that these do not reach are pruned in a sweep of all samples, which experts get at once where blocks are gone
+    after one sweep. Returns the last sweep.
     """
-    few = sweep.calibration.first(_SHOWN_SAMPLES), sweep.heldout.first(_SHOWN_SAMPLES)
+    everything = not work.reenters and any(layer.expert is not None for layer in sweep.layers)
+    few = [part if everything else part.first(SHOWN_SAMPLES) for part in (sweep.calibration, sweep.heldout)]
     short = replace(sweep, calibration=few[0], heldout=few[1])
     project_groups(work, projection, short)
-    if not short.without_input:
-        return short
-    rest = replace(sweep, layers=tuple(short.without_input))
-    project_groups(work, projection, rest)
-    return rest
+    if short.without_input and work.reenters:
+        short = replace(sweep, layers=tuple(short.without_input))
+        project_groups(work, projection, short)
+    return short
 
 
 def finetune(work: Workspace, plan: Plan, record: RoundRecord, trainer: Trainer | None) -> Trainer | None:
@@ -373,6 +373,7 @@ def report_of(
     loss, before = dense
     coverage = census.coverage(work.selection, work.store.zeros())
     warn_of_coverage(work, coverage)
+    work.note_memory()
     return Report(
         settings=work.facts(),
         loss=loss,

@@ -110,7 +110,7 @@ def prune(
     store.require_possible(chosen)
     require_whole(wanted, store.whole)
     asked = holdout, seed, checkpoint
-    with torch.inference_mode(False), store.folded():
+    with torch.inference_mode(False), store.prepared():
         # Selected before any data are read, so that wrong arguments are reported first.
         chosen_now = _selected(store, chosen, wanted, include, ignore, asked)
         collected = store.collected(data)
@@ -122,8 +122,9 @@ def prune(
             # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
             with evaluating(store.model) as frozen, seeded(store.model, seed):
                 selection = store.checked(collected, selection, holdout)
+                store.require_space(checkpoint)
                 request = replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})
-                frozen = frozen if store.whole else frozenset()  # weights in files have no mark of their own
+                frozen = frozen if store.in_memory else frozenset()  # weights in files have no mark of their own
                 return run(Workspace.of(store, request, selection, collected, told, frozen))
 
 

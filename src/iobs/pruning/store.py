@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,8 @@ Names = str | Sequence[str] | None
 class Store(InMemory):
     """The weights of a model that is in memory, and copies of the original weights.
 
-    Subclasses keep the weights elsewhere, such as `iobs.models.streamed.StreamedStore`. `iobs.prune` takes a store in
-    place of a model.
+    Subclasses keep the weights elsewhere, such as `OffloadedStore` and `StreamedStore`. `iobs.prune` takes a
+    store in place of a model.
 
     Args:
         model: any `nn.Module`.
@@ -40,9 +41,12 @@ class Store(InMemory):
 
     Attributes:
         whole: True if the model can be run as a whole, as losses, gradients and a dense copy need it.
+        in_memory: True if all weights are in memory, of a device or not: a sweep may begin again after its blocks were
+            left, and parameters keep the mark of the user that they are frozen.
     """
 
     whole = True
+    in_memory = True
 
     def __init__(self, model: nn.Module, built_by_code: bool = False) -> None:
         self.model, self.built_by_code = model, built_by_code
@@ -59,6 +63,10 @@ class Store(InMemory):
         return None
 
     # ---- before the run
+    def runnable(self) -> AbstractContextManager[None]:
+        """Context in which the model can be called, without gradients and outside a run."""
+        return nullcontext()
+
     def require_possible(self, recipe: Recipe) -> None:
         """Check that the recipe works with the part of the model that is in memory at one time.
 
@@ -66,8 +74,8 @@ class Store(InMemory):
             ProblemError: it does not; the message names the settings.
         """
 
-    def folded(self) -> AbstractContextManager[None]:
-        """Context in which weights that the model computes from other parameters are parameters themselves."""
+    def prepared(self) -> AbstractContextManager[None]:
+        """Context of all work with the model: weights that are computed from other parameters are parameters."""
         return folded(self.model) if isinstance(self.model, nn.Module) else nullcontext()
 
     def observe(self, batches: Sequence[Batch], seed: int) -> bool:
@@ -101,6 +109,16 @@ class Store(InMemory):
         with keeping_buffers(self.model):
             require_all_accepted(self.model, batches)
             return multiplied_as_they_are(self.model, selection, batches[0])
+
+    def require_space(self, checkpoint: str | Path | None) -> None:
+        """Check, before any work, that disk and memory have room for a run; `checked` comes first.
+
+        Args:
+            checkpoint: directory of intermediate results, or None.
+
+        Raises:
+            OutputError: they have not.
+        """
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
         """The blocks along which the model can be run, possibly none. Call it while the model is dense.

@@ -8,7 +8,7 @@ from iobs.pruning.report import JsonObject, Report
 
 SECONDS = "seconds"  # name of the cost that is a measured time
 _LISTED = 5  # names in a sentence
-_FASTER = 0.98  # a network with a larger share of the dense time is not called faster
+FASTER = 0.98  # a network with a larger share of the dense time is not called faster
 
 
 @dataclass
@@ -122,7 +122,7 @@ class StructuredReport(Report):
             f"The narrower network is NOT faster on this machine: {cost.share:.1%} of the dense time {cost.where}. "
             'Choose the widths by time (of="latency"), or remove more.'
             for cost in self.costs
-            if cost.name == SECONDS and cost.share > _FASTER
+            if cost.name == SECONDS and cost.share > FASTER
         ]
 
     def __repr__(self) -> str:

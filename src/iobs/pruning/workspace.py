@@ -216,6 +216,11 @@ class Workspace:
             self._chain = self.store.chain([*self.fit.batches, *self.heldout.batches], self.selection.layers, halves)
         return self._chain
 
+    @property
+    def reenters(self) -> bool:
+        """True if one process may begin a sweep again after its blocks were left."""
+        return self.store.in_memory and self.ranks.size == 1
+
     def run_whole(self) -> None:
         """Run the model as a whole, not along its blocks."""
         self._chain = []
@@ -223,6 +228,12 @@ class Workspace:
     def note(self, text: str) -> None:
         """Add a note to the report, and send it to the callbacks."""
         self.callbacks.on_note(text)
+
+    def note_memory(self) -> None:
+        """Add a note on the peak memory of a GPU that blocks visit: the peak of main memory may be higher."""
+        peak = self.memory.on_device
+        if not self.store.whole and peak is not None:
+            self.note(f"Peak memory of {self.store.device}: {peak / 1e9:.2f} GB.")
 
     def portion(self, index: int) -> Samples:
         """The calibration samples of a round."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from iobs.pruning.structured_report import FASTER
 from iobs.report.plots import BLUE, GREY, drawn, figure_of
 
 if TYPE_CHECKING:
@@ -47,6 +48,50 @@ class RunningRow:
     def bytes(self) -> int:
         """Bytes of all tensors in this form."""
         return sum(self.held.values())
+
+
+@dataclass(frozen=True)
+class BesideRow:
+    """Seconds of one sample in a model and in another one beside it, in one runtime, both in float32.
+
+    Args:
+        beside: name of the other model, such as the one before units were removed.
+        model: name of the model.
+        runtime: name of the runtime.
+        seconds_beside: of the other model.
+        seconds: of the model.
+        entries_beside: number of parameters of the other model.
+        entries: number of parameters of the model.
+    """
+
+    beside: str
+    model: str
+    runtime: str
+    seconds_beside: float
+    seconds: float
+    entries_beside: int
+    entries: int
+
+    @property
+    def sentence(self) -> str:
+        """The share of the time, and whether the model is faster."""
+        share = self.seconds / self.seconds_beside
+        if share > FASTER:
+            return f"NOT faster than {self.beside} in {self.runtime}: {share:.2f} of its time."
+        return f"{1 / share:.2f} times as fast as {self.beside} in {self.runtime}: {share:.2f} of its time."
+
+
+def beside_table(rows: list[BesideRow]) -> Table:
+    """Table of the two models (rows) by milliseconds in each runtime, and parameters."""
+    table = Table(title="One sample in float32 on this machine", title_justify="left", header_style="bold")
+    table.add_column("model", overflow="fold")
+    for name in (*(f"ms in {row.runtime}" for row in rows), "million parameters"):
+        table.add_column(name, justify="right")
+    first = rows[0]
+    times = [_short(1e3 * row.seconds_beside) for row in rows], [_short(1e3 * row.seconds) for row in rows]
+    table.add_row(first.beside, *times[0], _short(first.entries_beside / 1e6))
+    table.add_row(first.model, *times[1], _short(first.entries / 1e6))
+    return table
 
 
 def running_table(rows: list[RunningRow]) -> Table:

@@ -5,7 +5,7 @@ import torch
 from tensor_bytes import TensorBytes
 
 from iobs.core.patterns import Unstructured
-from iobs.models.spill import Storage
+from iobs.pruning.blockwise.spill import Storage
 from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.residency import InMemory, park_wide
@@ -108,9 +108,9 @@ def test_steps_of_the_network_move_weights_masters_and_masks():
     assert network_seconds(work, fit, rates) == 10 * (2 * 10**5 + 19 * 2 * 64 * 32)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("one-shot", 2), ("fast", 10), ("best", 40)])
-def test_checkpoint_bytes_of_a_weight(name, expected):
-    assert checkpoint_bytes(1000, 2, Recipe.preset(name)) == 1000 * expected
+@pytest.mark.parametrize(("name", "expected", "block"), [("one-shot", 2, 0), ("fast", 6, 4), ("best", 14, 0)])
+def test_checkpoint_bytes_of_a_weight(name, expected, block):
+    assert checkpoint_bytes(1000, 10, 2, Recipe.preset(name)) == 1000 * expected + 10 * block
 
 
 def test_an_allocation_has_grams_of_held_out_samples():

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 import iobs
 from iobs.errors import ModelError, OutputError
-from iobs.models import spill
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.blockwise import spill
+from iobs.pruning.cost import checkpoint_size
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction import walk
 from iobs.pruning.reconstruction.network_steps import StepCheckpoint
@@ -73,6 +74,29 @@ def test_resident_run_that_is_killed_repeatedly_ends_in_the_same_bits(puts, tmp_
     puts.update(last=10**9)
     resumed = run()
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), undisturbed.parameters(), strict=True))
+
+
+def test_entries_that_no_resumed_run_reads_are_removed(puts, tmp_path, monkeypatch):
+    """The largest size of the checkpoint is the one of the plan, and the rest of the disk stays free."""
+    model, sizes, largest = families.LANGUAGE_MODELS["llama"][0](), {}, [0]
+    write, drop = DiskCheckpoint.put, DiskCheckpoint.drop
+
+    def put(self, key, tensors, values):
+        sizes[key] = sum(one.nbytes for one in tensors.values() if one.ndim > 1)
+        largest[0] = max(largest[0], sum(sizes.values()))
+        write(self, key, tensors, values)
+
+    monkeypatch.setattr(DiskCheckpoint, "put", put)
+    monkeypatch.setattr(DiskCheckpoint, "drop", lambda self, key: (sizes.pop(key, 0), drop(self, key))[1])
+    monkeypatch.setattr(checkpoint_size, "SAVED_EVERY", 2)
+    recipe = iobs.Recipe(**{name: value for name, value in OPTIONS.items() if name != "holdout"})
+    recipe = recipe.but(blocks=replace(FIT, masks=4))
+    data = families.language_batches(count=4)
+    report = iobs.prune(model, data, 0.5, recipe, holdout=0.25, checkpoint=tmp_path / "run")
+    weights = sum(model.get_parameter(f"{row.name}.weight").numel() for row in report.audit)
+    assert largest[0] == checkpoint_size.checkpoint_bytes(weights, weights // 2, 4, recipe)
+    assert not [key for key in sizes if "level" in key or "so far 0" in key or "so far 1" in key]
+    assert len([*(tmp_path / "run").glob("*.safetensors")]) == len(sizes)
 
 
 def streamed(folder, output, checkpoint=None):

@@ -3,12 +3,15 @@
 import pytest
 import torch
 from families import MODELS, build
+from transformers import Dinov2Config, Dinov2Model, PvtConfig, PvtModel
 
 import iobs
 from iobs.errors import ModelError
+from iobs.pruning.structure.config_fields import Field
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.widths import built, configure, require_loadable, widths_of
+from iobs.pruning.widths.plan import choices_of
 
 ALL = {"neurons": 2, "heads": 2}
 LOADABLE = {
@@ -137,3 +140,60 @@ def test_counts_of_heads_that_the_configuration_refuses_are_not_offered(monkeypa
     with pytest.raises(ModelError, match="cannot keep 3 units"):
         require_loadable(widths, {heads: 3})
     require_loadable(widths, {heads: 2})
+
+
+@pytest.mark.parametrize("ratio", [2.0, 3.5, 4.0])
+@pytest.mark.parametrize("hidden", [96, 768])
+def test_ratio_of_every_width_gives_that_width(hidden, ratio):
+    count = int(hidden * ratio)
+    one = Field("", "mlp_ratio", ratio / count)
+    assert all(int(hidden * one.value(units)) == units for units in range(1, count + 1))
+    assert one.value(hidden) == 1.0
+
+
+def vision(kind):
+    torch.manual_seed(0)
+    if kind == "dinov2":  # a ratio that must be a whole number
+        config = Dinov2Config(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8, mlp_ratio=4
+        )
+        return Dinov2Model(config).eval()
+    sizes = {"hidden_sizes": [16, 32], "num_attention_heads": [2, 4], "sequence_reduction_ratios": [2, 1]}
+    config = PvtConfig(
+        image_size=16,
+        depths=[1, 1],
+        patch_sizes=[4, 2],
+        strides=[4, 2],
+        num_encoder_blocks=2,
+        mlp_ratios=[4, 2],
+        **sizes,
+    )
+    return PvtModel(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "after"), [("dinov2", "mlp_ratio", 3), ("pvt", "mlp_ratios", [3, 1])], ids=["dinov2", "pvt"]
+)
+def test_whole_ratios_load_the_widths_they_give(kind, field, after, tmp_path):
+    model, batch = vision(kind), {"pixel_values": torch.randn(2, 3, 16, 16)}
+    sites = [site for site in find_sites(model, batch) if site.kind == "neurons"]
+    widths = widths_of(model, sites)
+    offered = widths.offered()
+    sizes = (16, 16) if kind == "dinov2" else (16, 32)
+    expected = {site.name: tuple(range(size, site.count + 1, size)) for site, size in zip(sites, sizes, strict=True)}
+    assert offered == expected
+    kept = {name: range(counts[-2]) for name, counts in offered.items()}
+    remove(model, sites, kept)
+    configure(model, widths, {name: len(units) for name, units in kept.items()})
+    assert getattr(model.config, field) == after
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(
+        type(model).from_pretrained(tmp_path).eval()(**batch).last_hidden_state, model(**batch).last_hidden_state
+    )
+
+
+def test_offered_widths_are_multiples_where_asked():
+    model, batch = vision("dinov2"), {"pixel_values": torch.randn(2, 3, 16, 16)}
+    sites = [site for site in find_sites(model, batch) if site.kind == "neurons"]
+    (choice, _) = choices_of(sites, iobs.Structured(0.5, multiple_of=32), (), None, widths_of(model, sites).offered())
+    assert choice.widths == (32, 64)

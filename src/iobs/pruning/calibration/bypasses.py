@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from iobs.pruning.calibration.hooks import Args, Kwargs
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.modes import replaced_forwards
 
 META = torch.device("meta")
 # Functions that are left to torch: attributes, changes in place, and moves to the device of a tensor.
@@ -57,7 +58,7 @@ class Bypass:
         with ExitStack() as stack:
             for path in self.skipped:
                 module = model.get_submodule(path)
-                stack.enter_context(replaced_forward(module, without_data(module)))
+                stack.enter_context(replaced_forwards([(module, without_data(module))]))
             for path in self.receivers:
                 receiver = model.get_submodule(path)
                 # Before the hooks that capture the input.
@@ -139,17 +140,3 @@ class _WithoutData(TorchFunctionMode):
         if any(found) and not all(found):
             args, kwargs = tree_map_only(Tensor, lambda value: value.to(META), (args, kwargs))
         return func(*args, **kwargs)
-
-
-@contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
-    """Replace the forward of a module; restored on exit."""
-    own = vars(module).get("forward")  # set on the instance by an adapter or a user
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own

@@ -8,7 +8,7 @@ whole model runs, with blocks that pass their input on. Without a chain the whol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from iobs.pruning.calibration.half_blocks import run_half
 from iobs.pruning.calibration.hooks import Args, Kwargs, captured_inputs
 from iobs.pruning.calibration.shortcuts import Shortcuts
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.modes import replaced_forwards
 from iobs.pruning.samples import batches, outputs
 from iobs.pruning.samples.batches import Batch
 
@@ -197,11 +198,25 @@ class Stream:
         return with_hidden(self.state(index).to(hidden.dtype) if last else hidden, block.rest)
 
 
-def exact_chain(model: nn.Module, data: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
-    """The longest chain of blocks along which the model can be run exactly; empty if there is none."""
+def exact_chain(
+    model: nn.Module,
+    data: Sequence[Batch],
+    layers: tuple[Layer, ...],
+    along: Callable[[list[Block]], AbstractContextManager[None]] = lambda chain: nullcontext(),
+) -> list[Block]:
+    """The longest chain of blocks along which the model can be run exactly; empty if there is none.
+
+    Args:
+        model: the model.
+        data: calibration data.
+        layers: the layers to prune.
+        along: context in which a candidate is run.
+    """
     for chain in find_chains(model, min(data, key=batches.size), layers):
-        if len(chain) > 1 and running_along_is_exact(model, chain, data, layers):
-            return chain
+        if len(chain) > 1:
+            with along(chain):
+                if running_along_is_exact(model, chain, data, layers):
+                    return chain
     return []
 
 
@@ -297,15 +312,8 @@ def _replaced(
             output = behaviour(position, args, kwargs)
         return output
 
-    modules = [model.get_submodule(path) for path in positions]
-    own = [vars(module).get("forward") for module in modules]  # set on the instance by an adapter or a user
-    for path, module in zip(positions, modules, strict=True):
-        module.forward = lambda *args, path=path, **kwargs: run(path, args, kwargs)
-    try:
+    def forward_of(path: str) -> Callable[..., object]:
+        return lambda *args, **kwargs: run(path, args, kwargs)
+
+    with replaced_forwards([(model.get_submodule(path), forward_of(path)) for path in positions]):
         yield
-    finally:
-        for module, forward in zip(modules, own, strict=True):
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward

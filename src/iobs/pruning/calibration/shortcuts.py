@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from iobs.pruning.calibration.blocks import Call, hidden_of, with_hidden
-from iobs.pruning.calibration.bypasses import Bypass, replaced_forward
+from iobs.pruning.calibration.bypasses import Bypass
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.modes import replaced_forwards
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Shortcut:
                 found = model.get_submodule(self.layer.path)(found)
             return with_hidden(found, self.rest)
 
-        with replaced_forward(model.get_submodule(self.path), forward):
+        with replaced_forwards([(model.get_submodule(self.path), forward)]):
             yield
 
 

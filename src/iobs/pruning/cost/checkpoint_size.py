@@ -1,4 +1,4 @@
-"""Size of the checkpoint of a run, from the entries that are written."""
+"""Size of the checkpoint of a run, from the entries that are written and removed."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from iobs.pruning.reconstruction.network_steps import SAVED_EVERY
 _MASTER = 4  # bytes of a fitted weight in float32
 
 
-def checkpoint_bytes(weights: int, itemsize: int, recipe: Recipe) -> int:
-    """Bytes of all entries of a checkpoint: none is removed before the end of the run.
+def checkpoint_bytes(weights: int, block: int, itemsize: int, recipe: Recipe) -> int:
+    """Most bytes of all entries at one time: at the end of the last block, or of the steps of the network.
+
+    Every layer has its last projection, and every block its fit in a window. A block in work has its projections at
+    lower sparsity with the fits between them, and the window before it stays until its own window is stored. Steps of
+    the network have two states while one is written, and then the last state and the result.
 
     Args:
         weights: number of pruned weights.
+        block: the same in the largest block.
         itemsize: bytes of a weight in a forward pass.
         recipe: how to prune.
     """
     fit = recipe.blocks
     if fit is None:
         return itemsize * weights
-    projected = fit.masks * itemsize
-    fitted = _MASTER * (fit.window + (fit.masks - 1) * (fit.between > 0))
-    slots = 2 if fit.network_steps > SAVED_EVERY else 0  # two states alternate, and the result comes last
-    network = _MASTER * (slots + 1) if fit.network_steps else 0
-    return (projected + fitted + network) * weights
+    fitted = _MASTER * (fit.steps > 0)
+    network = _MASTER * (2 if fit.network_steps > SAVED_EVERY else 1) if fit.network_steps else 0
+    levels = (fit.masks - 1) * (itemsize + _MASTER * (fit.between > 0))
+    in_work = (levels + fitted * (fit.window - 1)) * block
+    return (itemsize + fitted) * weights + max(in_work, network * weights)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe.recipe import is_magnitude
 from iobs.solvers.admm import ADMM, SCHEDULES
 
 _SUM_BYTES = 20  # of one entry of a Gram when a product is added: float32 read, float64 read and written
@@ -33,6 +34,11 @@ class Matrix(Protocol):
     @property
     def groups(self) -> int:
         """Number of groups of a convolution, otherwise 1."""
+        ...
+
+    @property
+    def expert(self) -> int | None:
+        """Number of an expert, otherwise None."""
         ...
 
 
@@ -120,10 +126,12 @@ def search_load(layer: Matrix, recipe: Recipe, ranks: int = 1) -> Load:
     """One call of the solver on a centred problem, on a rank that has its share of the rows.
 
     ADMM takes one product of the rows with a square of columns for each iteration, and one inverse for each stage;
-    SparseGPT one factor, and a product with a triangle.
+    SparseGPT one factor, and a product with a triangle; magnitude none.
     """
     rows, columns = layer.shape[0] / ranks, layer.shape[1]
     square, cube = columns**2, columns**3
+    if is_magnitude(recipe.solver):
+        return Load(moved=_SEARCH_BYTES * rows * columns)
     if not is_admm(recipe):
         factor = cube / 3
         accurate = columns <= _ACCURATE

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from iobs.pruning.cost.loads import Matrix, Rates
 from iobs.pruning.cost.memory_plan import Sizes, held_blocks, peaks
-from iobs.pruning.cost.phases import STEP_TOKENS, Work, phases
+from iobs.pruning.cost.phases import Work, phases, swept
 from iobs.pruning.recipe import Recipe
+from iobs.pruning.reconstruction.step_sizes import tokens_a_step
 
 _ROOM = 0.95  # share of the device's memory that a run can use
 
@@ -57,13 +58,14 @@ class Network:
 
     Args:
         layers: matrices to prune.
-        block: number of weights in the largest block.
+        block: number of weights in the largest block or half-block.
         outside: number of weights outside the blocks.
         weights: number of all weights.
         vocabulary: number of outputs.
         itemsize: bytes of a stored weight.
         width: of the residual stream; 0: the least number of columns of a layer.
-        blocks: number of blocks.
+        blocks: number of blocks or half-blocks.
+        context: most tokens of a sample; None: not limited.
     """
 
     layers: Sequence[Matrix]
@@ -74,6 +76,7 @@ class Network:
     itemsize: int = 2
     width: int = 0
     blocks: int = 1
+    context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def need(
     batch: int,
     machine: Machine,
     holdout: float = 0.0,
+    itemsize: int | None = None,
 ) -> Need:
     """Predict the memory and time of a run.
 
@@ -119,15 +123,16 @@ def need(
         network: the shapes.
         recipe: how to prune.
         samples: number of calibration samples.
-        length: tokens per sample.
+        length: tokens per sample; at most the context of the network.
         batch: samples per forward pass.
         machine: where it runs; the ranks share the samples.
         holdout: share of the samples that is held out.
+        itemsize: bytes of a number in blocks; None: as they are stored.
     """
-    held, size, fit = held_blocks(recipe), network.itemsize, recipe.blocks
-    tokens = samples * length
-    step = max(length, STEP_TOKENS)
-    at_once = step if fit is not None else batch * length
+    held, size, fit = held_blocks(recipe), itemsize or network.itemsize, recipe.blocks
+    length = min(length, network.context or length)
+    tokens, at_once = samples * length, min(batch, samples) * length
+    step = at_once if fit is None else min(tokens, tokens_a_step(length, batch, fit))
     sizes = Sizes(
         network.layers,
         network.block,
@@ -135,22 +140,26 @@ def need(
         at_once,
         step,
         network.vocabulary,
+        score=network.itemsize,
         hidden=network.width,
         blocks=network.blocks,
     )
-    outside = network.outside * size if fit is not None else 0
+    outside = network.outside * network.itemsize if fit is not None else 0
     found = {name: outside + peak for name, peak in peaks(sizes, recipe, holdout > 0).items()}
-    hidden = size * tokens * sizes.width // machine.count
     work = Work(
         network.layers,
         tokens,
-        size * network.weights,
+        network.itemsize * network.weights,
         machine.count,
         network.vocabulary,
         at_once,
         samples,
         holdout,
         network.width,
+        step,
+        network.blocks,
     )
+    hidden = size * swept(work, recipe).tokens * sizes.width // machine.count
     streams = held.streams * hidden + held.masters * work.weights
-    return Need(machine, found, streams, phases(work, recipe, machine.rates))
+    rates = machine.rates if size < 4 else replace(machine.rates, product=machine.rates.solve)
+    return Need(machine, found, streams, phases(work, recipe, rates))

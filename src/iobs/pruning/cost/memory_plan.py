@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from iobs.pruning.allocation.sensitivity import CURVE_TOKENS
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE
 from iobs.pruning.cost.checkpoint_size import checkpoint_bytes
 from iobs.pruning.cost.loads import Matrix, Rates, is_admm
-from iobs.pruning.cost.phases import Work, phases
+from iobs.pruning.cost.phases import Work, phases, swept
 from iobs.pruning.recipe import Recipe, as_allocation
 from iobs.pruning.runtime.memory import resident
 from iobs.pruning.runtime.ranks import current
@@ -48,7 +49,8 @@ class Plan:
         grams_bytes: size of the Grams of wide layers that are kept in files.
         streams: the place of the hidden states: "device", "memory" or "disk".
         phases: seconds by phase.
-        checkpoint_bytes: size of a checkpoint, if there is one.
+        checkpoint_bytes: largest size of a checkpoint, if there is one.
+        copied_bytes: size of copies of the dense weights in main memory, beside a model that is there.
     """
 
     peak_bytes: int
@@ -61,6 +63,7 @@ class Plan:
     streams: str = "disk"
     phases: dict[str, float] = field(default_factory=dict)
     checkpoint_bytes: int = 0
+    copied_bytes: int = 0
 
     def placed(self, place: str, device: torch.device) -> Plan:
         """The plan with the hidden states in a place."""
@@ -108,8 +111,8 @@ class Sizes:
         layers: the layers to prune.
         block: number of weights in the largest block.
         itemsize: bytes per number in a forward pass.
-        tokens: most tokens of a forward pass.
-        step_tokens: tokens of a gradient step.
+        tokens: most tokens of a forward pass, besides those of a reconstruction.
+        step_tokens: most tokens of a gradient step of a reconstruction, and of its forward passes.
         vocabulary: number of outputs of the model per token.
         biased: True if layers have biases.
         score: bytes of one output of the model; None: as in a forward pass of the blocks.
@@ -188,14 +191,15 @@ def peaks(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool = False) -> 
     """
     fit, held, layers, itemsize = recipe.blocks, held_blocks(recipe), sizes.layers, sizes.itemsize
     kind = kind_of(sizes, recipe, holdout, parked)
-    weights, forward = held.blocks * itemsize * sizes.block, forward_bytes(layers, sizes.tokens, itemsize)
+    weights, tokens = held.blocks * itemsize * sizes.block, sizes.tokens if fit is None else sizes.step_tokens
     found = {
-        "Grams": weights + max(gathering_bytes(layer, kind, sizes.tokens, itemsize, forward) for layer in layers),
+        "Grams": weights + max(_gathering(layer, layers, kind, tokens, itemsize) for layer in layers),
         "solves": weights + max(solving_bytes(layer, recipe, kind) for layer in layers),
     }
     if as_allocation(recipe.allocation).criterion != "uniform":
         curves = GramKind(2, parked=parked)  # other samples judge the solutions, which match their own outputs
-        gathering = max(gathering_bytes(layer, curves, sizes.tokens, itemsize, forward) for layer in layers)
+        tokens = min(sizes.tokens, CURVE_TOKENS)
+        gathering = max(_gathering(layer, layers, curves, tokens, itemsize) for layer in layers)
         solving = max(solving_bytes(layer, recipe, curves) for layer in layers)
         found["allocation"] = weights + max(gathering, solving)
     step = 2 * forward_bytes(layers, sizes.step_tokens, itemsize)
@@ -220,32 +224,35 @@ def plan(
     outside_bytes: int,
     model_bytes: int,
     batches: Sequence[Batch],
+    steps: Sequence[int],
     recipe: Recipe,
     holdout: float,
     device: torch.device,
-    dtype: torch.dtype = torch.float32,
+    rates: Rates | None,
     parked: bool = False,
+    tokens: Sequence[int] | None = None,
 ) -> Plan:
     """Predict peak memory and time of block-by-block pruning.
 
     Call it after the modules outside the blocks (embeddings, head) have been loaded.
 
     Args:
-        sizes: of the model; the tokens are those of `batches`.
+        sizes: of the model; the tokens are those of `batches` and `steps`.
         outside_bytes: size of the weights that are dropped before the first block is loaded.
         model_bytes: size of the weights of the whole model.
         batches: calibration data.
+        steps: number of positions of the batches of one gradient step; without a reconstruction those of `batches`.
         recipe: how to prune.
         holdout: share of the samples that is held out.
         device: of the computations.
-        dtype: of the blocks in memory.
+        rates: of this machine; None: no time is predicted.
         parked: finished Grams of wide layers are in mapped files.
+        tokens: number of positions of the hidden state, by batch; None: the batches are text.
     """
     present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
-    counts = [max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch)) for batch in batches]
-    sizes = replace(sizes, tokens=max(counts))
+    counts = tokens or [*map(token_count, batches)]
+    sizes = replace(sizes, tokens=max(counts), step_tokens=max(steps))
     ranks, held = current(), held_blocks(recipe)
-    hidden = sizes.itemsize * sum(counts[ranks.rank :: ranks.size]) * sizes.width
     work = Work(
         sizes.layers,
         sum(counts),
@@ -256,8 +263,12 @@ def plan(
         sum(map(data_batches.size, batches)),
         holdout,
         sizes.hidden,
+        sum(steps) / len(steps),
+        sizes.blocks,
     )
-    found = phases(work, recipe, measured_rates(device, dtype))
+    hidden = sizes.itemsize * sum(steps[ranks.rank :: ranks.size]) * sizes.width
+    hidden = hidden * swept(work, recipe).tokens // work.tokens
+    found = {} if rates is None else phases(work, recipe, rates)
     kind = kind_of(sizes, recipe, holdout > 0, parked)
     shapes = {layer.shape: layer for layer in sizes.layers}
     return Plan(
@@ -269,8 +280,18 @@ def plan(
         streams_bytes=held.streams * hidden + held.masters * work.weights,
         grams_bytes=sum(map(kind.parked_bytes, shapes.values())),
         phases=found,
-        checkpoint_bytes=checkpoint_bytes(work.weights, sizes.itemsize, recipe),
+        checkpoint_bytes=checkpoint_bytes(work.weights, sizes.block, sizes.itemsize, recipe),
     )
+
+
+def token_count(batch: Batch) -> int:
+    """Number of positions of a batch."""
+    return max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch))
+
+
+def _gathering(layer: Matrix, layers: Sequence[Matrix], kind: GramKind, tokens: int, itemsize: int) -> int:
+    """Bytes to compute the Grams of a layer, with the forward passes of its block."""
+    return gathering_bytes(layer, kind, tokens, itemsize, forward_bytes(layers, tokens, itemsize))
 
 
 def forward_bytes(layers: Sequence[Matrix], tokens: int, itemsize: int) -> int:
@@ -341,12 +362,13 @@ def speed(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     return 2 * 8 * float(_SIDE) ** 3 / (time.perf_counter() - began)
 
 
-def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+def measured_rates(device: torch.device, dtype: torch.dtype, locked: bool = True) -> Rates:
     """Speeds of products, of entrywise work and of copies to the device, measured in about a second.
 
     Args:
         device: of the computations.
         dtype: of the blocks in memory.
+        locked: copies come from page-locked memory, if the device is a GPU.
     """
     single = speed(device)
     total, part = (torch.zeros(_ENTRIES, device=device, dtype=one) for one in (torch.float64, torch.float32))
@@ -356,12 +378,12 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     float(total[0])
     memory = 20 * _ENTRIES / (time.perf_counter() - began)  # float32 read, float64 read and written
     product = single if dtype is torch.float32 else speed(device, dtype)
-    return Rates(product, single, copy_speed(device), double=speed(device, torch.float64), memory=memory)
+    return Rates(product, single, copy_speed(device, locked), double=speed(device, torch.float64), memory=memory)
 
 
-def copy_speed(device: torch.device) -> float:
-    """Measured bytes per second of a copy from main memory to the device."""
-    locked = device.type == "cuda" and torch.cuda.is_available()
+def copy_speed(device: torch.device, locked: bool = True) -> float:
+    """Measured bytes per second of a copy from main memory, page-locked for a GPU or not, to the device."""
+    locked = locked and device.type == "cuda" and torch.cuda.is_available()
     moved = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=locked)
     moved.zero_().to(device, copy=True)  # the first use of memory is slower
     began = time.perf_counter()

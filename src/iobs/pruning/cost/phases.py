@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from iobs.pruning.allocation.kin import MEASURED_BLOCKS
-from iobs.pruning.allocation.measurements import EVALUATION_SHARE, row_step
-from iobs.pruning.allocation.sensitivity import CURVE_LEVELS, CURVE_TOKENS
+from iobs.pruning.allocation.measurements import row_step
+from iobs.pruning.allocation.sensitivity import CURVE_LEVELS, CURVE_TOKENS, evaluation_share
 from iobs.pruning.cost.loads import (
     Load,
     Matrix,
@@ -22,14 +22,13 @@ from iobs.pruning.cost.loads import (
     solve_operations,
     sum_load,
 )
-from iobs.pruning.layerwise.problem import solves_by_rows
+from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, solves_by_rows
 from iobs.pruning.recipe import BlockFit, Recipe, as_allocation
 from iobs.pruning.reconstruction.walk import NETWORK_RATES, RATES, network_trial_steps, trial_steps
 from iobs.solvers.admm import ADMM
 
-__all__ = ["STEP_TOKENS", "Matrix", "Rates", "Shape", "Work", "is_admm", "phases", "solve_operations"]
+__all__ = ["Matrix", "Rates", "Shape", "Work", "is_admm", "phases", "solve_operations"]
 
-STEP_TOKENS = 1024  # of one gradient step of a reconstruction
 _INPUTS = 3  # most inputs of one width in a block: of the attention, of its output, and of the perceptron
 _TRIED = 3  # densities at which an allocation runs a block
 _TRIAL_SAMPLES = 32  # of such a run
@@ -45,6 +44,7 @@ class Shape:
     rows: int
     columns: int
     groups: int = 1
+    expert: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,10 +68,12 @@ class Work:
         ranks: number of processes, each with its share of the tokens and of the rows of a layer; with solvers that
             cannot divide rows, layers with one input are solved at a time, one on each rank.
         vocabulary: number of outputs per token, of a head that a reconstruction runs.
-        batch: tokens of a forward pass.
+        batch: tokens of a forward pass, besides those of a reconstruction.
         samples: number of samples of these tokens.
         held_out: share of the tokens that is held out, and has Grams of its own.
         hidden: width of the residual stream; 0: the least number of columns of a layer.
+        step: tokens of a gradient step of a reconstruction, and of its forward passes, on one rank.
+        links: number of links of the chain, blocks or half-blocks; 0: as many as blocks.
     """
 
     layers: Sequence[Matrix]
@@ -83,6 +85,18 @@ class Work:
     samples: int = 0
     held_out: float = 0.0
     hidden: int = 0
+    step: float = 1024.0
+    links: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Number of gradient steps in a pass over the calibration samples."""
+        return max(1, math.ceil(self.tokens * (1 - self.held_out) / self.step / self.ranks))
+
+    @property
+    def judged(self) -> float:
+        """Tokens of one rank that judge a fit: held-out ones, or all if none are held out."""
+        return self.tokens * (self.held_out or 1.0) / self.ranks
 
     @property
     def weights(self) -> int:
@@ -109,7 +123,8 @@ class Work:
 
 def phases(work: Work, recipe: Recipe, rates: Rates) -> dict[str, float]:
     """Seconds of every phase of one round, by name; phases that the recipe does not have are left out."""
-    fit = recipe.blocks and recipe.blocks.within(math.ceil(work.tokens / STEP_TOKENS / work.ranks))
+    work = swept(work, recipe)
+    fit = recipe.blocks and recipe.blocks.within(work.steps)
     projections = 1 if fit is None else fit.masks
     streams = 1 if recipe.target == "layer" and fit is None else 2
     forward = Load(block=2.0 * work.tokens * work.weights) * (1 / work.ranks)
@@ -129,11 +144,19 @@ def phases(work: Work, recipe: Recipe, rates: Rates) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
+def swept(work: Work, recipe: Recipe) -> Work:
+    """The work with the samples that are run: a few if the result depends on no data; experts need all."""
+    if not recipe.reads_weights_only or work.ranks > 1 or any(layer.expert is not None for layer in work.layers):
+        return work
+    few = SHOWN_SAMPLES * work.tokens // max(1, work.samples) * (2 if work.held_out else 1)
+    return replace(work, tokens=min(work.tokens, few) if work.samples else work.tokens)
+
+
 def gram_load(work: Work, recipe: Recipe) -> Load:
     """The Grams of every input, and the drift of the layers that write into the residual stream."""
     pairs = recipe.target != "layer"
     tokens = work.tokens / work.ranks
-    found, passes = Load(), tokens / work.batch
+    found, passes = Load(), tokens / (work.batch if recipe.blocks is None else work.step)
     for columns, count in work.inputs.items():
         found += sum_load(columns, tokens, 3 if pairs else 1, passes) * count
     if recipe.target == "residual":
@@ -181,7 +204,8 @@ def allocation_load(work: Work, recipe: Recipe) -> Load:
             found += (search_load(layer, fast, divisor) + problem_load(layer, False, divisor)) * points
         found += error_load(layer, False, CURVE_LEVELS) * 0.5  # the energy of the target is known
     length = work.tokens / work.samples if work.samples else 1.0
-    judged = min(EVALUATION_SHARE * work.tokens, _TRIAL_SAMPLES * length) / work.ranks
+    share = (1 - work.held_out) * evaluation_share(work.held_out)
+    judged = min(share * work.tokens, _TRIAL_SAMPLES * length) / work.ranks
     runs = _TRIED * len(work.layers) / work.blocks
     share = min(1.0, MEASURED_BLOCKS / work.blocks)
     return (found + Load(block=2.0 * work.weights * runs * judged)) * share + Load(block=6.0 * work.weights * tokens)
@@ -189,20 +213,20 @@ def allocation_load(work: Work, recipe: Recipe) -> Load:
 
 def fit_load(work: Work, fit: BlockFit) -> Load:
     """Steps of all windows, their trials, the losses that judge them, and the passes to the next window."""
-    tokens = work.tokens / work.ranks
-    trials = block_trial_steps(fit) / work.blocks
+    links = work.links or work.blocks
+    trials = block_trial_steps(fit) / links
     steps = _block_steps(fit) + trials
-    judging = 2.0 * (fit.window + fit.masks - 1) + len(RATES) * (trials > 0) / work.blocks
-    moving = fit.window
-    found = Load(block=steps * 6.0 * STEP_TOKENS * work.weights, moved=steps * _UPDATE_BYTES * work.weights)
-    found += Load(block=(judging + moving) * 2.0 * tokens * work.weights)
-    return found + (_head_load(work, fit.steps, tokens) if fit.last == "kl" else Load())
+    judging = 2.0 * (fit.window + fit.masks - 1) + len(RATES) * (trials > 0) / links
+    moved = fit.window * work.tokens / work.ranks
+    found = Load(block=steps * 6.0 * work.step * work.weights, moved=steps * _UPDATE_BYTES * work.weights)
+    found += Load(block=(judging * work.judged + moved) * 2.0 * work.weights)
+    return found + (_head_load(work, fit.steps, work.judged) if fit.last == "kl" else Load())
 
 
 def _head_load(work: Work, steps: int, tokens: float) -> Load:
     """Steps of the last window through the head, and the losses before and after them."""
     head = float(work.vocabulary * work.width)
-    through = steps * STEP_TOKENS
+    through = steps * work.step
     moved = _LOGIT_BYTES * work.vocabulary * (through + 2 * tokens)
     return Load(block=head * (6.0 * through + 2 * 4.0 * tokens), moved=moved)
 
@@ -214,7 +238,7 @@ def network_seconds(work: Work, fit: BlockFit, rates: Rates) -> float:
     Masters and masks follow them, from main memory or from files.
     """
     count = network_step_count(fit)
-    step = Load(block=8.0 * STEP_TOKENS * work.weights, moved=_UPDATE_BYTES * work.weights)
+    step = Load(block=8.0 * work.step * work.weights, moved=_UPDATE_BYTES * work.weights)
     step += _head_load(work, 1, 0.0)
     return count * (step.seconds(rates) + (2 * work.model_bytes + _MASTER_BYTES * work.weights) / rates.transfer)
 

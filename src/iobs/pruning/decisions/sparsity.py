@@ -156,7 +156,7 @@ def decide_steps(work: Workspace) -> Decisions:
     """The decisions without block reconstruction if there is no chain, and with one kind of steps of the whole network.
 
     Text takes these steps block by block, and needs no further rounds. Other data take the fine-tuning, which alters
-    and mixes samples, and the rounds before it.
+    and mixes samples, and the rounds before it, if the whole model is in memory.
     """
     blocks, decided = work.recipe.blocks, work.decided
     if blocks is None:
@@ -166,8 +166,10 @@ def decide_steps(work: Workspace) -> Decisions:
         return replace(decided, blocks=None)
     if not blocks.network_steps or decided.finetune is None:
         return decided
-    if positions(work.fit.batches[0]) > 1:
-        work.note("Text: steps of the whole network, block by block, take the place of rounds and fine-tuning.")
+    text = positions(work.fit.batches[0]) > 1
+    if text or not work.store.whole:
+        kind = "Text" if text else "Block by block"
+        work.note(f"{kind}: steps of the whole network, block by block, take the place of rounds and fine-tuning.")
         return replace(decided, rounds=Rounds(data=decided.rounds.data), finetune=None, tuned=False)
     return replace(decided, blocks=replace(blocks, network_steps=0))
 

@@ -20,6 +20,11 @@ from iobs.pruning.network.modes import put, state
 from iobs.pruning.recipe import Augmentation, FineTune, Loss, LossFunction, Recipe
 from iobs.pruning.samples.subsets import Samples
 
+NOT_COPIED = (
+    "The dense model cannot be copied, because a module holds an attribute besides parameters and buffers that cannot "
+    "be copied: {}. Remove it, and prune again."
+)
+
 
 class Scoring:
     """Losses of the model while it is pruned.
@@ -61,7 +66,7 @@ class Scoring:
         self.model, self.fit, self.heldout = model, fit, heldout
         self.steps = recipe.rounds.finetune, recipe.finetune
         self.seed, self._chain, self._note = seed, chain, note
-        self.reference = (reference or dense_copy(model)) if _needs_reference(recipe) else None
+        self.reference = (reference or dense_copy(model)) if needs_reference(recipe) else None
         self._suited: dict[bool, Augmentation | None] = {}  # key: samples may be mixed
         self.name, self.loss = self.loss_of(self.steps[0])
 
@@ -180,14 +185,11 @@ def dense_copy(model: nn.Module) -> nn.Module:
     try:
         reference = copy.deepcopy(model).eval()
     except (RuntimeError, TypeError) as error:  # results of a training step, locks and the like
-        raise ModelError(
-            f"The dense model cannot be copied, because a module holds an attribute besides parameters and buffers "
-            f"that cannot be copied: {first_line(error)}. Remove it, and prune again."
-        ) from error
+        raise ModelError(NOT_COPIED.format(first_line(error))) from error
     return reference.requires_grad_(False)
 
 
-def _needs_reference(recipe: Recipe) -> bool:
+def needs_reference(recipe: Recipe) -> bool:
     """Check that the recipe needs a copy of the dense model."""
     steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
     return (

@@ -28,6 +28,7 @@ from iobs.solvers.families import GROUP_SOLVERS, family_of
 from iobs.solvers.grouped.scores import KEEPING, GivenScores
 
 SEARCH_COLUMNS = 256  # columns from which a problem is solved in float32, in half of the time
+SHOWN_SAMPLES = 16  # samples that give the errors of layers pruned by magnitude, which depends on no data
 _LEAST_ROWS = 16  # of each rank, if ranks divide the rows of a layer
 
 

@@ -60,7 +60,7 @@ class Projection:
         callback: called after every layer.
         biases: names of the biases that are refitted, by layer.
         importance: weights of the rows' errors, (rows,), by layer; layers without weights count all rows equally.
-        level: prefix of the keys in the checkpoint, if a round projects a layer several times.
+        level: number of this projection, if further ones of the same layers follow in the round; otherwise None.
 
     Attributes:
         record: the round, layer by layer.
@@ -76,7 +76,7 @@ class Projection:
     callback: Callback
     biases: Mapping[Layer, str] = field(default_factory=dict)
     importance: Mapping[Layer, Tensor] = field(default_factory=dict)
-    level: str = ""
+    level: int | None = None
     record: RoundRecord = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,10 +89,10 @@ class Projection:
         With several ranks every rank solves some rows of each layer; or one layer for each rank is solved at a time, if
         that leaves no rank without a layer, or if the rows of a layer cannot be divided.
         """
-        left = [layer for layer in group.layers if self._key(layer) not in self.checkpoint]
+        left = [layer for layer in group.layers if key_of(self.index, layer, self.level) not in self.checkpoint]
         for layer in group.layers:
             if layer not in left:
-                self._read(layer)
+                self.read(layer)
         if not left:
             return
         statistics = group.statistics()
@@ -264,11 +264,8 @@ class Projection:
                 **({"drift_damping": drift_damping} if drift_damping else {}),
             },
         )
-        self.checkpoint.put(self._key(layer), self._tensors(layer), {"entry": asdict(entry)})
+        self.checkpoint.put(key_of(self.index, layer, self.level), self._tensors(layer), {"entry": asdict(entry)})
         return entry
-
-    def _key(self, layer: Layer) -> str:
-        return f"round {self.index} {self.level}layer {layer.name}"
 
     def _tensors(self, layer: Layer) -> dict[str, Tensor]:
         """The tensors of a layer that a projection changes, for the checkpoint."""
@@ -277,9 +274,10 @@ class Projection:
             found["bias"] = self.store.model.get_parameter(self.biases[layer]).detach()
         return found
 
-    def _read(self, layer: Layer) -> None:
+    @torch.no_grad()
+    def read(self, layer: Layer) -> None:
         """Take a layer's weights and its record from the checkpoint."""
-        tensors, values = self.checkpoint.get(self._key(layer))
+        tensors, values = self.checkpoint.get(key_of(self.index, layer, self.level))
         self.store.put(layer, tensors["weight"])
         if layer in self.biases:
             self.store.write_tensor(self.biases[layer], tensors["bias"])
@@ -289,6 +287,11 @@ class Projection:
         """Add the record of a layer to the record of the round, and tell the callback."""
         self.record.layers.append(entry)
         self.callback.on_layer(entry, self.index)
+
+
+def key_of(index: int, layer: Layer, level: int | None) -> str:
+    """Key of a layer's projection in the checkpoint; see `Projection`."""
+    return f"round {index} {'' if level is None else f'level {level} '}layer {layer.name}"
 
 
 @dataclass(frozen=True)

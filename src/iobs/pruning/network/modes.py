@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -208,3 +208,25 @@ def _holders(model: nn.Module) -> Iterator[object]:
 
 def _is_configuration(value: object) -> bool:
     return hasattr(value, "to_dict") and hasattr(value, "__dict__")
+
+
+@contextmanager
+def replaced_forwards(replacements: Iterable[tuple[nn.Module, Callable[..., object]]]) -> Iterator[None]:
+    """Replace the forward of modules; restored on exit, also a forward that an adapter or a user set on the instance.
+
+    Args:
+        replacements: modules, each once, with what is called in place of their forward.
+    """
+    with ExitStack() as stack:
+        for module, forward in replacements:
+            stack.callback(_set_forward, module, vars(module).get("forward"))
+            module.forward = forward
+        yield
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., object] | None) -> None:
+    """Set the forward of an instance; None: that of its class."""
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward

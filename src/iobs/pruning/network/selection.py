@@ -17,6 +17,7 @@ from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer, find_layers, joined, library_class, linear_maps
 
+_BY_USE = {"parameter", "convolution"}  # reasons of weights that a forward pass of the whole model may show
 _LISTED = 5  # weights and kinds of modules that an error names
 _SUPPORTED = (
     "Linear, Conv1d to Conv3d, MultiheadAttention, LSTM, GRU, RNN, and Conv1D and fused experts of transformers"
@@ -63,12 +64,22 @@ def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
     return Reason("parameter", f"parameter of {kind}, in no matrix product that was observed")
 
 
+def unobserved(skipped: dict[str, Reason]) -> dict[str, Reason]:
+    """The reasons of a run that does not observe the whole model, which would show further layers."""
+    return {
+        name: Reason(one.kind, f"{one}; layers are found by their use only in a run with the whole model in memory")
+        if one.kind in _BY_USE
+        else one
+        for name, one in skipped.items()
+    }
+
+
 def may_be_found(model: nn.Module) -> bool:
     """Check that a parameter is left in which an observed forward pass may find a layer."""
     if _without_shape(model):
         return False
     kinds = {_reason_of(module, one).kind for _, module, one in other_parameters(model, find_layers(model))}
-    return bool(kinds & {"parameter", "convolution"})
+    return bool(kinds & _BY_USE)
 
 
 def _without_shape(model: nn.Module) -> list[str]:

@@ -38,3 +38,13 @@ def next_start(full: list[int], stage: int, window: int) -> int:
     """
     start = full.index(stage) + 2 - window
     return full[max(0, start)] if start < len(full) else stage + 1
+
+
+def windows(full: list[int], window: int) -> dict[int, range]:
+    """The blocks of each window, by the block with layers that the window ends with; arguments as in `next_start`."""
+    found: dict[int, range] = {}
+    first = 0
+    for stage in full:
+        found[stage] = range(first, stage + 1)
+        first = min(next_start(full, stage, window), stage + 1)
+    return found

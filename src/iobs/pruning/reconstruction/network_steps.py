@@ -7,7 +7,7 @@ recomputes it, and updates it at once. A store of a model in memory loads nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,7 +34,7 @@ class StepCheckpoint:
     """The state of steps of the whole network in a checkpoint, one entry per block, so that one block is in memory.
 
     The entries of two states alternate, and an entry written last names the valid ones: a kill between two blocks
-    leaves the state before.
+    leaves the state before. Then the state before is removed.
 
     Args:
         checkpoint: of the run.
@@ -53,6 +53,13 @@ class StepCheckpoint:
             moments = optimizer.state()
             self.checkpoint.put(self._entry(slot, block), {**one.values, **moments}, {"taken": optimizer.taken})
         self.checkpoint.put(self.key, {}, {"step": step, "slot": slot})
+        self.remove(len(masters), [1 - slot])
+
+    def remove(self, count: int, slots: Sequence[int] = (0, 1)) -> None:
+        """Remove the entries of states, by default of both; `count` is the number of their blocks."""
+        for slot in slots:
+            for block in range(count):
+                self.checkpoint.drop(self._entry(slot, block))
 
     def load(self, masters: list[Masters], optimizers: list[Factored]) -> int:
         """Read the last state into masters and optimizers; returns its number of steps, or 0 if there is none."""

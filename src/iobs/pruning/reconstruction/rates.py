@@ -2,10 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from iobs.errors import NonFiniteError
+from iobs.pruning.decisions.learning_rate import kept_trial, try_rates
+from iobs.pruning.report import JsonObject
+from iobs.pruning.runtime.checkpoint import Checkpoint
 
 ENOUGH = 0.95  # share of the best gain of a trial; a fit takes several times its steps, and needs a larger rate
 ENOUGH_OF_NETWORK = 0.75  # the same for steps of the whole network, which take twenty times the steps of a trial
+
+
+class Steps(Protocol):
+    """Gradient steps that can be undone: of a window, or of the whole network."""
+
+    def undo(self) -> None:
+        """Return to the parameters before the steps."""
+
+    def run(self, steps: int, rate: float) -> None:
+        """Take steps with a learning rate."""
+
+    def loss(self) -> float:
+        """The held-out loss."""
+        ...
+
+
+@dataclass(frozen=True)
+class RateTrials:
+    """Short trials with several learning rates.
+
+    Args:
+        name: of the trials, for the progress.
+        rates: ascending.
+        steps: gradient steps of one trial.
+        share: of the best gain that the trial of a useful rate has.
+    """
+
+    name: str
+    rates: tuple[float, ...]
+    steps: int
+    share: float = ENOUGH
+
+    def choose(
+        self,
+        fit: Steps,
+        before: float,
+        checkpoint: Checkpoint,
+        key: str,
+        on_trial: Callable[[str, int, int], object],
+    ) -> JsonObject:
+        """The largest rate with about the best gain of held-out loss, and the losses as text; the steps are undone.
+
+        Args:
+            fit: the steps.
+            before: the held-out loss without steps.
+            checkpoint: keeps the losses.
+            key: of the trials in the checkpoint.
+            on_trial: called with (name, number of the trial, count) before every trial.
+        """
+
+        def trial(rate: float) -> float:
+            fit.undo()
+            on_trial(self.name, self.rates.index(rate) + 1, len(self.rates))
+            fit.run(self.steps, rate)
+            return fit.loss()
+
+        tried = try_rates(kept_trial(trial, checkpoint, key), self.rates, before)
+        fit.undo()
+        text = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in tried.items())
+        rate = useful_rate(tried, before, self.share) or self.rates[0]
+        return {"rate": rate, "text": f"held-out loss {before:.4g}, after trials {text}"}
+
+
+def loss_after(take: Callable[[], None], loss: Callable[[], float]) -> float:
+    """The held-out loss after gradient steps; infinite if they diverge."""
+    try:
+        take()
+        return loss()
+    except NonFiniteError:
+        return math.inf
 
 
 def useful_rate(tried: Mapping[float, float], before: float, share: float = ENOUGH) -> float | None:

@@ -27,7 +27,23 @@ def in_steps(model: nn.Module, part: Samples, fit: BlockFit) -> Samples:
 
 def samples_a_step(batch: Batch, fit: BlockFit) -> int:
     """Number of samples of a batch in one gradient step."""
+    return _samples_of(positions(batch), fit)
+
+
+def tokens_a_step(length: int, batch: int, fit: BlockFit) -> int:
+    """Tokens of one gradient step on full windows of text.
+
+    Args:
+        length: tokens of a window.
+        batch: samples per forward pass; a step has no more of them, unless its size is "auto" and windows are joined.
+        fit: settings.
+    """
+    count = _samples_of(length, fit)
+    return length * (count if fit.batch_size == "auto" else min(batch, count))
+
+
+def _samples_of(tokens: int, fit: BlockFit) -> int:
+    """Number of samples in one gradient step, each of `tokens` tokens."""
     if fit.batch_size != "auto":
         return fit.batch_size
-    tokens = positions(batch)
     return max(1, _TOKENS // tokens) if tokens > 1 else _SAMPLES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,20 +10,21 @@ import torch
 from torch import Tensor
 
 from iobs.core.grids import grid_of
-from iobs.errors import NonFiniteError
-from iobs.pruning.calibration.blocks import hidden_of
+from iobs.core.patterns import Pattern
+from iobs.pruning.calibration.blocks import hidden_of, number_of_block
 from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.callbacks import Callback
-from iobs.pruning.decisions.learning_rate import kept_trial, try_rates
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.layerwise.projection import Projection
+from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction.fitting import Fit, Streams, Window
-from iobs.pruning.reconstruction.growth import growing, next_start
+from iobs.pruning.reconstruction.growth import growing, windows
 from iobs.pruning.reconstruction.network_steps import NetworkSteps, StepCheckpoint
 from iobs.pruning.reconstruction.parameters import Masters, fitted_names
-from iobs.pruning.reconstruction.rates import ENOUGH_OF_NETWORK, useful_rate
+from iobs.pruning.reconstruction.rates import ENOUGH_OF_NETWORK, RateTrials, loss_after
+from iobs.pruning.reconstruction.stored_fits import StoredFits
 from iobs.pruning.report import JsonObject
 from iobs.pruning.workspace import Workspace
 
@@ -56,6 +56,7 @@ class Walk:
         fit: settings.
 
     Attributes:
+        stored: fits and finished blocks in the checkpoint.
         rates: learning rates of fits, with values on a grid (True) and without (False), once they are chosen.
         fitted: parameters of finished blocks, if steps of the whole network follow.
     """
@@ -64,6 +65,7 @@ class Walk:
     sweep: Sweep
     projection: Projection
     fit: BlockFit
+    stored: StoredFits = field(init=False)
     rates: dict[bool, float] = field(default_factory=dict, init=False)
     fitted: list[Masters] = field(default_factory=list, init=False)
     _place: int = field(default=1, init=False)  # of the dense model's hidden states, 1 or 3
@@ -74,13 +76,18 @@ class Walk:
         self.fit = self.fit.within(-(-batches // self.sweep.ranks.size))  # a step takes one batch on every rank
         if self.fit.lr != "auto":
             self.rates = dict.fromkeys((False, True), self.fit.lr)
+        chain = self.sweep.chain
+        numbers = {number_of_block(chain, layer.path) for layer in self.sweep.layers}
+        spans = windows(sorted(number for number in numbers if number is not None), self.fit.window)
+        self.stored = StoredFits(self.work.checkpoint, self.projection.index, chain, spans)
 
     def run(self) -> None:
         """Prune and fit all blocks, and prune the layers outside them."""
         sweep, count = self.sweep, len(self.sweep.chain)
         base, dense = sweep.streams()
         ahead = replace(base, keep=sweep.place(2))  # at the current block; `base` is at the first block of the window
-        full = [stage for stage in range(count) if base.layers_of(stage, sweep.layers)]
+        spans = self.stored.windows
+        full = [*spans]  # blocks with layers
         first = 0  # first block of the window
         for stage in base.stages:
             sweep.residency.enter(stage)
@@ -89,9 +96,10 @@ class Walk:
                 wanted = self._prune_block(ahead, dense, stage, other)
                 sweep.residency.release_dense(stage)
                 last = stage == count - 1 and self.fit.last == "kl"  # behind it come the norm and the head
-                window = Window(self._streams(base, dense), range(first, stage + 1), wanted, last)
-                self._fit(window, self.fit.steps, f"window of block {stage}")
-                before, first = first, min(next_start(full, stage, self.fit.window), stage + 1)
+                window = Window(self._streams(base, dense), spans[stage], wanted, last)
+                self._fit(window, self.fit.steps, stage)
+                self._finish(ahead, stage)
+                before, first = first, min((one.start for end, one in spans.items() if end > stage), default=stage + 1)
                 self._move(base, base, range(before, first))
                 for passed in range(before, first):
                     self._leave(passed)
@@ -147,14 +155,16 @@ class Walk:
             for stage, one in enumerate(masters):
                 one.replace(work.checkpoint.get(f"{key}, block {stage}")[0])
         else:
-            before = steps.loss()
+            before, saved = steps.loss(), StepCheckpoint(work.checkpoint, f"{key} so far")
             rate = self._network_rate(steps, before)
-            if not self._after_network(steps, rate, key) < before:
+            told = partial(work.callbacks.on_measure, "steps of the whole network")
+            if not loss_after(lambda: steps.run(self.fit.network_steps, rate, saved, told), steps.loss) < before:
                 steps.undo()
                 work.note(f"The steps of the whole network are left out: they raise the held-out loss {before:.3g}.")
             for stage, one in enumerate(masters):
                 work.checkpoint.put(f"{key}, block {stage}", one.values, {})
             work.checkpoint.put(key, {}, {})  # last: all blocks are stored now
+            saved.remove(len(masters))
         self._end_network(masters)
 
     def _end_network(self, masters: list[Masters]) -> None:
@@ -169,37 +179,15 @@ class Walk:
         """The learning rate of the steps of the whole network, given or chosen by trials."""
         if self.fit.network_lr != "auto":
             return self.fit.network_lr
-        key = f"round {self.projection.index} rate of the network"
-        found = self.work.checkpoint.remembered(key, lambda: self._network_trials(key, steps, before))
-        self.work.note(f"Learning rate of the whole network: {found['rate']:g} ({found['text']}).")
+        key, work = f"round {self.projection.index} rate of the network", self.work
+        trials = RateTrials(
+            "rate of the whole network", NETWORK_RATES, network_trial_steps(self.fit), ENOUGH_OF_NETWORK
+        )
+        found = work.checkpoint.remembered(
+            key, lambda: trials.choose(steps, before, work.checkpoint, key, work.callbacks.on_measure)
+        )
+        work.note(f"Learning rate of the whole network: {found['rate']:g} ({found['text']}).")
         return float(found["rate"])
-
-    def _network_trials(self, key: str, steps: NetworkSteps, before: float) -> JsonObject:
-        """The largest rate with about the best gain of held-out loss in a few steps of the whole network."""
-        count = network_trial_steps(self.fit)
-
-        def trial(rate: float) -> float:
-            steps.undo()
-            self.work.callbacks.on_measure(
-                "rate of the whole network", NETWORK_RATES.index(rate) + 1, len(NETWORK_RATES)
-            )
-            steps.run(count, rate)
-            return steps.loss()
-
-        tried = try_rates(kept_trial(trial, self.work.checkpoint, key), NETWORK_RATES, before)
-        steps.undo()
-        rate = useful_rate(tried, before, ENOUGH_OF_NETWORK) or NETWORK_RATES[0]
-        text = ", ".join(f"{one:g}: {loss:.4g}" for one, loss in tried.items())
-        return {"rate": rate, "text": f"held-out loss {before:.4g}, trials {text}"}
-
-    def _after_network(self, steps: NetworkSteps, rate: float, key: str) -> float:
-        """The held-out loss after steps of the whole network; infinite if they diverge."""
-        try:
-            told = partial(self.work.callbacks.on_measure, "steps of the whole network")
-            steps.run(self.fit.network_steps, rate, StepCheckpoint(self.work.checkpoint, f"{key} so far"), told)
-            return steps.loss()
-        except NonFiniteError:
-            return math.inf
 
     def _vectors_outside(self) -> list[str]:
         """The names of the vectors outside the blocks, such as the scale of the last norm."""
@@ -212,17 +200,27 @@ class Walk:
         ]
 
     # ---- projections of one block
+    def _grown(self, ahead: Stream, stage: int) -> dict[Layer, list[Pattern]]:
+        """The patterns of the layers of a block, in the order of its projections."""
+        layers, patterns = ahead.layers_of(stage, self.sweep.layers), self.projection.patterns
+        return {layer: growing(patterns[layer], layer, self.fit.masks) for layer in layers}
+
     def _prune_block(self, ahead: Stream, dense: Stream, stage: int, place: int) -> list[Tensor]:
         """Project the layers of a block at growing sparsity, with steps on the block alone in between.
+
+        Of a finished block the last projection is read from the checkpoint.
 
         Returns:
             The outputs of the dense block by batch, stored in the place with the number `place`.
         """
+        finished = self.stored.finished(stage)
+        if finished is not None:
+            self._read_block(finished)
+            return self._outputs(dense, stage, place)
         wanted: list[Tensor] = []
         recipe, patterns = self.projection.recipe, self.projection.patterns
-        layers = ahead.layers_of(stage, [*self.sweep.without_input])
-        grown = {layer: growing(patterns[layer], layer, self.fit.masks) for layer in layers}
-        levels = max((len(found) for found in grown.values()), default=1)
+        grown = self._grown(ahead, stage)
+        levels = max(map(len, grown.values()))
         alone = replace(self.sweep, reference=None, moments=replace(self.sweep.moments, drift=False))
         for level in range(levels):
             drifted = level == 0 and recipe.target != "layer"
@@ -231,9 +229,9 @@ class Walk:
             given = recipe if level == 0 else recipe.but(target="layer")
             projection = self.projection
             if level < levels - 1:
-                projection = replace(projection, callback=Callback(), level=f"level {level} ")
+                projection = replace(projection, callback=Callback(), level=level)
             projection.patterns, projection.recipe = {**patterns, **own}, given
-            sweep.without_input = dict.fromkeys(layers, False) if level else self.sweep.without_input
+            sweep.without_input = dict.fromkeys(grown, False) if level else self.sweep.without_input
             streams = [ahead, dense] if drifted else [ahead]
             with sweep.taking_shortcuts(streams):
                 self._project(sweep, streams, stage, projection)
@@ -242,9 +240,24 @@ class Walk:
                     wanted = self._outputs(dense, stage, place)  # the dense stream may take its shortcuts
             if level < levels - 1:
                 window = Window(self._streams(ahead, dense), range(stage, stage + 1), wanted, final=False)
-                self._fit(window, self.fit.between, f"block {stage} at level {level}", decay=False)
+                self._fit(window, self.fit.between, stage, level)
         self.projection.recipe, self.projection.patterns = recipe, patterns
         return wanted
+
+    def _read_block(self, finished: JsonObject) -> None:
+        """Take the last projection of a finished block from the checkpoint; its fitted weights come with its window."""
+        layers = {layer.name: layer for layer in self.sweep.layers}
+        for name in finished["layers"]:
+            self.projection.read(layers[name])
+        self.sweep.without_input = {layers[name]: used for name, used in finished["without_input"].items()}
+
+    def _finish(self, ahead: Stream, stage: int) -> None:
+        """Note that a block and its window are in the checkpoint."""
+        grown, recorded = self._grown(ahead, stage), {entry.name for entry in self.projection.record.layers}
+        names = [entry.name for entry in self.projection.record.layers]
+        own = {layer.name for layer in grown} & recorded
+        levels = max(map(len, grown.values()))
+        self.stored.finish(stage, [name for name in names if name in own], self.sweep.without_input, grown, levels)
 
     def _project(self, sweep: Sweep, streams: list[Stream], stage: int, projection: Projection) -> None:
         """Prune the groups of one stage."""
@@ -276,24 +289,31 @@ class Walk:
         goal.hidden = [goal.keep(index, hidden) for index, hidden in enumerate(found)]
 
     # ---- fits
-    def _fit(self, window: Window, steps: int, key: str, decay: bool = True) -> None:
-        """Fit a window, or read the result from the checkpoint; undo a fit that raises the held-out loss."""
-        work, name, key = self.work, key, f"round {self.projection.index} {key}"
-        fit = self._new(window)
+    def _fit(self, window: Window, steps: int, stage: int, level: int | None = None) -> None:
+        """Fit a window, or read the result from the checkpoint; undo a fit that raises the held-out loss.
+
+        Args:
+            window: the blocks.
+            steps: number of steps.
+            stage: the block that the window ends with.
+            level: of the projection before the fit; None: the last one, after which the rate decays.
+        """
+        work, stored, decay = self.work, self.stored, level is None
+        fit, name = self._new(window), stored.name(stage, level)
         if not steps or not fit.masters.values or not self._has_gradient(fit, name):
             return
-        if key in work.checkpoint:
-            fit.masters.restore(work.checkpoint.get(key)[0])
+        if stored.holds(stage, level):
+            fit.masters.restore(stored.get(stage, level))
         else:
             rate, before = self._rate(window, fit), fit.loss()
-            after = self._after(fit, steps, rate, decay)
+            after = loss_after(lambda: fit.run(steps, rate, decay), fit.loss)
             if not after < before:
                 fit.undo()
-                after = self._after(fit, steps, rate / _RETREAT, decay)
+                after = loss_after(lambda: fit.run(steps, rate / _RETREAT, decay), fit.loss)
             if not after < before:
                 fit.undo()
                 work.note(f"Gradient steps of the {name} are left out: they raise the held-out loss of {before:.3g}.")
-            work.checkpoint.put(key, fit.masters.snapshot(), {})
+            stored.put(stage, level, fit.masters.snapshot())
         fit.masters.keep()
 
     def _has_gradient(self, fit: Fit, name: str) -> bool:
@@ -329,41 +349,17 @@ class Walk:
             rounding = rounding_of(model, own)
         return Masters.of(work.store, [*names, *outside], masks, rounding, shared)
 
-    def _after(self, fit: Fit, steps: int, rate: float, decay: bool = True) -> float:
-        """The held-out loss after the steps; infinite if they diverge."""
-        try:
-            fit.run(steps, rate, decay)
-            return fit.loss()
-        except NonFiniteError:
-            return math.inf
-
     def _rate(self, window: Window, fit: Fit) -> float:
         """The learning rate, chosen by trials on the first window, and again on the first with values on a grid."""
         patterns = self.projection.patterns.values()
         on_grids = window.final and any(grid_of(pattern) is not None for pattern in patterns)
         if on_grids not in self.rates:
             values = " on grids" if on_grids else ""
-            key = f"round {self.projection.index} rate of blocks{values}"
-            found = self.work.checkpoint.remembered(key, lambda: self._trials(key, fit))
+            key, work = f"round {self.projection.index} rate of blocks{values}", self.work
+            trials = RateTrials("rate of block reconstruction", RATES, trial_steps(self.fit))
+            found = work.checkpoint.remembered(
+                key, lambda: trials.choose(fit, fit.loss(), work.checkpoint, key, work.callbacks.on_measure)
+            )
             self.rates[on_grids] = float(found["rate"])
             self.work.note(f"Learning rate of block reconstruction{values}: {found['rate']:g} ({found['text']}).")
         return self.rates[on_grids]
-
-    def _trials(self, key: str, fit: Fit) -> JsonObject:
-        """The largest rate with about the best gain of held-out loss in a short fit, which is undone."""
-        steps = trial_steps(self.fit)
-
-        def trial(rate: float) -> float:
-            fit.undo()
-            self.work.callbacks.on_measure("rate of block reconstruction", RATES.index(rate) + 1, len(RATES))
-            fit.run(steps, rate)
-            return fit.loss()
-
-        before = fit.loss()
-        tried = try_rates(kept_trial(trial, self.work.checkpoint, key), RATES, before)
-        fit.undo()
-        text = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in tried.items())
-        return {
-            "rate": useful_rate(tried, before) or RATES[0],
-            "text": f"held-out loss {before:.4g}, after trials {text}",
-        }

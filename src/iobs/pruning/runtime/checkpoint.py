@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 from weakref import WeakValueDictionary, finalize
@@ -48,6 +49,9 @@ class Checkpoint:
     def get(self, key: str) -> tuple[dict[str, Tensor], JsonObject]:
         """Read an entry."""
         raise KeyError(key)
+
+    def drop(self, key: str) -> None:
+        """Remove an entry that no resumed run reads any more; do nothing without the entry."""
 
     def remembered(self, key: str, compute: Callable[[], JsonObject]) -> JsonObject:
         """The JSON values of an entry; computed and stored if there is no such entry."""
@@ -153,6 +157,12 @@ class DiskCheckpoint(Checkpoint):
             if number < torch.cuda.device_count():  # the machine that wrote the entry may have more GPUs
                 torch.cuda.set_rng_state(state, number)
         return tensors, values
+
+    def drop(self, key: str) -> None:
+        """Remove an entry; a file that cannot be removed only takes room."""
+        if current().first:
+            with suppress(OSError):
+                self._file(key).unlink(missing_ok=True)
 
     def _file(self, key: str) -> Path:
         return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{_SUFFIX}"

@@ -48,6 +48,11 @@ class MemoryWatch:
             self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
         return self.peak
 
+    @property
+    def on_device(self) -> int | None:
+        """The peak of the memory allocated on a GPU alone; None for other devices."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Measure continuously from a thread, to include memory that is freed again within a solve."""
@@ -139,6 +144,14 @@ def available() -> int:
         return 0
     lines = _MEMORY.read_text(encoding="ascii").splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
+
+
+def left(device: torch.device) -> int:
+    """Memory of a device that this process has or can take, in bytes; 0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+    free = available()
+    return free + resident() if free else 0
 
 
 def resident() -> int:

@@ -8,46 +8,19 @@ changed configuration, and the shapes that change are compared with those that a
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from iobs.errors import ModelError, first_line
+from iobs.pruning.structure.config_fields import Configuration, Field, config_inside, configurations, proposals
 from iobs.pruning.structure.removal import CONFIG
 from iobs.pruning.structure.units import Site
 
-Configuration: TypeAlias = Any  # a configuration of transformers, or a value of one
 Shapes: TypeAlias = dict[str, tuple[int, ...]]  # of stored parameters and buffers, by full name
-
-_HEAD_WIDTHS = ("head_dim", "d_kv", "attention_head_size", "kv_channels")
-_OPTIONAL = ("n_inner", "ffn_hidden_size", "intermediate_size", "ffn_dim", "hidden_dim")  # None: a default of the class
-_RATIOS = ("mlp_ratio", "expand_ratio")
-
-
-@dataclass(frozen=True)
-class Field:
-    """A field of a configuration that follows a number of units.
-
-    Args:
-        config: name of the configuration inside the model's one, such as `text_config`; empty for the model's own.
-        name: of the field.
-        each: its value for one unit; its value itself if `fixed`.
-        place: index in a list with one value for each layer; None: the field is a number.
-        fixed: the field does not follow the units; it says a value that the class derives otherwise.
-    """
-
-    config: str
-    name: str
-    each: float
-    place: int | None = None
-    fixed: bool = False
-
-    def value(self, units: int) -> float:
-        """The field's value for a number of units."""
-        return self.each if self.fixed else self.each * units
 
 
 @dataclass(frozen=True)
@@ -219,19 +192,6 @@ def built(model: nn.Module, config: Configuration) -> Shapes | str:
         return first_line(error)
 
 
-def configurations(config: Configuration) -> Iterator[tuple[str, Configuration]]:
-    """A configuration and those inside it, with their names."""
-    yield "", config
-    for name, value in vars(config).items():
-        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            yield name, value
-
-
-def config_inside(config: Configuration, name: str) -> Configuration:
-    """The configuration of this name inside another; itself for an empty name."""
-    return getattr(config, name) if name else config
-
-
 def _set(config: Configuration, fields: Iterable[Field], units: int) -> dict[str, object]:
     """Set the fields for a number of units, and return the values by full name of the field."""
     values = {}
@@ -250,8 +210,8 @@ def _trial(model: nn.Module, before: Shapes, sites: Sequence[Site]) -> Width | s
     site, reason = sites[0], ""
     if site.count == 1:
         return "it has a single unit"
-    for fields in _proposals(model.config, site):
-        found = _narrower(model, fields, _tried(site))
+    for fields in proposals(model.config, site):
+        found = _narrower(model, fields, _tried(site, fields))
         if isinstance(found, str):
             reason = reason or found
             continue
@@ -260,7 +220,7 @@ def _trial(model: nn.Module, before: Shapes, sites: Sequence[Site]) -> Width | s
         expected = {name: shape for name, shape in shapes.items() if shape != before.get(name)}
         same = [one for one in group if _changes(before, [one], units).items() <= expected.items()]
         if site in same and _changes(before, same, units) == expected and shapes.keys() == before.keys():
-            counts = None if site.kind != "heads" else _possible(model, fields, site.count)
+            counts = None if _any_count(site, fields) else _possible(model, fields, site.count)
             return Width(tuple(one.name for one in same), tuple(fields), counts=counts)
         if any(name in expected for name in _changes(before, [site], units)):
             other = next(iter(expected.keys() - _changes(before, same, units).keys()), None)
@@ -270,9 +230,16 @@ def _trial(model: nn.Module, before: Shapes, sites: Sequence[Site]) -> Width | s
     return f"no field of {kind} gives {site.reader} fewer {site.kind}" + (f" ({reason})" if reason else "")
 
 
-def _tried(site: Site) -> Iterable[int]:
+def _any_count(site: Site, fields: Sequence[Field]) -> bool:
+    """Check that a class that loads one number of units less loads every number."""
+    return site.kind != "heads" and not any(one.whole for one in fields)
+
+
+def _tried(site: Site, fields: Sequence[Field]) -> Iterable[int]:
     """Numbers of units that a trial may use; the hidden size may have to be a multiple of the number of heads."""
-    return range(site.count - 1, 0, -1) if site.kind == "heads" else (site.count - 1,)
+    if _any_count(site, fields):
+        return (site.count - 1,)
+    return (units for units in range(site.count - 1, 0, -1) if all(one.takes(units) for one in fields))
 
 
 def _shapes_at(model: nn.Module, fields: Sequence[Field], units: int) -> Shapes | str:
@@ -298,7 +265,8 @@ def _narrower(model: nn.Module, fields: Sequence[Field], tried: Iterable[int]) -
 
 def _possible(model: nn.Module, fields: Sequence[Field], count: int) -> tuple[int, ...] | None:
     """Numbers of units, ascending, that the class can be built with; None: any number."""
-    fits = [units for units in range(1, count) if not isinstance(_shapes_at(model, fields, units), str)]
+    some = (units for units in range(1, count) if all(one.takes(units) for one in fields))
+    fits = [units for units in some if not isinstance(_shapes_at(model, fields, units), str)]
     return None if len(fits) == count - 1 else (*fits, count)
 
 
@@ -314,42 +282,6 @@ def _narrowed(before: Shapes, sites: Iterable[Site], units: int) -> Shapes:
 
 def _changes(before: Shapes, sites: Iterable[Site], units: int) -> Shapes:
     return {name: shape for name, shape in _narrowed(before, sites, units).items() if shape != before[name]}
-
-
-def _proposals(config: Configuration, site: Site) -> Iterator[list[Field]]:
-    """Fields that may give the number of units of a site; each list is one proposal."""
-    for inner, one in configurations(config):
-        if site.kind == "heads":
-            yield from _head_fields(inner, one, site)
-            continue
-        for name, value in vars(one).items():
-            if (type(value) is int and value == site.count) or (value is None and name in _OPTIONAL):
-                yield [Field(inner, name, 1)]
-            elif type(value) in (int, float) and name in _RATIOS:
-                yield [Field(inner, name, value / site.count)]
-            elif isinstance(value, (list, tuple)) and len(value) > 1 and all(type(entry) is int for entry in value):
-                yield from ([Field(inner, name, 1, place)] for place, entry in enumerate(value) if entry == site.count)
-
-
-def _head_fields(inner: str, config: Configuration, site: Site) -> Iterator[list[Field]]:
-    """Numbers of heads that are multiples of the units, first all of one configuration, then each alone."""
-    counts = [
-        Field(inner, name, value // site.count)
-        for name, value in vars(config).items()
-        if type(value) is int and value and value % site.count == 0 and _counts_heads(name)
-    ]
-    for some in [counts, *([one] for one in counts if len(counts) > 1)]:
-        if not some:
-            continue
-        yield some
-        heads = max(int(one.each) for one in some) * site.count
-        for name in _HEAD_WIDTHS:
-            if hasattr(config, name) or name == _HEAD_WIDTHS[0]:  # many classes read head_dim if it is there
-                yield [*some, Field(inner, name, len(site.columns[0]) * site.count // heads, fixed=True)]
-
-
-def _counts_heads(name: str) -> bool:
-    return ("head" in name and not name.endswith(("dim", "size"))) or name in ("num_kv_groups", "multi_query_group_num")
 
 
 def _with_bias(model: nn.Module, before: Shapes, width: Width, sites: Sequence[Site]) -> Width:

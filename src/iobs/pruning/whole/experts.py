@@ -20,7 +20,7 @@ from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
-from iobs.pruning.structure import widths
+from iobs.pruning.structure import config_fields, widths
 from iobs.pruning.whole.part import (
     Effect,
     PartName,
@@ -83,7 +83,7 @@ class Experts:
         before = widths.shapes_of(model)
         counts = [
             value
-            for _, one in widths.configurations(model.config)
+            for _, one in config_fields.configurations(model.config)
             for name, value in vars(one).items()
             if type(value) is int and value > 1 and _counts_experts(name)
         ]
@@ -231,7 +231,7 @@ def _mixtures(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
 def _least(model: nn.Module) -> int:
     """The experts that every token is routed to, by the configuration."""
     named = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-    values = (vars(one).get(name) for _, one in widths.configurations(model.config) for name in named)
+    values = (vars(one).get(name) for _, one in config_fields.configurations(model.config) for name in named)
     return max((value for value in values if type(value) is int), default=1)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import Tensor, nn
 
 from iobs.errors import ModelError, first_line
-from iobs.pruning.structure import widths
+from iobs.pruning.structure import config_fields, widths
 
 Configuration: TypeAlias = Any  # of transformers
 PartName: TypeAlias = Literal["blocks", "experts"]
@@ -91,7 +91,7 @@ def configured(model: nn.Module, count: int, name: Callable[[str], bool]) -> lis
     """Fields of a model's configuration with a value, as (configuration, field); the names for which `name` is true."""
     return [
         (inner, field)
-        for inner, one in widths.configurations(model.config)
+        for inner, one in config_fields.configurations(model.config)
         for field, value in vars(one).items()
         if type(value) is int and value == count and name(field)
     ]
@@ -110,9 +110,9 @@ def shapes_with(
     """
     config = copy.deepcopy(model.config)
     try:
-        before = {getattr(widths.config_inside(model.config, inner), field) for inner, field in fields}
+        before = {getattr(config_fields.config_inside(model.config, inner), field) for inner, field in fields}
         for inner, field in fields:
-            place = widths.config_inside(config, inner)
+            place = config_fields.config_inside(config, inner)
             for name, value in list(vars(place).items()):
                 if dropped and isinstance(value, (list, tuple)) and len(value) in before:
                     setattr(place, name, type(value)(one for at, one in enumerate(value) if at not in dropped))

@@ -24,7 +24,7 @@ from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
 from iobs.pruning.finetune.scoring import dense_copy
 from iobs.pruning.network.layers import Layer, find_layers
-from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
+from iobs.pruning.network.modes import evaluating, keeping_buffers, replaced_forwards, seeded
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -57,14 +57,8 @@ class _Beside(Store):
     @contextmanager
     def as_dense(self) -> Iterator[None]:
         """Context in which the dense model answers calls of the model, whose parts are gone already."""
-        own = vars(self.model).get("forward")
-        self.model.forward = self._dense.forward
-        try:
+        with replaced_forwards([(self.model, self._dense.forward)]):
             yield
-        finally:
-            del self.model.forward
-            if own is not None:
-                self.model.forward = own
 
 
 def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:

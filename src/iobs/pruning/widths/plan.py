@@ -21,6 +21,12 @@ def widths_of(site: Site, pattern: Structured) -> tuple[int, ...]:
     return (*range(step, site.count, step), site.count)
 
 
+def _aligned(site: Site, offered: set[int], pattern: Structured) -> tuple[int, ...]:
+    """The offered widths that are multiples as asked, and the dense width; ascending."""
+    unit = site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1
+    return tuple(sorted(width for width in offered if width % unit == 0 or width == site.count))
+
+
 def choices_of(
     sites: Sequence[Site],
     pattern: Structured,
@@ -45,7 +51,7 @@ def choices_of(
     for family in families.values():
         first = family[0]
         limited = [set(offered[site.name]) for site in family if site.name in offered] if offered else []
-        widths = tuple(sorted(set.intersection(*limited))) if limited else widths_of(first, pattern)
+        widths = _aligned(first, set.intersection(*limited), pattern) if limited else widths_of(first, pattern)
 
         def effect(width: int, family: list[Site] = family) -> float:
             if curves is None:

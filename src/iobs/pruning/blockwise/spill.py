@@ -104,6 +104,24 @@ def chosen(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
     )
 
 
+def require_place(place: Place, needed: int, memory: int) -> None:
+    """Check that main memory has room for hidden states and fitted parameters that were asked to be there.
+
+    Args:
+        place: what was asked.
+        needed: bytes.
+        memory: free bytes of main memory; 0 where the system does not say.
+
+    Raises:
+        OutputError: it has too little room.
+    """
+    if place == "memory" and 0 < memory < needed:
+        raise OutputError(
+            f"The hidden states take {needed / 1e9:.1f} GB, and main memory has {memory / 1e9:.1f} GB left; put them "
+            'in files (streams "disk"), or give fewer samples.'
+        )
+
+
 @dataclass
 class Storage:
     """Tensors by name, kept in one place until they are replaced.
