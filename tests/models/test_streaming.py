@@ -311,9 +311,11 @@ def test_low_memory_option_prunes_block_by_block(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
         patch.setattr(memory, "left", lambda device: 10**6)
+        patch.setattr(memory, "available", lambda: 100)
         warned = " ".join(run("--dry-run").stderr.split())
         assert "MB left" in warned
         assert "is predicted to take" in warned
+        assert "read from the disk again and again" in warned
     refused = run("--rounds", "3", "--recipe", "one-shot")
     assert refused.exit_code == 2
     assert "Error: rounds: not with one block in memory" in refused.stderr

@@ -3,6 +3,9 @@
 Arguments as in `kernels_avx512.py`, but tables spread the values: `levels` is the address of the table of the format.
 Activations are float32, or int8. Quantised kernels leave out the scale of the token; their sums need no correction.
 
+For one token, some kernels take a row of the first and one of the second half of the rows together. Both rows use the
+same activations once they are read, and the memory is read in two streams. bitmask-int8 gains nothing from it.
+
 The loops over groups are written out here and for AVX-512: a machine with both runs both in one process, where tests
 compare them. One frame that takes the operations as arguments would have to give the same machine code on both kinds of
 processor, and each can be timed on its own kind alone.
@@ -55,29 +58,65 @@ _AHEAD = 1024  # bytes of values that are fetched ahead
 _TABLE = 9 * 256 * 8  # bytes of the table of bytes; the 16 levels of a matrix stand behind it
 
 
+@njit(inline="always")
+def _with_block(tile: Value, tokens: Value, table: Value, offset: Value, place: Value, bits: Value) -> Value:
+    """A tile after 64 columns of a bitmask-bf16 row, whose activations lie at an offset."""
+    low = spread_bfloats(table, place, _word(bits))
+    tile = add_reals8(tile, tokens, offset, low)
+    high = spread_bfloats(table, place + 2 * count_bits(bits & _LOW), _word(bits >> _HALF))
+    return add_reals8(tile, tokens, offset + 128, high)
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
-    """Rows of a bitmask-bf16 matrix times each token."""
-    for row in range(first, last):
+    """Rows of a bitmask-bf16 matrix times each token, in pairs for one token."""
+    half = (last - first) // 2 if len(tokens) == 1 else 0
+    for row in range(first, first + half):
+        place = matrix.values + read_long(matrix.starts + 8 * row)
+        other = matrix.values + read_long(matrix.starts + 8 * (row + half))
+        mask = matrix.mask + 8 * matrix.blocks * row
+        more = matrix.mask + 8 * matrix.blocks * (row + half)
+        tile, twin = real_tile8(tokens), real_tile8(tokens)
+        for block in range(matrix.blocks):
+            bits, lots = read_mask(mask + 8 * block), read_mask(more + 8 * block)
+            prefetch(place + _AHEAD)
+            prefetch(other + _AHEAD)
+            tile = _with_block(tile, tokens, matrix.levels, 256 * block, place, bits)
+            twin = _with_block(twin, tokens, matrix.levels, 256 * block, other, lots)
+            place += 2 * count_bits(bits)
+            other += 2 * count_bits(lots)
+        write_sums(tile, tokens, output + 4 * row, stride)
+        write_sums(twin, tokens, output + 4 * (row + half), stride)
+    for row in range(first + 2 * half, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
         mask = matrix.mask + 8 * matrix.blocks * row
         tile = real_tile8(tokens)
         for block in range(matrix.blocks):
             bits = read_mask(mask + 8 * block)
             prefetch(place + _AHEAD)
-            second = place + 2 * count_bits(bits & _LOW)
-            low = spread_bfloats(matrix.levels, place, _word(bits))
-            tile = add_reals8(tile, tokens, 256 * block, low)
-            high = spread_bfloats(matrix.levels, second, _word(bits >> _HALF))
-            tile = add_reals8(tile, tokens, 256 * block + 128, high)
+            tile = _with_block(tile, tokens, matrix.levels, 256 * block, place, bits)
             place += 2 * count_bits(bits)
         write_sums(tile, tokens, output + 4 * row, stride)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
-    """Rows of a bf16 matrix times each token; of 32 activations the even ones come first."""
-    for row in range(first, last):
+    """Rows of a bf16 matrix times each token, in pairs for one token; of 32 activations the even ones come first."""
+    half = (last - first) // 2 if len(tokens) == 1 else 0
+    for row in range(first, first + half):
+        place = matrix.values + 128 * matrix.blocks * row
+        other = matrix.values + 128 * matrix.blocks * (row + half)
+        tile, twin = real_tile8(tokens), real_tile8(tokens)
+        for block in range(2 * matrix.blocks):
+            prefetch(place + _AHEAD)
+            prefetch(other + _AHEAD)
+            tile = add_reals8(tile, tokens, 128 * block, widen_bfloats(place))
+            twin = add_reals8(twin, tokens, 128 * block, widen_bfloats(other))
+            place += 64
+            other += 64
+        write_sums(tile, tokens, output + 4 * row, stride)
+        write_sums(twin, tokens, output + 4 * (row + half), stride)
+    for row in range(first + 2 * half, last):
         place = matrix.values + 128 * matrix.blocks * row
         tile = real_tile8(tokens)
         for block in range(2 * matrix.blocks):
@@ -111,24 +150,47 @@ def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, fir
         write_sums(tile, tokens, output + 4 * row, stride)
 
 
+@njit(inline="always")
+def _with_group(tile: Value, tokens: Value, group: Value, place: Value, scale: Value) -> Value:
+    """A tile after the 128 columns of a group of an int8 row."""
+    prefetch(place + 2 * _AHEAD)
+    prefetch(place + 2 * _AHEAD + 64)
+    sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, read_bytes(place))
+    sums = add_bytes8(sums, tokens, 128 * group + 64, read_bytes(place + 64))
+    return add_scaled(tile, sums, read_bfloat(scale + 2 * group))
+
+
+@njit(inline="always")
+def _with_half(tile: Value, tokens: Value, group: Value, place: Value, scale: Value) -> Value:
+    """A tile after the 64 columns of the last group of an int8 row."""
+    sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, read_bytes(place))
+    return add_scaled(tile, sums, read_bfloat(scale + 2 * group))
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
-    """Rows of an int8 matrix times each token, without the scale of the token."""
-    groups = (matrix.blocks + 1) // 2
-    for row in range(first, last):
+    """Rows of an int8 matrix times each token, in pairs for one token, without the scale of the token."""
+    groups, pairs = (matrix.blocks + 1) // 2, matrix.blocks // 2
+    half = (last - first) // 2 if len(tokens) == 1 else 0
+    for row in range(first, first + half):
+        place, scale = matrix.values + 64 * matrix.blocks * row, matrix.scales + 2 * groups * row
+        other, more = place + 64 * matrix.blocks * half, scale + 2 * groups * half
+        tile, twin = scaled_tile8(tokens), scaled_tile8(tokens)
+        for group in range(pairs):
+            tile = _with_group(tile, tokens, group, place + 128 * group, scale)
+            twin = _with_group(twin, tokens, group, other + 128 * group, more)
+        if matrix.blocks % 2:
+            tile = _with_half(tile, tokens, pairs, place + 128 * pairs, scale)
+            twin = _with_half(twin, tokens, pairs, other + 128 * pairs, more)
+        write_sums(tile, tokens, output + 4 * row, stride)
+        write_sums(twin, tokens, output + 4 * (row + half), stride)
+    for row in range(first + 2 * half, last):
         place, scale = matrix.values + 64 * matrix.blocks * row, matrix.scales + 2 * groups * row
         tile = scaled_tile8(tokens)
-        for group in range(matrix.blocks // 2):
-            prefetch(place + 2 * _AHEAD)
-            prefetch(place + 2 * _AHEAD + 64)
-            sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, read_bytes(place))
-            sums = add_bytes8(sums, tokens, 128 * group + 64, read_bytes(place + 64))
-            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
-            place += 128
+        for group in range(pairs):
+            tile = _with_group(tile, tokens, group, place + 128 * group, scale)
         if matrix.blocks % 2:
-            group = groups - 1
-            sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, read_bytes(place))
-            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
+            tile = _with_half(tile, tokens, pairs, place + 128 * pairs, scale)
         write_sums(tile, tokens, output + 4 * row, stride)
 
 

@@ -25,7 +25,8 @@ from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.blockwise.spill import Place, Storage, require_place, spilled_batches
 from iobs.pruning.blockwise.store import BlockwiseStore
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.cost.memory_plan import Plan, measured_rates, plan, token_count
+from iobs.pruning.cost.memory_plan import Plan, plan, token_count
+from iobs.pruning.cost.speeds import measured_rates
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe

@@ -225,12 +225,19 @@ def test_rules_are_outside_the_budget():
         (iobs.Budget(3.0), Recipe(allocation=iobs.Allocation("kl", most=0.8)), "without bounds"),
         (iobs.Budget(3.0), Recipe(solver="obc", allocation="kl"), "cannot put weights on the grid"),
         (iobs.Budget(3.0), Recipe(solver="global-magnitude"), "one count over all layers"),
+        (iobs.Budget(3.0), Recipe(allocation="kl", rules=(iobs.Rule("*", pattern="int8"),)), "no layer is left"),
     ],
 )
 def test_budgets_that_cannot_be_kept_are_refused_first(budget, recipe, message):
     model, data = three_layers()
     with pytest.raises((PatternError, ProblemError), match=message):
         iobs.prune(model, data, budget, recipe)
+
+
+def test_a_rule_takes_no_budget():
+    """It was found after the calibration, by the solver of the layer."""
+    with pytest.raises(PatternError, match="divided among layers"):
+        iobs.Rule("0", pattern=iobs.Budget(3.0))
 
 
 def test_budget_is_checked_and_has_a_text_form():

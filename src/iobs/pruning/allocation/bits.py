@@ -259,8 +259,10 @@ def require_budget(budget: Budget, shapes: Sequence[tuple[int, int]]) -> None:
     """Check that a budget is enough for the cheapest choices of all layers.
 
     Raises:
-        PatternError: it is not; names the least budget.
+        PatternError: it is not, and the message names the least budget; or there are no layers to divide it among.
     """
+    if not shapes:
+        raise PatternError(f"The rules give every layer a pattern of its own: no layer is left for {budget}.")
     weights = sum(math.prod(shape) for shape in shapes)
     least = sum(min(budget.cost(bits, keep, shape) for bits, keep in _choices(shape)) for shape in shapes)
     if least > budget.bits_per_weight * weights:

@@ -21,7 +21,8 @@ from iobs.pruning.blockwise.visits import Visits, parts_of
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.halving import halved
 from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream, exact_chain
-from iobs.pruning.cost.memory_plan import Plan, measured_rates, plan, token_count
+from iobs.pruning.cost.memory_plan import Plan, plan, token_count
+from iobs.pruning.cost.speeds import measured_rates
 from iobs.pruning.finetune.scoring import NOT_COPIED
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, state

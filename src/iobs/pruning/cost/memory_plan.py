@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,9 +27,6 @@ _GRADIENT_BYTES = 4  # per weight of a fit during the update, when logits are go
 _SCORES = (
     6  # tensors of (tokens, vocabulary) in the dtype of the model, or in float32, in a divergence and its gradient
 )
-_SIDE = 1024  # of a product whose speed is measured
-_ENTRIES = 2**22  # of an entrywise sum whose speed is measured
-_COPIED = 2**26  # bytes of a copy whose speed is measured
 _ACTIVATIONS = 6  # tensors of (tokens, widest columns) in memory at once in the forward pass of a block
 
 
@@ -350,42 +346,3 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: GramKind) -> int:
         search = max(24 * square, 6 * square + 21 * matrix)
     errors = 12 * matrix if wide else 4 * square + 44 * matrix
     return grams + given + max(regression, problem + search, errors)
-
-
-def speed(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Measured floating-point operations per second of a product: multiplications and additions."""
-    left, right = (torch.ones(rows * _SIDE, 2 * _SIDE, device=device, dtype=dtype) for rows in (1, 2))
-    float((left @ right)[0, 0])  # the first product initialises libraries; reading a value waits for the device
-    began = time.perf_counter()
-    for _ in range(2):
-        float((left @ right)[0, 0])
-    return 2 * 8 * float(_SIDE) ** 3 / (time.perf_counter() - began)
-
-
-def measured_rates(device: torch.device, dtype: torch.dtype, locked: bool = True) -> Rates:
-    """Speeds of products, of entrywise work and of copies to the device, measured in about a second.
-
-    Args:
-        device: of the computations.
-        dtype: of the blocks in memory.
-        locked: copies come from page-locked memory, if the device is a GPU.
-    """
-    single = speed(device)
-    total, part = (torch.zeros(_ENTRIES, device=device, dtype=one) for one in (torch.float64, torch.float32))
-    total += part  # the first use of memory is slower
-    began = time.perf_counter()
-    total += part
-    float(total[0])
-    memory = 20 * _ENTRIES / (time.perf_counter() - began)  # float32 read, float64 read and written
-    product = single if dtype is torch.float32 else speed(device, dtype)
-    return Rates(product, single, copy_speed(device, locked), double=speed(device, torch.float64), memory=memory)
-
-
-def copy_speed(device: torch.device, locked: bool = True) -> float:
-    """Measured bytes per second of a copy from main memory, page-locked for a GPU or not, to the device."""
-    locked = locked and device.type == "cuda" and torch.cuda.is_available()
-    moved = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=locked)
-    moved.zero_().to(device, copy=True)  # the first use of memory is slower
-    began = time.perf_counter()
-    float(moved.to(device, copy=True)[0])
-    return _COPIED / (time.perf_counter() - began)

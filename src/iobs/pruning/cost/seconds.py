@@ -25,8 +25,8 @@ from iobs.pruning.allocation.sensitivity import (
 from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.calibration.gram import POSITIONS
 from iobs.pruning.calibration.hooks import Args
-from iobs.pruning.cost.memory_plan import speed
 from iobs.pruning.cost.phases import is_admm
+from iobs.pruning.cost.speeds import speed
 from iobs.pruning.decisions.learning_rate import candidates, trial_steps
 from iobs.pruning.finetune.trainer import samples_a_step
 from iobs.pruning.forecast import Forecast, Part

@@ -7,8 +7,9 @@ import re
 from copy import copy
 from dataclasses import dataclass
 
+from iobs.core.budget import Budget
 from iobs.core.patterns import Pattern, as_pattern
-from iobs.errors import ProblemError
+from iobs.errors import PatternError, ProblemError
 from iobs.solvers import Solver, require_known_solver
 
 
@@ -26,7 +27,7 @@ class Rule:
 
     Raises:
         ProblemError: the rule sets nothing, contradicts itself, or its expression or solver does not exist.
-        PatternError: the pattern does not exist.
+        PatternError: the pattern does not exist, or is a budget of bits.
     """
 
     match: str
@@ -43,6 +44,11 @@ class Rule:
             raise ProblemError(f"The rule {self.match!r} says dense=True and a pattern or solver; give one of them.")
         if not self.dense and self.pattern is None and self.solver is None:
             raise ProblemError(f"The rule {self.match!r} changes nothing; give pattern=, solver= or dense=True.")
+        if isinstance(self.pattern, Budget):
+            raise PatternError(
+                f"The rule {self.match!r} has a budget of bits, which is divided among layers; a rule gives each "
+                'of its layers one pattern, such as "int4". Give the budget as the pattern of the run.'
+            )
         if self.pattern is not None:
             object.__setattr__(self, "pattern", copy(as_pattern(self.pattern)))  # known from the run's by identity
         if self.solver is not None:
