@@ -48,7 +48,8 @@ class StoredFits:
         rest = dict(values)
         for block in self.windows[stage] if level is None else ():
             own = {name: rest.pop(name) for name in [*rest] if self.chain[block].holds(name)}
-            self.checkpoint.put(self._part(stage, block), own, {})
+            if self._part(stage, block) not in self.checkpoint:  # a killed run stored it: the fit has the same bits
+                self.checkpoint.put(self._part(stage, block), own, {})
         self.checkpoint.put(self._key(stage, level), rest, {})  # last: all blocks are stored now
         self._remove_replaced(stage, level)
 
