@@ -13,7 +13,7 @@ from simulated_gpu import GPU
 import iobs
 from iobs import check_gpu, check_results
 from iobs.check_gpu import Check, Findings, solver_checks, sparse_products, timed_block
-from iobs.pruning.cost import memory_plan
+from iobs.pruning.cost import speeds
 from iobs.pruning.cost.loads import Rates
 from iobs.solvers import SOLVERS
 
@@ -78,7 +78,7 @@ def tiny(monkeypatch):
     model = families.LANGUAGE_MODELS["llama"][0]().eval()
     monkeypatch.setattr(iobs, "load", lambda: SimpleNamespace(module=model))
     monkeypatch.setattr(check_gpu, "_SHRUNK", 128)
-    monkeypatch.setattr(memory_plan, "_SIDE", 32)
+    monkeypatch.setattr(speeds, "_SIDE", 32)
     monkeypatch.setattr(check_results, "SOLVERS", {"magnitude": SOLVERS["magnitude"]})
 
 

@@ -14,7 +14,7 @@ from iobs.evaluate.scores import accuracy, perplexity
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise import store as blockwise_store
-from iobs.pruning.cost import memory_plan
+from iobs.pruning.cost import speeds
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction import fitting, walk
 from iobs.pruning.reconstruction.network_steps import StepCheckpoint
@@ -30,7 +30,7 @@ COMPARED = 1e-6  # float64 sums in another order
 @pytest.fixture(autouse=True)
 def quick_rates(monkeypatch):
     """Measure the rates of the plan by small products: bfloat16 takes minutes on a CPU without instructions for it."""
-    monkeypatch.setattr(memory_plan, "_SIDE", 32)
+    monkeypatch.setattr(speeds, "_SIDE", 32)
 
 
 def problem(rows, columns):

@@ -18,7 +18,7 @@ from iobs.cli import app
 from iobs.errors import ModelError, OutputError, ProblemError
 from iobs.pruning.blockwise import offloaded as offloaded_store
 from iobs.pruning.blockwise.offloaded import OffloadedStore
-from iobs.pruning.cost import memory_plan
+from iobs.pruning.cost import speeds
 from iobs.pruning.recipe import BlockFit
 
 FIT = BlockFit(masks=2, between=1, steps=2, lr=1e-3, network_steps=2, network_lr=1e-4)
@@ -46,7 +46,7 @@ CHOICES = {
 @pytest.fixture(autouse=True)
 def quick_rates(monkeypatch):
     """Measure the rates of the plan by small products."""
-    monkeypatch.setattr(memory_plan, "_SIDE", 32)
+    monkeypatch.setattr(speeds, "_SIDE", 32)
 
 
 def made(name):
