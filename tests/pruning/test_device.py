@@ -75,7 +75,7 @@ CHOICES = {
 }
 
 
-LONG = {"rounds", "best", "searched for", "last window", "block outputs"}  # by make test-all
+LONG = {"fast", "rounds", "best", "searched for", "last window", "block outputs"}  # by make test-all
 
 
 @pytest.mark.parametrize(
