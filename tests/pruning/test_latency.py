@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from iobs.core.structured import Structured
 from iobs.errors import ModelError, ProblemError
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.structure.sites import find_sites
@@ -100,7 +101,7 @@ def test_widths_slower_than_a_wider_one_are_not_chosen(stack):
     times = Times((4, 8, 11, 16, 20), (0.5, 0.6, 1.1, 0.7, 1.0))
     latency = Latency(2.0, {site.name: times})
     assert latency.useful(site, range(1, 21)) == (4, 8, 16, 20)
-    choices = choices_of([site], None, (), None, {site.name: (4, 8, 16, 20)})
+    choices = choices_of([site], Structured(0.5), (), None, {site.name: (4, 8, 16, 20)})
     assert chosen_widths(choices, latency, 1.72, equal=False) == {site.name: 16}
     assert chosen_widths(choices, latency, 1.65, equal=True) == {site.name: 8}
 

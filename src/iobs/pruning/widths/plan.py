@@ -16,14 +16,19 @@ _MOST_WIDTHS = 160  # widths of one site that an allocation chooses from
 
 def widths_of(site: Site, pattern: Structured) -> tuple[int, ...]:
     """Widths that a site may get, ascending; the last is the dense width, the only one below `multiple_of`."""
-    unit = site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1
+    unit = _unit(site, pattern)
     step = unit * max(1, -(-site.count // (unit * _MOST_WIDTHS)))
     return (*range(step, site.count, step), site.count)
 
 
+def _unit(site: Site, pattern: Structured) -> int:
+    """The number that the widths of a site are multiples of."""
+    return site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1
+
+
 def _aligned(site: Site, offered: set[int], pattern: Structured) -> tuple[int, ...]:
     """The offered widths that are multiples as asked, and the dense width; ascending."""
-    unit = site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1
+    unit = _unit(site, pattern)
     return tuple(sorted(width for width in offered if width % unit == 0 or width == site.count))
 
 
