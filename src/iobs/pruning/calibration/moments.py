@@ -28,15 +28,18 @@ class Origin:
     Args:
         own: of the layer's inputs.
         dense: of its dense inputs, or None.
+        moves: True if `own`, and if `dense`, is not zero; kept, since reading a tensor waits for the device.
     """
 
     own: Tensor
     dense: Tensor | None
+    moves: tuple[bool, bool]
 
     @classmethod
     def of(cls, rows: Tensor, dense: Tensor | None) -> Origin:
         """The origin of inputs that begin with these, (groups, count, columns)."""
-        return cls(_far_means(rows), None if dense is None else _far_means(dense))
+        own, other = _far_means(rows), None if dense is None else _far_means(dense)
+        return cls(own, other, (bool(own.any()), other is not None and bool(other.any())))
 
 
 @dataclass
@@ -68,7 +71,9 @@ class Means:
         """Inputs without the origin, which the first of them determine; unchanged where it is zero."""
         if self.origin is None:
             self.origin = Origin.of(rows, dense)
-        return _without(rows, self.origin.own), dense if dense is None else _without(dense, self.origin.dense)
+        own, other = self.origin.moves
+        rows = _without(rows, self.origin.own) if own else rows
+        return rows, _without(dense, self.origin.dense) if other and dense is not None else dense
 
     def restore(self, own: Tensor, cross: Tensor | None, dense: Tensor | None, drift: Drift | None, count: int) -> None:
         """Add the origin to float64 sums of products over `count` inputs, in place; names as in `Gram`."""
@@ -170,8 +175,7 @@ def _far_means(rows: Tensor) -> Tensor:
 
 def _without(rows: Tensor, origin: Tensor | None) -> Tensor:
     """Inputs (groups, count, columns) minus an origin, at least float32."""
-    if origin is None or not bool(origin.any()):
-        return rows
+    assert origin is not None
     return rows.to(torch.promote_types(rows.dtype, torch.float32)) - origin[:, None]
 
 
