@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from iobs.core.partition import Partition
 from iobs.errors import PatternError, is_a
@@ -20,11 +20,9 @@ def require_known_runtime(name: str) -> Runtime:
     Raises:
         PatternError: there is none.
     """
-    for known in get_args(Runtime):
-        if name == known:
-            found: Runtime = known
-            return found
-    raise PatternError(f'runtime must be "torch" or "onnx", got {name!r}.')
+    if name not in get_args(Runtime):
+        raise PatternError(f'runtime must be "torch" or "onnx", got {name!r}.')
+    return cast(Runtime, name)
 
 
 @dataclass(frozen=True)

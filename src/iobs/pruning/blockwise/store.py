@@ -14,7 +14,7 @@ from iobs.pruning.blockwise.streamable import require_streamable
 from iobs.pruning.cost.memory_plan import Plan, Sizes
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.runtime.memory import available
+from iobs.pruning.runtime.memory import available, left
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
@@ -133,5 +133,4 @@ class BlockwiseStore(Store):
         memory = available() // ranks - found.copied_bytes
         if self.device.type == "cpu":
             return Room(0, memory, disk)
-        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_allocated(self.device)
-        return Room(free - found.peak_bytes, memory, disk)
+        return Room(left(self.device) - found.peak_bytes, memory, disk)

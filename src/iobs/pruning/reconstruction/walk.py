@@ -253,11 +253,10 @@ class Walk:
 
     def _finish(self, ahead: Stream, stage: int) -> None:
         """Note that a block and its window are in the checkpoint."""
-        grown, recorded = self._grown(ahead, stage), {entry.name for entry in self.projection.record.layers}
-        names = [entry.name for entry in self.projection.record.layers]
-        own = {layer.name for layer in grown} & recorded
-        levels = max(map(len, grown.values()))
-        self.stored.finish(stage, [name for name in names if name in own], self.sweep.without_input, grown, levels)
+        grown = self._grown(ahead, stage)
+        own = {layer.name for layer in grown}
+        names = [entry.name for entry in self.projection.record.layers if entry.name in own]
+        self.stored.finish(stage, names, self.sweep.without_input, grown, max(map(len, grown.values())))
 
     def _project(self, sweep: Sweep, streams: list[Stream], stage: int, projection: Projection) -> None:
         """Prune the groups of one stage."""
