@@ -110,6 +110,9 @@ def make(folder: Path, shape: Shape, layers: int) -> None:
     writer.close()
 
 
+_TOLD = (Fit.run, NetworkSteps.run)  # parts whose every call is printed
+
+
 @dataclass
 class Clock(iobs.Callback):
     """Seconds of every block, and of the parts of the work that it is told to time."""
@@ -129,6 +132,9 @@ class Clock(iobs.Callback):
 
     def on_start(self, model: object, layers: object, rounds: int) -> None:
         self.began = self.now()
+
+    def on_note(self, text: str) -> None:
+        print(f"{self.now() - self.began:8.1f} s  {text}", flush=True)
 
     def on_layer(self, entry: Any, round_index: int) -> None:
         elapsed = self.now() - self.began
@@ -198,7 +204,10 @@ class Clock(iobs.Callback):
             try:
                 return function(*args, **options)
             finally:
-                self.parts[part] += self.now() - began
+                seconds = self.now() - began
+                self.parts[part] += seconds
+                if function in _TOLD:
+                    print(f"{self.now() - self.began:8.1f} s  {part}: {seconds:.1f} s", flush=True)
 
         return timed
 
