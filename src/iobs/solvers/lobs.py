@@ -21,12 +21,12 @@ class LOBS:
     """Layer-wise Optimal Brain Surgeon: entries are ranked once, and the inverse Hessian is never updated.
 
     The saliency of entry j of a row is c_j^2 / (2 [H^-1]_jj). In the order of saliency each removed entry is set to
-    zero by the step -(v_j / [H^-1]_jj) [H^-1]_j of Optimal Brain Surgeon, where v is the row so far. Later steps change
+    zero by the step -(v_j / [H^-1]_jj) [H^-1]_j of Optimal Brain Surgeon. Here v is the row so far. Later steps change
     entries that were removed before; the mask sets them to zero at the end. `OBC` updates the inverse and ranks anew.
 
-    `stats["bound"]` bounds what the layer loses, q(V) - q(C) <= bound, by the triangle inequality in the norm of H: a
-    step of saliency L has the length sqrt(2 L), and the entries that the mask sets to zero are one more step.
-    `network_bound` carries the errors of all layers to the output of a network.
+    `stats["bound"]` bounds what the layer loses, q(V) - q(C) <= bound. It follows from the triangle inequality in the
+    norm of H. A step of saliency L has the length sqrt(2 L), and the entries that the mask sets to zero are one more
+    step. `network_bound` carries the errors of all layers to the output of a network.
     """
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
@@ -87,8 +87,8 @@ def network_bound(errors: Sequence[float], weights: Sequence[Tensor]) -> float:
     The spectral norm is used, which is at most the Frobenius norm of the paper.
 
     Args:
-        errors: for each layer norm((V_l - W_l) X_l)_F on the inputs X_l of the dense network; sqrt(2 bound) of `LOBS`
-            for the Hessian X_l X_l^T, or the tolerance of `net_trim`.
+        errors: for each layer norm((V_l - W_l) X_l)_F on the inputs X_l of the dense network. Upper bounds of it are
+            sqrt(2 bound) of `LOBS` for the Hessian X_l X_l^T, and the tolerance of `net_trim`.
         weights: pruned weight of each layer, in the same order.
 
     Returns:

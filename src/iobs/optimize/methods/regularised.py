@@ -2,11 +2,11 @@
 
     theta_{t+1} = argmin over the best known supports of  g^T (v - theta) + 1/2 (v - theta)^T (H + mu I) (v - theta)
 
-If mu is at least the Lipschitz constant L of the gradient, the model lies above f, and its minimiser is no worse than
-its value at the (sparse) iterate. So a finite mu always gives descent: f falls monotonically, and every limit point is
-a fixed point of iterative hard thresholding with step 1 / (L + mu_max). sigma starts at zero and is divided by 4 after
-every success. Where undamped steps lower f, near a minimiser, the method is I-OBS with the theorem's quadratic rate.
-Where sigma stays positive, mu = sigma sqrt(norm(g)) gives order 3/2 and mu = sigma norm(step) order 2.
+If mu is at least the Lipschitz constant L of the gradient, the model lies above f. So f at the minimiser of the model
+is at most f at the (sparse) iterate. A finite mu therefore always gives descent, and f falls monotonically. Every limit
+point is a fixed point of iterative hard thresholding with step 1 / (L + mu_max). sigma starts at zero and is divided by
+4 after every success. Where undamped steps lower f, near a minimiser, the method is I-OBS with the theorem's quadratic
+rate. Where sigma stays positive, mu = sigma sqrt(norm(g)) gives order 3/2 and mu = sigma norm(step) order 2.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class Recipe(LayerSettings):
             `CHITA(stages=15)`.
         refine: improves each layer's solution: "refit", "swap", a `Refinement`, or None.
         damping: added to the diagonal of each layer's Hessian, relative to the mean of this diagonal.
-        allocation: how sparsity is divided among the layers: "uniform", "error", "fisher", "kl", "evolve", "auto", or
-            an `Allocation` with bounds.
+        allocation: how sparsity is divided among the layers: "uniform", "error", "fisher", "block", "kl", "evolve",
+            "auto", or an `Allocation` with bounds.
         target: the output that each layer should match. "layer": the output of its own current weights on its own
             inputs, as in the paper. "dense": the output of the layer in the dense model. "residual": as "dense", but a
             layer whose output is added to a residual matches the sum of both; later rounds have the target "model".
@@ -289,9 +289,9 @@ _DISTILLATION = FineTune(
 )
 
 # "one-shot" prunes every layer once to the same sparsity. "fast" adds an allocation and a short block reconstruction.
-# "best" reconstructs blocks with moving masks, takes steps of the whole network, grows the sparsity over rounds where
-# the first projection does damage, and fine-tunes on the final support; what is "auto" is found on the calibration data
-# (LOG.md has the measurements). "paper" is Algorithm 2 to the letter.
+# "best" reconstructs blocks with moving masks, and takes steps of the whole network. It grows the sparsity over rounds
+# where the first projection does damage, and fine-tunes on the final support. What is "auto" is found on the
+# calibration data (LOG.md has the measurements). "paper" is Algorithm 2 to the letter.
 PRESETS: dict[str, Recipe] = {
     "one-shot": Recipe(target="residual"),
     "fast": Recipe(

@@ -1,8 +1,9 @@
 """Units of one layer's columns: which columns depend on which rows of the layers before.
 
 A backward pass from some columns of a layer's input reaches exactly the rows that they depend on. Columns are tested in
-groups: one backward pass for each bit of the unit's number tells which unit each row belongs to, and whether a row
-belongs to one unit only. The cost is 2 log2(units) backward passes through one region of the network.
+groups: two backward passes for each bit of the unit's number, one for each value of the bit. They tell which unit each
+row belongs to, and whether a row belongs to one unit only. The cost is about 2 log2(units) backward passes through one
+region of the network.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Columns:
     Args:
         size: number of columns of each unit; 0 if the columns do not fall into units.
         labels: for every source that the columns depend on: unit of each channel, int64 (channels,), or of each entry
-            of a parameter, in its shape; UNTOUCHED or SHARED.
+            of a parameter, in its shape. UNTOUCHED and SHARED stand for no unit and for several units.
     """
 
     size: int

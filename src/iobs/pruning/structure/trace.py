@@ -1,12 +1,12 @@
 """Trace of one forward pass: which layers mix channels, and which tensors lie between them.
 
 The outputs of all layers that mix channels (linear maps, convolutions, embeddings) are replaced by noise. Each output
-is a leaf of the autograd graph. A gradient with respect to the input of a layer therefore ends at the layers that wrote
-this input, and the regions between layers are independent of each other. Layers are not computed, so a trace costs the
+is a leaf of the autograd graph. A backward pass from the input of a layer therefore ends at the layers that wrote this
+input. The regions between layers are independent of each other. Layers are not computed, so a trace costs the
 element-wise operations and the attention products alone.
 
-Parameters and buffers outside of these layers are replaced by noise too, since zeros would hide dependencies (such as
-the zero scales of a new residual branch). Functions with flat parts become smooth functions for the same reason.
+Parameters and buffers outside of these layers are replaced by noise too. Zeros would hide dependencies, such as the
+zero scales of a new residual branch. Functions with flat parts become smooth functions for the same reason.
 """
 
 from __future__ import annotations
