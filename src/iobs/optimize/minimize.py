@@ -96,8 +96,8 @@ def minimize(
         tol: stop once the norm of a step is at most `tol` times the norm of theta.
         seed: seed of every random choice.
         callback: called with the record and theta after every step; returning True stops the run.
-        lower: least value of every coefficient, a number or one for each (d,); at most 0, because a coefficient that is
-            not chosen is 0. 0 makes them non-negative. An intercept has no bound.
+        lower: least value of every coefficient, a number or one for each (d,). It is at most 0, because a coefficient
+            that is not chosen is 0. With 0 the coefficients are non-negative. An intercept has no bound.
         upper: largest value of every coefficient, at least 0. Bounds work with method "auto" only.
 
     Returns:

@@ -5,10 +5,10 @@ others and leaves the rest free. Let c be the minimiser over all coordinates tha
 Hessian there and q the value of f at c. Then:
 
 - excluding j raises q by exactly c_j^2 / (2 P_jj), the saliency of Optimal Brain Surgeon (leaps and bounds, Furnival
-  and Wilson 1974); a coordinate that would raise q above the best known value must be included;
+  and Wilson 1974). A coordinate that would raise q above the best known value must be included;
 - if m free coordinates must be excluded, q rises by at least the m-th smallest saliency;
-- q also rises by at least 1/2 times the sum of the m smallest Delta_j c_j^2, for any diagonal Delta with H - Delta
-  positive semi-definite: the value of the perspective relaxation at c.
+- q also rises by at least half the sum of the m smallest Delta_j c_j^2, for any diagonal Delta with H - Delta positive
+  semi-definite. This is the value of the perspective relaxation at c.
 
 They need a definite Hessian. Where it is singular, equal columns are merged first. If all supports can be tried in the
 time limit, they are (module `enumeration`). Otherwise coordinates that others can replace are branched on until the

@@ -9,8 +9,8 @@ because column j meets at most k - 1 other non-zeros. So f(v) is at least f(0) p
 
     q_b = min over v_b of 1/2 v_b^T (H_b - diag(r_b)) v_b - c_b^T v_b,
 
-over the components that v touches, at most k. A component b with f(0) + q_b + (the k - 1 least q of the others) above
-the value of a known fit is in no better support. All the others are left to branch and bound. Only blocks of H are
+over the components that v touches, at most k. Let f(0) + q_b + (the k - 1 least q of the others) be above the value of
+a known fit. Then component b is in no better support. All the others are left to branch and bound. Only blocks of H are
 stored, so there may be many more coordinates than H as a whole would allow.
 """
 

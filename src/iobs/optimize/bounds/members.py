@@ -40,11 +40,11 @@ class Importance:
         feature: index of the variable.
         presence: whether "all", "some" or "none" of the members use the variable.
         share: share of the members that use it.
-        least: smallest rise of a member's loss if the variable is left out and the others are fitted again; 0 if a
-            member does without it.
+        least: smallest rise of a member's loss if the variable is left out and the others are fitted again. It is 0 if
+            a member does without the variable.
         most: largest such rise; 0 if no member uses it.
-        without: rise from the best loss to the best member without the variable; infinite if there is no such member,
-            so that the rise is above the gap of a complete set.
+        without: rise from the best loss to the best member without the variable. It is infinite if there is no such
+            member. In a complete set the rise is then above the gap.
     """
 
     feature: int

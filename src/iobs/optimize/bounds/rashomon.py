@@ -1,8 +1,8 @@
 """The Rashomon set: every support of k coordinates whose loss is near the best, proved complete by branch and bound.
 
 The name is Breiman's (2001). The search tree and its bounds are those of `branch_and_bound`. Here a node is dropped
-only if its bound exceeds the ceiling (1 + gap) f*, so that the tree ends with every support below the ceiling. A better
-support lowers the ceiling on the way. Nodes are visited by ascending bound: a search that is stopped has still found
+only if its bound exceeds the ceiling (1 + gap) f*. So the tree ends with every support below the ceiling. A better
+support lowers the ceiling on the way. Nodes are visited by ascending bound. So a search that is stopped has still found
 every support whose loss lies below the bound of the next node.
 
 Of equal columns the tree holds one; supports with the others are added afterwards (`_expanded`). The last coordinate of
@@ -53,8 +53,8 @@ def rashomon_set(
     """Find every support of k coordinates whose loss is within a relative gap of the best loss.
 
     Supports whose losses equal the ceiling up to rounding belong to the set, so `gap=0` returns all best supports.
-    Coordinates that f does not depend on are in no support. With more samples than columns the search is quick for
-    some hundred columns; where columns depend on each other it is little better than trying every support.
+    Coordinates that f does not depend on are in no support. With more samples than columns the search is quick for some
+    hundred columns. Where columns depend on each other it is little better than trying every support.
 
     Args:
         objective: a convex quadratic: least squares, or an `iobs.Quadratic` of one row.

@@ -5,11 +5,11 @@ If all entries of v are at most t in absolute value and at most k are not zero, 
 
     A(w, t) = f(w) - g^T w - t h_k(g),      h_k(g) = the sum of the k largest |g_i|.
 
-For a known t this bound is strong even where H is singular, because the dense vectors that fit all samples have many
-or large entries. Tangents also prove that no good vector has large entries. Let the largest entry be v_j = s tau,
-s = +-1, so that the other k - 1 entries are at most tau. Put w = w_a + s b V, where V_j = 1 and X V is roughly the part
-of column j that the other columns do not explain (V is a row of a regularised inverse, or a lasso of column j on the
-others). With Z = H V and f_a = f(w_a) - g_a^T w_a,
+For a known t this bound is strong even where H is singular. The reason is that the dense vectors that fit all samples
+have many or large entries. Tangents also prove that no good vector has large entries. Let the largest entry be
+v_j = s tau, s = +-1, so that the other k - 1 entries are at most tau. Put w = w_a + s b V with V_j = 1. X V is roughly
+the part of column j that the other columns do not explain. V is a row of a regularised inverse, or comes from a lasso
+of column j on the others. With Z = H V and f_a = f(w_a) - g_a^T w_a,
 
     f(v) >= f_a - s b (V^T H w_a) - b^2 / 2 V^T Z + tau (s g_aj + b Z_j - h_{k-1}(g_a) - b h_{k-1}(Z without j)).
 
@@ -18,11 +18,11 @@ last end it does not fall if the slope is not negative. The best b at a given ta
 
     b = (tau (Z_j - h_{k-1}(Z)) - s V^T H w_a)_+ / (V^T Z).
 
-All j, s, a and intervals take a few matrix products. Choose t where A and the bounds for tau > t are equal: f is at
-least the smaller of A and the bounds for all larger tau.
+All j, s, a and intervals take a few matrix products. Choose t where A and the bounds for tau > t are equal. Then f is
+at least the smaller of A and the bounds for all larger tau.
 
-Within the box the same tangents bound each entry separately: v_j = s m, the others at most t. Entries beyond M_j would
-have values above the target that is to be proved, so M_j replaces t for coordinate j in A, with new w for the new box.
+Within the box the same tangents bound each entry separately: v_j = s m, the others at most t. Let f be above the target
+that is to be proved wherever v_j is beyond M_j. Then M_j replaces t for coordinate j in A, with new w for the new box.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Of equal columns (up to a factor) a support needs at most one, so the search keeps one of each class (`equal_columns`).
 
-Let N span the null space of H on the active coordinates of a node. A coordinate j with N_j = 0 has a unique value at
-every minimiser, and excluding it raises f by its saliency, with the pseudo-inverse of H. Any other coordinate can be
+Let N span the null space of H on the active coordinates of a node. A coordinate j with N_j = 0 has the same value at
+every minimiser. Excluding it raises f by its saliency, with the pseudo-inverse of H. Any other coordinate can be
 replaced by the others at no cost: a tie. `split_ties` branches on the coordinate with the largest N_j, until H is
 definite on what is active; then the bounds of `branch_and_bound` apply.
 """

@@ -2,8 +2,8 @@
 
     m(v) = f(theta) + g^T (v - theta) + 1/2 (v - theta)^T H (v - theta)
 
-H names the algorithm: I / step is iterative hard thresholding, the Hessian is I-OBS, its diagonal is Optimal Brain
-Damage, the empirical Fisher matrix is WoodFisher.
+H names the algorithm. I / step is iterative hard thresholding, and the Hessian is I-OBS. The diagonal of the Hessian is
+Optimal Brain Damage, and the empirical Fisher matrix is WoodFisher.
 """
 
 from __future__ import annotations

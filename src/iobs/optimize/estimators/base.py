@@ -379,9 +379,9 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
 def _counts(weights: Array) -> Array:
     """Sample weights as counts (n,).
 
-    Integer weights are counts of repeated rows and stay unchanged. Other weights are scaled so that they sum to the
-    number of equally weighted samples that hold as much information, (sum w)^2 / sum w^2 (Kish 1965); only their ratios
-    matter.
+    Integer weights are counts of repeated rows and stay unchanged. Other weights are scaled so that their sum is
+    (sum w)^2 / sum w^2 (Kish 1965). This is the number of equally weighted samples that hold as much information. Only
+    the ratios of these weights matter.
     """
     if (weights == 1).all() or (weights == np.round(weights)).all():
         return weights

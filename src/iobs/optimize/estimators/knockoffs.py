@@ -1,6 +1,6 @@
 """The knockoff filter: a choice of features whose expected share of false ones is limited.
 
-A knockoff of a feature has the same correlations with all other features as the feature itself, and is made without the
+A knockoff of a feature has the same correlations with all other features as the feature itself. It is made without the
 targets (Barber and Candes 2015; Candes, Fan, Janson and Lv 2018). A sparse path over features and knockoffs together
 cannot tell a feature without effect from its knockoff. So the number of knockoffs that look better than their feature
 estimates how many of the chosen features are false.
@@ -10,7 +10,7 @@ decides which of the two comes first, so that no rule for ties prefers the featu
 
 Correlation: a feature and its knockoff have the covariance Sigma_jj - s_j, 0 <= diag(s) <= 2 Sigma. The s here makes a
 feature as hard as possible to predict from all others (minimum variance-based reconstructability, Spector and Janson
-2022), by coordinate descent in closed form.
+2022). It is found by coordinate descent in closed form.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def knockoff_filter(
         X: (n, d) features, dense.
         y: (n,) targets, or what the estimator takes.
         fdr: limit on the false discovery rate, between 0 and 1.
-        kind: "fixed" knockoffs need at least 2 d + 1 samples and a linear model with normal noise of one variance;
-            nothing is assumed about X. "gaussian" knockoffs serve every loss and any n, and need rows of X that are
+        kind: "fixed" knockoffs need at least 2 d + 1 samples and a linear model with normal noise of one variance.
+            Nothing is assumed about X. "gaussian" knockoffs serve every loss and any n, and need rows of X that are
             normal with the given covariance. An estimated covariance, or another law, makes the limit approximate.
             "auto" takes "fixed" where it can.
         covariance: (d, d) of the rows of X, for "gaussian"; the Ledoit-Wolf estimate if not given.
@@ -177,7 +177,7 @@ def difference(estimator: SparseEstimator, features: Array, knockoffs: Array, y:
 
 
 def cut(statistics: Array, fdr: float) -> tuple[float, float]:
-    """The least threshold t with (1 + number of W <= -t) <= fdr * (number of W >= t), and the share of the two."""
+    """The least threshold t at which (1 + number of W <= -t) / (number of W >= t) is at most `fdr`, and this ratio."""
     for threshold in np.unique(np.abs(statistics[statistics != 0])):
         negative, positive = int((statistics <= -threshold).sum()), int((statistics >= threshold).sum())
         share = (1 + negative) / max(1, positive)

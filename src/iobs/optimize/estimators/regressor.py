@@ -32,8 +32,8 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
     """Regression on exactly k features: least squares, or a generalised linear model with a log link.
 
     Args:
-        k: number of features; "aic", "bic" or "ebic" choose it by information criterion, "cv" by cross-validation, and
-            "cv-1se" as the smallest k whose held-out loss is within one standard error of the least.
+        k: number of features. "aic", "bic" or "ebic" choose it by information criterion, and "cv" by cross-validation.
+            "cv-1se" chooses the smallest k whose held-out loss is within one standard error of the least.
         loss: "squared", "poisson", "gamma", "tweedie" (power 1.5) or "negative_binomial" (alpha 1); or a family with
             its parameter, such as `functools.partial(iobs.objectives.Tweedie, power=1.7)`.
         ridge: weight of 1/2 norm(coef)^2, with coefficients per standard deviation of their features.

@@ -1,10 +1,10 @@
 """Stability selection: the features that a sparse path chooses on most random halves of the samples.
 
 Meinshausen and Buehlmann (2010), with the complementary pairs of Shah and Samworth (2013). On every half the path of
-supports for k = 1 ... q is fitted; a feature is chosen on that half if any support of the path has it. With m features
-chosen on average out of p, and a threshold t > 1/2 on the share of halves, the expected number of falsely chosen
-features is at most m^2 / ((2 t - 1) p). This holds if the features that have no effect are exchangeable and the path
-does better than guessing.
+supports for k = 1 ... q is fitted. A feature is chosen on that half if any support of the path has it. Let m features
+be chosen on average out of p, and let t > 1/2 be the threshold on the share of halves. Then the expected number of
+falsely chosen features is at most m^2 / ((2 t - 1) p). This holds if the features that have no effect are exchangeable
+and the path does better than guessing.
 """
 
 from __future__ import annotations

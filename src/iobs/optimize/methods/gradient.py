@@ -56,7 +56,7 @@ class StochasticIOBS:
             than 16,384 samples, and all otherwise.
         updates: number of updates in a step; f is evaluated, and lambda estimated, once for each step. None: as many as
             draw n samples together.
-        mask: "support" is the paper's mask. "top" takes the k largest entries of theta - g / lambda as Q and minimises
+        mask: "support" is the paper's mask. "top" takes the k largest entries of theta - g / lambda as Q. It minimises
             the model on Q exactly, also where theta is not zero outside Q.
     """
 

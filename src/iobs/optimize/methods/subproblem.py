@@ -107,7 +107,7 @@ class Enumerate:
 class BestSupport:
     """Option 2 as well as is known: the Top-k mask and the greedy mask, each improved by exact swaps; the better wins.
 
-    The Top-k mask is among the candidates and swaps only lower the model, so the theorem's local rate holds: its proof
+    The Top-k mask is among the candidates and swaps only lower the model. So the theorem's local rate holds: its proof
     needs only a support that is no worse than the Top-k support.
 
     Attributes:

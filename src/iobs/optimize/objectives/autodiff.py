@@ -107,7 +107,7 @@ def from_torch(
     """Make an objective of a twice differentiable function of d variables.
 
     Args:
-        function: takes a (d,) tensor of `dtype` on the CPU and returns a scalar tensor by differentiable operations; it
+        function: takes a (d,) tensor of `dtype` on the CPU and returns a scalar tensor by differentiable operations. It
             may move its argument to another device.
         d: number of variables.
         dtype: dtype of the function's argument.

@@ -3,9 +3,9 @@
     f(theta) = sum_t w_t [log S_t - m_t] + 1/2 ridge norm(theta)^2,     m_i = x_i^T theta + offset_i
 
 A term t belongs to an event. S_t sums w_i exp(m_i) over the samples at risk, whose time is not before the event's.
-Efron's method has D terms for D events at one time; number l takes the share l / D of these D events out of S_t. With C
-the matrix of these shares, S = C (w exp(m)). Products with C and C^T are cumulative sums over the sorted times, so f,
-its gradient and products with its Hessian cost O(n) beyond products with X.
+Efron's method has D terms for D events at one time. Term number l takes the share l / D of these D events out of S_t.
+With C the matrix of these shares, S = C (w exp(m)). Products with C and C^T are cumulative sums over the sorted times.
+So f, its gradient and products with its Hessian cost O(n) beyond products with X.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Families of generalised linear models: logistic, Poisson, gamma, Tweedie, negative binomial.
 
 Every loss is half the deviance: zero where the mean equals y, so that a perfect fit has the loss 0. The link is the
-logit for `Logistic` and the logarithm for all others. A family gives l and its derivatives with respect to the margin,
-the variance function for its dispersion, and the expected curvature for classical standard errors.
+logit for `Logistic` and the logarithm for all others. A family gives l and its derivatives with respect to the margin.
+It also gives the variance function for its dispersion, and the expected curvature for classical standard errors.
 """
 
 from __future__ import annotations

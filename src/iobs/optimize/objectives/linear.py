@@ -7,7 +7,8 @@ All vectors are float64 NumPy arrays. A d x d array is formed only by `hessian_b
 
 The intercept is exact. Least squares centres the data. The other models carry the intercept as a last coordinate that
 is always in the support, not counted in k and without ridge (`Objective.forced`). With an intercept the columns are
-taken about their means, so that their origin does not matter; theta's last entry is the constant at the means.
+taken about their means, so that their origin does not matter. The last entry of theta is then the constant at the
+means.
 """
 
 from __future__ import annotations

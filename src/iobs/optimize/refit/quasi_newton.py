@@ -1,7 +1,7 @@
 """Refits where every column of the Hessian takes a differentiation.
 
 Early Newton steps are solved by a few conjugate gradients. The last refit of a support starts from one block of the
-Hessian and updates it by the gradients on the way (BFGS), so that a step takes one gradient and converges
+Hessian and updates it by the gradients on the way (BFGS). So a step takes one gradient, and the steps converge
 superlinearly.
 """
 

@@ -12,9 +12,9 @@ The stages run until the whole gradient vanishes (no support can be better for a
 6. for an under-determined quadratic: adaptive diagonal damping, then swaps; first without noise, then with the noise
    that the best fit leaves;
 7. a refit on the Top-k support of the Newton step from the best fit. With this candidate the result keeps the local
-   rate of the I-OBS theorem, which needs a definite H; where H is singular it is skipped as the others. For large
-   problems and general functions the Newton step is computed by at most 300 products with H, so there the rate holds as
-   far as these converge.
+   rate of the I-OBS theorem, which needs a definite H. Where H is singular, it is skipped like the others once stages
+   agree. For large problems and general functions the Newton step is computed by at most 300 products with H. There the
+   rate holds as far as these products converge.
 
 No stage raises f. Least squares with at least as many samples as columns is searched by its Gram matrix. Where that
 matrix is whole, and no start is given, one compiled stage does all of this (`compiled`).

@@ -214,8 +214,9 @@ def path(problem: GramProblem, largest: int) -> tuple[int, Indices, Array]:
     """Supports for k = 0, 1, ..., `largest`: the one before plus the steepest coordinate, improved by exact swaps.
 
     Returns:
-        The number of sizes done, fewer if no independent column is left; row k of the second array holds the sorted
-        support, and row k of the third its refit, of its first k entries plus those of the forced coordinates.
+        The number of sizes done, fewer than `largest` + 1 if no independent column is left. Row k of the second array
+        holds the sorted support, and row k of the third array its refit. Row k uses its first k entries, and one more
+        for each forced coordinate.
     """
     forced, d = problem.forced.size, problem.linear.size
     supports = np.zeros((largest + 1, largest + forced), dtype=np.int64)

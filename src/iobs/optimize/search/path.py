@@ -43,8 +43,8 @@ def path(
         sizes: ascending values of k.
         seed: seed of random restarts.
         thorough: run every stage of the best known method for every k, not only the warm start.
-        exact: refit least squares on the data; otherwise coefficients and values are exact up to rounding relative to
-            f(0), as of the Gram matrix, which is enough to predict.
+        exact: refit least squares on the data. Otherwise coefficients and values come from the Gram matrix: exact up to
+            rounding relative to f(0), which is enough to predict.
     """
     if thorough and len(sizes) == 1 and isinstance(objective, LinearModel):  # this search is as good as the path
         return [list(auto.stages(Problem(objective, sizes[0], rng=np.random.default_rng(seed))))[-1].fit]
@@ -124,8 +124,8 @@ def information(
     Args:
         objective: a negative log-likelihood; for least squares half the residual sum of squares.
         fit: a fit of the objective.
-        criterion: the penalty: "aic" (2 per parameter), "bic" (log n per parameter), "ebic" (as "bic", plus 2 log of
-            the number of supports of this size; Chen and Chen 2008).
+        criterion: the penalty. "aic": 2 per parameter. "bic": log n per parameter. "ebic": as "bic", plus 2 log of the
+            number of supports of this size (Chen and Chen 2008).
         samples: n, or the sum of the sample weights.
         candidates: number of coordinates or groups to choose from.
         chosen: number of coordinates or groups chosen.

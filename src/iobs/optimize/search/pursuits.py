@@ -58,8 +58,8 @@ def _to_the_end(problem: Problem, fit: Fit) -> Fit:
 def _refit_on_the_way(problem: Problem, support: Indices, theta: Array, *, steps: int | None) -> Fit:
     """A refit that is as exact as useful: if differentiation is expensive, exact only for a possible final support.
 
-    At an unconstrained minimiser of f the gradient outside the support is only the error of the inexact fit, so it is
-    about as small as inside. A larger gradient outside shows that the support is not final.
+    At an unconstrained minimiser of f the gradient outside the support is only the error of the inexact fit. So it is
+    about as small as the gradient inside. A larger gradient outside shows that the support is not final.
     """
     if not problem.expensive_columns:
         return refit(problem.objective, support, theta, steps=steps)
