@@ -2,7 +2,7 @@
 
     min norm(V)_1   subject to   norm((V - C) X)_F <= tolerance
 
-This is the program of a layer without activation, whose multiplier form 1/2 tr((V - C) H (V - C)^T) + penalty norm(V)_1
+This is the program of a layer without activation. Its multiplier form 1/2 tr((V - C) H (V - C)^T) + penalty norm(V)_1
 needs only the Gram matrix H = X X^T. `net_trim` in `relu_trim` solves the program of a layer with a ReLU.
 """
 

@@ -24,7 +24,7 @@ class Swap:
     Swaps stay within a row, or within an N:M group. If the whole layer shares one count, rows also exchange entries.
 
     Args:
-        rounds: largest number of rounds of exchanges between rows, each with at most one exchange for each row; None
+        rounds: largest number of rounds of exchanges between rows, each with at most one exchange for each row. None
             continues until no exchange lowers the loss.
 
     Raises:

@@ -1,8 +1,8 @@
 """Rounding from left to right with error feedback: each error is made good by the columns that are still free.
 
-With H = U U^T, U upper triangular, the loss of v is ||(v - c) U||^2 / 2, and entry j of (v - c) U holds only the errors
-up to column j. Later columns can cancel all later entries. So v_j is rounded from the value that cancels entry j. This
-is GPTQ (Frantar et al., 2023) without an inverse, and Babai's nearest plane algorithm.
+With H = U U^T, U upper triangular, the loss of v is ||(v - c) U||^2 / 2. Entry j of (v - c) U holds only the errors up
+to column j. Later columns can cancel all later entries. So v_j is rounded from the value that cancels entry j. This is
+GPTQ (Frantar et al., 2023) without an inverse, and Babai's nearest plane algorithm.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def feed_back(centre: Tensor, upper: Tensor, begin_block: Callable[[Tensor, slic
     Args:
         centre: (rows, d), values without rounding.
         upper: (d, d), U.
-        begin_block: called with the current values (rows, n) and the columns of a block; returns the rounding of the
-            block's columns, called with the values (rows,) and the position in the block.
+        begin_block: called with the current values (rows, n) and the columns of a block. It returns the rounding of the
+            block's columns, which is called with the values (rows,) and the position in the block.
         block: columns of a block.
 
     Returns:

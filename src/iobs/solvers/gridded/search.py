@@ -65,9 +65,9 @@ class GridSearch:
     """ADMM chooses the entries; rounding with error feedback, coordinate descent and new scales choose the values.
 
     Rounding goes through the columns in the order of best feedback, and carries the best few roundings of each row
-    along. A round of the descent sets values one by one, exchanges kept and removed entries, moves two values at once,
-    and refits the scales of each row in closed form. No step raises the loss of a row. Then the rows are rounded again
-    with the entries and scales that were found; a row keeps the better result.
+    along. A round of the descent sets values one by one, exchanges kept and removed entries, and moves two values at
+    once. It also refits the scales of each row in closed form. No step raises the loss of a row. Then the rows are
+    rounded again with the entries and scales that were found; a row keeps the better result.
 
     Args:
         budget: "fast", "default" or "best", time against error.

@@ -1,8 +1,8 @@
 """Exchanges of a kept and a removed group with exact weights, until no exchange lowers the loss.
 
-Let K be the kept columns, A = H_KK^-1, W = B_K A, U = A H_KO for the other columns O, R = B_O - W H_KO, and S_j the
+Let K be the kept columns and O the others. Let A = H_KK^-1, W = B_K A, U = A H_KO and R = B_O - W H_KO. Let S_j be the
 block j of the Schur complement H_OO - H_OK U. Admitting group j gains tr(S_j^-1 R_j^T R_j) / 2. It changes W to
-W - R_j S_j^-1 U_j^T and A to A + U_j S_j^-1 U_j^T, which give the cost of removing group i afterwards.
+W - R_j S_j^-1 U_j^T and A to A + U_j S_j^-1 U_j^T. The new W and A give the cost of removing group i afterwards.
 """
 
 from __future__ import annotations

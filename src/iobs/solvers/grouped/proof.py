@@ -2,7 +2,8 @@
 
 Only the groups that may still be removed matter below a node: P and M of the others are dropped. More removals cost
 more, so the costs at a node bound the costs below it. For wide groups each set of removals has a bound of its own,
-which is tight where groups are weakly correlated: then their costs are nearly equal, and the first bound prunes little.
+which is tight where groups are weakly correlated. There the costs of groups are nearly equal, and the first bound
+prunes little.
 """
 
 from __future__ import annotations
@@ -268,9 +269,9 @@ def lower_bounds(inverse: Array, energy: Array, size: int, sets: Indices) -> Arr
     """Lower bounds of tr(P_RR^-1 M_RR) for sets R of groups, (sets,).
 
     With M = C^T C it is the largest value of 2 tr(V^T C_R) - tr(V P_RR V^T) over all V. The bound takes the best V of
-    the form a C_R + b C_R P_RR, a Krylov space, in the units of the Cholesky factors of P's diagonal blocks. It needs
-    the moments tr(P_RR^p M_RR) for p = 0 to 3 alone, which are sums over R of traces of products of at most four
-    blocks: all sets share these traces.
+    the form a C_R + b C_R P_RR, a Krylov space. Its units are the Cholesky factors of P's diagonal blocks. It needs
+    only the moments tr(P_RR^p M_RR) for p = 0 to 3. They are sums over R of traces of products of at most four blocks:
+    all sets share these traces.
 
     Args:
         inverse: P, (groups size, groups size).

@@ -1,6 +1,6 @@
 """Greedy removal of whole groups with exact updates, and removal in batches in OSSCAR's order.
 
-Removing group g changes P to P - u f^T with f = P[:, g], u = f P_gg^-1, and M to M - u v^T - v u^T with
+Removing group g changes P to P - u f^T with f = P[:, g] and u = f P_gg^-1. It changes M to M - u v^T - v u^T with
 v = M[:, g] - u M_gg / 2. Like a pivoted Cholesky factor, the updates of some groups are kept as columns, and only the
 diagonal blocks are updated at once. One matrix product then applies them all.
 """

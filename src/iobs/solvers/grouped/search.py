@@ -41,8 +41,9 @@ class GroupSearch:
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
         """Kept groups with exact weights.
 
-        `stats`: "swaps"; "certified", True if no exchange of two groups lowers the loss; "proved", True if no other set
-        of as many groups has a smaller loss. More than 16 groups are not proved, except for trivial counts.
+        `stats["swaps"]` counts the exchanges. `stats["certified"]` is True if no exchange of two groups lowers the
+        loss. `stats["proved"]` is True if no other set of as many groups has a smaller loss. More than 16 groups are
+        not proved, except for trivial counts.
         """
         labels, keep = groups_of(pattern, problem.shape[1])
         groups = int(labels.max()) + 1

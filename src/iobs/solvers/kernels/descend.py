@@ -1,7 +1,7 @@
 """Coordinate descent over values on a grid, and moves of two entries at once, in every row.
 
-With g = v H - b, changing entry j by t changes the loss of a row by g_j t + H_jj t^2 / 2, and changing i and j together
-by the sum of both and H_ij t_i t_j.
+With g = v H - b, changing entry j by t changes the loss of a row by g_j t + H_jj t^2 / 2. Changing i and j together
+changes it by the sum of both and H_ij t_i t_j.
 """
 
 from __future__ import annotations

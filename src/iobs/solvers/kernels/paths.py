@@ -1,9 +1,9 @@
 """Rounding with error feedback along several paths: of all roundings of a row the best few prefixes go on.
 
-With U U^T = H, U upper triangular, the loss of a row v above that of its centre c is ||(v - c) U||^2 / 2, a sum over
-columns whose term j depends on the columns up to j alone. Each path takes the two grid points around the value that
-cancels its term, and the paths of least sum survive: the M-algorithm, or K-best decoding. One path is Babai's nearest
-plane algorithm, the feedback of GPTQ.
+Let U U^T = H, U upper triangular. The loss of a row v above the loss of its centre c is ||(v - c) U||^2 / 2. This is a
+sum over columns, and its term j depends on the columns up to j alone. Each path takes the two grid points around the
+value that cancels its term. The paths of least sum survive: the M-algorithm, or K-best decoding. One path is Babai's
+nearest plane algorithm, the feedback of GPTQ.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Let u be the scaled multiplier and s the projected point. One array, the target t, holds both: t = s where an entry is
 kept and t = u where it is not. With the dense solution x and over-relaxation a, the new target is
-a x + (1 - a) s + u. The projection keeps its largest entries. The next right-hand side is B + penalty (s - u), which
-equals B + penalty t where an entry is kept and B - penalty t elsewhere.
+a x + (1 - a) s + u. The projection keeps its largest entries. The next right-hand side is B + penalty (s - u). It
+equals B + penalty t where an entry is kept, and B - penalty t elsewhere.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class Rows:
     Attributes:
         mask: boolean (rows, d) contiguous.
         weight: float32 (rows, d) contiguous, the optimum on the mask for rows that were searched.
-        prices: float32 (rows, 3): twice the cost of the cheapest removal, twice the gain of the best admission, and
-            the scale b H^-1 b of the row on its support.
+        prices: float32 (rows, 3). Column 0 is twice the cost of the cheapest removal. Column 1 is twice the gain of the
+            best admission. Column 2 is the scale b H^-1 b of the row on its support.
         names: int64 (rows, 2): columns of the cheapest removal and of the best admission.
         swaps: int64 (rows,), number of swaps made.
     """
