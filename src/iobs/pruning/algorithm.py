@@ -139,8 +139,8 @@ def project_groups(work: Workspace, projection: Projection, sweep: Sweep) -> Non
 def project_by_weights(work: Workspace, projection: Projection, sweep: Sweep) -> Sweep:
     """Prune layers whose result depends on no data: a few samples give the errors for the report.
 
-    Layers that these do not reach are pruned in a sweep of all samples, which experts get at once where blocks are gone
-    after one sweep. Returns the last sweep.
+    Layers that these samples do not reach are pruned in a sweep of all samples. If the blocks are gone after one sweep,
+    experts get all samples at once. Returns the last sweep.
     """
     everything = not work.reenters and any(layer.expert is not None for layer in sweep.layers)
     few = [part if everything else part.first(SHOWN_SAMPLES) for part in (sweep.calibration, sweep.heldout)]

@@ -64,13 +64,13 @@ def prune(
             not count. `Grid(4)` or `pattern & Grid(4)` puts the kept weights on a grid, too. `Budget(3.0)` chooses
             sparsity and bits of every layer. `Structured(0.3)` or "structured:30%" removes whole channels, neurons and
             heads: the model becomes narrower.
-        recipe: "fast" (the best single projection), "best" (rounds of fine-tuning towards the dense model),
-            "one-shot" (every layer once, to the same sparsity), "paper" (Algorithm 2 to the letter), a `Recipe`, or the
-            path of a YAML file.
-        include: names of the layers to prune, shell style ("*.mlp.*") or "re:..."; default: all layers but output
+        recipe: "fast": the best single projection. "best": rounds of fine-tuning towards the dense model. "one-shot":
+            every layer once, to the same sparsity. "paper": Algorithm 2 to the letter. Or a `Recipe`, or the path of a
+            YAML file.
+        include: names of the layers to prune, shell style ("*.mlp.*") or "re:...". Default: all layers but output
             heads, weights tied to an embedding, and depthwise convolutions.
         ignore: names of layers that stay dense.
-        holdout: share of the samples that is held out, in [0, 1): these samples choose the best round, damp the
+        holdout: share of the samples that is held out, in [0, 1). These samples choose the best round, damp the
             correction of drift and judge the allocation.
         seed: of every random choice.
         callbacks: called as the run gets on.

@@ -49,9 +49,9 @@ class Forecast:
 class Remaining:
     """The time that is left of a run.
 
-    The speed of a part, relative to its forecast, is that of its own units as far as they are done, and otherwise that
-    of the run so far. Its first units count little more than the later ones. Work that was not forecast is expected to
-    go on as it began.
+    The speed of a part is relative to its forecast. It is the speed of the part's own units as far as they are done,
+    and otherwise the speed of the run so far. The first units of a part count little more than the later ones. Work
+    that was not forecast is expected to go on as it began.
 
     Args:
         clock: () -> seconds.

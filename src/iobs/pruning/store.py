@@ -41,8 +41,8 @@ class Store(InMemory):
 
     Attributes:
         whole: True if the model can be run as a whole, as losses, gradients and a dense copy need it.
-        in_memory: True if all weights are in memory, of a device or not: a sweep may begin again after its blocks were
-            left, and parameters keep the mark of the user that they are frozen.
+        in_memory: True if all weights are in memory, of a device or not. Then a sweep may begin again after its blocks
+            were left, and parameters keep the mark of the user that they are frozen.
     """
 
     whole = True

@@ -1,7 +1,7 @@
 """`iobs.prune` with the pattern `Structured`: find units, run Algorithm 2 on their readers, remove the units.
 
 During the run a removed unit is a group of zero columns of the layer that reads it. The network then computes the same
-as the narrower network, and the loop, the held-out choice and the gradient steps are those of all other patterns. Other
+as the narrower network. The loop, the held-out choice and the gradient steps are those of all other patterns. Other
 layers keep their columns, and are refitted to the dense outputs on what is left of their inputs. At the end the units
 are removed.
 """

@@ -2,8 +2,8 @@
 
 A layer is solved alone at every bit width and several sparsities. Its errors become effects on the model by the
 response that the allocation of sparsity uses (`response.py`), and `knapsack.py` divides the budget. The division is
-then tried as a whole, beside uniform plans, with the targets of the run, on samples that no layer was solved for: the
-plan of least divergence wins.
+then tried as a whole, beside uniform plans, with the targets of the run. The plan of least divergence wins, on samples
+that no layer was solved for.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class BitPlanner:
         """Bits and kept entries of every layer that receives input, and the measurements behind them.
 
         Returns:
-            The plan, the curves of every layer, and the divergences of the plans that were tried, by name; empty if
-            no samples are left to judge them.
+            The plan, the curves of every layer, and the divergences of the plans that were tried, by name. The
+            divergences are empty if no samples are left to judge the plans.
         """
         fit, evaluation = fit_and_evaluation(self.calibration, self.heldout, self.seed)
         probed = evaluation if evaluation.batches else self.calibration
@@ -191,8 +191,8 @@ def divided(
 ) -> dict[Layer, Choice]:
     """Bits and kept entries of every layer with the least sum of effects, within the budget.
 
-    Bits that the compared sparsities leave over keep further entries of layers with zeros, so that fewer bits are left
-    than one value has, unless every such layer is full.
+    Bits that the compared sparsities leave over keep further entries of layers with zeros. So fewer bits are left than
+    one value has, unless every such layer is full.
 
     Args:
         budget: the bits.

@@ -42,8 +42,8 @@ class Trials:
 
         It is a divergence in nats, or a relative squared error.
 
-        The squared error of a block is relative to the squared norm of its output at each position, and the mean over
-        positions is taken: norms behind the block divide by this norm.
+        The squared error of a block is relative to the squared norm of its output at each position. The mean over
+        positions is taken. The errors are relative because norms behind the block divide by this norm.
         """
         total, count = 0.0, 0.0
         for index, batch in enumerate(self.stream.data):

@@ -51,8 +51,8 @@ class OffloadedStore(BlockwiseStore):
         model: any `nn.Module` with its weights in main memory.
         device: of the computations.
         streams: place of the hidden states between blocks, and of the parameters that steps of the whole network
-            change: "device", "memory" (page-locked for a GPU), "disk" (mapped files in the folder for temporary files),
-            or "auto": the first of them with enough room.
+            change. "device", "memory" (page-locked for a GPU) or "disk" (mapped files in the folder for temporary
+            files). "auto": the first of them with enough room.
 
     Raises:
         ModelError: the model is no module.

@@ -75,8 +75,8 @@ def place_named(name: str) -> Place:
 def chosen(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
     """Choose the place of hidden states and fitted parameters.
 
-    "auto" is the first of device, main memory and disk with enough room. A CPU takes the disk: a mapped file stays in
-    main memory as long as the system has room for it, and takes no anonymous memory.
+    "auto" is the first of device, main memory and disk with enough room. A CPU takes the disk, because a mapped file
+    stays in main memory as long as the system has room for it. A mapped file takes no anonymous memory.
 
     Args:
         place: what was asked.

@@ -2,7 +2,7 @@
 
 The layers return tensors without data (on torch's device "meta"), and so does every function that computes with such a
 tensor. The later layer receives its known input instead. If anything else depends on a tensor without data, then the
-block fails or its output has no data, and the bypass is not taken: `inputs.execution_order` tries it on one batch.
+block fails or its output has no data. Such a bypass is not taken: `inputs.execution_order` tries it on one batch.
 """
 
 from __future__ import annotations

@@ -347,9 +347,10 @@ def target_energy(gram: Gram, target: Tensor, ranks: Ranks = ALONE) -> float:
 def relative_output_error(
     gram: Gram, weight: Tensor, target: Tensor, ranks: Ranks = ALONE, energy: float | None = None
 ) -> float:
-    """||V X - T D||^2 / ||T D||^2 over all groups, from the Grams alone; T D + E in place of T D with a drift E.
+    """||V X - T D||^2 / ||T D||^2 over all groups, from the Grams alone.
 
-    It is 0 if the target's output is zero, and NaN if a weight or a Gram holds NaN.
+    With a drift E, T D + E takes the place of T D. The error is 0 if the target's output is zero, and NaN if a weight
+    or a Gram holds NaN.
 
     Args:
         gram: of the inputs X, and of dense inputs D (X itself without them).

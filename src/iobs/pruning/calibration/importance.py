@@ -1,9 +1,9 @@
 """Importance of a layer's rows to the model's outputs: the joint curvature of layer error and Fisher information.
 
-To second order, errors e_t of a layer's output at tokens t cost the model 1/2 sum_t e_t^T F_t e_t in divergence, with
-the Fisher information F_t = E[g g^T] of the gradients g of the log-likelihood at that output. The joint curvature takes
-one weight w_i for each row i: the mean of 1 and of its relative squared gradient. So the quadratic of the layer is
-sum_i w_i (v_i - c_i) H (v_i - c_i)^T. All rows still share the Gram matrix H, and layers with the same input too.
+To second order, errors e_t of a layer's output at tokens t cost the model 1/2 sum_t e_t^T F_t e_t in divergence.
+F_t = E[g g^T] is the Fisher information of the gradients g of the log-likelihood at that output. The joint curvature
+takes one weight w_i for each row i: the mean of 1 and of its relative squared gradient. So the quadratic of the layer
+is sum_i w_i (v_i - c_i) H (v_i - c_i)^T. All rows still share the Gram matrix H, and layers with the same input too.
 MOONSHOT has both terms in one objective. Weights of rows alone are this library's choice (LOG.md).
 """
 

@@ -51,9 +51,10 @@ class Order:
 def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[Layer, bool], residuals: bool) -> Order:
     """The layers that a stage calls, and the shortcuts of a block; with `residuals` also who adds to one.
 
-    The first run is on the batch of the largest samples, where a loop over positions is longest; of several such
-    batches on the one with the fewest samples. Further batches follow while some layers have not been called, such as
-    experts that receive few tokens. Layers whose weight is the argument of any torch function are marked in `used`.
+    The first run is on the batch of the largest samples, where a loop over positions is longest. Of several such
+    batches, the batch with the fewest samples is first. Further batches follow while some layers have not been called,
+    such as experts that receive few tokens. Layers whose weight is the argument of any torch function are marked in
+    `used`.
     """
     if not layers:
         return Order([], [])

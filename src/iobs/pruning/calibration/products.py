@@ -1,7 +1,7 @@
 """Products: calls of torch functions that multiply two tensors, in one form.
 
-A product has a factor that may be a weight, with its dimensions in the order (batch, rows, columns), and the inputs
-that each of its matrices multiplies, (..., columns). Both factors of a matrix product may be the weight.
+A product has a factor that may be a weight, with its dimensions in the order (batch, rows, columns). It also has the
+inputs that each matrix of the factor multiplies, (..., columns). Both factors of a matrix product may be the weight.
 """
 
 from __future__ import annotations

@@ -99,8 +99,9 @@ class Shortcuts:
 def find_shortcuts(model: nn.Module, calls: Sequence[Call], block: str, layers: Sequence[Layer]) -> list[Shortcut]:
     """The shortcuts of a block, from the module calls of one run: at most one per layer, the outermost module.
 
-    A module qualifies if it holds another matrix than that of the layer, and every layer inside it has been called once
-    before the end of the shortcut. So all these layers are pruned when the input of the shortcut's layer is known.
+    A module qualifies under two conditions. It holds a matrix besides the matrix of the layer, and every layer inside
+    it has been called once before the end of the shortcut. So all these layers are pruned when the input of the
+    shortcut's layer is known.
 
     Args:
         model: the model.

@@ -34,8 +34,9 @@ class Products(TorchFunctionMode):
 
     Args:
         parameters: by full name.
-        heard: called before each product with a parameter: its name, the view that is the matrix, a function that
-            returns the input, and True for one of several matrices in one call.
+        heard: called before each product with a parameter. Its arguments are the name of the parameter, the view that
+            is the matrix, a function that returns the input, and a flag. The flag is True for one of several matrices
+            in one call.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], heard: Heard) -> None:

@@ -12,8 +12,8 @@ def checkpoint_bytes(weights: int, block: int, itemsize: int, recipe: Recipe) ->
     """Most bytes of all entries at one time: at the end of the last block, or of the steps of the network.
 
     Every layer has its last projection, and every block its fit in a window. A block in work has its projections at
-    lower sparsity with the fits between them, and the window before it stays until its own window is stored. Steps of
-    the network have two states while one is written, and then the last state and the result.
+    lower sparsity with the fits between them. The window before it stays until the window of the block is stored. Steps
+    of the network have two states while one is written, and then the last state and the result.
 
     Args:
         weights: number of pruned weights.

@@ -125,8 +125,8 @@ def drift_load(layer: Matrix, tokens: float, passes: float) -> Load:
 def search_load(layer: Matrix, recipe: Recipe, ranks: int = 1) -> Load:
     """One call of the solver on a centred problem, on a rank that has its share of the rows.
 
-    ADMM takes one product of the rows with a square of columns for each iteration, and one inverse for each stage;
-    SparseGPT one factor, and a product with a triangle; magnitude none.
+    ADMM takes one product of the rows with a square of columns for each iteration, and one inverse for each stage.
+    SparseGPT takes one factor, and a product with a triangle. Magnitude takes no product.
     """
     rows, columns = layer.shape[0] / ranks, layer.shape[1]
     square, cube = columns**2, columns**3

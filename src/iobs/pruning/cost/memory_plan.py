@@ -298,8 +298,8 @@ def forward_bytes(layers: Sequence[Matrix], tokens: int, itemsize: int) -> int:
 def gathering_bytes(layer: Matrix, kind: GramKind, tokens: int, itemsize: int, forward: int = 0) -> int:
     """Bytes to compute Grams: float64 sums, and the captured inputs of a batch.
 
-    Besides comes the larger of the activations of a forward pass, `forward`, and of a stripe of a float32 product with
-    float32 copies of inputs in 16 bits.
+    The larger of two sizes is added. One is the activations of a forward pass, `forward`. The other is a stripe of a
+    float32 product, with float32 copies of inputs in 16 bits.
 
     Drift has moments in float64, a product in float32, and residuals of the batch. The first finished Gram of a wide
     layer is in float32 beside its sum. Grams of held-out samples come second, beside the finished ones of the others,
@@ -326,8 +326,9 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: GramKind) -> int:
 
     - with a dense model and held-out samples the ridge regression: the damped Hessian, its factor and eight matrices;
     - the solver, with a damped Hessian, the linear term and the anchor in float32. ADMM's search has the scaled
-      Hessian, an inverse with half of its size besides, the masks and five matrices; its refit one square and seven
-      matrices. Exact elimination has the Hessian, its factor and a copy in float64, or one square and six matrices;
+      Hessian, an inverse with half of its size besides, the masks and five matrices. ADMM's refit has one square and
+      seven matrices. Exact elimination has the Hessian, its factor and a copy in float64, or one square and six
+      matrices;
     - the errors: products of matrices in the dtype of the Grams.
     """
     square, matrix = layer.shape[1] ** 2, layer.weights // layer.groups

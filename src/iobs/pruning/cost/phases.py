@@ -65,8 +65,8 @@ class Work:
         layers: the layers to prune.
         tokens: number of calibration tokens, including held-out ones.
         model_bytes: size of all weights.
-        ranks: number of processes, each with its share of the tokens and of the rows of a layer; with solvers that
-            cannot divide rows, layers with one input are solved at a time, one on each rank.
+        ranks: number of processes, each with its share of the tokens and of the rows of a layer. With solvers that
+            cannot divide rows, layers with one input are solved at the same time, one on each rank.
         vocabulary: number of outputs per token, of a head that a reconstruction runs.
         batch: tokens of a forward pass, besides those of a reconstruction.
         samples: number of samples of these tokens.

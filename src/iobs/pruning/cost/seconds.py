@@ -153,7 +153,7 @@ def _gram_seconds(layer: Layer, costs: Costs, samples: int) -> float:
 def _group_passes(costs: Costs, blocks: int, fit: Samples, one_pass: float) -> float:
     """Seconds of the passes that give all groups of layers with one input their Gram, of one stream.
 
-    Along a chain a group runs the rest of its own block, from the layers that were pruned last; otherwise it runs half
+    Along a chain a group runs the rest of its own block, from the layers that were pruned last. Otherwise it runs half
     of the whole model.
     """
     if not blocks:
@@ -275,8 +275,9 @@ def affordable(
 ) -> FineTune:
     """Raise `steps` towards `most_steps` as far as the budget of multiply-adds allows.
 
-    The budget counts multiply-adds, not seconds, so that the number of steps is the same on every machine: those of the
-    layers to prune, for text those of the whole model, where attention and vocabulary cost more than these layers.
+    The budget counts multiply-adds, not seconds, so that the number of steps is the same on every machine. It counts
+    the multiply-adds of the layers to prune. For text it counts those of the whole model, where attention and
+    vocabulary cost more than these layers.
 
     Args:
         step: fine-tuning.

@@ -32,8 +32,8 @@ _CLOSE = 1.01  # measured times differ by this factor from run to run
 def allocate_widths(work: Workspace, pattern: Structured) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """Groups of every reader with the number of units to keep; for an allocation also the measurements behind it.
 
-    Units that several layers read, or that share a reader with others, are chosen here, by their joint quadratic on
-    the inputs of the dense model. All others are chosen by the solver of their reader.
+    Units that several layers read, or that share a reader with others, are chosen here. Their joint quadratic on the
+    inputs of the dense model decides. All other units are chosen by the solver of their reader.
     """
     sites = work.request.sites
 

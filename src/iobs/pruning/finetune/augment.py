@@ -148,7 +148,8 @@ def label_preserving(model: nn.Module, part: Samples, seed: int) -> FlipShift | 
     """The strongest augmentation that leaves most predictions of a model unchanged.
 
     Mirroring is tested alone and must leave 90 % of the predictions. Then shifts by an eighth of the side, by a
-    sixteenth and by one pixel are tested, and the largest that leaves 75 % is taken. Text and features give None.
+    sixteenth and by one pixel are tested. The largest shift that leaves 75 % of the predictions is taken. Text and
+    features give None.
 
     Args:
         model: the dense model, in eval mode.

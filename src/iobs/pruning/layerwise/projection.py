@@ -86,8 +86,8 @@ class Projection:
     def project(self, group: Group) -> None:
         """Prune the layers of a group; layers in the checkpoint are read from there.
 
-        With several ranks every rank solves some rows of each layer; or one layer for each rank is solved at a time, if
-        that leaves no rank without a layer, or if the rows of a layer cannot be divided.
+        With several ranks every rank solves some rows of each layer. But each rank solves one layer at a time if no
+        rank is then left without a layer. Layers whose rows cannot be divided are always solved so.
         """
         left = [layer for layer in group.layers if key_of(self.index, layer, self.level) not in self.checkpoint]
         for layer in group.layers:

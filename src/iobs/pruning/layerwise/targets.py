@@ -14,7 +14,9 @@ from iobs.pruning.store import Store
 
 @dataclass(frozen=True)
 class Target:
-    """The output T D that a layer V X should match: ||V X - T D||^2; with a drift E of the residual, T D + E.
+    """The output T D that a layer V X should match: ||V X - T D||^2.
+
+    With a drift E of the residual the layer should match T D + E.
 
     Attributes:
         teacher: (scoring, dense) -> the model whose layer inputs are D; None: D = X, the layer's own input. `dense`

@@ -190,9 +190,10 @@ def linear_maps() -> tuple[type[nn.Module], ...]:
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every prunable matrix of a model.
 
-    These are the weights of Linear, Conv1d-3d, GPT-2's Conv1D and their subclasses, fused experts, the projections of
-    nn.MultiheadAttention, and the gates and projections of LSTM, GRU and RNN and their cells. Matrices that an observed
-    forward pass of this model multiplied (`found_by_use`) come after them, in place of layers of the same parameters.
+    These are the weights of Linear, Conv1d-3d, GPT-2's Conv1D and their subclasses, and of fused experts. They are also
+    the projections of nn.MultiheadAttention, and the gates and projections of LSTM, GRU and RNN and their cells.
+    Matrices that an observed forward pass of this model multiplied (`found_by_use`) come after them, in place of layers
+    of the same parameters.
     """
     names = {name for name, _ in model.named_parameters()}
     found = [layer for layer in _FOUND.get(model, ()) if layer.key in names]

@@ -18,14 +18,14 @@ class Allocation:
     """Sparsity per layer under one global count.
 
     Args:
-        criterion: "uniform": every layer has the same sparsity. The others weigh every layer's error curve: "error" by
-            the inverse of its output's energy; "fisher" by the mean squared gradient of the log-likelihood with respect
-            to its output; "block" by the error of its block's output when the layer alone is pruned, with one block
-            in memory at a time; "kl" by the divergences measured when the layer alone is pruned; "evolve" starts from
-            "kl" and moves weights between layers while the divergence of the whole network falls. "auto" is "evolve"
-            where the Grams of all layers fit into memory, enough samples can judge, and no steps of the whole network
-            follow, block by block; otherwise "kl". It is "uniform" where the pattern fixes the count of every layer,
-            and "block" where one block is in memory at a time.
+        criterion: "uniform": every layer has the same sparsity. The others weigh every layer's error curve. "error": by
+            the inverse of its output's energy. "fisher": by the mean squared gradient of the log-likelihood with
+            respect to its output. "block": by the error of its block's output when the layer alone is pruned, with one
+            block in memory at a time. "kl": by the divergences measured when the layer alone is pruned. "evolve":
+            starts from "kl" and moves weights between layers while the divergence of the whole network falls. "auto":
+            "evolve" where all Grams fit into memory, enough samples can judge, and no steps of the whole network
+            follow, block by block. Otherwise it is "kl". It is "uniform" where the pattern fixes the count of every
+            layer, and "block" where one block is in memory at a time.
         least: lowest sparsity of any layer.
         most: highest sparsity of any layer; None lets a layer keep an eighth of what the mean layer keeps.
         bounds: (least, most) sparsity by name pattern of layers, shell style or "re:..."; the last match wins.

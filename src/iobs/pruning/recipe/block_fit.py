@@ -27,16 +27,16 @@ class BlockFit:
         epochs: most passes of a fit over the calibration samples, which limits `steps` and `network_steps`; None: no
             limit.
         lr: learning rate of Adam, or "auto": short trials on the first block choose it on held-out samples.
-        batch_size: samples per step. "auto": 1,024 tokens of text, or 16 samples of other data; half of the short
-            windows that a causal model gets are joined, so that later positions are fitted too.
+        batch_size: samples per step. "auto": 1,024 tokens of text, or 16 samples of other data. Half of the short
+            windows that a causal model gets are then joined, so that later positions are fitted too.
         last: loss of the last window. "kl": the KL divergence of the network's outputs. "mse": as for other windows.
         network_steps: gradient steps of the whole network after the last window, block by block; 0 for none. Where a
             recipe has them and fine-tuning too, text takes these steps alone, and other data the fine-tuning alone.
         network_lr: learning rate of these steps, or "auto": short trials choose it on held-out samples.
-        sampled: windows of text per calibration window that the dense model samples; they are added to the calibration
-            samples, so that many steps do not overfit few windows. It needs a causal language model in memory, and
-            windows of equal length without padding; "auto" is 2 where this is so, up to 2^17 tokens of
-            calibration text, otherwise 0. Held-out samples stay as they are.
+        sampled: windows of text per calibration window that the dense model samples. They are added to the calibration
+            samples, so that many steps do not overfit few windows. Sampling needs a causal language model in memory,
+            and windows of equal length without padding. "auto" is 2 where this is so, up to 2^17 tokens of calibration
+            text, otherwise 0. Held-out samples stay as they are.
         halves: True: half-blocks take the place of blocks, the attention and the perceptron, so that one of them is in
             memory at a time. Steps of the whole network have the same gradient.
 

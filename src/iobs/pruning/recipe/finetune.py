@@ -43,8 +43,9 @@ class FineTune:
         batch_size: samples per step. None: the calibration batches unchanged. "auto": 64 samples, or a tenth of all
             samples if that is less, but at least 16; for text 2048 tokens.
         augment: (batch, torch.Generator) -> batch, applied before each use. "auto": mirror and shift images as far as
-            the dense model's predictions stay the same. With the losses "kl" and "block" it also mixes two samples
-            of real numbers, or samples half of the windows of text from the dense causal model. None: no augmentation.
+            the dense model's predictions stay the same. With the losses "kl" and "block" it also mixes two samples of
+            real numbers. With these losses it samples half of the windows of text from the dense causal model. None: no
+            augmentation.
 
     Raises:
         ProblemError: a setting is outside its range.

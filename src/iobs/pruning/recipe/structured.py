@@ -13,7 +13,7 @@ from iobs.solvers.families import GRID_SOLVERS, SOLVERS, UNIT_SOLVERS
 _OF_ENTRIES = tuple(kind for kind in (*SOLVERS.values(), *GRID_SOLVERS.values()) if isinstance(kind, type))
 
 # One projection that repairs the residual stream, with the bias as a free column. "best" adds gradient steps on the KL
-# divergence to the dense network, in eval mode: batch norms keep their statistics, which the exact refit relies on.
+# divergence to the dense network, in eval mode. Batch norms keep their statistics, which the exact refit relies on.
 _ONE_SHOT = Recipe(target="residual", damping=1e-3)
 _POLISH = FineTune(
     lr="auto",

@@ -1,9 +1,9 @@
 """Results of block reconstruction in a checkpoint, of which only those stay that a resumed run reads.
 
 A window of blocks has an entry for each block, and one entry more that names it complete. The fit of the next window
-replaces the entries of the blocks that both share. Once the window that ends with a block is fitted, the block's
-projections at lower sparsity, and the fits between them, are not needed any more: a resumed run takes the last
-projection of the block and the window.
+replaces the entries of the blocks that both share. Once the window that ends with a block is fitted, a resumed run
+takes the last projection of the block and the window. The block's projections at lower sparsity, and the fits between
+them, are not needed any more.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from iobs.pruning.runtime.checkpoint import Checkpoint
 class StoredFits:
     """Entries of one walk along the blocks.
 
-    A fit is named by its block and its level: None is the window that ends with the block, a number is the fit of the
-    block alone after its projection at that level.
+    A fit is named by its block and its level. Level None is the fit of the window that ends with the block. A number is
+    the fit of the block alone after its projection at that level.
 
     Args:
         checkpoint: of the run.

@@ -22,8 +22,8 @@ if sys.platform != "win32":
 _STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
 _INTERVAL = 0.02  # seconds between two measurements
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
-# Bytes from which a block is mapped on its own, and bytes of free memory at the end of the heap that are returned to
-# the system (-1: never). The defaults are the values at which glibc's own adaptation ends.
+# First: bytes from which a block is mapped on its own. Second: bytes of free memory at the end of the heap that are
+# returned to the system (-1: never). The defaults are the values at which glibc's own adaptation ends.
 _DEFAULT, _RETURN, _REUSE = (32 << 20, 64 << 20), (1 << 20, 2 << 20), (1 << 30, -1)
 _thresholds = _DEFAULT  # the current values, which glibc does not report
 

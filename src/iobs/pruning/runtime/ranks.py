@@ -2,7 +2,7 @@
 
 Under `torchrun` every rank holds the model and sees its own share of the calibration batches. Grams are summed in
 float64, so that every rank has the Gram of a single process. Either layers with the same input are solved at the same
-time, one on each rank, or every rank solves some rows of each layer; the weights are broadcast.
+time, one on each rank, or every rank solves some rows of each layer. The weights are broadcast.
 """
 
 from __future__ import annotations

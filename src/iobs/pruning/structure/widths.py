@@ -30,8 +30,8 @@ class Width:
     Args:
         sites: names of the sites.
         fields: the values that follow; none for a model that is not built from a configuration.
-        bias: name of the field, with the name of its configuration before it, that gives all readers a bias; None if
-            they have one or cannot have one.
+        bias: name of the field that gives all readers a bias, with the name of its configuration before it. None if the
+            readers have a bias or cannot have one.
         counts: numbers of units, ascending, that the class can load; None: any number. Classes that divide the hidden
             size by the number of heads load its divisors only.
     """

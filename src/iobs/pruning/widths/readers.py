@@ -3,7 +3,8 @@
 Removing a unit that several layers read costs the sum of their losses. Each loss is divided by the squared output of
 its layer, so that all layers count alike. The sum is one quadratic on the columns of all layers side by side. Its
 Hessian has one block for each layer, and each unit is one group of columns. Columns that belong to no unit of the site
-are always kept, and are eliminated beforehand: H_UU - H_UF H_FF^-1 H_FU for the columns U of units and F of others.
+are always kept, and are eliminated beforehand. This leaves H_UU - H_UF H_FF^-1 H_FU for the columns U of units and F of
+others.
 """
 
 from __future__ import annotations
