@@ -20,12 +20,12 @@ from iobs.errors import PatternError, is_a
 class Groups:
     """Whole groups of columns: a group is kept in all rows or removed from all rows.
 
-    A group holds the columns of one unit: 9 of a channel that a 3 x 3 convolution reads, 1 of a neuron, head_dim of an
-    attention head.
+    A group holds the columns of one unit. A channel that a 3 x 3 convolution reads has 9 columns, a neuron has 1, and
+    an attention head has head_dim.
 
     Args:
-        index: number of columns in each group of neighbouring columns; or the group of every column, whole numbers
-            from 0 without gaps, as a sequence or a tensor (columns,).
+        index: number of columns in each group of neighbouring columns. Or a sequence or a tensor (columns,) with the
+            group of every column, in whole numbers from 0 without gaps.
         keep: exact number of groups to keep.
         sparsity: share of groups to remove in [0, 1), read as a decimal; alternative to `keep`.
         multiple_of: the number of kept groups is a multiple of this, such as 8 or 16. With `sparsity` it is the nearest

@@ -14,8 +14,8 @@ from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured
 from iobs.errors import PatternError
 
 SCALE_BITS = 16
-# 16-bit numbers beside the quotient that may be the scale of rounded products, in the dtype of the weights and in the
-# other one: float32 weights with float16 scales may be written as bfloat16.
+# Number of 16-bit numbers on each side of the quotient that may be the scale of rounded products. First in the dtype of
+# the weights, then in the other 16-bit dtype: float32 weights with float16 scales may be written as bfloat16.
 _NEIGHBOURS, _FAR_NEIGHBOURS = 2, 8
 
 

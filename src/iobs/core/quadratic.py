@@ -2,7 +2,8 @@
 
     q(v) = 1/2 v H v^T - b v^T     for every row v of V
 
-The linear term b is stored instead of the centre c, c H = b: b needs no inverse of H and exists for singular H.
+The linear term b is stored instead of the centre c, where c H = b. The term b needs no inverse of H, and exists for
+singular H.
 """
 
 from __future__ import annotations

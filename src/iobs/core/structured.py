@@ -37,8 +37,8 @@ class Structured:
             larger width costs too much. A measured time may be a hundredth above the rest. If no network was fast
             enough, the fastest that was measured is returned, and a note says so. Of blocks and experts `sparsity` is
             the share of their number, rounded.
-        of: the cost: "macs" (multiplications by weights), "parameters" (entries of weight matrices), or "latency"
-            (measured time of one sample on this machine, with the threads of torch).
+        of: the cost. "macs": multiplications by weights. "parameters": entries of weight matrices. "latency": measured
+            time of one sample on this machine, with the threads of torch.
         multiple_of: the channels or neurons that a layer keeps are a multiple of this, such as 8 or 16. A layer may
             also stay as it is. Heads are not aligned.
         uniform: True: layers with the same kind and number of units keep the same number. False: every layer has its

@@ -100,9 +100,9 @@ def read_table(
         file: .csv (also .tsv), .parquet, or .npz with arrays X and y, or with one array per column.
         target: name of the column to be explained; it may hold text.
         drop: names of columns to leave out.
-        missing: what to do about missing values: "error"; "drop" leaves out their rows; "mean" puts the mean of the
-            column, with a column of 0 and 1 that marks them, or a level of their own for categories. Rows without a
-            target are left out by both.
+        missing: "error" refuses missing values. "drop" leaves out their rows. "mean" puts the mean of the column, and a
+            column of 0 and 1 marks them; in categories they are a level of their own. Both leave out rows without a
+            target.
         categories: names of columns of numbers that are categories.
         aside: names of columns of numbers that are not in X but in `Table.aside`; rows that lack one are left out.
 

@@ -26,7 +26,7 @@ def embedded_text(split: Split) -> list[str]:
 
     The topics come from `pydoc_data.topics` of the running Python. Their wording differs slightly between Python
     versions. The split depends on the topic name only, so topics used to train the embedded model are never held out.
-    Topics quote each other: a paragraph stays in the first split that contains it, in the order held-out, calibration,
+    Topics quote each other. A paragraph stays in the first split that contains it, in the order held-out, calibration,
     train, and is removed from the others.
 
     Raises:

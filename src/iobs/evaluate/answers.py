@@ -31,8 +31,8 @@ def answer(
         progress: called with (questions done, total).
 
     Returns:
-        The accuracy (0 to 1) by subject and, as `average`, over all questions; and the number of prompts longer than
-        the model's context, whose beginning was cut off.
+        The accuracy (0 to 1) by subject and, as `average`, over all questions. The second value is the number of
+        prompts longer than the model's context. Their beginning was cut off.
 
     Raises:
         ModelError: the model has no tokenizer, or its tokenizer does not encode the letters as separate tokens.

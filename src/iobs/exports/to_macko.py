@@ -57,9 +57,9 @@ def packed(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         weight: (rows, columns), float16.
 
     Returns:
-        Values, float16, padded by zeros to a multiple of 8; counts of zeros before each value, uint8, two in a byte,
-        the first one in its lower half; for each row the place of its first value, and at the end their number,
-        int32, (rows + 1,); the numbers of rows and of columns, int32, each of shape (1,).
+        Values, float16, padded by zeros to a multiple of 8. Counts of zeros before each value, uint8, two in a byte,
+        the first one in its lower half. For each row the place of its first value, and at the end the number of values,
+        int32, (rows + 1,). The numbers of rows and of columns, int32, each of shape (1,).
     """
     rows, columns = weight.shape
     dense = weight.numpy()

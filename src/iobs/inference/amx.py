@@ -1,7 +1,7 @@
 """Operations of AMX, the matrix registers of newer x86 CPUs, as functions of compiled code.
 
-A register holds 16 rows of 64 bytes. Registers 0 to 3 are sums of 2 x 2 pairs: two registers with 16 rows of weights
-each (4 and 5), and two with 16 tokens each (6 and 7). A register in memory takes 1,024 bytes, row after row.
+A register holds 16 rows of 64 bytes. Registers 4 and 5 hold 16 rows of weights each, registers 6 and 7 hold 16 tokens
+each. Registers 0 to 3 are the sums of their 2 x 2 pairs. A register in memory takes 1,024 bytes, row after row.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ class StoredMatrix:
         format: name of the format.
         rows: number of rows.
         columns: number of columns.
-        tensors: the contents, on the CPU. "mask": int64 (rows, blocks); "values": uint8, one dimension; "starts":
-            int64 (rows + 1), the first byte of each row in "values"; "scales": bfloat16 (rows, groups); "corrections":
-            float32 (rows), 128 times the sum of the row; "levels": int8 (16); "indices": int16, bits of uint16.
+        tensors: the contents, on the CPU. "mask": int64 (rows, blocks). "values": uint8, one dimension. "starts": int64
+            (rows + 1), the first byte of each row in "values". "scales": bfloat16 (rows, groups). "corrections":
+            float32 (rows), 128 times the sum of the row. "levels": int8 (16). "indices": int16, bits of uint16.
     """
 
     format: FormatName

@@ -22,7 +22,7 @@ def generated(
         prompt: token ids, (1, length).
         tokens: greatest number of new tokens.
         stop: ids that end the text; they are yielded too.
-        form: format of the layers that stayed dense, for one compiled call a token where the model allows it (see
+        form: format of the layers that stayed dense. Each token is one compiled call, if the model allows it (see
             `decodable.undecodable`) and attends to the whole text. None: the model computes each token itself.
 
     Raises:

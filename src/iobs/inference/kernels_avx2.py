@@ -8,7 +8,7 @@ same activations once they are read, and the memory is read in two streams. bitm
 
 The loops over groups are written out here and for AVX-512: a machine with both runs both in one process, where tests
 compare them. One frame that takes the operations as arguments would have to give the same machine code on both kinds of
-processor, and each can be timed on its own kind alone.
+processor. The code of each kind can be timed on that kind alone.
 """
 
 from __future__ import annotations

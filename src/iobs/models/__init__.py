@@ -44,8 +44,9 @@ def load(
 
     Args:
         spec: a directory, a Hugging Face name, `timm:NAME`, `FILE.py:function`, or None for the embedded model.
-        dtype: dtype of the weights; None keeps the stored dtype, except that 16 bits become float32 on a CPU that
-            computes slowly in them: float16 on every CPU, bfloat16 on one without instructions for it.
+        dtype: dtype of the weights. None keeps the stored dtype, but 16-bit weights become float32 on a CPU that
+            computes slowly in their dtype. This holds for float16 on every CPU, and for bfloat16 on a CPU without
+            instructions for it.
         device: device of the weights.
         allow_pickle: also read pickled weights. Loading them can run arbitrary code.
         trust_remote_code: also run code that comes with the weights.

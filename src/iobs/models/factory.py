@@ -75,7 +75,7 @@ def call_function(spec: str, finish: Callable[[object], object] = lambda value: 
     Args:
         spec: FILE.py:function.
         finish: applied to the result. Further steps that run the user's code (such as drawing from a generator) belong
-            here: inside `finish` that code can import its neighbours, and its errors name the file.
+            here. Inside `finish` that code can import its neighbours, and its errors name the file.
 
     Raises:
         ModelError: as `load_function`, or the function or `finish` fails.

@@ -49,8 +49,9 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
     """Yield a temporary directory that becomes `directory` on success and is removed on failure or Ctrl-C.
 
     A new directory appears by one rename. An existing directory may be a mount point, the current directory or the
-    target of a link, which cannot be renamed: the files are moved into it at the end. Temporary directories that killed
-    processes left for the same output are removed at the start; a running process keeps its directory locked.
+    target of a link, which cannot be renamed. The files are therefore moved into an existing directory at the end.
+    Temporary directories that killed processes left for the same output are removed at the start; a running process
+    keeps its directory locked.
 
     Args:
         directory: the output directory.

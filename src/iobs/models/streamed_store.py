@@ -108,8 +108,8 @@ class StreamedStore(BlockwiseStore):
             device: of the computations.
             arithmetic: dtype of the computations in blocks; see `StreamedModel.open`.
             streams: place of the hidden states between blocks, and of the parameters that steps of the whole network
-                change: "device", "memory" (page-locked for a GPU), "disk" (mapped files beside the output), or "auto":
-                the first of them with enough room; the disk for a CPU.
+                change. "device", "memory" (page-locked for a GPU) or "disk" (mapped files beside the output). "auto":
+                the first of them with enough room, but the disk for a CPU.
 
         Raises:
             ModelError: as `StreamedModel.open`.

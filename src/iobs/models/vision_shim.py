@@ -1,8 +1,8 @@
 """Make torchvision importable if its compiled operators do not match this torch.
 
 The torchvision wheel of the public registry is a CUDA build. Beside a CPU build of torch its import raises
-``RuntimeError: operator torchvision::nms does not exist``, and with it every import of timm and of every transformers
-model. Declaring the two operators that torchvision registers shapes for at import is enough; only detection
+``RuntimeError: operator torchvision::nms does not exist``. Every import of timm and of every transformers model then
+raises it too. Declaring the two operators that torchvision registers shapes for at import is enough; only detection
 operators (non-maximum suppression) stay unusable.
 """
 

@@ -275,8 +275,8 @@ def starred(rows: list[Row], lowest: bool) -> list[Row]:
 def chosen(table: Mapping[str, Settings], request: Request) -> dict[str, Settings]:
     """A table's settings as the request changes them: all of it, or only the entry that the user's model belongs to.
 
-    A model belongs to the entry whose name is part of its own and whose size, where it states one, is its own: the
-    published figures of Llama-2 are of 7B. Any other takes the first entry's settings.
+    A model belongs to the entry whose name is part of the model's name. A size that the model's name states must be the
+    size of the entry: the published figures of Llama-2 are of 7B. Any other model takes the first entry's settings.
     """
     entries = dict(table)
     if request.model is not None:

@@ -28,7 +28,7 @@ class MergedMatrix:
         entries: number of its entries.
         zeros_before: zeros of the base.
         zeros_after: zeros after the merge.
-        dropped: share of the adapter's squared update that fell on zeros of the base and was left out; 0 if the
+        dropped: share of the adapter's squared update that fell on zeros of the base and was left out. It is 0 if the
             adapters were trained under `mask_adapters`, or if the zeros were not kept.
     """
 
@@ -89,8 +89,8 @@ class MaskedAdapters:
 def mask_adapters(model: PeftModel) -> MaskedAdapters:
     """Let LoRA adapters of linear layers act only where the base model is not zero.
 
-    A layer then computes `x (W + M * s B A)^T`, with M zero at the zeros of W (the MaskLoRA of Zimmer et al., 2023,
-    arXiv:2312.15230). So `merge_adapters` changes no output, up to rounding. Every forward pass of an adapted layer
+    A layer then computes `x (W + M * s B A)^T`, with M zero at the zeros of W. So `merge_adapters` changes no output,
+    up to rounding. This is MaskLoRA (Zimmer et al., 2023, arXiv:2312.15230). Every forward pass of an adapted layer
     forms one matrix of the shape of W, and the backward pass another.
 
     Args:
