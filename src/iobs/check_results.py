@@ -16,7 +16,9 @@ import iobs
 from iobs.core.patterns import NM, Grid, Pattern, Unstructured
 from iobs.core.quadratic import Quadratic
 from iobs.errors import first_line
+from iobs.pruning.blockwise.offloaded import OffloadedStore
 from iobs.pruning.recipe import BlockFit, Recipe
+from iobs.pruning.store import Store
 from iobs.solvers import SOLVERS
 
 Found = TypeVar("Found")
@@ -93,22 +95,24 @@ def _solved(
 
 
 def network_checks(device: torch.device) -> Iterator[Check]:
-    """Compare pruned networks: one shot, residual targets, block reconstruction, and bfloat16 on the device."""
+    """Compare pruned networks: one shot, residual targets, block reconstruction, bfloat16, and blocks that visit."""
     loaded = iobs.load().module
     vocabulary = next(loaded.parameters()).shape[0]
     tokens = torch.randint(3, vocabulary, (24, 64), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": part} for part in torch.split(tokens, 4)]
     fit = BlockFit(masks=1, steps=4, lr=1e-3, network_steps=2, network_lr=1e-4)
     shot = Recipe.preset("one-shot")
+    blocks = shot.but(target="residual", solver="sparsegpt", blocks=fit)
     runs = {
-        "own outputs as targets": (shot.but(target="layer"), torch.float32, _MASKS),
-        "residual targets": (shot.but(target="residual"), torch.float32, _MASKS),
-        "block reconstruction": (shot.but(target="residual", solver="sparsegpt", blocks=fit), torch.float32, _MASKS),
-        "residual targets, bfloat16": (shot.but(target="residual"), torch.bfloat16, 0.9),
+        "own outputs as targets": (shot.but(target="layer"), torch.float32, _MASKS, _resident),
+        "residual targets": (shot.but(target="residual"), torch.float32, _MASKS, _resident),
+        "block reconstruction": (blocks, torch.float32, _MASKS, _resident),
+        "block reconstruction, blocks visit the device": (blocks, torch.float32, _MASKS, OffloadedStore),
+        "residual targets, bfloat16": (shot.but(target="residual"), torch.bfloat16, 0.9, _resident),
     }
-    for title, (recipe, dtype, masks) in runs.items():
+    for title, (recipe, dtype, masks, place) in runs.items():
         name = f"prune, {title}"
-        yield _checked(name, partial(_network_check, name, loaded, data, recipe, device, dtype, masks))
+        yield _checked(name, partial(_network_check, name, loaded, data, recipe, device, dtype, masks, place))
 
 
 def _network_check(
@@ -119,16 +123,27 @@ def _network_check(
     device: torch.device,
     dtype: torch.dtype,
     masks: float,
+    place: Callable[[nn.Module, torch.device], Store],
 ) -> Check:
-    here = _pruned(loaded, data, recipe, torch.device("cpu"), torch.float32)
-    return _compared(name, loaded, here, _pruned(loaded, data, recipe, device, dtype), data, masks)
+    here = _pruned(loaded, data, recipe, torch.device("cpu"), torch.float32, _resident)
+    return _compared(name, loaded, here, _pruned(loaded, data, recipe, device, dtype, place), data, masks)
+
+
+def _resident(model: nn.Module, device: torch.device) -> Store:
+    """The store of a model that is whole on the device."""
+    return Store(model.to(device))
 
 
 def _pruned(
-    loaded: nn.Module, data: list[dict[str, Tensor]], recipe: Recipe, device: torch.device, dtype: torch.dtype
+    loaded: nn.Module,
+    data: list[dict[str, Tensor]],
+    recipe: Recipe,
+    device: torch.device,
+    dtype: torch.dtype,
+    place: Callable[[nn.Module, torch.device], Store],
 ) -> dict[str, Tensor]:
-    model = copy.deepcopy(loaded).to(device, dtype)
-    iobs.prune(model, data, 0.5, recipe, holdout=0.0)
+    model = copy.deepcopy(loaded).to(dtype)
+    iobs.prune(place(model, device), data, 0.5, recipe, holdout=0.0)
     return {name: value.detach().to("cpu", torch.float32) for name, value in model.state_dict().items()}
 
 

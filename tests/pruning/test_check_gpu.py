@@ -102,7 +102,7 @@ def test_error_of_a_kernel_is_a_failed_check_and_the_rest_is_written(tiny, monke
     found = json.loads((tmp_path / "found.json").read_text())
     bad = {one["name"]: one["detail"] for one in found["checks"] if not one["passed"]}
     assert bad["times of one block"] == "RuntimeError: no kernel image"
-    assert sum(name.startswith("prune,") for name in bad) == 4
+    assert sum(name.startswith("prune,") for name in bad) == 5
     assert found["predicted"] == {}
 
 
