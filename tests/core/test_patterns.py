@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from iobs.core.patterns import NM, Unstructured, keep_count, parse, share, top_mask
+from iobs.core.thresholds import smallest_kept, smallest_kept_by_bits
 from iobs.errors import PatternError
 
 PATTERNS = [Unstructured(0.5), Unstructured(0.3, per="row"), Unstructured(keep=7), NM(2, 4), NM(1, 8), NM(4, 4)]
@@ -33,6 +34,25 @@ def test_top_mask_is_exact_if_long_groups_have_ties():
     tied = (scores == scores[mask].min()).flatten()
     kept = mask.flatten()[tied]
     assert torch.equal(kept, torch.arange(len(kept)) < kept.sum())  # the lower index wins
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["normal", "ties", "tiny", "zeros", "infinite"])
+def test_threshold_by_bits_is_that_of_a_selection(dtype, kind):
+    scores = torch.randn(3, 200, dtype=torch.float64)
+    if kind == "ties":
+        scores = (scores * 2).round()
+    if kind == "tiny":
+        scores *= torch.finfo(dtype).tiny / 3  # subnormal numbers
+    if kind == "zeros":
+        scores = torch.where(scores > 0, 0.0, -0.0)
+    if kind == "infinite":
+        scores[:, ::3], scores[:, 1::3] = torch.inf, -torch.inf
+    scores = scores.to(dtype)
+    for keep in (1, 2, 67, 100, 199, 200):
+        wanted = scores.sort(descending=True).values[:, keep - 1 : keep]
+        assert torch.equal(smallest_kept_by_bits(scores, keep), wanted)
+        assert torch.equal(smallest_kept(scores, keep), wanted)
 
 
 @given(st.integers(1, 10_000), st.integers(0, 999))

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 from solver_problems import random_problem
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import iobs
 from iobs.core.grids import over_columns
@@ -50,6 +51,33 @@ def test_moves_on_a_grid_numba_equals_torch(name, arguments, dtype):
     torch.testing.assert_close(numba.gradient, plain.gradient, rtol=slack, atol=slack)
     exact = problem.gradient(plain.weight.double()).to(dtype)
     torch.testing.assert_close(plain.gradient, exact, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("of", [4, 24])
+def test_exchanges_of_a_few_rows_at_a_time_are_those_of_all_rows(monkeypatch, of):
+    _, (together, apart) = rows_for(0)
+    descend.exchange_entries_torch(together, of, 6, 9)
+    monkeypatch.setattr(descend, "_MOST_PAIRS", 300)
+    descend.exchange_entries_torch(apart, of, 6, 9)
+    for name in ("weight", "gradient", "mask"):
+        assert torch.equal(getattr(together, name), getattr(apart, name))
+
+
+def test_exchanges_within_small_groups_take_the_memory_of_pairs_within_groups():
+    _, (rows, _) = rows_for(0)
+
+    class Largest(TorchDispatchMode):
+        entries = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor):
+                self.entries = max(self.entries, found.numel())
+            return found
+
+    with Largest() as largest:
+        descend.exchange_entries_torch(rows, 4, 6, 9)
+    assert largest.entries == rows.weight.numel() * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

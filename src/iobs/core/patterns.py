@@ -18,6 +18,7 @@ from torch import Tensor
 from iobs.core.partition import Partition
 from iobs.core.shared_rows import is_spanning, spanning_mask
 from iobs.core.structured import Structured
+from iobs.core.thresholds import smallest_kept
 from iobs.errors import PatternError, is_a
 
 
@@ -296,10 +297,11 @@ def top_mask_of(scores: Tensor, groups: Partition) -> Tensor:
     if groups.size <= 32:  # one batched stable sort is fastest for short groups
         order = table.sort(dim=1, descending=True, stable=True).indices[:, : groups.keep]
         return torch.zeros_like(table, dtype=torch.bool).scatter_(1, order, True).reshape(shape)
-    threshold = table.kthvalue(groups.size - groups.keep + 1, dim=1, keepdim=True).values
+    threshold = smallest_kept(table, groups.keep)
     mask = table > threshold
     # Entries equal to the threshold fill the remaining count, lowest index first.
     tied = table == threshold
     missing = groups.keep - mask.sum(1, keepdim=True)
-    mask |= tied & (tied.cumsum(1) <= missing)
+    count = torch.int32 if groups.size < 2**31 else torch.int64
+    mask |= tied & (tied.cumsum(1, dtype=count) <= missing)
     return mask.reshape(shape)

@@ -2,7 +2,11 @@
 
 import math
 
-from iobs.pruning.reconstruction.rates import useful_rate
+import pytest
+
+from iobs.errors import NonFiniteError
+from iobs.pruning.reconstruction.rates import RateTrials, useful_rate
+from iobs.pruning.runtime.checkpoint import Checkpoint
 
 
 def test_larger_rate_with_nearly_the_best_gain_is_taken():
@@ -18,3 +22,42 @@ def test_rate_without_gain_is_not_taken_where_all_losses_are_close():
 def test_least_loss_is_taken_where_no_trial_gains():
     assert useful_rate({1e-4: 1.1, 3e-4: 1.2, 1e-3: math.inf}, before=1.0) == 1e-4
     assert useful_rate({}, before=1.0) is None
+
+
+class Quadratic:
+    """Steps that move a number by their rate towards `wanted`; the loss is the squared distance."""
+
+    def __init__(self, wanted, diverges=()):
+        self.wanted, self.diverges = wanted, diverges
+        self.undo()
+
+    def undo(self):
+        self.value = 0.0
+
+    def run(self, steps, rate):
+        if rate in self.diverges:
+            raise NonFiniteError("infinite")
+        self.value += steps * rate
+
+    def loss(self):
+        return (self.value - self.wanted) ** 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "diverges", "tried", "rate"),
+    [
+        (1.0, (), ["0.01", "0.1", "1"], 0.1),  # a usual rate gains: no lower rate is tried
+        (0.01, (), ["0.01", "0.004", "0.001"], 0.001),  # the first lower rate that gains is the last one
+        (0.01, (0.01, 0.004), ["0.001"], 0.001),
+        (-1.0, (), ["0.01", "0.004", "0.001", "0.0004"], 0.0004),  # no rate gains
+    ],
+)
+def test_lower_rates_are_tried_until_one_gains_where_no_usual_rate_does(wanted, diverges, tried, rate):
+    told = []
+    trials = RateTrials("rate", (0.01, 0.1, 1.0), 10, (0.004, 0.001, 0.0004))
+    fit = Quadratic(wanted, diverges)
+    found = trials.choose(fit, fit.loss(), Checkpoint(), "key", lambda *given: told.append(given[1:]))
+    assert found["rate"] == rate
+    assert [one.split(":")[0] for one in found["text"].split("trials ")[1].split(", ")] == tried
+    assert fit.value == 0.0
+    assert all(count == 6 for _, count in told)

@@ -145,7 +145,7 @@ def need(
         blocks=network.blocks,
     )
     outside = network.outside * network.itemsize if fit is not None else 0
-    found = {name: outside + peak for name, peak in peaks(sizes, recipe, holdout > 0).items()}
+    found = {name: outside + peak for name, peak in peaks(sizes, recipe, holdout > 0, on_gpu=True).items()}
     work = Work(
         network.layers,
         tokens,

@@ -176,7 +176,7 @@ def kind_of(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool) -> GramKi
     return GramKind(2 if holdout else 1, recipe.target != "layer", width, centred, parked)
 
 
-def peaks(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool = False) -> dict[str, int]:
+def peaks(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool = False, on_gpu: bool = False) -> dict[str, int]:
     """Peak bytes of every phase, besides the weights outside the blocks and the hidden states between blocks.
 
     Args:
@@ -184,19 +184,20 @@ def peaks(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool = False) -> 
         recipe: how to prune.
         holdout: True if samples are held out, which have Grams of their own; so have those that judge an allocation.
         parked: finished Grams of wide layers are in mapped files.
+        on_gpu: the device of the computations is a GPU.
     """
     fit, held, layers, itemsize = recipe.blocks, held_blocks(recipe), sizes.layers, sizes.itemsize
     kind = kind_of(sizes, recipe, holdout, parked)
     weights, tokens = held.blocks * itemsize * sizes.block, sizes.tokens if fit is None else sizes.step_tokens
     found = {
         "Grams": weights + max(_gathering(layer, layers, kind, tokens, itemsize) for layer in layers),
-        "solves": weights + max(solving_bytes(layer, recipe, kind) for layer in layers),
+        "solves": weights + max(solving_bytes(layer, recipe, kind, on_gpu) for layer in layers),
     }
     if as_allocation(recipe.allocation).criterion != "uniform":
         curves = GramKind(2, parked=parked)  # other samples judge the solutions, which match their own outputs
         tokens = min(sizes.tokens, CURVE_TOKENS)
         gathering = max(_gathering(layer, layers, curves, tokens, itemsize) for layer in layers)
-        solving = max(solving_bytes(layer, recipe, curves) for layer in layers)
+        solving = max(solving_bytes(layer, recipe, curves, on_gpu) for layer in layers)
         found["allocation"] = weights + max(gathering, solving)
     step = 2 * forward_bytes(layers, sizes.step_tokens, itemsize)
     scores = sizes.step_tokens * sizes.vocabulary
@@ -267,8 +268,9 @@ def plan(
     found = {} if rates is None else phases(work, recipe, rates)
     kind = kind_of(sizes, recipe, holdout > 0, parked)
     shapes = {layer.shape: layer for layer in sizes.layers}
+    phase_bytes = peaks(sizes, recipe, holdout > 0, parked, device.type != "cpu")
     return Plan(
-        peak_bytes=max(present, present - outside_bytes + max(peaks(sizes, recipe, holdout > 0, parked).values())),
+        peak_bytes=max(present, present - outside_bytes + max(phase_bytes.values())),
         seconds=sum(found.values()),
         model_bytes=model_bytes,
         spilled_bytes=0,
@@ -318,7 +320,7 @@ def gathering_bytes(layer: Matrix, kind: GramKind, tokens: int, itemsize: int, f
     return finished + 8 * own * square + drift + itemsize * inputs + max(product + copies, forward)
 
 
-def solving_bytes(layer: Matrix, recipe: Recipe, kind: GramKind) -> int:
+def solving_bytes(layer: Matrix, recipe: Recipe, kind: GramKind, on_gpu: bool = False) -> int:
     """Bytes of a solve: squares (columns, columns) and matrices (rows, columns) that are in memory at once.
 
     Grams stay but for those of the target's energy, and the current weights with those of the target. Grams in files
@@ -326,7 +328,8 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: GramKind) -> int:
 
     - with a dense model and held-out samples the ridge regression: the damped Hessian, its factor and eight matrices;
     - the solver, with a damped Hessian, the linear term and the anchor in float32. ADMM's search has the scaled
-      Hessian, an inverse with half of its size besides, the masks and five matrices. ADMM's refit has one square and
+      Hessian, an inverse with half of its size besides, the masks and five matrices. On a GPU a projection takes three
+      more matrices than on a CPU, while the inverse is there alone. ADMM's refit has one square and
       seven matrices. Exact elimination has the Hessian, its factor and a copy in float64, or one square and six
       matrices;
     - the errors: products of matrices in the dtype of the Grams.
@@ -342,7 +345,7 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: GramKind) -> int:
     regression = number * (2 * square + 8 * matrix) if kind.pairs and kind.parts > 1 else 0
     problem = (4 if wide else 8) * square + (16 if kind.pairs else 4) * matrix
     if is_admm(recipe):
-        search = max(10 * square + 21 * matrix, 4 * square + 29 * matrix)
+        search = max(10 * square + 21 * matrix, 4 * square + 29 * matrix, 8 * square + 33 * matrix if on_gpu else 0)
     else:
         search = max(24 * square, 6 * square + 21 * matrix)
     errors = 12 * matrix if wide else 4 * square + 44 * matrix

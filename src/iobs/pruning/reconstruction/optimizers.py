@@ -29,7 +29,8 @@ class Adam:
     """
 
     def __init__(self, masters: Iterable[Tensor]) -> None:
-        self.optimizer = torch.optim.Adam([*masters], lr=1.0, betas=_BETAS)
+        # The form for all tensors at once, which torch takes on a GPU, would need another copy of the masters.
+        self.optimizer = torch.optim.Adam([*masters], lr=1.0, betas=_BETAS, foreach=False)
 
     def step(self, gradients: Iterable[Tensor], rate: float) -> None:
         """Take one step."""

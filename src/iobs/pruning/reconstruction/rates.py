@@ -38,12 +38,14 @@ class RateTrials:
         name: of the trials, for the progress.
         rates: ascending.
         steps: gradient steps of one trial.
+        lower: descending rates, tried until one gains where none of `rates` does: wide layers need small rates.
         share: of the best gain that the trial of a useful rate has.
     """
 
     name: str
     rates: tuple[float, ...]
     steps: int
+    lower: tuple[float, ...] = ()
     share: float = ENOUGH
 
     def choose(
@@ -63,14 +65,20 @@ class RateTrials:
             key: of the trials in the checkpoint.
             on_trial: called with (name, number of the trial, count) before every trial.
         """
+        rates = [*self.rates, *self.lower]
 
         def trial(rate: float) -> float:
             fit.undo()
-            on_trial(self.name, self.rates.index(rate) + 1, len(self.rates))
+            on_trial(self.name, rates.index(rate) + 1, len(rates))
             fit.run(self.steps, rate)
             return fit.loss()
 
-        tried = try_rates(kept_trial(trial, checkpoint, key), self.rates, before)
+        kept = kept_trial(trial, checkpoint, key)
+        tried = try_rates(kept, self.rates, before)
+        for rate in self.lower:
+            if min(tried.values(), default=math.inf) < before:
+                break
+            tried |= try_rates(kept, (rate,), before)
         fit.undo()
         text = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in tried.items())
         rate = useful_rate(tried, before, self.share) or self.rates[0]

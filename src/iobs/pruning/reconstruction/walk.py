@@ -30,6 +30,7 @@ from iobs.pruning.workspace import Workspace
 
 NETWORK_RATES = (5e-5, 2e-4, 8e-4, 3e-3, 8e-3)
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+_LOWER_NETWORK_RATES, _LOWER_RATES = (1.5e-5, 5e-6), (3e-5, 1e-5, 3e-6)  # tried where no other rate gains
 _TRIAL_SHARE, _TRIAL_STEPS = 5, 12  # a trial of a rate takes a fifth of the steps, and at least twelve
 _NETWORK_SHARE = 20  # a trial of a rate of the whole network takes a twentieth of its steps
 _RETREAT = 4.0  # a fit that raises the held-out loss is repeated with a rate this much smaller
@@ -181,7 +182,11 @@ class Walk:
             return self.fit.network_lr
         key, work = f"round {self.projection.index} rate of the network", self.work
         trials = RateTrials(
-            "rate of the whole network", NETWORK_RATES, network_trial_steps(self.fit), ENOUGH_OF_NETWORK
+            "rate of the whole network",
+            NETWORK_RATES,
+            network_trial_steps(self.fit),
+            _LOWER_NETWORK_RATES,
+            ENOUGH_OF_NETWORK,
         )
         found = work.checkpoint.remembered(
             key, lambda: trials.choose(steps, before, work.checkpoint, key, work.callbacks.on_measure)
@@ -355,7 +360,7 @@ class Walk:
         if on_grids not in self.rates:
             values = " on grids" if on_grids else ""
             key, work = f"round {self.projection.index} rate of blocks{values}", self.work
-            trials = RateTrials("rate of block reconstruction", RATES, trial_steps(self.fit))
+            trials = RateTrials("rate of block reconstruction", RATES, trial_steps(self.fit), _LOWER_RATES)
             found = work.checkpoint.remembered(
                 key, lambda: trials.choose(fit, fit.loss(), work.checkpoint, key, work.callbacks.on_measure)
             )

@@ -17,6 +17,7 @@ from iobs.solvers.kernels.threads import over_rows
 
 _WIDE = 1024  # columns from which rows are swept in blocks
 _BLOCK = 256  # columns of a block
+_MOST_PAIRS = 1 << 24  # pairs of entries that the torch form of an exchange compares at once
 _DENSE_CHANGES = 0.04  # share of changed values above which a matrix product is cheaper than a step for each of them
 
 
@@ -87,48 +88,70 @@ def step_pairs(rows: GridRows, candidates: int, limit: int) -> None:
 
 
 def descend_values_torch(rows: GridRows, sweeps: int) -> None:
-    """Torch form of `descend_values`."""
-    curvature, spread = rows.hessian.diagonal(), rows.spread()
+    """Torch form of `descend_values`: sweeps in blocks of columns, with one matrix product after each block."""
+    curvature, spread, columns = rows.hessian.diagonal(), rows.spread(), rows.weight.shape[1]
     for _ in range(sweeps):
-        changed = False
-        for j in range(len(curvature)):
-            old, scale = rows.weight[:, j].clone(), spread[:, j]
-            codes = ((old - rows.gradient[:, j] / curvature[j]) / scale).round_().clamp_(-rows.levels, rows.levels)
-            step = torch.where(rows.mask[:, j], codes * scale - old, torch.zeros_like(old))
-            if bool(step.any()):
-                changed = True
-                rows.weight[:, j] = torch.where(rows.mask[:, j], codes * scale, old)
-                rows.gradient.addr_(step, rows.hessian[j])
-        if not changed:
+        changed = torch.zeros((), dtype=torch.bool, device=rows.weight.device)  # read once a sweep: a GPU waits for it
+        for first in range(0, columns, _BLOCK):
+            own = slice(first, min(first + _BLOCK, columns))
+            gradient, before = rows.gradient[:, own].clone(), rows.weight[:, own].clone()
+            for j in range(own.start, own.stop):
+                old, scale = rows.weight[:, j].clone(), spread[:, j]
+                codes = ((old - gradient[:, j - first] / curvature[j]) / scale).round_()
+                value = torch.where(rows.mask[:, j], codes.clamp_(-rows.levels, rows.levels) * scale, old)
+                gradient.addr_(value - old, rows.hessian[j, own])
+                rows.weight[:, j] = value
+            step = rows.weight[:, own] - before
+            changed |= step.any()
+            rows.gradient.addmm_(step, rows.hessian[own])
+        if not bool(changed):
             return
 
 
 def exchange_entries_torch(rows: GridRows, of: int, candidates: int, limit: int) -> None:
-    """Torch form of `exchange_entries`."""
+    """Torch form of `exchange_entries`: compares all pairs of candidates of some rows at once."""
+    columns = rows.weight.shape[1]
+    compared = min(candidates, columns) ** 2 if of >= columns else columns * of
+    size = max(1, _MOST_PAIRS // compared)
+    for start in range(0, len(rows.weight), size):
+        part = slice(start, start + size)
+        own = rows.weight[part], rows.gradient[part], rows.mask[part], rows.scales[part]
+        _exchange_in_rows(GridRows(*own, rows.hessian, rows.group, rows.levels), of, candidates, limit)
+
+
+def _exchange_in_rows(rows: GridRows, of: int, candidates: int, limit: int) -> None:
     curvature, spread = rows.hessian.diagonal(), rows.spread()
     columns = rows.weight.shape[1]
+
+    def entries(values: Tensor, index: Tensor) -> Tensor:
+        """Entries of (rows, d) at an index (rows or 1, groups, n)."""
+        return values.gather(1, index.flatten(1).expand(len(values), -1)).reshape(-1, *index.shape[1:])
+
     for _ in range(limit):
         leaving = (0.5 * curvature * rows.weight - rows.gradient) * rows.weight
-        entering = -0.5 * rows.gradient.square() / curvature
         leaving = leaving.masked_fill(~rows.mask, torch.inf)
-        entering = entering.masked_fill(rows.mask, torch.inf)
-        count = min(candidates, columns) if of >= columns else columns
-        i, j = _smallest(leaving, count), _smallest(entering, count)
-        out, moved = leaving.gather(1, i), rows.weight.gather(1, i)
-        crossed = rows.hessian[i[:, :, None], j[:, None, :]]
-        gradient = rows.gradient.gather(1, j)[:, None, :] - crossed * moved[:, :, None]
-        scale, own = spread.gather(1, j)[:, None, :], curvature[j][:, None, :]
+        if of >= columns:
+            entering = (-0.5 * rows.gradient.square() / curvature).masked_fill(rows.mask, torch.inf)
+            i, j = (_smallest(one, min(candidates, columns))[:, None] for one in (leaving, entering))
+        else:
+            i = j = torch.arange(columns, device=leaving.device).reshape(1, -1, of)
+        crossed = rows.hessian[i[..., :, None], j[..., None, :]]
+        gradient = entries(rows.gradient, j)[..., None, :] - crossed * entries(rows.weight, i)[..., :, None]
+        scale, own = entries(spread, j)[..., None, :], curvature[j][..., None, :]
         value = (-gradient / own / scale).round_().clamp_(-rows.levels, rows.levels) * scale
-        change = out[:, :, None] + (gradient + 0.5 * own * value) * value
-        allowed = rows.mask.gather(1, i)[:, :, None] & ~rows.mask.gather(1, j)[:, None, :]
-        allowed &= (i // of)[:, :, None] == (j // of)[:, None, :]
-        change = change.masked_fill(~allowed, torch.inf).flatten(1)
+        change = entries(leaving, i)[..., :, None] + (gradient + 0.5 * own * value) * value
+        change = change.masked_fill(entries(rows.mask, j)[..., None, :], torch.inf).flatten(1)
         best, at = change.min(1)
         active = (best < -_least(rows)).nonzero().flatten()
         if len(active) == 0:
             return
         at = at[active]
-        leave, enter = i[active, at // j.shape[1]], j[active, at % j.shape[1]]
+        n = i.shape[-1]
+        first = at // n**2 * n  # of the group, in the flattened index
+        leave, enter = (
+            one.flatten(1).expand(len(rows.weight), -1)[active, first + place]
+            for one, place in ((i, at % n**2 // n), (j, at % n))
+        )
         new = value.flatten(1)[active, at]
         rows.gradient[active] += new[:, None] * rows.hessian[enter]
         rows.gradient[active] -= rows.weight[active, leave][:, None] * rows.hessian[leave]

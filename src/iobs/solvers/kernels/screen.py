@@ -38,6 +38,10 @@ class Rows:
     names: Tensor
     swaps: Tensor
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The attributes, in their order."""
+        return self.mask, self.weight, self.prices, self.names, self.swaps
+
     @classmethod
     def of(cls, mask: Tensor, weight: Tensor) -> Rows:
         """State before the search; the tensors are not copied."""
@@ -66,8 +70,12 @@ def swap_rows(
     """
     if hessian.device.type == "cpu":
         swap_rows_numba(rows, hessian, linear, slots, groups, tolerance, limit)
-    else:
-        swap_rows_torch(rows, hessian, linear, slots, groups, tolerance, limit)
+        return
+    # One row after another, with a decision after each swap, would leave a GPU idle. Cores of the CPU share the rows.
+    copies = Rows(*(one.cpu() for one in rows.tensors()))
+    swap_rows_numba(copies, hessian.cpu(), linear.cpu(), slots.cpu(), groups, tolerance, limit)
+    for own, copied in zip(rows.tensors(), copies.tensors(), strict=True):
+        own.copy_(copied)
 
 
 def swap_rows_numba(
