@@ -136,16 +136,15 @@ def test_keep_sparse_finds_the_optimizer_in_its_wrappers():
 
 
 def test_keep_sparse_holds_zeros_of_a_model_that_moves_afterwards(gpu):
-    model, data = two_sparse_layers()
-    before = zeros(model)
+    model, data = torch.nn.Linear(6, 4), torch.randn(8, 6)
+    model.weight.data[:, ::2] = 0
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
     handle = iobs.keep_sparse(model, optimizer)
-    parameters = [*model.parameters()]
-    model.to(GPU)
-    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    for parameter in model.parameters():  # as `model.cuda()` does
+        parameter.data = parameter.data.to(GPU, copy=True)
     for _ in range(2):
         optimizer.zero_grad()
         model(data.to(GPU)).square().mean().backward()
         optimizer.step()
-    assert all((value.cpu()[mask] == 0).all() for (_, value), mask in _pairs(model, before))
+    assert not model.weight[:, ::2].any()
     assert all(mask.device == GPU for mask in handle.masks.values())

@@ -61,7 +61,8 @@ def locked(like: Tensor) -> Tensor:
     raw = torch.empty(like.nbytes + mmap.PAGESIZE, dtype=torch.uint8)
     start = -raw.data_ptr() % mmap.PAGESIZE  # no two locked ranges share a page
     found = raw[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
-    code = int(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), like.nbytes, _PORTABLE))
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
+    code = int(runtime.cudaHostRegister(found.data_ptr(), like.nbytes, _PORTABLE))
     if code:
         raise OutputError(
             f"Main memory for the hidden states cannot be page-locked (CUDA error {code}); free some, put them in "
@@ -72,7 +73,8 @@ def locked(like: Tensor) -> Tensor:
 
 def unlock(tensor: Tensor) -> None:
     """End the lock of a tensor from `locked`; after an error of the device, which lasts, the lock lasts too."""
-    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
+    runtime.cudaHostUnregister(tensor.data_ptr())
 
 
 @dataclass(frozen=True)
