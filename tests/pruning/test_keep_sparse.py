@@ -140,8 +140,8 @@ def test_keep_sparse_holds_zeros_of_a_model_that_moves_afterwards(gpu):
     model.weight.data[:, ::2] = 0
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
     handle = iobs.keep_sparse(model, optimizer)
-    for parameter in model.parameters():  # as `model.cuda()` does
-        parameter.data = parameter.data.to(GPU, copy=True)
+    weight = model.weight
+    assert model.to(GPU).weight is weight
     for _ in range(2):
         optimizer.zero_grad()
         model(data.to(GPU)).square().mean().backward()

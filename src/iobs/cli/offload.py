@@ -51,10 +51,12 @@ def store_of(loaded: LoadedModel, request: Request | None, device: str) -> Store
     return store
 
 
-def or_by_blocks(run: Callable[[Store], Result], loaded: LoadedModel, store: Store, request: Request | None) -> Result:
-    """The result of a run; if the GPU runs out of memory, that of a second one whose blocks visit the GPU.
+def run_where_it_fits(
+    run: Callable[[Store], Result], loaded: LoadedModel, store: Store, request: Request | None
+) -> Result:
+    """Run with the whole model on the GPU, and begin again by blocks if the GPU becomes full.
 
-    How much a run takes is known only by its end. A failed run has given the weights back.
+    The memory of hidden states, Grams and solves is known only during a run. A failed run has restored the weights.
 
     Args:
         run: prunes the model of a store.
@@ -74,7 +76,7 @@ def or_by_blocks(run: Callable[[Store], Result], loaded: LoadedModel, store: Sto
     try:
         return run(store)
     except RuntimeError as error:
-        if request is None or not _fails_alone(store, request, error):
+        if request is None or not _may_run_by_blocks(store, request, error):
             raise
     # The error is gone here, and so are the tensors that its traceback has held.
     store.forget()
@@ -85,8 +87,8 @@ def or_by_blocks(run: Callable[[Store], Result], loaded: LoadedModel, store: Sto
     return run(OffloadedStore(loaded.module, place))
 
 
-def _fails_alone(store: Store, request: Request, error: BaseException) -> bool:
-    """Check that a run ended because its GPU is too small for the whole model, and that it can be done by blocks."""
+def _may_run_by_blocks(store: Store, request: Request, error: BaseException) -> bool:
+    """Check that a run failed because its GPU was full, and that its recipe does not need the whole model there."""
     from iobs.pruning.blockwise.streamable import require_streamable
     from iobs.pruning.runtime.ranks import current
 
