@@ -190,11 +190,10 @@ class Storage:
         if before is not None:
             self._drop(name)
         locks = self.device.type == "cuda" and torch.cuda.is_available() and tensor.nbytes > 0
-        empty = locked(tensor) if locks else torch.empty(tensor.shape, dtype=tensor.dtype)
-        self.kept[name] = empty.copy_(tensor)
+        self.kept[name] = locked(tensor) if locks else torch.empty(tensor.shape, dtype=tensor.dtype)
         if locks:
             self._locked.add(name)
-        return self.kept[name]
+        return self.kept[name].copy_(tensor)
 
     def clear(self) -> None:
         """Drop all tensors, and give page-locked memory back to the system."""

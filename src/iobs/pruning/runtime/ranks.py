@@ -248,10 +248,10 @@ def joined() -> Iterator[Ranks]:
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
         yield ALONE
         return
-    own = int(os.environ.get("LOCAL_RANK", "0"))
-    # By the number of processes, so that all of them decide alike.
-    gpus = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", own + 1)) <= torch.cuda.device_count()
     try:
+        own = int(os.environ.get("LOCAL_RANK", "0"))
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", own + 1))  # by their number, so that all decide alike
+        gpus = torch.cuda.is_available() and processes <= torch.cuda.device_count()
         if gpus:
             torch.cuda.set_device(own)
         # gloo reduces tensors on the CPU in both cases.
