@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import iobs
 from iobs.check_results import CLOSE, Check, failed, network_checks, solver_checks, tried
+from iobs.core.modes import full_precision
 from iobs.core.patterns import NM, Unstructured
 from iobs.core.quadratic import Quadratic
 from iobs.errors import IOBSError, ProblemError, is_out_of_memory
@@ -89,8 +90,9 @@ class Findings:
         yield from self.notes
 
 
+@full_precision()
 def run(device: torch.device) -> Findings:
-    """Make all checks and timings on a device."""
+    """Make all checks and timings on a device, in the precision of a run."""
     found = Findings(_machine(device))
     found.checks += [*solver_checks(device), *network_checks(device)]
     shrink = _SHRUNK if device.type == "cpu" else 1

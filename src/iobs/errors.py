@@ -79,9 +79,14 @@ def is_a(kind: type, *values: object) -> bool:
     return all(isinstance(value, kind) for value in values)
 
 
+# Words of allocators: torch on a CPU and on a GPU, the CUDA runtime, and its libraries such as cuBLAS.
+_OUT_OF_MEMORY = ("out of memory", "allocate memory", "alloc_failed", "allocation_failed")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Check that an exception of numpy or torch, on any device, means that memory ran out."""
-    # The CPU allocator of torch raises a plain RuntimeError, recognised by its message.
-    return (
-        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
-    )
+    """Check that an exception of numpy, torch or CUDA means that the memory of a device ran out."""
+    # Most of them are plain RuntimeErrors, recognised by their messages.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error).lower()
+    return any(words in text for words in _OUT_OF_MEMORY)

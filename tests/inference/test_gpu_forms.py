@@ -1,9 +1,15 @@
 """Forms of layers on CUDA devices, without such a device: the kernel in Triton's interpreter, the choice with
 pretended times and a pretended device, torch's 2:4 layout on the CPU."""
 
+import contextlib
 import copy
 import importlib
+import importlib.util
 import os
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +17,7 @@ from torch import nn
 from torch.sparse import _semi_structured_conversions as layout
 
 import iobs
-from iobs.errors import ProblemError
+from iobs.errors import ModelError, ProblemError
 from iobs.inference import choices, gpu
 from iobs.inference.gpu import BitmaskLinear, is_two_four, no_two_four
 
@@ -61,6 +67,39 @@ def test_triton_kernel_reads_every_bit_of_a_word(interpreted):
     layer.weight.data[1] = 0
     form, given = BitmaskLinear(layer), torch.randn(1, 64)
     torch.testing.assert_close(form(given), given @ layer.weight.t())
+
+
+def without_triton(monkeypatch):
+    """The module of the kernel with names of triton that do nothing."""
+    names = SimpleNamespace(jit=lambda function: function, language=SimpleNamespace(constexpr=None))
+    monkeypatch.setitem(sys.modules, "triton", names)
+    monkeypatch.setitem(sys.modules, "triton.language", names.language)
+    spec = importlib.util.spec_from_file_location("kernel", Path(gpu.__file__).with_name("bitmask_triton.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
+    """Triton takes the current device, which may be another one than that of the model."""
+    module, current, launched = without_triton(monkeypatch), [], []
+    form, given = BitmaskLinear(sparse(4, 40)), torch.ones(1, 40)
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        current.append(tensor)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments: launched.append([*current])
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(module, "_rows", Kernel())
+    module.multiply(form.mask, form.values, form.starts, given)
+    assert len(launched) == 1
+    assert launched[0][0] is given
 
 
 def test_few_tokens_of_a_bitmask_layer_take_the_kernel(interpreted, monkeypatch):
@@ -195,3 +234,52 @@ def test_a_model_on_two_devices_is_refused():
     model[0].to("meta")
     with pytest.raises(ProblemError, match="one CUDA device"):
         iobs.accelerate(model)
+
+
+def compressed(layer):
+    """The layer with torch's 2:4 tensor, made on the CPU; it refuses functions of dense tensors there too."""
+    weight = layer.weight.detach()
+    values, places = layout.sparse_semi_structured_from_dense_cutlass(weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the tensors a prototype
+        stored = torch.sparse.SparseSemiStructuredTensorCUTLASS(weight.shape, values, places, None, None, None)
+    made = copy.copy(layer)
+    made._parameters = {**layer._parameters, "weight": nn.Parameter(stored, requires_grad=False)}
+    return made
+
+
+@pytest.fixture
+def accelerated(device, monkeypatch):
+    """A network whose layers are 2:4 tensors, and its dense form."""
+    monkeypatch.setattr(gpu, "semi_structured", compressed)
+    monkeypatch.setattr(gpu, "usable", lambda makers, given: ({name: make() for name, make in makers.items()}, []))
+    device["2:4"] = 0.5
+    dense = network()
+    model = copy.deepcopy(dense)
+    model.save_pretrained = lambda folder: None
+    assert [one.format for one in iobs.accelerate(model).choices] == ["2:4", "2:4"]
+    return model, dense
+
+
+def test_layers_that_a_device_multiplies_are_left_alone_by_another_call(accelerated):
+    model, _ = accelerated
+    layers = [*model]
+    found = iobs.accelerate(model)
+    assert not found.choices
+    assert any("2 layers are stored already" in note for note in found.notes)
+    assert [*model] == layers
+
+
+def test_layers_that_a_device_multiplies_are_neither_pruned_nor_saved(accelerated):
+    model, _ = accelerated
+    with pytest.raises(ModelError, match=r"2 layers of the model, '0' first, are stored matrices"):
+        iobs.prune(model, [torch.randn(4, 256).bfloat16()], 0.5, "one-shot")
+    with pytest.raises(ModelError, match="from_pretrained cannot read"):
+        model.save_pretrained("folder")
+
+
+def test_zeros_of_layers_that_a_device_multiplies_are_counted(accelerated):
+    model, dense = accelerated
+    assert iobs.audit(model) == iobs.audit(dense)
+    mixed = nn.Sequential(BitmaskLinear(dense[0]), nn.ReLU(), dense[2])
+    assert {row.name: row.zeros for row in iobs.audit(mixed)} == {row.name: row.zeros for row in iobs.audit(dense)}

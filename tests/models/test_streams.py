@@ -1,5 +1,6 @@
 """Hidden states on the device, in main memory or in files, and calibration batches that are read one at a time."""
 
+import mmap
 import weakref
 
 import families
@@ -9,10 +10,12 @@ from safetensors.torch import load_file
 
 import iobs
 from iobs.errors import OutputError, ProblemError
+from iobs.models import streamed_store
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise.spill import Room, Storage, chosen
 from iobs.pruning.calibration import gram
+from iobs.pruning.cost.loads import Rates
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction.fitting import Fit
 
@@ -56,6 +59,50 @@ def test_storage_overwrites_a_tensor_of_the_same_name(tmp_path):
         assert torch.equal(first, second)
         assert storage.fetch(second).data_ptr() != second.data_ptr()
         assert storage.keep("0", torch.ones(5)).tolist() == [1.0] * 5
+
+
+class Runtime:
+    """The CUDA runtime: records what is page-locked."""
+
+    def __init__(self, code=0):
+        self.code, self.locked = code, {}
+
+    def cudaHostRegister(self, address, size, flags):
+        assert address not in self.locked
+        self.locked[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+        return 0
+
+
+def test_page_locked_memory_has_the_bytes_of_the_plan_and_is_given_back(monkeypatch, tmp_path):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    storage = Storage("memory", torch.device("cuda", 0), tmp_path)
+    given = {"0": torch.randn(3, 2048, 5, dtype=torch.bfloat16), "1": torch.ones(7) > 0, "2": torch.ones(0)}
+    given["3"] = torch.ones((), dtype=torch.float64)
+    for name, tensor in given.items():
+        assert torch.equal(storage.keep(name, tensor), tensor)
+    assert sorted(runtime.locked.values()) == sorted(one.nbytes for one in given.values() if one.numel())
+    assert all(address % mmap.PAGESIZE == 0 for address in runtime.locked)  # ranges share no page
+    storage.keep("1", torch.zeros(7, dtype=torch.bool))
+    storage.keep("0", torch.ones(5))
+    assert sum(runtime.locked.values()) == 5 * 4 + 7 + 8
+    storage.clear()
+    assert not runtime.locked
+    assert not storage.kept
+
+
+def test_memory_that_cannot_be_locked_is_one_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(2))
+    storage = Storage("memory", torch.device("cuda", 0), tmp_path)
+    with pytest.raises(OutputError, match=r'page-locked \(CUDA error 2\).*streams "disk"'):
+        storage.keep("0", torch.ones(3))
+    storage.clear()
 
 
 @pytest.mark.parametrize("blocks", [None, STEPS], ids=["layers", "blocks"])
@@ -124,6 +171,20 @@ def test_plan_names_the_place_of_streams(tmp_path):
     assert {"solves", "steps of blocks", "steps of the network"} <= disk.phases.keys()
     assert disk.phases["reading and writing"] > 0
     assert disk.seconds == pytest.approx(sum(disk.phases.values()))
+
+
+def test_plan_measures_copies_from_files_which_are_not_page_locked(tmp_path, monkeypatch):
+    families.saved("llama", tmp_path / "model")
+    asked = []
+
+    def measured(device, dtype, locked=True):
+        asked.append(locked)
+        return Rates(1.0, 1.0)
+
+    monkeypatch.setattr(streamed_store, "measured_rates", measured)
+    store = StreamedStore(StreamedModel.open(tmp_path / "model"), tmp_path / "out")
+    store.plan(store.select(None, None, False), families.language_batches(), iobs.Recipe(), 0.0)
+    assert asked == [False]
 
 
 def test_the_dense_weights_of_a_block_are_gone_while_its_window_is_fitted(tmp_path, monkeypatch):

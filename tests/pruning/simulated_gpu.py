@@ -155,9 +155,9 @@ class SimulatedGpu(TorchFunctionMode):
     ) -> Any:
         """Check the devices of one call, run the call on the CPU, and set the device of its result."""
         kwargs = dict(kwargs or {})
-        if func is torch.device:
-            return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
+        if func is torch.device or name == "_parse_to":  # `Module.to` reads its arguments by the latter
+            return func(*args, **kwargs)
         # The second argument of `__deepcopy__` holds everything that was copied before, on any device.
         given = list(_tensors(args[:1] if name == "__deepcopy__" else (args, kwargs)))
         there = any(self._there(tensor) for tensor in given)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from menagerie import two_sparse_layers
+from simulated_gpu import GPU
 
 import iobs
 from iobs.errors import LayerSelectionError
@@ -132,3 +133,18 @@ def test_keep_sparse_finds_the_optimizer_in_its_wrappers():
         (model(data) - data).square().mean().backward()
         optimizer.step()
     assert all((value[mask] == 0).all() for (_, value), mask in _pairs(model, before))
+
+
+def test_keep_sparse_holds_zeros_of_a_model_that_moves_afterwards(gpu):
+    model, data = torch.nn.Linear(6, 4), torch.randn(8, 6)
+    model.weight.data[:, ::2] = 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
+    handle = iobs.keep_sparse(model, optimizer)
+    weight = model.weight
+    assert model.to(GPU).weight is weight
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(data.to(GPU)).square().mean().backward()
+        optimizer.step()
+    assert not model.weight[:, ::2].any()
+    assert all(mask.device == GPU for mask in handle.masks.values())

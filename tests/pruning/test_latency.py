@@ -1,6 +1,7 @@
 """Times of blocks: savings add up, widths that a wider one beats are left out. A clock that counts work stands in."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,3 +210,20 @@ def test_runtime_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(clock, "find_spec", lambda name: None)
     with pytest.raises(ProblemError, match="onnx and onnxruntime"):
         require_runtime("onnx")
+
+
+class OnSecondGpu(nn.Module):
+    """Its parameters report the second GPU."""
+
+    def parameters(self, recurse=True):
+        yield SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+
+    def forward(self):
+        return torch.ones(())
+
+
+def test_a_call_ends_when_the_gpu_of_its_module_has_ended(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    called_in("torch", Example(OnSecondGpu(), (), {}))()
+    assert waited == [torch.device("cuda", 1)]

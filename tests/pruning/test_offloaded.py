@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import iobs
-from iobs.cli import app
+from iobs.cli import app, watch
 from iobs.errors import ModelError, OutputError, ProblemError
 from iobs.pruning.blockwise import offloaded as offloaded_store
 from iobs.pruning.blockwise.offloaded import OffloadedStore
@@ -281,11 +281,63 @@ def test_command_line_keeps_a_model_that_does_not_fit_in_main_memory(gpu, tmp_pa
     done = run("cuda", *one_shot)
     assert done.exit_code == 0, done.output
     assert "Predicted peak memory" in done.stderr
-    zeros = {
-        name: int((value == 0).sum()) for name, value in load_file(tmp_path / "cuda" / "model.safetensors").items()
-    }
-    assert {name: count for name, count in zeros.items() if count} == {
-        "0.weight": 28,
-        **{f"1.{block}.{layer}.weight": 64 for block in range(3) for layer in (0, 2)},
-        "2.weight": 12,
-    }
+    assert zeros_in(tmp_path / "cuda") == ZEROS
+
+
+ZEROS = {
+    "0.weight": 28,
+    **{f"1.{block}.{layer}.weight": 64 for block in range(3) for layer in (0, 2)},
+    "2.weight": 12,
+}
+
+
+def zeros_in(folder):
+    """The zeros of every tensor in the files of a folder that has some."""
+    found = {name: int((value == 0).sum()) for name, value in load_file(folder / "model.safetensors").items()}
+    return {name: count for name, count in found.items() if count}
+
+
+class FillsTheGpu(iobs.Callback):
+    """The GPU is full after some layers of a run with the whole model there."""
+
+    def __init__(self, layers):
+        self.left = layers
+
+    def on_start(self, model, layers, rounds):
+        self.model = model
+
+    def on_layer(self, entry, index):
+        self.left -= 1
+        if not self.left:
+            assert not is_home(self.model)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_command_line_goes_on_by_blocks_when_the_gpu_is_full(gpu, tmp_path, monkeypatch, resume):
+    file, full = tmp_path / "mine.py", FillsTheGpu(4)
+    file.write_text(NETWORK)
+    monkeypatch.setattr(watch, "Watch", lambda steps: full)
+
+    def run(*more):
+        options = ["--data", f"{file}:batches", "--device", "cuda", "-o", str(tmp_path / "out"), *more]
+        return CliRunner().invoke(app, ["prune", f"{file}:net", *options, *(["--resume"] if resume else [])])
+
+    done = run("--recipe", "one-shot", "--solver", "magnitude")
+    assert done.exit_code == 0, done.output
+    assert "The run takes more memory than cuda:0 has: it begins again, and the blocks visit cuda:0." in done.stderr
+    assert "Predicted peak memory" in done.stderr
+    assert full.left < 0
+    assert is_home(full.model)
+    assert zeros_in(tmp_path / "out") == ZEROS
+
+
+def test_command_line_without_a_way_by_blocks_says_that_memory_ran_out(gpu, tmp_path, monkeypatch):
+    file = tmp_path / "mine.py"
+    file.write_text(NETWORK)
+    monkeypatch.setattr(watch, "Watch", lambda steps: FillsTheGpu(1))
+    options = ["--data", f"{file}:batches", "--device", "cuda", "-o", str(tmp_path / "out"), "--rounds", "2"]
+    failed = CliRunner().invoke(app, ["prune", f"{file}:net", *options, "--recipe", "paper"])
+    assert failed.exit_code == 1
+    assert "The memory is not enough (CUDA out of memory" in failed.stderr
+    assert not (tmp_path / "out").exists()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from iobs.cli import console
-from iobs.errors import ProblemError
+from iobs.errors import ProblemError, is_out_of_memory
 
 if TYPE_CHECKING:
     from iobs.data import Batch
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from iobs.pruning.cost.memory_plan import Plan
     from iobs.pruning.store import Store
     from iobs.pruning.workspace import Request
+
+Result = TypeVar("Result")
 
 
 def store_of(loaded: LoadedModel, request: Request | None, device: str) -> Store:
@@ -46,6 +49,56 @@ def store_of(loaded: LoadedModel, request: Request | None, device: str) -> Store
         raise ProblemError(f"{reason}, which has less. Its blocks would visit {place}, but: {error}") from error
     console.say(f"{reason}, which has less: the model stays in main memory, and its blocks visit {place}.")
     return store
+
+
+def run_where_it_fits(
+    run: Callable[[Store], Result], loaded: LoadedModel, store: Store, request: Request | None
+) -> Result:
+    """Run with the whole model on the GPU, and begin again by blocks if the GPU becomes full.
+
+    The memory of hidden states, Grams and solves is known only during a run. A failed run has restored the weights.
+
+    Args:
+        run: prunes the model of a store.
+        loaded: the model.
+        store: the first store.
+        request: what is asked; None: whole units are removed, which needs the whole model on the device.
+
+    Raises:
+        IOBSError: as the runs.
+        RuntimeError: memory ran out, and the recipe needs the whole model, or there are several ranks.
+    """
+    import torch
+
+    from iobs.pruning.blockwise.offloaded import OffloadedStore
+
+    place = store.device
+    try:
+        return run(store)
+    except RuntimeError as error:
+        if request is None or not _may_run_by_blocks(store, request, error):
+            raise
+    # The error is gone here, and so are the tensors that its traceback has held.
+    store.forget()
+    loaded.module.to("cpu")
+    gc.collect()
+    torch.cuda.empty_cache()
+    console.say(f"The run takes more memory than {place} has: it begins again, and the blocks visit {place}.")
+    return run(OffloadedStore(loaded.module, place))
+
+
+def _may_run_by_blocks(store: Store, request: Request, error: BaseException) -> bool:
+    """Check that a run failed because its GPU was full, and that its recipe does not need the whole model there."""
+    from iobs.pruning.blockwise.streamable import require_streamable
+    from iobs.pruning.runtime.ranks import current
+
+    if not (store.whole and store.device.type == "cuda" and current().size == 1 and is_out_of_memory(error)):
+        return False
+    try:
+        require_streamable(request.recipe)
+    except ProblemError:
+        return False
+    return True
 
 
 def plan_of(store: Store, request: Request, batches: Sequence[Batch]) -> Plan | None:

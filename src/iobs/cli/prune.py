@@ -223,7 +223,7 @@ def _prune_resident(
         The error of scoring the pruned model, which is written nevertheless.
     """
     from iobs.cli.loading import batches_of_run, checked_device, load_model
-    from iobs.cli.offload import plan_of, store_of
+    from iobs.cli.offload import plan_of, run_where_it_fits, store_of
     from iobs.cli.results import write_results
     from iobs.core.structured import Structured
     from iobs.data import open_source
@@ -253,7 +253,9 @@ def _prune_resident(
         return None
     assert output is not None
     check_output(output, size_in_bytes(loaded.module), place.replaceable)
-    report, failure = _run(loaded, store, asked, scoring, checkpoint, request)
+    report, failure = run_where_it_fits(
+        lambda store: _run(loaded, store, asked, scoring, checkpoint, request), loaded, store, request
+    )
     if not current().first:
         return None
     with output_directory(output, place.replaceable) as temporary:

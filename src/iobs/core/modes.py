@@ -1,11 +1,93 @@
-"""Training and eval mode of a network."""
+"""Modes of a network and of torch: training or eval mode, and the precision of products in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
+from operator import attrgetter
 
+import torch
 from torch import nn
+
+_Setting = tuple[Callable[[], object], Callable[..., object], object]  # how to read and write it, its full precision
+_NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")  # kinds of products, from torch 2.9 on
+_of_user: list[object] | None = None  # the settings outside of all `full_precision`; None there
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute products and convolutions of float32 in float32, whatever the user allows; restored on exit.
+
+    A GPU otherwise rounds their inputs to 10 bits (TF32): in convolutions by default, in products if the user asks for
+    it. Gram matrices, inverses and comparisons of networks need all bits.
+    """
+    global _of_user
+    before, outer = _read(), _of_user
+    _of_user = before if outer is None else outer
+    try:
+        _write([full for _, _, full in _settings()], before)
+        yield
+    finally:
+        _write(before, before)
+        _of_user = outer
+
+
+@contextmanager
+def precision_of_user() -> Iterator[None]:
+    """The user's own precision again inside `full_precision`, to time a network as it is used; restored on exit."""
+    before, asked = _read(), _of_user
+    try:
+        _write(before if asked is None else asked, before)
+        yield
+    finally:
+        _write(before, before)
+
+
+@cache
+def _settings() -> list[_Setting]:
+    """The settings of torch that let products of float32 be shorter.
+
+    The first two exist in every version, and write the newer ones. All are kept in agreement, since torch refuses to
+    read an old setting that contradicts a newer one.
+    """
+    found: list[_Setting] = [
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+        _attribute(torch.backends.cudnn, "allow_tf32", False),
+    ]
+    if hasattr(torch.backends, "fp32_precision"):
+        found += [_attribute(attrgetter(path)(torch.backends), "fp32_precision", "ieee") for path in _NEWER]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 warns once that it has newer settings
+        _values(found)
+    return found
+
+
+def _attribute(owner: object, name: str, full: object) -> _Setting:
+    return partial(getattr, owner, name), partial(setattr, owner, name), full
+
+
+def _read() -> list[object]:
+    """The present settings; None for one that torch refuses to read."""
+    return _values(_settings())
+
+
+def _values(settings: Sequence[_Setting]) -> list[object]:
+    found: list[object] = []
+    for read, _, _ in settings:
+        try:
+            found.append(read())
+        except RuntimeError:  # the user has changed the newer settings alone
+            found.append(None)
+    return found
+
+
+def _write(values: Sequence[object], before: Sequence[object]) -> None:
+    """Write the settings that could be read before."""
+    for (_, write, _), value, known in zip(_settings(), values, before, strict=True):
+        if known is not None and value is not None:
+            write(value)
 
 
 @contextmanager

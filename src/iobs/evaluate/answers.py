@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from iobs.core.modes import full_precision
 from iobs.data import Questions, prompt
 from iobs.data.questions import LETTERS
 from iobs.errors import ModelError, NonFiniteError
@@ -17,6 +18,7 @@ from iobs.models import LoadedModel, Tokenizer
 
 
 @torch.no_grad()
+@full_precision()
 def answer(
     model: LoadedModel, questions: Questions, *, shots: int = 5, progress: Progress = no_progress
 ) -> tuple[dict[str, float], int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from iobs.core.modes import full_precision
 from iobs.data import ArraySource, Source, TextSource, array_batches, token_windows
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
@@ -27,6 +28,7 @@ def no_progress(done: int, total: int) -> None:
 
 
 @torch.no_grad()
+@full_precision()
 def perplexity(
     module: nn.Module,
     windows: Tensor,
@@ -74,6 +76,7 @@ def perplexity(
 
 
 @torch.no_grad()
+@full_precision()
 def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = no_progress) -> float:
     """Accuracy in per cent: share of targets whose class has the highest output.
 
@@ -106,6 +109,7 @@ def accuracy(module: nn.Module, batches: Iterable[Batch], progress: Progress = n
 
 
 @torch.no_grad()
+@full_precision()
 def squared_error(module: nn.Module, batches: Iterable[Batch], progress: Progress = no_progress) -> float:
     """Mean squared error of outputs against real-valued targets. Arguments and errors are those of `accuracy`."""
     total, count = 0.0, 0

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from iobs.core.modes import full_precision
 from iobs.errors import DataError
 from iobs.models import LoadedModel
 
@@ -26,6 +27,7 @@ def check_tasks(tasks: Sequence[str]) -> None:
         raise DataError(f"lm-eval has no task {', '.join(unknown)}; its documentation lists its tasks.")
 
 
+@full_precision()
 def evaluate_tasks(
     model: LoadedModel, tasks: Sequence[str], *, shots: int | None = None, limit: int | None = None
 ) -> dict[str, float]:

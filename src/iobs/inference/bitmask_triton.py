@@ -65,5 +65,7 @@ def multiply(mask: Tensor, values: Tensor, starts: Tensor, given: Tensor) -> Ten
     tokens, columns = given.shape
     found = torch.empty(tokens, rows, dtype=torch.float32, device=given.device)
     if tokens:
-        _rows[(rows, tokens)](mask, values, starts, given, found, rows, columns, words, _WORDS, _BITS)
+        # Triton launches on the current device.
+        with torch.cuda.device_of(given):  # type: ignore[no-untyped-call, unused-ignore]
+            _rows[(rows, tokens)](mask, values, starts, given, found, rows, columns, words, _WORDS, _BITS)
     return found.to(given.dtype)

@@ -160,7 +160,7 @@ def accelerate(
         tokens = tokens_seen(model, layers, example)
     layers = {name: one for name, one in layers.items() if name in tokens}
     require_finite(layers)
-    before = sum(isinstance(one, StoredLinear) for one in model.modules())
+    before = _count_stored(model)
     timings: _Timings | _GpuTimings
     if device.type == "cuda":
         timings = _GpuTimings(torch.cuda.get_device_capability(device))
@@ -173,7 +173,7 @@ def accelerate(
         if form is not None:
             _put(model, name, form.train(layer.training))
     notes = [*timings.notes, *notes]
-    if before and device.type == "cpu":
+    if before:
         notes.append(f"{before} layers are stored already and stay as they are")
     if example is not None and device.type == "cpu":
         read = [name for name in weights_read(model, example) if name in layers]
@@ -182,7 +182,7 @@ def accelerate(
             one = choices[name]
             choices[name] = replace(one, format="dense", threads=1, bytes_after=one.bytes_before, error=0.0)
         notes += [f"{len(read)} layers {READ}"] if read else []
-    if any(isinstance(one, StoredLinear) for one in model.modules()):
+    if _count_stored(model):
         refuse_to_save(model)
     small = sum(matrix_of(one).numel() < _SMALLEST for one in storable.values())
     if small:
@@ -193,6 +193,11 @@ def accelerate(
         limit = f", as long as the text has fewer than {window:,} tokens" if window else ""
         notes.append(f"each new token of generate is one call of compiled code{limit}")
     return Acceleration(tuple(choices.values()), "cuda" if device.type == "cuda" else cpu.level(), tuple(notes))
+
+
+def _count_stored(model: nn.Module) -> int:
+    """Number of layers that are no longer dense."""
+    return sum(isinstance(one, StoredLinear) or gpu.is_form(one) for one in model.modules())
 
 
 def _put(model: nn.Module, name: str, layer: nn.Module) -> None:

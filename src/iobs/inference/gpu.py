@@ -118,6 +118,12 @@ def semi_structured(layer: nn.Linear) -> nn.Linear:
     return made
 
 
+def is_form(module: nn.Module) -> bool:
+    """Check that a module is one of the forms already."""
+    weight = module._parameters.get("weight")
+    return isinstance(module, BitmaskLinear) or isinstance(weight, torch.sparse.SparseSemiStructuredTensor)
+
+
 def bytes_of(form: nn.Module, name: str, weight: Tensor) -> int:
     """Bytes of the weight of a form; `weight` is the dense one."""
     if isinstance(form, BitmaskLinear):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.formats import FormatName, StoredMatrix, store
+from iobs.inference.gpu import is_form
 from iobs.inference.no_gradient import without_gradient
 from iobs.inference.product import Product, products_by_amx
 
@@ -236,9 +237,12 @@ def _refused(*_: object, **__: object) -> None:
 
 
 def can_store(module: nn.Module) -> bool:
-    """Check that a module has a stored form: a linear layer, or a convolution of size 1 without groups or padding."""
+    """Check that a module has a stored form: a linear layer, or a convolution of size 1 without groups or padding.
+
+    A linear layer has none that `iobs.accelerate` has given a form of a CUDA device.
+    """
     if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return type(module) is nn.Linear
+        return type(module) is nn.Linear and not is_form(module)
     single = set(module.kernel_size) == {1} and module.groups == 1
     return single and not isinstance(module.padding, str) and set(module.padding) == {0}
 

@@ -136,7 +136,10 @@ class StreamedStore(BlockwiseStore):
             self.folder, self._ready, self._run.replaceable = folder, True, replaceable
             with tempfile.TemporaryDirectory(dir=folder) as spill:
                 self._storage = Storage("device", self.device, Path(spill))
-                yield
+                try:
+                    yield
+                finally:
+                    self._storage.clear()
             if current().first:
                 require_promised(audit(folder), self._run.rows, self.output)
 
@@ -322,7 +325,7 @@ class StreamedStore(BlockwiseStore):
             recipe=recipe,
             holdout=holdout,
             device=self.device,
-            rates=measured_rates(self.device, self.streamed.arithmetic) if timed else None,
+            rates=measured_rates(self.device, self.streamed.arithmetic, locked=False) if timed else None,
             parked=on_cpu and self.streams in ("auto", "disk"),
         )
         return self._placed(found, self.output, model_bytes)

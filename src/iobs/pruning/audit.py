@@ -16,7 +16,7 @@ from iobs.core.grids import codes_and_scales, entries_of, grid_of, stored_bits
 from iobs.core.patterns import NM, Grid, Pattern, Unstructured, as_pattern
 from iobs.errors import AuditError, ModelError, PatternError
 from iobs.pruning.network.folding import folded
-from iobs.pruning.network.layers import Layer, find_layers, library_class, projections
+from iobs.pruning.network.layers import Layer, find_layers, is_compressed, library_class, projections
 from iobs.pruning.report import AuditRow
 
 _PRUNED_SHARE = 0.1  # a layer with a smaller share of the zeros that a pattern asks for counts as not pruned
@@ -176,9 +176,12 @@ def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     with folded(model):
         for layer in find_layers(model):
-            yield layer.name, layer.read(model).to(layer.stored(model).dtype)
+            stored = layer.stored(model)
+            yield layer.name, stored.to_dense() if is_compressed(stored) else layer.read(model).to(stored.dtype)
+        forms = library_class("iobs.inference.modules", "StoredLinear")
+        forms += library_class("iobs.inference.gpu", "BitmaskLinear")
         for name, module in model.named_modules():
-            if isinstance(module, library_class("iobs.inference.modules", "StoredLinear")):
+            if isinstance(module, forms):
                 yield name, module.weight  # type: ignore[attr-defined]
 
 

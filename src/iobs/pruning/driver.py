@@ -76,7 +76,8 @@ def prune(
         callbacks: called as the run gets on.
         progress: show a progress bar with the time left; plain lines where there is no terminal.
         checkpoint: directory for intermediate results. A killed run that is started again with the same arguments goes
-            on from there and ends in the same bits. The directory is not deleted afterwards.
+            on from there and ends in the same bits, on a GPU if its kernels are deterministic. The directory is not
+            deleted afterwards.
         **changes: fields of the recipe, such as `solver="sparsegpt"`, `rounds=6` or `damping=0.1`.
 
     Returns:

@@ -68,15 +68,21 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
             "There are no zeros to keep: prune the model first, and give the optimizer that steps on its weights."
         )
 
+    def mask_of(parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """The mask on the device of a value, to which the model may have moved since."""
+        if masks[parameter].device != value.device:
+            masks[parameter] = masks[parameter].to(value.device)
+        return masks[parameter]
+
     @torch.no_grad()
     def drop(parameter: nn.Parameter) -> None:
         if parameter.grad is None:
             return
         gradient = _own(parameter.grad)
         if gradient.layout is torch.strided:
-            gradient.masked_fill_(~masks[parameter], 0)  # unlike a product, this removes NaN too
+            gradient.masked_fill_(~mask_of(parameter, gradient), 0)  # unlike a product, this removes NaN too
         else:
-            gradient.mul_(masks[parameter])
+            gradient.mul_(mask_of(parameter, gradient))
 
     @torch.no_grad()
     def before(*_: object) -> None:  # covers gradients that were averaged over ranks or assigned by the user
@@ -85,8 +91,9 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
 
     @torch.no_grad()
     def after(*_: object) -> None:
-        for parameter, mask in masks.items():
-            _own(parameter).masked_fill_(~mask, 0)
+        for parameter in masks:
+            value = _own(parameter)
+            value.masked_fill_(~mask_of(parameter, value), 0)
 
     steps = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     trained = [parameter for parameter in masks if parameter.requires_grad]

@@ -125,7 +125,7 @@ class Steps:
 
 
 class _Memory:
-    """Memory of this process now and its peak since the beginning, on the GPU if it is used."""
+    """Memory of this process now and its peak since the beginning, on its GPUs if one is used."""
 
     def __init__(self) -> None:
         self._peak = 0
@@ -143,8 +143,9 @@ class _Memory:
 
 def _memory(peak: int) -> tuple[int, int]:
     """Bytes in use now, and their peak."""
-    if torch.cuda.is_available() and torch.cuda.memory_allocated():
-        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)  # a thread does not know which is used
+    if there := sum(map(torch.cuda.memory_allocated, gpus)):
+        return there, sum(map(torch.cuda.max_memory_allocated, gpus))
     present = resident()
     return present, max(peak, present)
 

@@ -220,6 +220,10 @@ class Store(InMemory):
         """Write the original weights."""
         self.restore(self._original)
 
+    def forget(self) -> None:
+        """Drop the copies of the original weights, after a run that has failed."""
+        self._original = {}
+
     def support(self) -> dict[str, Tensor]:
         """Support of the original weights, by parameter: True where an entry is not zero. Matrices only."""
         return {name: value != 0 for name, value in self._original.items() if value.ndim > 1}

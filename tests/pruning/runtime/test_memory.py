@@ -8,7 +8,10 @@ import sys
 import pytest
 import torch
 
-from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, reusing_memory
+import iobs
+from iobs.pruning.blockwise import choice
+from iobs.pruning.progress import _memory
+from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, left, reusing_memory
 
 MEGABYTE = 1 << 20
 PROBE = """
@@ -104,3 +107,23 @@ def test_memory_watch_of_a_gpu_asks_that_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: asked.append(device) or 2**50)
     assert MemoryWatch(torch.device("cuda:1")).look() == 2**50
     assert {str(device) for device in asked} == {"cuda:1"}
+
+
+def test_blocks_that_torch_keeps_for_later_are_left(monkeypatch):
+    """Of 20 bytes, 5 are free; torch has 12, of which tensors take 3."""
+    for name, found in {"mem_get_info": (5, 20), "memory_reserved": 12, "memory_allocated": 3}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    gpu = torch.device("cuda", 0)
+    assert left(gpu) == 17
+    for needed in (14, 15):  # what tensors take now is not free for a model
+        monkeypatch.setattr(choice, "resident_bytes", lambda *_, needed=needed: needed)
+        assert choice.fits(torch.nn.Linear(1, 1), [], iobs.Recipe(), gpu) == (needed == 14)
+
+
+def test_progress_shows_the_memory_of_the_gpu_that_is_used(monkeypatch):
+    """Each thread has a current device of its own, which need not be the device of the model."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=0: [0, 2**30][device])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=0: [0, 2**31][device])
+    assert _memory(0) == (2**30, 2**31)

@@ -11,7 +11,10 @@ from safetensors.torch import load_file
 
 import iobs
 from iobs import models
+from iobs.core.shared_rows import RowsOf
+from iobs.errors import DistributedError
 from iobs.pruning import driver
+from iobs.pruning.runtime import ranks as module
 from iobs.pruning.runtime.ranks import Ranks
 
 WORKER = Path(__file__).with_name("rank.py")
@@ -159,3 +162,69 @@ def test_command_line_runs_under_torchrun(tmp_path):
         assert (tmp_path / name / "report.json").is_file()
     assert iobs.audit(tmp_path / "streamed") is not None
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "streamed", "text.txt"]
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """A process group of two ranks, whose other rank gives the same tensors; returns the tensors of every exchange."""
+    seen = []
+
+    def all_reduce(tensor):
+        seen.append(tensor.device.type)
+        tensor.mul_(2)
+
+    def broadcast(tensor, source):
+        seen.append(tensor.device.type)
+        tensor.fill_(source)
+
+    monkeypatch.setattr(module.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(module.dist, "broadcast", broadcast)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("backends", "place"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu")]
+)
+def test_exchanges_are_on_a_device_of_the_process_group(gpu, group, monkeypatch, backends, place):
+    monkeypatch.setattr(module.dist, "get_backend_config", lambda: backends)
+    two = Ranks(0, 2)
+    assert two.total(3.0) == 6.0
+    assert RowsOf(iobs.Unstructured(0.5), 8, two).most(3.0) == 6.0
+    mine = torch.ones(2)
+    two.broadcast(mine, 1)
+    assert mine.tolist() == [1.0, 1.0]
+    assert mine.device.type == "cpu"
+    assert group == [place] * 3
+    there = torch.ones(2, device="cuda")
+    two.sum(there)
+    assert there.tolist() == [2.0, 2.0]
+    assert group[3:] == ["cuda"]
+
+
+def test_exchange_that_the_group_refuses_is_one_error():
+    with pytest.raises(DistributedError, match="refuses an exchange"), module.explained():
+        raise ValueError("Tensors must be contiguous")
+
+
+@pytest.mark.parametrize(
+    ("processes", "gpus", "backend"), [(2, 0, "gloo"), (2, 1, "gloo"), (2, 2, "cpu:gloo,cuda:nccl")]
+)
+def test_ranks_take_gpus_only_if_each_has_its_own(monkeypatch, processes, gpus, backend):
+    """More processes than GPUs run on the CPU; all of them must make the same group."""
+    chosen, made = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(module.dist, "init_process_group", lambda name, timeout: made.append(name))
+    monkeypatch.setattr(module.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: processes)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for rank in range(processes):
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        with module.joined():
+            pass
+    assert made == [backend] * processes
+    assert chosen == ([*range(processes)] if "nccl" in backend else [])

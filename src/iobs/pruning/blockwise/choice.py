@@ -11,6 +11,7 @@ from iobs.pruning.finetune.scoring import needs_reference
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.recipe import Recipe
+from iobs.pruning.runtime.memory import left
 
 
 def resident_bytes(model: nn.Module, layers: Sequence[Layer], recipe: Recipe) -> int:
@@ -28,4 +29,6 @@ def resident_bytes(model: nn.Module, layers: Sequence[Layer], recipe: Recipe) ->
 
 def fits(model: nn.Module, layers: Sequence[Layer], recipe: Recipe, device: torch.device) -> bool:
     """Check that a device has room for a run that holds the whole model there; True for devices other than GPUs."""
-    return device.type != "cuda" or resident_bytes(model, layers, recipe) <= torch.cuda.mem_get_info(device)[0]
+    if device.type != "cuda":
+        return True
+    return resident_bytes(model, layers, recipe) <= left(device) - torch.cuda.memory_allocated(device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
-from iobs.errors import ModelError, OutputError, ProblemError, first_line
+from iobs.errors import ModelError, OutputError, ProblemError, first_line, is_out_of_memory
 from iobs.pruning.blockwise.spill import Place, Storage
 from iobs.pruning.blockwise.store import BlockwiseStore
 from iobs.pruning.blockwise.visits import Visits, parts_of
@@ -88,6 +88,7 @@ class OffloadedStore(BlockwiseStore):
                 yield
             finally:
                 self.visits.send_all()
+                self._storage.clear()
                 self._dense, self._original = None, {}
 
     def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
@@ -233,6 +234,8 @@ class OffloadedStore(BlockwiseStore):
         try:
             return Visits(copy.deepcopy(self.model, known), self.device)
         except (RuntimeError, TypeError) as error:
+            if is_out_of_memory(error):
+                raise
             raise ModelError(NOT_COPIED.format(first_line(error))) from error
 
     # ---- residency

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from iobs.pruning.samples.batches import Batch, mapped
 
 Place = Literal["auto", "device", "memory", "disk"]
 PLACES: tuple[Place, ...] = get_args(Place)
+_PORTABLE = 1  # flag of cudaHostRegister: the memory is page-locked for all GPUs
 
 
 def reserve(file: Path, size: int) -> None:
@@ -43,6 +45,36 @@ def spilled(file: Path, hidden: Tensor) -> Tensor:
     reserve(file, hidden.numel() * hidden.element_size())
     kept = torch.from_file(str(file), shared=True, size=hidden.numel(), dtype=hidden.dtype)
     return kept.reshape(hidden.shape).copy_(hidden)
+
+
+def locked(like: Tensor) -> Tensor:
+    """An empty tensor of a shape and dtype in page-locked memory, which takes its own bytes and less than a page more.
+
+    torch's allocator of such memory rounds the bytes up to a power of two, and keeps them until the process ends.
+
+    Args:
+        like: of that shape and dtype, not empty. `unlock` comes before the memory is freed.
+
+    Raises:
+        OutputError: the system locks no more memory.
+    """
+    raw = torch.empty(like.nbytes + mmap.PAGESIZE, dtype=torch.uint8)
+    start = -raw.data_ptr() % mmap.PAGESIZE  # no two locked ranges share a page
+    found = raw[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
+    code = int(runtime.cudaHostRegister(found.data_ptr(), like.nbytes, _PORTABLE))
+    if code:
+        raise OutputError(
+            f"Main memory for the hidden states cannot be page-locked (CUDA error {code}); free some, put them in "
+            'files (streams "disk"), or give fewer samples.'
+        )
+    return found
+
+
+def unlock(tensor: Tensor) -> None:
+    """End the lock of a tensor from `locked`; after an error of the device, which lasts, the lock lasts too."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
+    runtime.cudaHostUnregister(tensor.data_ptr())
 
 
 @dataclass(frozen=True)
@@ -139,6 +171,7 @@ class Storage:
     device: torch.device
     folder: Path
     kept: dict[str, Tensor] = field(default_factory=dict)
+    _locked: set[str] = field(default_factory=set, init=False)  # names of those in page-locked memory
 
     def keep(self, name: str, tensor: Tensor) -> Tensor:
         """Store a tensor; the tensor that had this name before is overwritten.
@@ -153,10 +186,25 @@ class Storage:
             return before.copy_(tensor)
         if self.place == "disk":
             self.kept[name] = spilled(self.folder / name, tensor)
-        else:
-            locked = self.device.type == "cuda" and torch.cuda.is_available()
-            self.kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=locked).copy_(tensor)
-        return self.kept[name]
+            return self.kept[name]
+        if before is not None:
+            self._drop(name)
+        locks = self.device.type == "cuda" and torch.cuda.is_available() and tensor.nbytes > 0
+        self.kept[name] = locked(tensor) if locks else torch.empty(tensor.shape, dtype=tensor.dtype)
+        if locks:
+            self._locked.add(name)
+        return self.kept[name].copy_(tensor)
+
+    def clear(self) -> None:
+        """Drop all tensors, and give page-locked memory back to the system."""
+        for name in [*self.kept]:
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        kept = self.kept.pop(name)
+        if name in self._locked:
+            self._locked.remove(name)
+            unlock(kept)
 
     def park(self, name: str, tensor: Tensor) -> Tensor:
         """Store a tensor in a file if this is where tensors are, and if the CPU can compute with it there.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from iobs.errors import is_out_of_memory
 from iobs.pruning.calibration.additions import captured_additions
 from iobs.pruning.calibration.blocks import Tracer
 from iobs.pruning.calibration.bypasses import Bypass, bypasses, without_state
@@ -166,7 +167,9 @@ def _is_exact(
     try:
         with shortcuts.taken(stream.model, index):
             given = stream.run(stage, index)
-    except batches.REFUSALS:  # the block reads an output that only the whole module gives
+    except batches.REFUSALS as error:  # the block reads an output that only the whole module gives
+        if is_out_of_memory(error):
+            raise
         return False
     return same_output(given, output)
 

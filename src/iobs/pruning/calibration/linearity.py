@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from iobs.errors import LayerSelectionError
+from iobs.errors import LayerSelectionError, is_out_of_memory
 from iobs.pruning.calibration.hooks import Args, Kwargs
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer, linear_maps
@@ -92,7 +92,9 @@ def _comparison(path: str, below: type[nn.Module], changing: set[str]) -> Callab
                 expected = outputs.logits(below.forward(module, *_copied(first))).float()
             with _Products() as own:
                 given = outputs.logits(type(module).forward(module, *_copied(args), **_copied(kwargs))).float()
-        except batches.REFUSALS:  # other arguments or outputs than the class below; true errors recur in the model
+        except batches.REFUSALS as error:  # other arguments or outputs than the class below
+            if is_out_of_memory(error):  # other true errors recur in the model
+                raise
             changing.add(path)
             return
         if any(_same_product(one, other) for one in plain.seen for other in own.seen):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from iobs.errors import CalibrationError
+from iobs.errors import CalibrationError, is_out_of_memory
 from iobs.pruning.recipe.finetune import LossFunction
 from iobs.pruning.runtime.memory import reusing_memory
 from iobs.pruning.runtime.ranks import current
@@ -42,6 +42,8 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
         try:
             return _label_loss(values, wanted, class_axis(values, batch))
         except (RuntimeError, ValueError, IndexError) as error:
+            if is_out_of_memory(error):
+                raise
             raise CalibrationError(
                 f"Outputs of shape {tuple(values.shape)} and targets of shape {tuple(wanted.shape)} and type "
                 f'{wanted.dtype} have no task loss ({error}); give a function as loss, or use loss="kl".'

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import CalibrationError
+from iobs.errors import CalibrationError, is_out_of_memory
 from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.calibration.linearity import changing_modules
 from iobs.pruning.calibration.uses import Observer
@@ -52,6 +52,8 @@ def observe(model: nn.Module, data: Sequence[Batch], seed: int) -> bool:
                 with observer.watch(called), captured_inputs(model, observer.classes, note):
                     batches.forward(model, one)
             except batches.REFUSALS as error:
+                if is_out_of_memory(error):
+                    raise
                 if not observer.classes:
                     raise CalibrationError(
                         f"The model cannot take a calibration batch, {batches.shapes(one)}: "

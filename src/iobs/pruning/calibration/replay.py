@@ -241,7 +241,9 @@ def running_along_is_exact(
                 stream.advance(BEFORE)
             elif _fed(stream, layers) != _fed(Stream(model, [batch], []), layers):
                 return False
-    except Exception:  # the model cannot be run in stages, so it is run whole
+    except Exception as error:  # the model cannot be run in stages, so it is run whole
+        if is_out_of_memory(error):
+            raise
         return False
     return True
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from iobs.errors import is_out_of_memory
 from iobs.pruning.network.layers import Axes, View
 
 _TIMES = frozenset({"mul", "multiply", "__mul__", "__rmul__", "div", "divide", "__truediv__"})
@@ -72,7 +73,9 @@ class Tracker:
                 numbers = self._numbered(args[0])
             else:
                 numbers = func(*_replaced(args, self._numbered), **_replaced(kwargs, self._numbered))
-        except (RuntimeError, TypeError, IndexError, ValueError, OverflowError, ZeroDivisionError):
+        except (RuntimeError, TypeError, IndexError, ValueError, OverflowError, ZeroDivisionError) as error:
+            if is_out_of_memory(error):
+                raise
             return
         for value in results:
             if (place := _storage(value)) and numbers.shape == value.shape:

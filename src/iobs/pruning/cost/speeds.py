@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from iobs.core.modes import full_precision
 from iobs.pruning.cost.loads import Rates
 
 _SIDE = 1024  # of a product whose speed is measured
@@ -15,6 +16,7 @@ _COPIED = 2**26  # bytes of a copy whose speed is measured
 _CALLS = 3  # of which the fastest is the measured one: other programs make single calls look longer
 
 
+@full_precision()
 def measured_rates(device: torch.device, dtype: torch.dtype, locked: bool = True) -> Rates:
     """Speeds of products, of entrywise work and of copies to the device, measured in about a second.
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torch import nn
 
-from iobs.errors import ModelError, NonFiniteError, first_line
+from iobs.errors import ModelError, NonFiniteError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import block_distance_to, kl_to, mean_loss, task_loss
 from iobs.pruning.finetune.augment import copies, suited
@@ -185,6 +185,8 @@ def dense_copy(model: nn.Module) -> nn.Module:
     try:
         reference = copy.deepcopy(model).eval()
     except (RuntimeError, TypeError) as error:  # results of a training step, locks and the like
+        if is_out_of_memory(error):
+            raise
         raise ModelError(NOT_COPIED.format(first_line(error))) from error
     return reference.requires_grad_(False)
 

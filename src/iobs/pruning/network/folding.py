@@ -19,6 +19,8 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from iobs.errors import is_out_of_memory
+
 _PROBED = 1e-2  # relative difference up to which a weight counts as given back by its parametrisation
 
 Restore = Callable[[], None]
@@ -110,7 +112,9 @@ def _gives_back(parametrisation: parametrize.ParametrizationList) -> bool:
         sparse.view(-1)[::2] = 0
         _invert(trial, sparse)
         found = trial().detach()
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError):
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
         return False
     near = float((found - sparse).float().norm()) <= _PROBED * float(sparse.float().norm())
     return near and bool((found[sparse == 0] == 0).all())

@@ -158,6 +158,11 @@ class Layer:
         own.copy_(matrix.T if self.transposed else matrix.reshape(own.shape))
 
 
+def is_compressed(stored: Tensor) -> bool:
+    """Check that a parameter is a 2:4 tensor of torch, as `iobs.accelerate` makes it on a CUDA device."""
+    return isinstance(stored, torch.sparse.SparseSemiStructuredTensor)
+
+
 def biases_of(model: nn.Module, layers: Sequence[Layer]) -> dict[Layer, str]:
     """The names of the layers' biases, (rows,); layers without one are left out, and biases that modules share."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -221,10 +226,11 @@ def layers_by_class(model: nn.Module) -> list[Layer]:
         if weight is None or not weight.is_floating_point() or not weight.numel():
             continue  # recomputed from other parameters in every forward pass, quantised, or without entries
         name, is_transposed = names[id(weight)], isinstance(module, transposed)
+        stored = len(weight), weight.numel() // len(weight)
         layers.append(
             Layer(
                 path,
-                (weight.shape[1], weight.shape[0]) if is_transposed else (weight.shape[0], weight[0].numel()),
+                stored[::-1] if is_transposed else stored,
                 groups=int(module.groups) if isinstance(module, CONVOLUTIONS) else 1,
                 transposed=is_transposed,
                 stored_as=None if name == joined(path, "weight") else name,

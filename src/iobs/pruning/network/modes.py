@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor, nn
 
-from iobs.core.modes import in_eval_mode
+from iobs.core.modes import full_precision, in_eval_mode
 from iobs.errors import CalibrationError
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples, even
@@ -54,7 +54,7 @@ def inferring(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
-    """Eval mode without KV cache, fused kernels or autocast; all floating parameters require gradients.
+    """Eval mode without KV cache, fused kernels, autocast or TF32; all floating parameters require gradients.
 
     Everything is restored on exit.
 
@@ -67,6 +67,7 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
     with ExitStack() as stack:
         # Implementations of transformers that multiply all experts at once hide the input of each expert.
         stack.enter_context(_configured(model, "_experts_implementation", "eager"))
+        stack.enter_context(full_precision())
         stack.enter_context(_configured(model, "use_cache", False))
         stack.enter_context(_requiring_gradients(frozen.values()))
         stack.enter_context(in_eval_mode(model))
@@ -123,13 +124,15 @@ def _uncompiled() -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _without_cudnn(model: nn.Module) -> AbstractContextManager[object]:
+@contextmanager
+def _without_cudnn(model: nn.Module) -> Iterator[None]:
     """Disable cuDNN for models with recurrent layers, which have no gradient in eval mode there."""
-    if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        return nullcontext()
-    cudnn = torch.backends.cudnn
-    others = cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, cudnn.allow_tf32
-    return cudnn.flags(False, *others)
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = before and not any(isinstance(module, nn.RNNBase) for module in model.modules())
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 def state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
 from iobs.pruning.coverage import Reason
-from iobs.pruning.network.layers import Layer, find_layers, joined, library_class, linear_maps
+from iobs.pruning.network.layers import Layer, find_layers, is_compressed, joined, library_class, linear_maps
 
 _BY_USE = {"parameter", "convolution"}  # reasons of weights that a forward pass of the whole model may show
 _LISTED = 5  # weights and kinds of modules that an error names
@@ -196,7 +196,11 @@ def require_unstored(
         library_class("iobs.inference.modules", "StoredLayer"),
         library_class("iobs.inference.gpu", "BitmaskLinear"),
     )
-    names = [path for path, module in model.named_modules() if isinstance(module, stored)]
+    names = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, stored) or any(map(is_compressed, module.parameters(recurse=False)))
+    ]
     if names:
         raise ModelError(
             f"{len(names)} layers of the model, {names[0]!r} first, are stored matrices of iobs.accelerate or of a "

@@ -148,8 +148,8 @@ def available() -> int:
 
 def left(device: torch.device) -> int:
     """Memory of a device that this process has or can take, in bytes; 0 where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+    if device.type == "cuda":  # torch keeps freed blocks for its next tensors
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     free = available()
     return free + resident() if free else 0
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from iobs.errors import DistributedError, first_line
+from iobs.errors import DistributedError, first_line, is_out_of_memory
 from iobs.pruning.samples.batches import Batch, size, take
 from iobs.pruning.samples.subsets import Samples
 
@@ -62,8 +62,8 @@ class Ranks:
             DistributedError: another rank is gone.
         """
         if self.size > 1:
-            with explained():
-                dist.all_reduce(tensor)
+            with explained(), _exchangeable(tensor) as there:
+                dist.all_reduce(there)
 
     def total(self, value: float) -> float:
         """The sum of the values of all ranks.
@@ -171,8 +171,8 @@ class Ranks:
             DistributedError: another rank is gone.
         """
         if self.size > 1:
-            with explained():
-                dist.broadcast(tensor, source)
+            with explained(), _exchangeable(tensor) as there:
+                dist.broadcast(there, source)
 
 
 ALONE = Ranks()
@@ -195,15 +195,33 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
+def _exchangeable(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, or a copy on this process's GPU whose values it has on exit: a group of nccl alone takes no other."""
+    if tensor.device.type != "cpu" or "cpu:" in dist.get_backend_config():
+        yield tensor
+        return
+    there = tensor.to("cuda")
+    yield there
+    tensor.copy_(there)
+
+
+@contextmanager
 def explained() -> Iterator[None]:
     """Convert failures of communication into one error.
 
     Raises:
-        DistributedError: a rank died or does not answer.
+        DistributedError: a rank died or does not answer, or the process group cannot exchange what is asked.
     """
     try:
         yield
+    except ValueError as error:
+        raise DistributedError(
+            f"The process group refuses an exchange ({first_line(error)}). Start the run with torchrun -m iobs, or "
+            "give each rank a GPU of its own."
+        ) from error
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         raise DistributedError(
             f"Another rank is gone ({first_line(error, 'no answer')}), so this one stops too. Look at that rank's own "
             "output; with a checkpoint the run can be resumed."
@@ -221,8 +239,8 @@ def current() -> Ranks:
 def joined() -> Iterator[Ranks]:
     """Join the process group if torchrun started several processes; leave it on exit.
 
-    Other launchers set some of torchrun's variables too: without all of them the process is alone. On a machine with
-    GPUs the device "cuda" becomes this process's own GPU.
+    Other launchers set some of torchrun's variables too: without all of them the process is alone. On a machine with a
+    GPU for each of its processes the device "cuda" becomes this process's own GPU.
 
     Raises:
         DistributedError: the other ranks cannot be reached.
@@ -230,10 +248,12 @@ def joined() -> Iterator[Ranks]:
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
         yield ALONE
         return
-    gpus = torch.cuda.is_available()
     try:
+        own = int(os.environ.get("LOCAL_RANK", "0"))
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", own + 1))  # by their number, so that all decide alike
+        gpus = torch.cuda.is_available() and processes <= torch.cuda.device_count()
         if gpus:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(own)
         # gloo reduces tensors on the CPU in both cases.
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:

@@ -12,7 +12,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import first_line
+from iobs.errors import first_line, is_out_of_memory
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
 from iobs.pruning.structure.removal import CONFIG, remove
@@ -128,6 +128,8 @@ def _attributes(model: nn.Module, site: Site, call: Call) -> tuple[Attribute, ..
                 remove(narrow, [replace(site, attributes=attributes).inside()], {site.name: keep})
                 difference = _difference(expected, _outputs(narrow, call))
             except batches.REFUSALS as error:
+                if is_out_of_memory(error):
+                    raise
                 reason = reason or f"the narrower {type(owner).__name__} fails: {first_line(error)}"
                 continue
             if difference <= _TOLERANCE:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from iobs.core.column_groups import Groups
 from iobs.core.patterns import keep_count
-from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError, first_line
+from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError, first_line, is_out_of_memory
 from iobs.pruning.algorithm import run
 from iobs.pruning.allocation.sensitivity import PROBE, PROBE_TOKENS
 from iobs.pruning.calibration.additions import captured_additions
@@ -222,6 +222,8 @@ def _require_loadable(model: nn.Module, batch: Batch) -> None:
         again = again.to(next(model.parameters()))
         found: Tensor = outputs_of(again, batch)
     except Exception as error:  # every class has its own
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"{type(model).__name__} cannot be built from its new configuration: {first_line(error)}."
         ) from None

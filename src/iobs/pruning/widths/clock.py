@@ -93,13 +93,13 @@ def called_in(runtime: Runtime, example: Example) -> Call:
 
 
 def _in_torch(example: Example) -> Call:
-    cuda = any(value.is_cuda for value in example.module.parameters())
+    gpu = next((value.device for value in example.module.parameters() if value.is_cuda), None)
 
     def call() -> None:
         with torch.no_grad():
             example.module(*example.arguments, **example.named)
-            if cuda:
-                torch.cuda.synchronize()
+            if gpu is not None:
+                torch.cuda.synchronize(gpu)
 
     return call
 

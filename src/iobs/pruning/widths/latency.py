@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from iobs.core.modes import precision_of_user
 from iobs.core.structured import Runtime
 from iobs.pruning.network.modes import fused_attention, inferring, keeping_buffers
 from iobs.pruning.samples import batches
@@ -135,8 +136,8 @@ def shares_of(
 
 
 def _timed(calls: Sequence[Call], clock: Clock) -> list[float]:
-    """Seconds of calls with the fused attention that a model uses outside of a run."""
-    with fused_attention(True):
+    """Seconds of calls with the fused attention and the precision that a model has outside of a run."""
+    with fused_attention(True), precision_of_user():
         return clock(calls)
 
 

@@ -1,0 +1,110 @@
+"""Full precision: no TF32 where iobs computes, and the user's own settings before, after and in measured times."""
+
+import pytest
+import torch
+from torch import nn
+
+import iobs
+from iobs.core.modes import full_precision, precision_of_user
+from iobs.evaluate import accuracy
+from iobs.pruning.network.modes import evaluating
+from iobs.pruning.widths.latency import shares_of
+
+NEWER = hasattr(torch.backends, "fp32_precision")
+
+
+def settings():
+    """What torch says now about products and convolutions of float32; an error's type where it refuses to say."""
+    found = []
+    backends = torch.backends
+    reads = [torch.get_float32_matmul_precision, lambda: backends.cudnn.allow_tf32]
+    if NEWER:
+        owners = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul)
+        reads += [lambda one=one: one.fp32_precision for one in owners]
+    for read in reads:
+        try:
+            found.append(read())
+        except RuntimeError as error:
+            found.append(type(error))
+    return found
+
+
+FULL = ["highest", False, *["ieee"] * (4 if NEWER else 0)]
+
+
+@pytest.fixture(params=["default", "high", "medium", *(["newer"] if NEWER else [])])
+def user(request):
+    """Settings of a user; torch's own come back afterwards."""
+    with precision_of_user():
+        if request.param == "newer":
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        elif request.param != "default":
+            torch.set_float32_matmul_precision(request.param)
+        yield settings()
+
+
+def test_the_settings_of_the_user_come_back(user):
+    assert user != FULL
+    with full_precision():
+        assert settings() == FULL
+        with full_precision():
+            assert settings() == FULL
+        with precision_of_user():
+            assert settings() == user
+        assert settings() == FULL
+    assert settings() == user
+
+
+def test_the_settings_of_the_user_come_back_after_an_error(user):
+    @full_precision()
+    def fails():
+        assert settings() == FULL
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert settings() == user
+
+
+class Noting(nn.Module):
+    """A linear layer that notes the settings at every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(6, 3), []
+
+    def forward(self, x):
+        self.seen.append(settings())
+        return self.linear(x)
+
+
+@pytest.fixture
+def high():
+    with precision_of_user():
+        torch.set_float32_matmul_precision("high")
+        yield settings()
+
+
+def test_prune_and_evaluate_compute_in_full_precision(high):
+    model = Noting()
+    iobs.prune(model, [torch.randn(20, 6)], 0.5, iobs.Recipe(solver="magnitude"))
+    accuracy(model, [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))])
+    assert model.seen
+    assert all(one == FULL for one in model.seen)
+    assert settings() == high
+
+
+def test_models_with_recurrent_layers_keep_cudnn_off_only_inside():
+    before = torch.backends.cudnn.enabled
+    with evaluating(nn.LSTM(3, 3)):
+        assert not torch.backends.cudnn.enabled
+        assert settings() == FULL
+    assert torch.backends.cudnn.enabled == before
+
+
+def test_times_are_measured_with_the_settings_of_the_user(high):
+    wide, narrow = Noting(), Noting()
+    with evaluating(wide):
+        shares_of(wide, narrow, torch.randn(2, 6), "torch", lambda calls: [call() or 1.0 for call in calls])
+        assert settings() == FULL
+    assert wide.seen == narrow.seen == [high]
