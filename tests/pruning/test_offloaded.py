@@ -3,6 +3,7 @@
 import copy
 import gc
 from dataclasses import replace
+from types import SimpleNamespace
 
 import families
 import pytest
@@ -15,11 +16,13 @@ from typer.testing import CliRunner
 
 import iobs
 from iobs.cli import app, watch
+from iobs.cli.offload import run_where_it_fits
 from iobs.errors import ModelError, OutputError, ProblemError
 from iobs.pruning.blockwise import offloaded as offloaded_store
 from iobs.pruning.blockwise.offloaded import OffloadedStore
 from iobs.pruning.cost import speeds
 from iobs.pruning.recipe import BlockFit
+from iobs.pruning.store import Store
 
 FIT = BlockFit(masks=2, between=1, steps=2, lr=1e-3, network_steps=2, network_lr=1e-4)
 FAST, BEST = (iobs.Recipe.preset(name) for name in ("fast", "best"))
@@ -310,9 +313,52 @@ class FillsTheGpu(iobs.Callback):
         self.left -= 1
         if not self.left:
             assert not is_home(self.model)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise torch.OutOfMemoryError(FULL)
 
 
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def fills(store):
+    """A run that fills the GPU if the whole model is there; returns the class of the store."""
+    assert is_home(store.model) == isinstance(store, OffloadedStore)
+    if store.whole:
+        raise torch.OutOfMemoryError(FULL)
+    return type(store)
+
+
+def resident():
+    """A model on the GPU, and its store with copies of the weights."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(GPU)
+    store = Store(model)
+    store.remember(None)
+    return SimpleNamespace(module=model), store
+
+
+def test_run_that_fills_the_gpu_begins_again_by_blocks(gpu):
+    loaded, store = resident()
+    request = SimpleNamespace(recipe=iobs.Recipe.preset("one-shot"))
+    assert run_where_it_fits(fills, loaded, store, request) is OffloadedStore
+    assert is_home(loaded.module)
+    gc.collect()
+    assert not gpu.bytes  # the copies of the weights are gone too
+
+
+def test_run_that_needs_the_whole_model_or_fails_otherwise_does_not_begin_again(gpu):
+    loaded, store = resident()
+    for request in (None, SimpleNamespace(recipe=iobs.Recipe.preset("paper"))):
+        with pytest.raises(torch.OutOfMemoryError):
+            run_where_it_fits(fills, loaded, store, request)
+
+    def fails(store):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run_where_it_fits(fails, loaded, store, SimpleNamespace(recipe=iobs.Recipe.preset("one-shot")))
+    assert not is_home(loaded.module)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [False, True])
 def test_command_line_goes_on_by_blocks_when_the_gpu_is_full(gpu, tmp_path, monkeypatch, resume):
     file, full = tmp_path / "mine.py", FillsTheGpu(4)
