@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,7 +36,8 @@ def inspect(
     from rich.text import Text
 
     from iobs.errors import ModelError
-    from iobs.models.packed import is_packed, unpack
+    from iobs.models.packed import is_packed
+    from iobs.models.unpacking import unpacked
     from iobs.report import audit_table
     from iobs.report.numbers import percent
 
@@ -48,8 +48,7 @@ def inspect(
     with ExitStack() as stack:
         files = directory
         if is_packed(directory):
-            files = Path(stack.enter_context(TemporaryDirectory()))
-            unpack(directory, files)
+            files = stack.enter_context(unpacked(directory))
         found = _audited(directory, files, pattern, trust_remote_code)
     rows, sparse, stray = found.rows, found.sparse, found.stray
     zeros, weights = sum(row.zeros for row in sparse), sum(row.weights for row in sparse)
