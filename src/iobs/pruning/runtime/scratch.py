@@ -35,11 +35,10 @@ def scratch_folder(folder: Path | None, name: str = "iobs", needed_bytes: int = 
     place = Path(tempfile.gettempdir()) if folder is None else existing(folder)
     try:
         remove_abandoned(place, name)
-        made = _made(place, name)
+        made, lock = _made(place, name)
     except OSError:
         place = Path(tempfile.gettempdir())
-        made = _made(place, name)
-    lock = locked(made)
+        made, lock = _made(place, name)
     try:
         require_free(place, needed_bytes)
         yield made
@@ -97,5 +96,19 @@ def remove_abandoned(place: Path, name: str) -> None:
                     os.close(handle)
 
 
-def _made(place: Path, name: str) -> Path:
-    return Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=PARTIAL, dir=place))
+def _made(place: Path, name: str) -> tuple[Path, int | None]:
+    """A new temporary folder and its lock.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    while True:
+        made = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=PARTIAL, dir=place))
+        try:
+            lock = locked(made)
+        except OSError:  # another process has taken it for abandoned, before it was locked
+            continue
+        if made.is_dir():
+            return made, lock
+        if lock is not None:
+            os.close(lock)
