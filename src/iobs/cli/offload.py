@@ -94,9 +94,12 @@ def store_of(loaded: LoadedModel, request: Request | None, device: str, streams:
 
     from iobs.models.factory import is_built_by_code
     from iobs.pruning.blockwise.choice import fits, resident_bytes
+    from iobs.pruning.cost.slow import warning_of
     from iobs.pruning.store import Store
 
     place = torch.empty(0, device=device).device
+    if request is not None and (about := warning_of(request.patterns, request.recipe)):
+        console.warn(about)
     if request is None or fits(loaded.module, [*request.patterns], request.recipe, place):
         if streams.place is not None:
             console.say(f"--streams does nothing now: the whole model is on {place}, and no hidden states are kept.")

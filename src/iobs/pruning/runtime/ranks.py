@@ -21,8 +21,10 @@ from iobs.errors import DistributedError, first_line, is_out_of_memory
 from iobs.pruning.samples.batches import Batch, size, take
 from iobs.pruning.samples.subsets import Samples
 
-# Longer than the solve of any layer. The connection or torchrun reports a dead rank at once.
-PATIENCE = timedelta(minutes=30)
+# Time that a rank waits for another one: longer than the solve of a layer. Greedy removal, exact swaps and fixed zeros
+# take hours for a layer of a large model (`cost.slow`). The connection or torchrun reports a dead rank at once.
+PATIENCE = timedelta(days=1)
+_MEETING = timedelta(minutes=30)  # time in which all ranks must have been started
 _BUCKET = 2**24  # most numbers in one reduction of several tensors, unless one tensor has more
 
 
@@ -254,8 +256,12 @@ def joined() -> Iterator[Ranks]:
         gpus = torch.cuda.is_available() and processes <= torch.cuda.device_count()
         if gpus:
             torch.cuda.set_device(own)
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=_MEETING)))
+        store.set(f"iobs/{rank}", "started")
+        store.wait([f"iobs/{other}" for other in range(size)], _MEETING)
         # gloo reduces tensors on the CPU in both cases.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
             f"The other ranks cannot be reached ({first_line(error, 'no answer')}). Start all of them with torchrun, "
