@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors import SafetensorError
 
 from iobs.errors import OutputError
 from iobs.pruning.runtime.scratch import scratch_folder
@@ -60,5 +61,8 @@ def test_scratch_folder_asks_for_room_first(tmp_path, monkeypatch):
 def test_disk_that_became_full_is_one_clear_error(tmp_path):
     with pytest.raises(OutputError, match="became full; free some space"), scratch_folder(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
+    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(OutputError, match="became full"), scratch_folder(tmp_path):
+        raise full
     with pytest.raises(FileNotFoundError), scratch_folder(tmp_path):
         raise FileNotFoundError("another error")

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from math import ceil, floor
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from iobs.errors import OutputError
 from iobs.pruning.runtime.checkpoint import locked
 
@@ -42,14 +44,20 @@ def scratch_folder(folder: Path | None, name: str = "iobs", needed_bytes: int = 
     try:
         require_free(place, needed_bytes)
         yield made
-    except OSError as error:
-        if isinstance(error, OutputError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OutputError) or not _is_full(error):
             raise
         raise OutputError(f"The disk of {place}, which holds temporary files, became full; free some space.") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+def _is_full(error: Exception) -> bool:
+    """Check that an error says that the disk is full; that of safetensors says so in words."""
+    code = error.errno if isinstance(error, OSError) else None
+    return code in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error)
 
 
 def require_free(place: Path, needed_bytes: int) -> None:

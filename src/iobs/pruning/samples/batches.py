@@ -203,13 +203,13 @@ def forward(model: nn.Module, batch: Batch, with_loss: bool = False) -> object:
             transformers receives no labels. Its loss takes a multiple of the memory of its outputs.
     """
     device, asked = next(model.parameters()).device, inputs(batch)
-    if not with_loss and isinstance(asked, Mapping) and _are_for_the_loss_alone(model, asked):
+    if not with_loss and isinstance(asked, Mapping) and _labels_change_only_the_loss(model, asked):
         asked = {name: value for name, value in asked.items() if name != "labels"}
     given = mapped(asked, lambda tensor: tensor.to(device, copy=True))
     return model(**given) if isinstance(given, Mapping) else model(given)
 
 
-def _are_for_the_loss_alone(model: nn.Module, given: Mapping[str, Any]) -> bool:
+def _labels_change_only_the_loss(model: nn.Module, given: Mapping[str, object]) -> bool:
     """Check that the labels of a batch change nothing but the loss: those of a causal language model of transformers.
 
     An encoder-decoder makes the inputs of its decoder from its labels. Models of other authors may use labels as well,
@@ -220,9 +220,9 @@ def _are_for_the_loss_alone(model: nn.Module, given: Mapping[str, Any]) -> bool:
         return False
     if not (isinstance(tokens, Tensor) and isinstance(labels, Tensor) and labels.shape == tokens.shape):
         return False
-    called_function = type(model).forward
-    own = called_function.__module__.startswith("transformers.models.")
-    return own and _CAUSAL.search(called_function.__qualname__) is not None
+    function = getattr(type(model), "forward", None)
+    place, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
+    return place.startswith("transformers.models.") and _CAUSAL.search(name) is not None
 
 
 def shapes(batch: Batch) -> str:
