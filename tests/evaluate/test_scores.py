@@ -46,7 +46,8 @@ def test_scores_take_no_cache_and_the_scores_of_the_last_positions(embedded, mon
     handle = embedded.module.register_forward_hook(seen)
     monkeypatch.setattr(embedded.module.config, "use_cache", True)
     evaluate.perplexity(embedded.module, windows)
-    answers._likelihoods(embedded, [3, 4, 5, 6, 7], [(1, 2), (1, 3)])
+    with torch.no_grad():
+        answers._likelihoods(embedded, [3, 4, 5, 6, 7], [(1, 2), (1, 3)])
     handle.remove()
     assert shapes == [(2, 16), (1, 2)]
     assert caches == [None, None]

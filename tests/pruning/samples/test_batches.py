@@ -188,7 +188,7 @@ def test_forwards_of_users_receive_the_labels():
 
     class Conditioned(transformers.LlamaForCausalLM):
         def forward(self, input_ids, labels):
-            return super().forward(input_ids=input_ids + (labels > 40))
+            return super().forward(input_ids=input_ids * (labels > 9))
 
     config = language_model("llama").config
     assert batches.forward(Conditioned(config), {"input_ids": tokens, "labels": tokens}).logits is not None

@@ -113,7 +113,7 @@ def _own_loss_in_pieces(model: nn.Module, batch: Batch) -> Iterator[None]:
     Its usual loss copies all scores in float32, and keeps another copy for the gradient.
     """
     library = sys.modules.get("transformers.loss.loss_utils")
-    usual = None if library is None else library.ForCausalLMLoss
+    usual: Callable[..., Tensor] | None = None if library is None else library.ForCausalLMLoss
     has_labels = isinstance(batch, Mapping) and batch.get("labels") is not None
     if not has_labels or usual is None or getattr(model, "loss_function", None) is not usual:
         yield
@@ -123,6 +123,7 @@ def _own_loss_in_pieces(model: nn.Module, batch: Batch) -> Iterator[None]:
         changed = any(others.get(name) is not None for name in ("num_items_in_batch", "shift_labels", "ignore_index"))
         shaped = logits.ndim == 3 and logits.shape == (*labels.shape, vocab_size)
         if logits.numel() <= _WHOLE or changed or not shaped:
+            assert usual is not None
             return usual(logits=logits, labels=labels, vocab_size=vocab_size, **others)
         return next_token_loss(logits, labels)
 

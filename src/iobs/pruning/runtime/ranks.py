@@ -250,13 +250,15 @@ def joined() -> Iterator[Ranks]:
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
         yield ALONE
         return
+    from torch.distributed.rendezvous import rendezvous  # some builds of torch have no processes
+
     try:
         own = int(os.environ.get("LOCAL_RANK", "0"))
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", own + 1))  # by their number, so that all decide alike
         gpus = torch.cuda.is_available() and processes <= torch.cuda.device_count()
         if gpus:
             torch.cuda.set_device(own)
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=_MEETING)))
+        store, rank, size = next(iter(rendezvous("env://", timeout=_MEETING)))
         store.set(f"iobs/{rank}", "started")
         store.wait([f"iobs/{other}" for other in range(size)], _MEETING)
         # gloo reduces tensors on the CPU in both cases.
