@@ -250,17 +250,13 @@ def joined() -> Iterator[Ranks]:
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
         yield ALONE
         return
-    from torch.distributed.rendezvous import rendezvous  # some builds of torch have no processes
-
     try:
         own = int(os.environ.get("LOCAL_RANK", "0"))
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", own + 1))  # by their number, so that all decide alike
         gpus = torch.cuda.is_available() and processes <= torch.cuda.device_count()
         if gpus:
             torch.cuda.set_device(own)
-        store, rank, size = next(iter(rendezvous("env://", timeout=_MEETING)))
-        store.set(f"iobs/{rank}", "started")
-        store.wait([f"iobs/{other}" for other in range(size)], _MEETING)
+        store, rank, size = _met()
         # gloo reduces tensors on the CPU in both cases.
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
@@ -273,3 +269,17 @@ def joined() -> Iterator[Ranks]:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+
+
+def _met() -> tuple[dist.Store, int, int]:
+    """Wait until all ranks have been started; returns their common store, this rank and the number of ranks.
+
+    Raises:
+        RuntimeError, ValueError: a rank cannot be reached, or the variables of torchrun are wrong.
+    """
+    from torch.distributed.rendezvous import rendezvous  # some builds of torch have no processes
+
+    store, rank, size = next(iter(rendezvous("env://", timeout=_MEETING)))
+    store.set(f"iobs/{rank}", "started")
+    store.wait([f"iobs/{other}" for other in range(size)], _MEETING)
+    return store, rank, size
