@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Streams:
-    """Where hidden states are kept if the blocks of a model visit a device.
+    """Place of the hidden states if the blocks of a model visit a device.
 
     Args:
         place: as `--streams`; None: as "auto".

@@ -231,5 +231,5 @@ def test_ranks_take_gpus_only_if_each_has_its_own(monkeypatch, processes, gpus, 
         with module.joined():
             pass
     assert made == [backend] * processes
-    assert min(waits) >= timedelta(days=1)  # the solve of one layer may take hours
+    assert all(one["timeout"] >= timedelta(days=1) for one in waits)  # the solve of one layer may take hours
     assert chosen == ([*range(processes)] if "nccl" in backend else [])

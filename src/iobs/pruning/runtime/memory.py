@@ -159,7 +159,7 @@ def available(root: Path = _ROOT) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What each limited group of this process has left, in bytes. The limit of a group holds for all groups in it."""
+    """Free bytes of each limited group of this process. The limit of a group holds for all groups in it."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf8").splitlines()
     except OSError:
@@ -179,7 +179,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _left_in_group(folder: Path, limit: str, usage: str, cached: Sequence[str]) -> Iterator[int]:
-    """What a group has left, in bytes; nothing if it has no limit. Cached files count as free: they can be dropped."""
+    """Free bytes of a group; nothing if it has no limit. Cached files count as free: they can be dropped."""
     try:
         most = (folder / limit).read_text(encoding="ascii").strip()
         used = int((folder / usage).read_text(encoding="ascii"))

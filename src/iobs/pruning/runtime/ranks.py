@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from torch import distributed as dist
 from iobs.errors import DistributedError, first_line, is_out_of_memory
 from iobs.pruning.samples.batches import Batch, size, take
 from iobs.pruning.samples.subsets import Samples
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 # Time that a rank waits for another one: longer than the solve of a layer. Greedy removal, exact swaps and fixed zeros
 # take hours for a layer of a large model (`cost.slow`). The connection or torchrun reports a dead rank at once.
@@ -271,7 +275,7 @@ def joined() -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def _met() -> tuple[dist.Store, int, int]:
+def _met() -> tuple[Store, int, int]:
     """Wait until all ranks have been started; returns their common store, this rank and the number of ranks.
 
     Raises:
