@@ -17,6 +17,7 @@ from iobs.inference.held import bytes_held
 from iobs.inference.storing import replace_layers, stored_matrices
 from iobs.models import EMBEDDED, LoadedModel
 from iobs.models.packed import open_packed
+from iobs.pruning.runtime import memory
 from iobs.report.running import RunningRow, running_figure, running_line, running_notes, running_table
 
 ROWS = [
@@ -207,3 +208,13 @@ def test_plain_bench_of_a_narrower_network_names_the_comparison(narrower, run, m
     monkeypatch.setattr(benching, "measured", lambda *_: iter(ROWS))
     assert "--beside MODEL" in " ".join(run("bench", narrower[1]).output.split())
     assert "--beside" not in run("bench", EMBEDDED).output
+
+
+@pytest.mark.parametrize("free", [10**12, 1])
+def test_forms_are_measured_one_after_another_if_memory_does_not_hold_all(free, monkeypatch):
+    groups = []
+    monkeypatch.setattr(memory, "available", lambda: free)
+    monkeypatch.setattr(benching, "_measured_together", lambda work, dense, forms, *_: groups.append(forms) or [])
+    assert [*benching.measured(workload(EMBEDDED), 1)] == []
+    forms = ["float32", "bfloat16", "stored"]
+    assert groups == ([[form] for form in forms] if free == 1 else [forms])

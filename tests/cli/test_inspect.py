@@ -3,13 +3,16 @@
 import json
 import shutil
 
+import families
 import pytest
 import torch
 from checks import one_error
 from safetensors.torch import load_file, save_file
 
+import iobs
 from iobs import models
-from iobs.report import read_report
+from iobs.models import skeleton
+from iobs.report import read_report, write_report
 
 
 def test_inspect_checks_an_allocated_sparsity_globally(run, tmp_path, classifier):
@@ -113,3 +116,19 @@ def test_inspect_refuses_a_folder_without_a_model(run, tmp_path):
 
 def test_inspect_reports_a_dense_model(run):
     assert "this model is dense" in run("inspect", models.EMBEDDED).output
+
+
+def test_inspect_checks_a_pattern_without_the_weights_in_memory(run, tmp_path, monkeypatch):
+    """A model of 70B weights takes 141 GB, and its files name every matrix."""
+    torch.manual_seed(0)
+    model, out = families.LANGUAGE_MODELS["llama"][0](), tmp_path / "out"
+    report = iobs.prune(model, families.language_batches(), "2:4", "one-shot", solver="magnitude", holdout=0)
+    model.save_pretrained(out)
+    write_report(report, out)
+    inspected = "inspect", out, "--json", "--pattern", "2:4", "--all"
+    with monkeypatch.context() as patch:
+        patch.setattr(skeleton, "matrices_in_files", lambda _: None)
+        slow = json.loads(run(*inspected).stdout)
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the weights were loaded"))
+    quick = json.loads(run(*inspected).stdout)
+    assert quick == slow

@@ -10,6 +10,7 @@ from torch import nn
 from iobs import data, evaluate, models
 from iobs.data import ArraySource, BatchSource, TextSource
 from iobs.errors import DataError, ModelError, NonFiniteError
+from iobs.evaluate import answers
 
 
 @torch.no_grad()
@@ -32,6 +33,25 @@ def test_perplexity_equals_the_reference(embedded):
     expected = reference_perplexity(embedded.module, embedded.tokenizer, documents, 64)
     for batch in (3, 100):
         assert evaluate.perplexity(embedded.module, windows, batch) == pytest.approx(expected, rel=1e-6)
+
+
+def test_scores_take_no_cache_and_the_scores_of_the_last_positions(embedded, monkeypatch):
+    """A cache of 65B weights takes 10 GB for one batch, and scores of all positions as much as all letters."""
+    windows, shapes, caches = torch.randint(100, (2, 16)), [], []
+
+    def seen(module, args, output):
+        shapes.append(tuple(output.logits.shape[:2]))
+        caches.append(output.past_key_values)
+
+    handle = embedded.module.register_forward_hook(seen)
+    monkeypatch.setattr(embedded.module.config, "use_cache", True)
+    evaluate.perplexity(embedded.module, windows)
+    with torch.no_grad():
+        answers._likelihoods(embedded, [3, 4, 5, 6, 7], [(1, 2), (1, 3)])
+    handle.remove()
+    assert shapes == [(2, 16), (1, 2)]
+    assert caches == [None, None]
+    assert embedded.module.config.use_cache
 
 
 def test_perplexity_of_the_shared_model_is_the_known_value(shared_data):

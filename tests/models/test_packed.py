@@ -2,6 +2,9 @@
 
 import copy
 import json
+import shutil
+import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from typer.testing import CliRunner
 import iobs
 from iobs.cli import app
 from iobs.errors import ModelError, OutputError
-from iobs.models.packed import packed_share, unpack
+from iobs.models.packed import packed_share
+from iobs.models.unpacking import unpack, unpacked_bytes
 
 
 def same_bits(a, b):
@@ -144,3 +148,25 @@ def test_pack_accepts_the_current_directory(tmp_path, monkeypatch):
     again = load_file(tmp_path / "model.packed.dense" / "model.safetensors")
     assert all(same_bits(again[name], value) for name, value in model.state_dict().items())
     assert (tmp_path / "model.packed.dense" / "folder" / "file").is_file()
+
+
+def test_packing_takes_no_room_in_the_default_temporary_folder(tmp_path, monkeypatch):
+    """It is often small, or lies in main memory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    model, _ = two_sparse_layers()
+    iobs.save_packed(model, tmp_path / "packed")
+    iobs.load_packed(tmp_path / "packed", into=copy.deepcopy(model))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["packed"]
+
+
+def test_unpacking_asks_for_room_first(tmp_path, monkeypatch):
+    model, _ = two_sparse_layers()
+    iobs.save_packed(model, tmp_path / "packed")
+    dense = sum(value.nbytes for value in model.state_dict().values())
+    assert unpacked_bytes(tmp_path / "packed") == dense
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=dense - 1))
+    with pytest.raises(OutputError, match="Temporary files need"):
+        iobs.load_packed(tmp_path / "packed", into=model)
+    with pytest.raises(OutputError, match="Temporary files need"):
+        iobs.save_packed(model, tmp_path / "again")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["packed"]

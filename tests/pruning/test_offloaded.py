@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import shutil
+import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from iobs.cli.offload import run_where_it_fits
 from iobs.errors import ModelError, OutputError, ProblemError
 from iobs.pruning.blockwise import offloaded as offloaded_store
 from iobs.pruning.blockwise.offloaded import OffloadedStore
+from iobs.pruning.blockwise.spill import Storage
 from iobs.pruning.cost import speeds
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.store import Store
@@ -207,6 +210,34 @@ def test_main_memory_without_room_for_copies_is_refused(monkeypatch):
     assert differing(before, model) == []
 
 
+MAGNITUDE = {"recipe": "one-shot", "solver": "magnitude"}
+
+
+def test_files_of_an_offloaded_run_lie_in_its_folder(tmp_path, monkeypatch):
+    model, data = made("llama")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    folders = []
+
+    def storage(place, device, folder):
+        folders.append(folder)
+        return Storage(place, device, folder)
+
+    monkeypatch.setattr(offloaded_store, "Storage", storage)
+    iobs.prune(OffloadedStore(model, "cpu", folder=tmp_path), data, 0.5, **MAGNITUDE)
+    assert [folder.parent for folder in folders] == [tmp_path]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_disk_without_room_for_hidden_states_is_refused(tmp_path, monkeypatch):
+    model, data = made("llama")
+    before = copy.deepcopy(model)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(OutputError, match=r"Files of hidden states .* choose a folder on another disk"):
+        iobs.prune(OffloadedStore(model, "cpu", folder=tmp_path), data, 0.5, **MAGNITUDE)
+    assert differing(before, model) == []
+    iobs.prune(OffloadedStore(model, "cpu", "device"), data, 0.5, **MAGNITUDE)  # takes no room on the disk
+
+
 class Branching(nn.Module):
     """No chain: both blocks read the same input."""
 
@@ -281,7 +312,8 @@ def test_command_line_keeps_a_model_that_does_not_fit_in_main_memory(gpu, tmp_pa
     refused = run("cuda", "--recipe", "paper")
     assert refused.exit_code == 2
     assert "on cuda:0, which has less. Its blocks would visit cuda:0, but: " in refused.stderr
-    done = run("cuda", *one_shot)
+    assert "in files" in run("cuda", *one_shot, "--dry-run", "--streams", "disk").stdout
+    done = run("cuda", *one_shot, "--streams", "memory")
     assert done.exit_code == 0, done.output
     assert "Predicted peak memory" in done.stderr
     assert zeros_in(tmp_path / "cuda") == ZEROS

@@ -5,9 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from iobs.models import LoadedModel
 
 DenseForm = Literal["float32", "bfloat16"]
+Form = Literal["float32", "bfloat16", "stored"]
 DENSE: tuple[DenseForm, ...] = ("float32", "bfloat16")
 _MAC = sys.platform == "darwin"
 _HIGH_WATER = Path("/proc/self/clear_refs")  # writing 5 sets the greatest memory of a process to its present memory
@@ -80,7 +80,7 @@ class Timing:
 def measured(
     work: Workload, repetitions: int, on_progress: Callable[[str], object] = lambda _: None
 ) -> Iterator[RunningRow]:
-    """Yield the dense forms and last the stored one, after all repetitions, which take turns.
+    """Yield the dense forms and last the stored one. Repetitions take turns if memory holds all forms at once.
 
     Args:
         work: of one repetition.
@@ -89,15 +89,42 @@ def measured(
 
     Raises:
         ModelError: the model cannot be loaded, or has no known input.
+        OutputError: the disk has too little room for the dense files of a packed model.
     """
-    from iobs.models.packed import is_packed, unpack
+    from iobs.models.packed import is_packed
+    from iobs.models.unpacking import unpacked
 
     with ExitStack() as stack:
         dense = work.model
         if is_packed(work.model):
-            dense = stack.enter_context(tempfile.TemporaryDirectory())
-            unpack(work.model, Path(dense))
-        pools = {form: stack.enter_context(_process()) for form in (*DENSE, "stored")}
+            dense = str(stack.enter_context(unpacked(work.model)))
+        forms: list[Form] = [*DENSE, "stored"]
+        together = [forms] if _have_room(Path(dense)) else [[form] for form in forms]
+        for group in together:
+            yield from _measured_together(work, dense, group, repetitions, on_progress)
+
+
+def _have_room(dense: Path) -> bool:
+    """Check that main memory holds all forms of a model at once; True where the size or the memory is not known."""
+    import torch
+
+    from iobs.core.files import weight_files
+    from iobs.models.shards import read_entries
+    from iobs.pruning.runtime.memory import available
+
+    files = weight_files(dense) if dense.is_dir() else []
+    entries = [entry for file in files for entry in read_entries(file)[0].values()]
+    weights = sum(entry.bytes // entry.dtype.itemsize for entry in entries)
+    free, sizes = available(), [getattr(torch, form).itemsize for form in (*DENSE, DENSE[-1])]
+    return not free or weights * sum(sizes) <= free
+
+
+def _measured_together(
+    work: Workload, dense: str, forms: Sequence[Form], repetitions: int, on_progress: Callable[[str], object]
+) -> Iterator[RunningRow]:
+    """Yield the rows of forms that are in memory at the same time, and whose repetitions take turns."""
+    with ExitStack() as stack:
+        pools = {form: stack.enter_context(_process()) for form in forms}
         names = {form: f"dense {form}" if form in DENSE else "iobs" for form in pools}
         sizes: dict[str, dict[str, int]] = {}
         for form, pool in pools.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +12,8 @@ import typer
 from iobs.cli import console
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from iobs.pruning.report import AuditRow, Report
 
 
@@ -37,7 +38,8 @@ def inspect(
     from rich.text import Text
 
     from iobs.errors import ModelError
-    from iobs.models.packed import is_packed, unpack
+    from iobs.models.packed import is_packed
+    from iobs.models.unpacking import unpacked
     from iobs.report import audit_table
     from iobs.report.numbers import percent
 
@@ -48,8 +50,7 @@ def inspect(
     with ExitStack() as stack:
         files = directory
         if is_packed(directory):
-            files = Path(stack.enter_context(TemporaryDirectory()))
-            unpack(directory, files)
+            files = stack.enter_context(unpacked(directory))
         found = _audited(directory, files, pattern, trust_remote_code)
     rows, sparse, stray = found.rows, found.sparse, found.stray
     zeros, weights = sum(row.zeros for row in sparse), sum(row.weights for row in sparse)
@@ -102,6 +103,7 @@ def _audited(directory: Path, files: Path, pattern: str | None, trust_remote_cod
     """
     from iobs import models
     from iobs.core import patterns
+    from iobs.models.skeleton import matrices_in_files
     from iobs.pruning.audit import audit, check_together, require_promised
     from iobs.pruning.network.layers import find_layers
     from iobs.pruning.structured_report import StructuredReport
@@ -114,16 +116,23 @@ def _audited(directory: Path, files: Path, pattern: str | None, trust_remote_cod
         known = promised <= {row.name for row in rows}
     else:
         wanted = patterns.parse(pattern)
-        # Load the model, because a file does not say whether a matrix is stored transposed.
-        module = models.load(files, trust_remote_code=trust_remote_code).module
-        known = promised <= {layer.name for layer in find_layers(module)}
+        source: Path | nn.Module = files
+        # Without a report, a matrix of the files that is no layer could count as pruned.
+        names = matrices_in_files(files) if promised else None
+        if names is None:  # load the model: its files do not say whether a matrix is stored transposed
+            source = models.load(files, trust_remote_code=trust_remote_code).module
+            names = [layer.name for layer in find_layers(source)]
+        known = promised <= {*names}
         if report is not None and report.allocation and known and isinstance(wanted, patterns.Unstructured):
-            rows = audit(module)
+            rows = audit(source)
             check_together([row for row in rows if row.name in promised], wanted)
             checked.append(f"these layers, among which zeros were spread, satisfy {wanted} together")
         else:
-            rows = audit(module, wanted, promised if promised and known else None)
+            rows = audit(source, wanted, promised if promised and known else None)
             checked.append(f"every one of these layers satisfies {wanted}")
+        if source is files:  # which have another order, and embeddings
+            places = {name: place for place, name in enumerate(names)}
+            rows = sorted((row for row in rows if row.name in places), key=lambda row: places[row.name])
     if promised and known:
         sparse = [row for row in rows if row.name in promised]
     else:

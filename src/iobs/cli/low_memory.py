@@ -45,6 +45,7 @@ def prune_low_memory(
     from iobs.pruning.allocation.bits import require_whole
     from iobs.pruning.blockwise.spill import place_named
     from iobs.pruning.blockwise.streamable import require_streamable
+    from iobs.pruning.cost.slow import warning_of
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
     from iobs.report import summary_lines, write_report
@@ -65,6 +66,8 @@ def prune_low_memory(
     store = StreamedStore(streamed, output or Path(), streams_place)
     selection = store.select(options.include, options.ignore, recipe.depthwise)
     selection, _ = requested(recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
+    if about := warning_of(selection.layers, recipe):
+        console.warn(about)
     name, window, batches = batches_of_run(without_weights(Path(directory)), options)
     plan = store.plan(selection, batches, recipe, options.holdout)
     if (dry_run or output is None) and not current().first:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import typer
 
 from iobs.cli import console
 from iobs.errors import ProblemError, is_out_of_memory
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from iobs.data import Batch
     from iobs.models import LoadedModel
+    from iobs.pruning.blockwise.offloaded import OffloadedStore
     from iobs.pruning.cost.memory_plan import Plan
     from iobs.pruning.store import Store
     from iobs.pruning.workspace import Request
@@ -19,13 +28,64 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-def store_of(loaded: LoadedModel, request: Request | None, device: str) -> Store:
+@dataclass(frozen=True)
+class Streams:
+    """Place of the hidden states if the blocks of a model visit a device.
+
+    Args:
+        place: as `--streams`; None: as "auto".
+        folder: of files; None: the default folder for temporary files.
+    """
+
+    place: str | None
+    folder: Path | None
+
+    @classmethod
+    def of(cls, place: str | None, output: Path | None) -> Self:
+        """The place that was asked for; files lie beside the output."""
+        return cls(place, None if output is None else Path(os.path.realpath(output)).parent)
+
+    def store(self, module: nn.Module, device: torch.device) -> OffloadedStore:
+        """A store of a model whose blocks visit a device.
+
+        Raises:
+            ProblemError: there is no such place.
+        """
+        from iobs.pruning.blockwise.offloaded import OffloadedStore
+        from iobs.pruning.blockwise.spill import place_named
+
+        return OffloadedStore(module, device, place_named(self.place or "auto"), self.folder)
+
+
+def refuse_streams(streams: str, device: str | None) -> None:
+    """Refuse `--streams` where no block will visit a device: the option does nothing there.
+
+    Raises:
+        typer.BadParameter: the device is the CPU.
+        ProblemError: there is no such place.
+    """
+    import torch
+
+    from iobs.cli.loading import checked_device
+    from iobs.pruning.blockwise.spill import place_named
+
+    place_named(streams)
+    if torch.device(checked_device(device)).type == "cpu":
+        raise typer.BadParameter(
+            "only with --low-memory, or on a GPU that is too small for the model: otherwise no hidden states are kept. "
+            "Add --low-memory, or leave it out",
+            param_hint="--streams",
+        )
+
+
+def store_of(loaded: LoadedModel, request: Request | None, device: str, streams: Streams) -> Store:
     """The store of a model in main memory, for a run on a device.
 
     Args:
         loaded: the model; it moves to the device if a run fits there.
         request: what is asked; None: whole units are removed, which needs the whole model on the device.
         device: of the computations.
+        streams: place of the hidden states, if the model does not fit.
 
     Raises:
         ProblemError: the model does not fit, and the recipe needs the whole model.
@@ -34,15 +94,19 @@ def store_of(loaded: LoadedModel, request: Request | None, device: str) -> Store
 
     from iobs.models.factory import is_built_by_code
     from iobs.pruning.blockwise.choice import fits, resident_bytes
-    from iobs.pruning.blockwise.offloaded import OffloadedStore
+    from iobs.pruning.cost.slow import warning_of
     from iobs.pruning.store import Store
 
     place = torch.empty(0, device=device).device
+    if request is not None and (about := warning_of(request.patterns, request.recipe)):
+        console.warn(about)
     if request is None or fits(loaded.module, [*request.patterns], request.recipe, place):
+        if streams.place is not None:
+            console.say(f"--streams does nothing now: the whole model is on {place}, and no hidden states are kept.")
         loaded.module.to(place)
         return Store(loaded.module, is_built_by_code(loaded.source))
     needed = resident_bytes(loaded.module, [*request.patterns], request.recipe) / 1e9
-    store, reason = OffloadedStore(loaded.module, place), f"The model and its copies take {needed:.1f} GB on {place}"
+    store, reason = streams.store(loaded.module, place), f"The model and its copies take {needed:.1f} GB on {place}"
     try:
         store.require_possible(request.recipe)
     except ProblemError as error:
@@ -52,7 +116,7 @@ def store_of(loaded: LoadedModel, request: Request | None, device: str) -> Store
 
 
 def run_where_it_fits(
-    run: Callable[[Store], Result], loaded: LoadedModel, store: Store, request: Request | None
+    run: Callable[[Store], Result], loaded: LoadedModel, store: Store, request: Request | None, streams: Streams
 ) -> Result:
     """Run with the whole model on the GPU, and begin again by blocks if the GPU becomes full.
 
@@ -63,14 +127,13 @@ def run_where_it_fits(
         loaded: the model.
         store: the first store.
         request: what is asked; None: whole units are removed, which needs the whole model on the device.
+        streams: place of the hidden states of a run by blocks.
 
     Raises:
         IOBSError: as the runs.
         RuntimeError: memory ran out, and the recipe needs the whole model, or there are several ranks.
     """
     import torch
-
-    from iobs.pruning.blockwise.offloaded import OffloadedStore
 
     place = store.device
     try:
@@ -84,7 +147,7 @@ def run_where_it_fits(
     gc.collect()
     torch.cuda.empty_cache()
     console.say(f"The run takes more memory than {place} has: it begins again, and the blocks visit {place}.")
-    return run(OffloadedStore(loaded.module, place))
+    return run(streams.store(loaded.module, place))
 
 
 def _may_run_by_blocks(store: Store, request: Request, error: BaseException) -> bool:

@@ -43,8 +43,9 @@ def pack(
     """Store a pruned model as bit masks and nonzero values: losslessly, or with --precision ready to run."""
     from iobs.cli.progress import Steps
     from iobs.inference.choices import PRECISIONS
-    from iobs.models import beside, names_to_replace, output_directory
-    from iobs.models.packed import packed_share, save_packed, unpack
+    from iobs.models import beside, check_output, names_to_replace, output_directory
+    from iobs.models.packed import packed_share, save_packed
+    from iobs.models.unpacking import unpack, unpacked_bytes
 
     if precision is not None and (back or precision not in PRECISIONS):
         names = "--unpack takes no precision" if back else f"{precision!r} is not one of {', '.join(PRECISIONS)}"
@@ -55,6 +56,7 @@ def pack(
     if replaceable and target.resolve() == directory.resolve():
         raise typer.BadParameter("this is the directory that is read; give another one", param_hint="--output / -o")
     if back:
+        check_output(target, unpacked_bytes(directory), replaceable)
         with output_directory(target, replaceable) as temporary, Steps("unpacking"):
             unpack(directory, temporary)
         if talk.as_json:

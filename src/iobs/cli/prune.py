@@ -14,6 +14,7 @@ from iobs.cli import console
 from iobs.cli.method import Method, Wanted, option
 
 if TYPE_CHECKING:
+    from iobs.cli.offload import Streams
     from iobs.cli.run_file import Asked
     from iobs.cli.running import Place
     from iobs.data import Source
@@ -86,7 +87,7 @@ def prune(
         typer.Option(
             "--streams",
             metavar="PLACE",
-            help="With --low-memory: hidden states on device, in memory or on disk; default auto, where there is room.",
+            help="By blocks: hidden states on device, in memory or on disk (beside DIR); default auto, where room is.",
             show_default=False,
         ),
     ] = None,
@@ -96,6 +97,7 @@ def prune(
 ) -> None:
     """Prune MODEL and write it to a directory that loads as before, with report.html, report.json and recipe.yaml."""
     from iobs.cli.low_memory import prune_low_memory
+    from iobs.cli.offload import Streams, refuse_streams
     from iobs.cli.running import Place, saying_how_to_continue
 
     asked = _asked(wanted, method, calibration, loading.dtype, low_memory)
@@ -106,13 +108,14 @@ def prune(
     if asked.options.low_memory:
         _refuse_whole(asked, calibration, loading)
     elif streams is not None:
-        raise typer.BadParameter("only with --low-memory", param_hint="--streams")
+        refuse_streams(streams, loading.device)
     failure = None
     with nullcontext() if dry_run else saying_how_to_continue(place.checkpoint):
         if asked.options.low_memory:
             prune_low_memory(model, asked, loading.device, place, dry_run, talk.as_json, streams or "auto")
         else:
-            failure = _prune_resident(model, asked, calibration.eval_data, loading, place, dry_run, talk.as_json)
+            kept = Streams.of(streams, place.output)
+            failure = _prune_resident(model, asked, calibration.eval_data, loading, place, kept, dry_run, talk.as_json)
     if isinstance(failure, KeyboardInterrupt):
         raise failure
     if failure is not None:  # a script must not take a model without its scores for one that was scored
@@ -214,6 +217,7 @@ def _prune_resident(
     eval_data: list[str] | None,
     loading: console.Loading,
     place: Place,
+    streams: Streams,
     dry_run: bool,
     as_json: bool,
 ) -> BaseException | None:
@@ -241,7 +245,7 @@ def _prune_resident(
         selection, request = requested(
             asked.recipe, options.pattern, selection, options.holdout, options.seed, checkpoint
         )
-    store = store_of(loaded, request, device)
+    store = store_of(loaded, request, device, streams)
     scoring = _scoring_data(loaded, eval_data)  # a mistake in it is reported before calibration data are drawn
     if dry_run:
         assert request is not None
@@ -254,7 +258,7 @@ def _prune_resident(
     assert output is not None
     check_output(output, size_in_bytes(loaded.module), place.replaceable)
     report, failure = run_where_it_fits(
-        lambda store: _run(loaded, store, asked, scoring, checkpoint, request), loaded, store, request
+        lambda store: _run(loaded, store, asked, scoring, checkpoint, request), loaded, store, request, streams
     )
     if not current().first:
         return None

@@ -3,7 +3,6 @@
 from iobs.evaluate.answers import answer
 from iobs.evaluate.before_after import BeforeAfter
 from iobs.evaluate.scores import (
-    IGNORED,
     Progress,
     accuracy,
     evaluate,
@@ -13,6 +12,7 @@ from iobs.evaluate.scores import (
     squared_error,
 )
 from iobs.evaluate.tasks import check_tasks, evaluate_tasks
+from iobs.pruning.calibration.losses import IGNORED
 
 __all__ = [
     "IGNORED",

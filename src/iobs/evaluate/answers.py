@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from iobs.core.modes import full_precision
 from iobs.data import Questions, prompt
@@ -15,6 +16,7 @@ from iobs.data.questions import LETTERS
 from iobs.errors import ModelError, NonFiniteError
 from iobs.evaluate.scores import Progress, no_progress, output_logits
 from iobs.models import LoadedModel, Tokenizer
+from iobs.pruning.network.modes import without_cache
 
 
 @torch.no_grad()
@@ -75,6 +77,12 @@ def letter_tokens(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     return letters
 
 
+def last_positions(module: nn.Module, count: int) -> dict[str, int]:
+    """The argument by which a model computes the scores of its last `count` positions alone; empty without one."""
+    takes = "logits_to_keep" in inspect.signature(module.forward).parameters
+    return {"logits_to_keep": count} if takes else {}
+
+
 def _likelihoods(model: LoadedModel, tokens: Sequence[int], letters: Sequence[tuple[int, ...]]) -> list[float]:
     """Log-probability of each letter after a prompt; letters that share all but the last token share a pass."""
     device = next(model.module.parameters()).device
@@ -84,6 +92,8 @@ def _likelihoods(model: LoadedModel, tokens: Sequence[int], letters: Sequence[tu
     for letter in letters:
         if letter[:-1] not in following:
             shown = torch.tensor([[*tokens, *letter[:-1]][-(model.context or 0) :]], device=device)
-            logits = output_logits(model.module(input_ids=shown))[0, -len(letter) :]
+            with without_cache(model.module):
+                output = model.module(input_ids=shown, **last_positions(model.module, len(letter)))
+            logits = output_logits(output)[0, -len(letter) :]
             following[letter[:-1]] = logits.float().log_softmax(-1)
     return [float(sum(following[letter[:-1]][range(len(letter)), letter])) for letter in letters]

@@ -8,19 +8,19 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from iobs.core.modes import full_precision
 from iobs.data import ArraySource, Source, TextSource, array_batches, token_windows
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
+from iobs.pruning.calibration.losses import IGNORED, next_token_loss
+from iobs.pruning.network.modes import without_cache
 from iobs.pruning.samples.batches import Batch, called, shapes
 from iobs.pruning.samples.outputs import class_axis
 from iobs.pruning.samples.outputs import targets as targets_of
 from iobs.pruning.samples.subsets import Samples, rebatched
 
 Progress = Callable[[int, int], None]
-IGNORED = -100  # target of tokens or samples that are not scored, as in torch's cross-entropy
 
 
 def no_progress(done: int, total: int) -> None:
@@ -53,8 +53,8 @@ def perplexity(
         ModelError: the outputs have no logits.
         NonFiniteError: a logit is NaN; the message names the windows.
     """
-    wanted = windows[:, 1:] if labels is None else labels[:, 1:]
-    count = int((wanted != IGNORED).sum())
+    wanted = windows if labels is None else labels
+    count = int((wanted[:, 1:] != IGNORED).sum())
     if not count:
         raise DataError(f"Every label is {IGNORED} (ignored), so no token is left to score.")
     total, done = 0.0, 0
@@ -62,8 +62,9 @@ def perplexity(
     for part, targets in zip(torch.split(windows, batch), torch.split(wanted, batch), strict=True):
         tokens = part.to(device)
         name = f"windows {done} to {done + len(part) - 1}"
-        logits = output_logits(called(module, {"input_ids": tokens}, name, DataError))[:, :-1].float()
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum").item()
+        with without_cache(module):
+            logits = output_logits(called(module, {"input_ids": tokens}, name, DataError))
+        loss = next_token_loss(logits, targets.to(device), "sum").item()
         if not math.isfinite(loss):
             raise NonFiniteError(f"The model gives NaN or infinity on {name}.")
         total += loss
@@ -134,7 +135,8 @@ def _answers(module: nn.Module, batches: Iterable[Batch], progress: Progress) ->
             raise DataError(f"Batch {number} has no targets to compare with.")
         if isinstance(batch, Mapping):  # without labels the module computes no loss
             batch = {name: value for name, value in batch.items() if name != "labels"}
-        logits = output_logits(called(module, batch, f"batch {number}, {shapes(batch)}", DataError))
+        with without_cache(module):
+            logits = output_logits(called(module, batch, f"batch {number}, {shapes(batch)}", DataError))
         if torch.isnan(logits).any():
             raise NonFiniteError(f"The model gives NaN on batch {number}.")
         yield number, logits, targets.to(logits.device)

@@ -16,8 +16,7 @@ from safetensors import SafetensorError
 from iobs.errors import OutputError, UnusableOutputError
 from iobs.pruning.runtime.checkpoint import locked
 from iobs.pruning.runtime.ranks import current
-
-_PARTIAL = ".partial"
+from iobs.pruning.runtime.scratch import PARTIAL, is_partial, remove_abandoned
 
 
 def check_output(directory: Path, needed_bytes: int = 0, replaceable: Collection[str] = ()) -> None:
@@ -65,7 +64,7 @@ def output_directory(directory: Path, replaceable: Collection[str] = ()) -> Iter
     place = target if target.is_dir() else target.parent
     with _explaining(directory):
         place.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(place, target.name)
+        remove_abandoned(place, target.name)
     with temporary_directory(directory) as temporary, _explaining(directory):
         yield temporary
         _make_readable(temporary)
@@ -86,7 +85,7 @@ def temporary_directory(directory: Path) -> Iterator[Path]:
     target = _target(directory)
     place = target if target.is_dir() else target.parent
     with _explaining(directory):
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_PARTIAL, dir=place))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=PARTIAL, dir=place))
         lock = locked(temporary)
     try:
         yield temporary
@@ -152,10 +151,10 @@ def names_to_replace(directory: Path, marks: Collection[str], overwrite: bool) -
 
 def destination(folder: Path) -> Path:
     """The output directory that a temporary folder of `output_directory` will become; any other folder is itself."""
-    if not (folder.name.startswith(".") and folder.name.endswith(_PARTIAL)):
+    if not (folder.name.startswith(".") and folder.name.endswith(PARTIAL)):
         return folder
     inside = folder.name.startswith(f".{folder.parent.name}.")
-    return folder.parent if inside else folder.parent / folder.name.removesuffix(_PARTIAL)[1:].rpartition(".")[0]
+    return folder.parent if inside else folder.parent / folder.name.removesuffix(PARTIAL)[1:].rpartition(".")[0]
 
 
 def make_folder(output: Path) -> None:
@@ -214,27 +213,12 @@ def _contents(directory: Path) -> list[str]:
             raise UnusableOutputError(f"{directory} is a file; choose another output directory.")
         return []
     try:
-        names = [entry.name for entry in target.iterdir() if not _is_partial(entry, target.name)]
+        names = [entry.name for entry in target.iterdir() if not is_partial(entry, target.name)]
     except OSError as error:
         raise UnusableOutputError(f"{directory} cannot be read; choose another output directory.") from error
     if os.path.ismount(target):  # Path.is_mount is missing on Windows before Python 3.12
         names = [name for name in names if name != "lost+found"]  # part of every new ext file system
     return names
-
-
-def _is_partial(entry: Path, name: str) -> bool:
-    """Check that an entry is a temporary directory of the output `name`."""
-    return entry.name.startswith(f".{name}.") and entry.name.endswith(_PARTIAL) and entry.is_dir()
-
-
-def _remove_abandoned(place: Path, name: str) -> None:
-    for entry in place.iterdir():
-        if _is_partial(entry, name):
-            with suppress(OSError):  # belongs to a running process, or to another user
-                handle = locked(entry)
-                if handle is not None:
-                    shutil.rmtree(entry, ignore_errors=True)
-                    os.close(handle)
 
 
 def _make_readable(temporary: Path) -> None:
@@ -254,7 +238,7 @@ def _move_up(temporary: Path, directory: Path) -> None:
     moved: list[tuple[Path, Path]] = []
     try:
         for entry in [*directory.iterdir()]:
-            if not _is_partial(entry, directory.name) and entry.name != "lost+found":
+            if not is_partial(entry, directory.name) and entry.name != "lost+found":
                 moved.append((entry, entry.rename(old / entry.name)))
         for entry in new:
             moved.append((entry, entry.rename(directory / entry.name)))

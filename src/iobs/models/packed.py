@@ -9,11 +9,10 @@ stored unchanged. Packing and unpacking hold one tensor at a time in memory.
 from __future__ import annotations
 
 import json
-import math
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,22 +21,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from iobs.core.files import weight_files, weight_index
+from iobs.core.files import weight_files
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
 from iobs.models.companions import copy_companions
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
 from iobs.models.halves import quick, stored_as_half, widen
-from iobs.models.loaded import LoadedModel
-from iobs.models.output import expanded, output_directory
-from iobs.models.ready import ReadyFile, is_ready, read_ready, weight_of, write_ready
+from iobs.models.loaded import LoadedModel, size_in_bytes
+from iobs.models.output import check_output, expanded, output_directory
+from iobs.models.ready import ReadyFile, is_ready, read_ready, write_ready
 from iobs.models.shards import Entry, ShardWriter, read_entries
+from iobs.models.unpacking import MASK, SHAPES, SUFFIX, VALUES, scratch_beside, unpacked
 from iobs.models.weights import same_tensors, write_weights
 from iobs.pruning.network.layers import library_class
 from iobs.pruning.network.selection import require_unstored
 
-SUFFIX = ".packed"
-_MASK, _VALUES, _SHAPES = ":mask", ":values", "iobs_shapes"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -61,15 +59,20 @@ def save_packed(
             stored already.
         NonFiniteError: a weight that is rounded holds NaN or infinite entries.
         ProblemError: the precision is unknown.
-        OutputError: the output directory is not empty, or cannot be written.
+        OutputError: the output directory is not empty or cannot be written, or its disk has too little room.
     """
     if precision is not None and precision not in PRECISIONS:
         raise ProblemError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}.")
     given = model.module if isinstance(model, LoadedModel) else model
     if isinstance(given, nn.Module):
         require_unstored(given, "They cannot be packed. Pack the dense model; a packed file runs as it is.")
-    with tempfile.TemporaryDirectory() as scratch:
-        source = expanded(model) if isinstance(model, str | Path) else _written(model, Path(scratch))
+    with ExitStack() as stack:
+        if isinstance(model, str | Path):
+            source = expanded(model)
+        else:
+            check_output(Path(path), replaceable=replaceable)
+            assert isinstance(given, nn.Module)
+            source = _written(model, stack.enter_context(scratch_beside(path, size_in_bytes(given))))
         shards = weight_files(source)
         if not shards:
             raise ModelError(f"{source} holds no .safetensors file; give a directory that iobs prune wrote.")
@@ -104,11 +107,10 @@ def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
         return read_ready(ready).fill(into)
     if ready is not None and _described(expanded(path)):
         return open_packed(path).module
-    with tempfile.TemporaryDirectory() as scratch:
-        unpack(path, Path(scratch))
+    with unpacked(path) as scratch:
         if into is not None:
-            return _filled(into, Path(scratch))
-        if not _described(Path(scratch)):
+            return _filled(into, scratch)
+        if not _described(scratch):
             raise ModelError(f"{path} does not say what module it holds; give one: load_packed(path, into=module).")
         from iobs.models import load
 
@@ -146,8 +148,7 @@ def open_packed(
     directory = expanded(path)
     ready = _ready_file(directory)
     if ready is None:
-        with tempfile.TemporaryDirectory() as scratch:
-            unpack(directory, Path(scratch))
+        with unpacked(directory) as scratch:
             loaded = load(scratch, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     else:
         if torch.device(device).type != "cpu":
@@ -208,39 +209,6 @@ def _module_of(model: nn.Module | LoadedModel | str | Path) -> nn.Module:
     return load(expanded(model)).module
 
 
-def unpack(path: str | Path, directory: Path) -> None:
-    """Write the dense files of a packed directory into an existing directory.
-
-    Raises:
-        ModelError: the packed directory holds no packed file, or one is damaged or missing.
-    """
-    source = expanded(path)
-    files = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
-    if not files:
-        raise ModelError(f"{source} holds no {SUFFIX} file; give a directory that iobs pack wrote.")
-    missing = sorted(_indexed(source) - {file.name for file in files})
-    if missing:
-        raise ModelError(f"{source} lacks {len(missing)} packed files, {missing[0]} the first; copy them again.")
-    copy_companions(source, directory, keep_index=True)
-    for file in files:
-        if is_ready(file):
-            _unround(file, directory / f"{file.stem}.safetensors")
-            continue
-        _unpack(file, directory / f"{file.stem}.safetensors")
-
-
-def _indexed(directory: Path) -> set[str]:
-    """Names of the packed files of all shards in the index. Empty without an index."""
-    index = weight_index(directory)
-    if index is None:
-        return set()
-    try:
-        shards = json.loads(index.read_text(encoding="utf8"))["weight_map"].values()
-        return {f"{Path(shard).stem}{SUFFIX}" for shard in shards}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index} is damaged; copy it again.") from error
-
-
 def packed_share(source: str | Path, packed: str | Path) -> float:
     """Size of the packed weight files divided by the size of the dense weight files."""
     dense = sum(os.path.getsize(file) for file in weight_files(expanded(source)))
@@ -268,87 +236,20 @@ def _pack_entries(shard: Path, target: Path, entries: Mapping[str, Entry], metad
             size = entry.bytes // entry.dtype.itemsize
             kept = int((_bits(opened.get_tensor(name)) != 0).sum()) if entry.dtype.is_floating_point and size else size
             if (size + 7) // 8 + kept * entry.dtype.itemsize < entry.bytes:
-                packed[name + _MASK] = Entry(torch.uint8, ((size + 7) // 8,))
-                packed[name + _VALUES] = Entry(entry.dtype, (kept,))
+                packed[name + MASK] = Entry(torch.uint8, ((size + 7) // 8,))
+                packed[name + VALUES] = Entry(entry.dtype, (kept,))
                 shapes[name] = list(entry.shape)
             else:
                 packed[name] = entry
-        with ShardWriter(target, packed, {**metadata, _SHAPES: json.dumps(shapes)}) as writer:
+        with ShardWriter(target, packed, {**metadata, SHAPES: json.dumps(shapes)}) as writer:
             for name in entries:
                 tensor = opened.get_tensor(name)
                 if name not in shapes:
                     writer.put(name, tensor)
                     continue
                 mask = _bits(tensor) != 0
-                writer.put(name + _MASK, torch.from_numpy(np.packbits(mask.numpy(), bitorder="little")))
-                writer.put(name + _VALUES, tensor.flatten()[mask])
-
-
-def _unpack(file: Path, target: Path) -> None:
-    entries, metadata = read_entries(file)
-    try:
-        shapes = json.loads(metadata.pop(_SHAPES))
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise ModelError(f"{file} is no packed file of iobs; give a directory that iobs pack wrote.") from error
-    _require_parts(file, shapes, entries)
-    dense: dict[str, Entry] = {}
-    for name, entry in entries.items():
-        if name.removesuffix(_MASK) in shapes:
-            whole = name.removesuffix(_MASK)
-            dense[whole] = Entry(entries[whole + _VALUES].dtype, tuple(shapes[whole]))
-        elif name.removesuffix(_VALUES) not in shapes:
-            dense[name] = entry
-    try:
-        with safe_open(file, framework="pt") as opened, ShardWriter(target, dense, metadata) as writer:
-            for name, entry in dense.items():
-                stored = [name + _MASK, name + _VALUES] if name in shapes else [name]
-                tensors = {part: opened.get_tensor(part) for part in stored}
-                writer.put(name, _expanded(tensors, name, entry) if name in shapes else tensors[name])
-    except SafetensorError as error:
-        raise ModelError(f"{file} is damaged ({error}); copy or pack it again.") from error
-
-
-def _require_parts(file: Path, shapes: object, entries: Mapping[str, Entry]) -> None:
-    """Check that each packed tensor has a mask of its size, and at most as many values; shapes alone promise nothing.
-
-    Raises:
-        ModelError: it has not.
-    """
-    nothing = Entry(torch.uint8, ())
-    for name, shape in shapes.items() if isinstance(shapes, dict) else [("", None)]:
-        mask, values = entries.get(name + _MASK, nothing), entries.get(name + _VALUES, nothing)
-        size = _entries_in(shape)
-        fits = mask.dtype is torch.uint8 and mask.shape == ((size + 7) // 8,)
-        if not fits or len(values.shape) != 1 or not 0 <= values.shape[0] <= size:
-            raise ModelError(f"{file} is damaged (shape, mask and values of {name!r}); copy or pack it again.")
-
-
-def _entries_in(shape: object) -> int:
-    """Number of entries of a shape; -1 if it is no list of whole numbers."""
-    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
-        return -1
-    return math.prod(shape)
-
-
-def _unround(file: Path, target: Path) -> None:
-    """Write the dense weights of a file that is ready to run."""
-    contents = read_ready(file)
-    entries = {name: Entry(one.dtype, tuple(one.shape)) for name, one in contents.state.items()}
-    layers = {weight_of(layer): layer for layer in contents.matrices}
-    with ShardWriter(target, entries, {"format": "pt"}) as writer:
-        for name in entries:
-            writer.put(name, contents.tensors[name] if name in contents.tensors else contents.dense(layers[name]))
-
-
-def _expanded(tensors: dict[str, Tensor], name: str, entry: Entry) -> Tensor:
-    result = torch.zeros(entry.shape, dtype=entry.dtype)
-    packed, values = tensors[name + _MASK], tensors[name + _VALUES]
-    bits = np.unpackbits(packed.numpy(), axis=0, count=result.numel(), bitorder="little")
-    chosen = torch.from_numpy(bits).bool()
-    if int(chosen.sum()) != len(values):
-        raise ModelError(f"The mask and the values of {name!r} do not agree; the packed file is damaged.")
-    result.view(-1)[chosen] = values
-    return result
+                writer.put(name + MASK, torch.from_numpy(np.packbits(mask.numpy(), bitorder="little")))
+                writer.put(name + VALUES, tensor.flatten()[mask])
 
 
 def _written(model: nn.Module | LoadedModel, directory: Path) -> Path:

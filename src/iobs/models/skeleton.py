@@ -9,8 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from iobs.core.files import weight_files
 from iobs.errors import ModelError, first_line
+from iobs.models.shards import read_entries
 from iobs.models.vision_shim import ensure_torchvision
+from iobs.pruning.network.layers import find_layers
 from iobs.pruning.runtime.memory import giving_memory_back
 
 
@@ -37,6 +40,26 @@ def skeleton(path: Path) -> nn.Module:
     except Exception as error:  # transformers raises exceptions of every kind
         raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
     return module.eval()
+
+
+def matrices_in_files(path: Path) -> list[str] | None:
+    """Names of the prunable matrices of a language model if its files hold each of them under its name, else None.
+
+    The files of other models need the module: they hold matrices transposed, several in one tensor, or tied.
+    """
+    if not (path / "config.json").is_file():
+        return None
+    try:
+        module = skeleton(path)
+    except ModelError:
+        return None
+    shapes = {name: entry.shape for file in weight_files(path) for name, entry in read_entries(file)[0].items()}
+    layers = find_layers(module)
+    held = all(
+        isinstance(module.get_submodule(layer.path), nn.Linear) and shapes.get(f"{layer.name}.weight") == layer.shape
+        for layer in layers
+    )
+    return [layer.name for layer in layers] if held else None
 
 
 @contextmanager

@@ -339,6 +339,5 @@ class StreamedStore(BlockwiseStore):
         require_place(self.streams, plan.streams_bytes, available() // current().size)
         needed = plan.model_bytes + current().size * plan.spilled_bytes
         if checkpoint is not None:
-            written = sum(entry.stat().st_size for entry in Path(checkpoint).glob("*") if entry.is_file())
-            needed += max(0, plan.checkpoint_bytes - written)
+            needed += plan.left_of_checkpoint(checkpoint)
         check_output(self.output, needed, replaceable)

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import families
 import pytest
 import torch
 from menagerie import POLISH, Squeezed
@@ -12,6 +13,7 @@ import iobs
 from iobs.errors import CalibrationError
 from iobs.pruning.calibration import losses
 from iobs.pruning.calibration.losses import answered, divergence, kl_to, kl_to_answers, task_loss
+from iobs.pruning.calibration.scores import metric
 from iobs.pruning.samples.subsets import Samples
 
 
@@ -191,3 +193,81 @@ def test_divergence_in_pieces_equals_the_divergence_at_once(padded, monkeypatch)
         found.append((loss.detach(), *torch.autograd.grad(loss, given)))
     for one, pieces in zip(*found, strict=True):
         assert torch.allclose(one, pieces, rtol=1e-5, atol=1e-8)
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    return families.LANGUAGE_MODELS["llama"][0]().eval()
+
+
+def labelled(count=3):
+    tokens = families.language_batches(batch=count)[0]["input_ids"]
+    return {"input_ids": tokens, "labels": tokens.clone().index_fill_(1, torch.tensor([5]), losses.IGNORED)}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_token_loss_in_pieces_equals_the_loss_at_once(reduction, monkeypatch):
+    torch.manual_seed(0)
+    values, found = torch.randn(3, 7, 11), []
+    labels = torch.randint(11, (3, 7)).index_fill_(1, torch.tensor([4]), losses.IGNORED)
+    monkeypatch.setattr(losses, "PIECE", 40)
+    for whole in (10**9, 0):
+        monkeypatch.setattr(losses, "_WHOLE", whole)
+        given = values.clone().requires_grad_(True)
+        loss = losses.next_token_loss(given, labels, reduction)
+        found.append((loss.detach(), *torch.autograd.grad(loss, given)))
+    for one, pieces in zip(*found, strict=True):
+        assert torch.allclose(one, pieces, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("batch", [labelled(), families.language_batches()[0]], ids=["own loss", "tokens"])
+def test_task_loss_of_a_language_model_needs_no_float32_copy_of_all_scores(batch, monkeypatch):
+    model, found, rows = tiny_llama(), [], []
+    usual = torch.nn.functional.cross_entropy
+
+    def counted(scores, *args, **kwargs):
+        rows.append(len(scores))
+        return usual(scores, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", counted)
+    monkeypatch.setattr(losses, "PIECE", 48 * 5)
+    for whole in (10**9, 0):
+        monkeypatch.setattr(losses, "_WHOLE", whole)
+        rows.clear()
+        found.append(torch.autograd.grad(task_loss(model, batch), model.lm_head.weight)[0])
+    assert max(rows) == 5
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-6)
+    assert "_loss_function" not in vars(model)
+
+
+@pytest.mark.parametrize("batch", [labelled(), families.language_batches()[0]], ids=["labels", "tokens"])
+def test_metric_in_pieces_equals_the_metric_at_once(batch, monkeypatch):
+    model, found = tiny_llama(), []
+    monkeypatch.setattr(losses, "PIECE", 48 * 5)
+    for whole in (10**9, 0):
+        monkeypatch.setattr(losses, "_WHOLE", whole)
+        found.append(metric(model, Samples.of([batch])))
+    assert found[0][0] == found[1][0] == "perplexity"
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
+
+
+class Counting(nn.Module):
+    """Records the number of samples of each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.samples = nn.Linear(6, 10), []
+
+    def forward(self, value):
+        self.samples.append(len(value))
+        return self.linear(value)
+
+
+def test_answers_are_computed_for_the_samples_that_are_kept():
+    model, data = Counting(), [torch.randn(8, 6), torch.randn(8, 6), torch.randn(2, 6)]
+    stored = answered(model, Samples.of(data), 110)
+    assert model.samples == [1, 8, 3]  # a first sample shows the size of the outputs
+    assert [len(answer) for _, answer in stored.batches] == [8, 3]
+    expected = answered(model, Samples.of([data[0], data[1][:3]]), 10**6)
+    for one, other in zip(stored.batches, expected.batches, strict=True):
+        assert all(map(torch.equal, one, other))

@@ -11,7 +11,7 @@ import torch
 import iobs
 from iobs.pruning.blockwise import choice
 from iobs.pruning.progress import _memory
-from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, left, reusing_memory
+from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, available, left, reusing_memory
 
 MEGABYTE = 1 << 20
 PROBE = """
@@ -127,3 +127,57 @@ def test_progress_shows_the_memory_of_the_gpu_that_is_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=0: [0, 2**30][device])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=0: [0, 2**31][device])
     assert _memory(0) == (2**30, 2**31)
+
+
+GIGABYTE = 1 << 30
+STAT = "anon 7\ninactive_file {0}\nactive_file {0}\ntotal_inactive_file {0}\ntotal_active_file {0}\n"
+
+
+def limited(root, membership, folders):
+    """Write the files of a system with 64 GiB free: folder -> (file of the limit, limit, file of the use, use)."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {64 << 20} kB\n")
+    (root / "proc/self/cgroup").write_text(membership)
+    for folder, (limit, most, usage, used) in folders.items():
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        (root / folder / limit).write_text(f"{most}\n")
+        (root / folder / usage).write_text(f"{used}\n")
+        (root / folder / "memory.stat").write_text(STAT.format(GIGABYTE))
+
+
+def second(most, used):
+    return "memory.max", most, "memory.current", used
+
+
+def first(most, used):
+    return "memory.limit_in_bytes", most, "memory.usage_in_bytes", used
+
+
+@pytest.mark.parametrize(
+    ("membership", "folders", "left_in_gib"),
+    [
+        ("0::/\n", {}, 64),
+        ("0::/job\n", {"sys/fs/cgroup/job": second(10 * GIGABYTE, 5 * GIGABYTE)}, 7),
+        ("0::/job\n", {"sys/fs/cgroup/job": second("max", 5 * GIGABYTE)}, 64),
+        (
+            "0::/user/job\n",
+            {
+                "sys/fs/cgroup/user": second(9 * GIGABYTE, 8 * GIGABYTE),
+                "sys/fs/cgroup/user/job": second("max", GIGABYTE),
+            },
+            3,
+        ),
+        ("0::/of/the/host\n", {"sys/fs/cgroup": second(6 * GIGABYTE, 4 * GIGABYTE)}, 4),
+        ("2:cpu:/\n1:memory:/job\n0::/\n", {"sys/fs/cgroup/memory/job": first(8 * GIGABYTE, 7 * GIGABYTE)}, 3),
+        ("1:memory:/\n0::/\n", {"sys/fs/cgroup/memory": first(2**63 - 4096, 7 * GIGABYTE)}, 64),
+    ],
+    ids=["none", "job", "unlimited", "parent", "container", "version 1", "version 1 unlimited"],
+)
+def test_available_memory_keeps_to_the_limits_of_its_groups(membership, folders, left_in_gib, tmp_path):
+    limited(tmp_path, membership, folders)
+    assert available(tmp_path) == left_in_gib * GIGABYTE
+
+
+def test_a_full_group_is_not_unknown_memory(tmp_path):
+    limited(tmp_path, "0::/job\n", {"sys/fs/cgroup/job": second(GIGABYTE, 5 * GIGABYTE)})
+    assert available(tmp_path) == 1

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -211,11 +212,14 @@ def test_exchange_that_the_group_refuses_is_one_error():
 )
 def test_ranks_take_gpus_only_if_each_has_its_own(monkeypatch, processes, gpus, backend):
     """More processes than GPUs run on the CPU; all of them must make the same group."""
-    chosen, made = [], []
+    chosen, made, waits = [], [], []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(module.dist, "init_process_group", lambda name, timeout: made.append(name))
+    monkeypatch.setattr(module, "_met", lambda: (None, 0, processes))
+    monkeypatch.setattr(
+        module.dist, "init_process_group", lambda name, **others: made.append(name) or waits.append(others)
+    )
     monkeypatch.setattr(module.dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(module.dist, "get_world_size", lambda: processes)
@@ -227,4 +231,5 @@ def test_ranks_take_gpus_only_if_each_has_its_own(monkeypatch, processes, gpus, 
         with module.joined():
             pass
     assert made == [backend] * processes
+    assert all(one["timeout"] >= timedelta(days=1) for one in waits)  # the solve of one layer may take hours
     assert chosen == ([*range(processes)] if "nccl" in backend else [])

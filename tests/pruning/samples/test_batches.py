@@ -1,5 +1,6 @@
 """Batches: accepted forms, clear errors for the others, the class axis of outputs, held-out samples."""
 
+import families
 import pytest
 import torch
 from menagerie import perceptron_batches
@@ -141,3 +142,58 @@ def test_tensors_in_a_list_reach_the_model_as_a_list():
 def test_labels_that_do_not_fit_the_inputs_are_refused():
     with pytest.raises(CalibrationError, match="differ in their number of samples"):
         batches.collect([(torch.randn(8, 4), torch.zeros(7))])
+
+
+def language_model(name):
+    torch.manual_seed(0)
+    return families.LANGUAGE_MODELS[name][0]().eval()
+
+
+def losses_of(model):
+    """Labels that reach the model's own loss, in a list that grows with every call."""
+    seen = []
+    model.loss_function = lambda logits, labels, **_: seen.append(labels) or logits.sum()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_causal_language_models_compute_a_loss_only_where_it_is_used(name):
+    model = language_model(name)
+    tokens = families.language_batches()[0]["input_ids"]
+    seen, batch = losses_of(model), {"input_ids": tokens, "labels": tokens}
+    plain = batches.forward(model, batch)
+    assert not seen
+    assert batches.forward(model, batch, with_loss=True).loss is not None
+    assert len(seen) == 1
+    assert torch.equal(plain.logits, model(input_ids=tokens).logits)
+    assert "labels" in batch
+
+
+def test_encoder_decoders_make_their_inputs_from_labels():
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=48, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    tokens = families.language_batches()[0]["input_ids"]
+    assert batches.forward(model, {"input_ids": tokens, "labels": tokens[:, :5]}).logits.shape == (4, 5, 48)
+    assert batches.forward(model, {"input_ids": tokens, "labels": tokens}).logits.shape == (4, 16, 48)
+
+
+def test_forwards_of_users_receive_the_labels():
+    import transformers
+
+    tokens = families.language_batches()[0]["input_ids"]
+
+    class Conditioned(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels):
+            return super().forward(input_ids=input_ids * (labels > 9))
+
+    config = language_model("llama").config
+    assert batches.forward(Conditioned(config), {"input_ids": tokens, "labels": tokens}).logits is not None
+    replaced = language_model("llama")
+    own, seen = replaced.forward, []
+    replaced.forward = lambda input_ids, labels: seen.append(labels) or own(input_ids=input_ids)
+    batches.forward(replaced, {"input_ids": tokens, "labels": tokens})
+    assert torch.equal(seen[0], tokens)

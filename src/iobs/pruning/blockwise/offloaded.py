@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import tempfile
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.errors import ModelError, OutputError, ProblemError, first_line, is_out_of_memory
-from iobs.pruning.blockwise.spill import Place, Storage
+from iobs.pruning.blockwise.spill import Place, Storage, require_place
 from iobs.pruning.blockwise.store import BlockwiseStore
 from iobs.pruning.blockwise.visits import Visits, parts_of
 from iobs.pruning.calibration.blocks import Block
@@ -31,6 +31,7 @@ from iobs.pruning.recipe import Recipe
 from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.runtime.memory import MemoryWatch, available
 from iobs.pruning.runtime.ranks import current
+from iobs.pruning.runtime.scratch import existing, scratch_folder
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
@@ -51,17 +52,27 @@ class OffloadedStore(BlockwiseStore):
         model: any `nn.Module` with its weights in main memory.
         device: of the computations.
         streams: place of the hidden states between blocks, and of the parameters that steps of the whole network
-            change. "device", "memory" (page-locked for a GPU) or "disk" (mapped files in the folder for temporary
-            files). "auto": the first of them with enough room.
+            change. "device", "memory" (page-locked for a GPU) or "disk" (mapped files). "auto": the first of them with
+            enough room, but the disk for a CPU.
+        folder: where the mapped files are, in a temporary folder of their own. None: the default folder for temporary
+            files, which may be small or lie in main memory.
 
     Raises:
         ModelError: the model is no module.
         ProblemError: the device cannot be used, or there is no such place.
     """
 
-    def __init__(self, model: nn.Module, device: str | torch.device = "cuda", streams: Place = "auto") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: str | torch.device = "cuda",
+        streams: Place = "auto",
+        folder: str | Path | None = None,
+    ) -> None:
         require_module(model)
         super().__init__(model, _usable(device), streams)
+        self.folder = None if folder is None else Path(folder).expanduser()
+        self._plan: Plan | None = None  # of the run that was checked last, without times
         self.visits = Visits(model, self.device)
         self._dense: Visits | None = None  # the dense model, if the recipe compares with it
         self._blocks: list[Block] = []
@@ -80,8 +91,8 @@ class OffloadedStore(BlockwiseStore):
         away = [name for name, value in state(self.model) if value.is_meta]
         if away:
             raise ModelError(f"{away[0]} is not in memory; load the whole model into main memory first.")
-        with super().prepared(), tempfile.TemporaryDirectory() as folder:
-            self._storage = Storage("device", self.device, Path(folder))
+        with super().prepared(), scratch_folder(self.folder) as folder:
+            self._storage = Storage("device", self.device, folder)
             self._known, self._changed = set(), set()
             try:
                 self.visits.settle(parts_of(self.model))
@@ -117,12 +128,8 @@ class OffloadedStore(BlockwiseStore):
         self._layers = selection.layers
         with torch.no_grad():
             self._blocks = self._chain(batches, fit is not None and fit.halves)
-        place = self.streams
-        if place == "auto" and self.device.type == "cpu":
-            place = "disk"  # without a plan, which takes time to measure the device
-        elif place == "auto":
-            place = cast(Place, self.plan(selection, batches, self._recipe, holdout).streams)
-        self._storage.place = place
+        self._plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
+        self._storage.place = cast(Place, self._plan.streams)
         return selection
 
     def _chain(self, batches: Sequence[Batch], halves: bool) -> list[Block]:
@@ -171,16 +178,31 @@ class OffloadedStore(BlockwiseStore):
         )
 
     def require_space(self, checkpoint: str | Path | None) -> None:
-        """Check, before any work, that main memory has room for the copies of the dense weights.
+        """Check, before any work, that main memory and the disk have room for the run that was checked last.
+
+        Main memory holds copies of the dense weights. The disk holds the hidden states and fitted parameters that have
+        their place in files, and the rest of a checkpoint if it is on the same disk.
 
         Raises:
-            OutputError: it has too little room.
+            OutputError: main memory or the disk has too little room.
         """
         copied, free = self._copied(self._layers), available() // current().size
         if 0 < free < copied:
             raise OutputError(
                 f"Copies of the dense weights take {copied / 1e9:.1f} GB, and main memory has {free / 1e9:.1f} GB "
                 "left. Free some, prune fewer layers at a time (include), or prune from files (StreamedStore)."
+            )
+        assert self._plan is not None
+        require_place(self.streams, self._plan.streams_bytes, free and max(1, free - copied))
+        place, needed = self._storage.folder, current().size * self._plan.spilled_bytes
+        if checkpoint is not None and existing(Path(checkpoint)).stat().st_dev == place.stat().st_dev:
+            needed += self._plan.left_of_checkpoint(checkpoint)
+        left = shutil.disk_usage(place).free
+        if self._plan.spilled_bytes and left < needed:
+            raise OutputError(
+                f"Files of hidden states and fitted parameters need {needed / 1e9:.1f} GB, and {place.parent} has "
+                f"{left / 1e9:.1f} GB left. Free some, give fewer samples, or choose a folder on another disk "
+                "(OffloadedStore(folder=); for a command its output)."
             )
 
     def _copied(self, layers: Iterable[Layer]) -> int:
@@ -311,8 +333,10 @@ class OffloadedStore(BlockwiseStore):
         with self.prepared(), evaluating(self.model):
             return self.plan(self.checked(batches, selection, holdout), batches, recipe, holdout)
 
-    def plan(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float) -> Plan:
-        """Predict memory and time of a run; call it after `checked`."""
+    def plan(
+        self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float, timed: bool = True
+    ) -> Plan:
+        """Predict memory and time of a run; `timed` False measures no speeds. Call it after `checked`."""
         first = self._hidden[0]
         width = first.shape[1] if first.ndim == 4 else first.shape[-1]
         tokens = [hidden.numel() // width for hidden in self._hidden]
@@ -331,7 +355,8 @@ class OffloadedStore(BlockwiseStore):
             recipe=recipe,
             holdout=holdout,
             device=self.device,
-            rates=measured_rates(self.device, first.dtype, locked=False),
+            rates=measured_rates(self.device, first.dtype, locked=False) if timed else None,
+            parked=self.device.type == "cpu" and self.streams in ("auto", "disk"),
             tokens=tokens,
         )
         return self._placed(replace(found, copied_bytes=self._copied(selection.layers)), self._storage.folder)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,9 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import attended, class_axis, logits, targets, unpadded
 from iobs.pruning.samples.subsets import Samples
 
-_WHOLE = 2**24  # most scores whose divergence is computed at once; more are computed in pieces
+Reduction = Literal["mean", "sum"]
+IGNORED = -100  # label of a position that is not scored, as in torch's cross-entropy
+_WHOLE = 2**24  # most scores whose loss is computed at once; more are computed in pieces
 PIECE = 2**22  # scores of a piece
 _IMPOSSIBLE = -1e30  # replaces scores of minus infinity (masked classes), which add nothing to a divergence
 
@@ -31,11 +36,12 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
     Raises:
         CalibrationError: the batch has no labels, or they do not fit the outputs.
     """
-    output = batches.forward(model, batch)
+    with _own_loss_in_pieces(model, batch):
+        output = batches.forward(model, batch, with_loss=True)
     own = output.get("loss") if isinstance(output, Mapping) else None
     if isinstance(own, Tensor):
         return own
-    values, wanted = logits(output).float(), targets(batch)
+    values, wanted = logits(output), targets(batch)
     if isinstance(batch, (tuple, list)) and wanted is not None:
         if batches.size(batch) == 1 and values.shape[:1] != (1,):
             values = values[None]  # some models squeeze the dimension of a single sample
@@ -49,11 +55,11 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
                 f'{wanted.dtype} have no task loss ({error}); give a function as loss, or use loss="kl".'
             ) from error
     if isinstance(batch, Mapping) and "input_ids" in batch and values.ndim == 3:
-        tokens = batch["input_ids"][:, 1:]
+        tokens = batch["input_ids"]
         if "attention_mask" in batch:
-            tokens = tokens.masked_fill(batch["attention_mask"][:, 1:] == 0, -100)
-        if values.shape[1] == tokens.shape[1] + 1 and bool((tokens < values.shape[2]).all()):
-            return functional.cross_entropy(values[:, :-1].flatten(0, 1), tokens.flatten())
+            tokens = tokens.masked_fill(batch["attention_mask"] == 0, IGNORED)
+        if values.shape[1] == tokens.shape[1] and bool((tokens[:, 1:] < values.shape[2]).all()):
+            return next_token_loss(values, tokens)
     raise CalibrationError(
         'The task loss needs targets: give batches (inputs, targets), or mappings with "labels" for a model that '
         'computes a loss from them; without targets use loss="kl", and methods that need no gradients of the task.'
@@ -63,12 +69,72 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
 def _label_loss(values: Tensor, labels: Tensor, axis: int | None) -> Tensor:
     """Mean squared error for floating labels, otherwise cross-entropy over the classes at `axis`."""
     if labels.is_floating_point():
-        return functional.mse_loss(values, labels.float().reshape(values.shape))
+        return functional.mse_loss(values.float(), labels.float().reshape(values.shape))
     if axis is None:  # one output for two classes
         if bool((labels > 1).any()):
             raise ValueError("one output stands for classes 0 and 1; numbers are given as floats")
-        return functional.binary_cross_entropy_with_logits(values, labels.float().reshape(values.shape))
-    return functional.cross_entropy(values.movedim(axis, -1).flatten(0, -2), labels.flatten().long())
+        return functional.binary_cross_entropy_with_logits(values.float(), labels.float().reshape(values.shape))
+    return _class_loss(values.movedim(axis, -1).flatten(0, -2), labels.flatten().long())
+
+
+def next_token_loss(values: Tensor, labels: Tensor, reduction: Reduction = "mean") -> Tensor:
+    """Cross-entropy of the next tokens in float32, in pieces if there are many scores.
+
+    Args:
+        values: scores, (samples, positions, vocabulary).
+        labels: tokens, (samples, positions) int64; `IGNORED` is not scored, and neither is the first token.
+        reduction: over the scored positions.
+    """
+    if values.numel() <= _WHOLE:
+        return _class_loss(values[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction)
+    shifted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the scores, which are many, are not copied
+    return _class_loss(values.flatten(0, 1), shifted.flatten(), reduction)
+
+
+def _class_loss(scores: Tensor, labels: Tensor, reduction: Reduction = "mean") -> Tensor:
+    """Cross-entropy of scores (rows, classes) in float32; `IGNORED` is not scored."""
+    labels = labels.to(scores.device)
+    if scores.numel() <= _WHOLE:
+        return functional.cross_entropy(scores.float(), labels, reduction=reduction)
+    count = max(1, PIECE // scores.shape[1])
+    pieces = zip(torch.split(scores, count), torch.split(labels, count), strict=True)
+    total = torch.stack([_recomputed(_summed_class_loss, piece, wanted) for piece, wanted in pieces]).sum()
+    return total / (labels != IGNORED).sum() if reduction == "mean" else total
+
+
+def _summed_class_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(scores.float(), labels, reduction="sum")
+
+
+@contextmanager
+def _own_loss_in_pieces(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Let a language model of transformers compute its own loss in pieces, if there are many scores.
+
+    Its usual loss copies all scores in float32, and keeps another copy for the gradient.
+    """
+    library = sys.modules.get("transformers.loss.loss_utils")
+    usual: Callable[..., Tensor] | None = None if library is None else library.ForCausalLMLoss
+    has_labels = isinstance(batch, Mapping) and batch.get("labels") is not None
+    if not has_labels or usual is None or getattr(model, "loss_function", None) is not usual:
+        yield
+        return
+
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int, **others: object) -> object:
+        changed = any(others.get(name) is not None for name in ("num_items_in_batch", "shift_labels", "ignore_index"))
+        shaped = logits.ndim == 3 and logits.shape == (*labels.shape, vocab_size)
+        if logits.numel() <= _WHOLE or changed or not shaped:
+            assert usual is not None
+            return usual(logits=logits, labels=labels, vocab_size=vocab_size, **others)
+        return next_token_loss(logits, labels)
+
+    before = vars(model).get("_loss_function")
+    vars(model)["_loss_function"] = loss
+    try:
+        yield
+    finally:
+        del vars(model)["_loss_function"]
+        if before is not None:
+            vars(model)["_loss_function"] = before
 
 
 def kl_to(reference: nn.Module) -> LossFunction:
@@ -102,19 +168,29 @@ def answered(model: nn.Module, part: Samples, most: int = 2**26) -> Samples:
         most: limit on the numbers in the stored outputs; every batch that is started keeps at least one sample.
     """
     found, numbers = Samples(), 0
+    sizes: dict[tuple[object, ...], int] = {}  # numbers in the outputs of a sample, by its layout
     for batch, number in zip(part.batches, part.numbers, strict=True):
         if numbers < most:
-            answer = logits(batches.forward(model, batch))
-            count = batches.size(batch)
-            if answer.ndim == 0:  # some models squeeze the dimension of a single sample
-                answer = answer[None]
-            if len(answer) > count and len(answer) % count == 0:  # one row per position
-                answer = answer.reshape(count, -1, *answer.shape[1:])
-            kept = torch.arange(count) < max(1, (most - numbers) // answer[0].numel())
+            count, kind = batches.size(batch), batches.layout(batch)
+            if kind not in sizes:  # outputs of a whole batch may need much more memory than those that are kept
+                sizes[kind] = _by_sample(model, batches.first_sample(batch))[0].numel()
+            kept = min(count, max(1, (most - numbers) // max(1, sizes[kind])))
+            batch = batches.neighbours(batch, 0, kept) if kept < count else batch
             wanted = targets(batch)  # needed to decide if outputs are classes
-            found.add((batches.inputs(batch), answer, *(() if wanted is None else (wanted,))), kept, number)
-            numbers += answer.numel()
+            pair = batches.inputs(batch), _by_sample(model, batch), *(() if wanted is None else (wanted,))
+            found.add(pair, torch.ones(kept, dtype=torch.bool), number)
+            numbers += sizes[kind] * count
     return found
+
+
+def _by_sample(model: nn.Module, batch: Batch) -> Tensor:
+    """The model's outputs on a batch, (samples, ...)."""
+    answer, count = logits(batches.forward(model, batch)), batches.size(batch)
+    if answer.ndim == 0:  # some models squeeze the dimension of a single sample
+        answer = answer[None]
+    if len(answer) > count and len(answer) % count == 0:  # one row per position
+        answer = answer.reshape(count, -1, *answer.shape[1:])
+    return answer
 
 
 def divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) -> Tensor:
@@ -132,7 +208,7 @@ def divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) ->
         return _divergence(dense, sparse, "batchmean")
     count = max(1, PIECE // classes)
     pieces = zip(torch.split(dense, count), torch.split(sparse, count), strict=True)
-    return torch.stack([_recomputed(dense_piece, sparse_piece) for dense_piece, sparse_piece in pieces]).sum() / rows
+    return torch.stack([_recomputed(_summed_divergence, *pair) for pair in pieces]).sum() / rows
 
 
 def _divergence(dense: Tensor, sparse: Tensor, reduction: str) -> Tensor:
@@ -145,9 +221,13 @@ def _divergence(dense: Tensor, sparse: Tensor, reduction: str) -> Tensor:
     )
 
 
-def _recomputed(dense: Tensor, sparse: Tensor) -> Tensor:
-    """The sum of the divergences of some rows, whose float32 scores are computed again for the gradient."""
-    found: Tensor = checkpoint(_divergence, dense, sparse, "sum", use_reentrant=False, preserve_rng_state=False)
+def _summed_divergence(dense: Tensor, sparse: Tensor) -> Tensor:
+    return _divergence(dense, sparse, "sum")
+
+
+def _recomputed(loss: Callable[[Tensor, Tensor], Tensor], one: Tensor, other: Tensor) -> Tensor:
+    """The summed loss of some rows, whose float32 scores are computed again for the gradient."""
+    found: Tensor = checkpoint(loss, one, other, use_reentrant=False, preserve_rng_state=False)
     return found
 
 

@@ -7,16 +7,14 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from iobs.pruning.calibration.losses import IGNORED, next_token_loss
 from iobs.pruning.runtime.memory import reusing_memory
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import class_axis, logits, targets
 from iobs.pruning.samples.subsets import Samples
-
-_IGNORED = -100  # label of a position that is not scored
 
 
 @torch.no_grad()
@@ -35,7 +33,7 @@ def metric(model: nn.Module, samples: Samples) -> tuple[str, float] | None:
     names: set[str] = set()
     with reusing_memory():
         for batch in part.batches:
-            found = _measured(logits(batches.forward(model, batch)).float(), batch)
+            found = _measured(logits(batches.forward(model, batch)), batch)
             if found is None:
                 names.add("")
                 break
@@ -65,18 +63,17 @@ def _measured(values: Tensor, batch: Batch) -> tuple[str, float, float] | None:
     if best.numel() != wanted.numel():
         return None
     wanted = wanted.to(best.device).reshape(best.shape)
-    scored = wanted != _IGNORED
+    scored = wanted != IGNORED
     return "accuracy", float(((best == wanted) & scored).sum()), float(scored.sum())
 
 
 def _next_tokens(values: Tensor, labels: Tensor, given: object) -> tuple[str, float, float] | None:
     """Sum of the negative log-likelihoods of the next tokens, and their number; padding is not scored."""
-    wanted = labels[:, 1:].to(values.device)
+    wanted = labels.to(values.device)
     mask = given.get("attention_mask") if isinstance(given, Mapping) else None
     if isinstance(mask, Tensor) and mask.shape == labels.shape:
-        wanted = wanted.masked_fill(mask[:, 1:].to(values.device) == 0, _IGNORED)
-    if wanted.shape[1] == 0 or int(wanted.max()) >= values.shape[2]:
+        wanted = wanted.masked_fill(mask.to(values.device) == 0, IGNORED)
+    if wanted.shape[1] < 2 or int(wanted[:, 1:].max()) >= values.shape[2]:
         return None
-    flat = wanted.flatten()
-    total = functional.cross_entropy(values[:, :-1].flatten(0, 1), flat, ignore_index=_IGNORED, reduction="sum")
-    return "perplexity", float(total), float((flat != _IGNORED).sum())
+    total = next_token_loss(values, wanted, "sum")
+    return "perplexity", float(total), float((wanted[:, 1:] != IGNORED).sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -70,6 +71,11 @@ class Plan:
             peak_bytes=self.peak_bytes + (self.streams_bytes if resident else 0),
             spilled_bytes=self.grams_bytes + (self.streams_bytes if place == "disk" else 0),
         )
+
+    def left_of_checkpoint(self, folder: str | Path) -> int:
+        """Bytes that a checkpoint will still take, beside the files that are there."""
+        written = sum(entry.stat().st_size for entry in Path(folder).glob("*") if entry.is_file())
+        return max(0, self.checkpoint_bytes - written)
 
 
 @dataclass(frozen=True)

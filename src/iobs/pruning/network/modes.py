@@ -48,8 +48,13 @@ def update_batch_norm(model: nn.Module, part: Samples) -> None:
 @contextmanager
 def inferring(model: nn.Module) -> Iterator[None]:
     """Eval mode without KV cache, as a model is used afterwards. Everything is restored on exit."""
-    with _configured(model, "use_cache", False), in_eval_mode(model):
+    with without_cache(model), in_eval_mode(model):
         yield
+
+
+def without_cache(model: nn.Module) -> AbstractContextManager[None]:
+    """Compute no KV cache, which a score does not use and which takes memory; restored on exit."""
+    return _configured(model, "use_cache", False)
 
 
 @contextmanager
@@ -68,7 +73,7 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
         # Implementations of transformers that multiply all experts at once hide the input of each expert.
         stack.enter_context(_configured(model, "_experts_implementation", "eager"))
         stack.enter_context(full_precision())
-        stack.enter_context(_configured(model, "use_cache", False))
+        stack.enter_context(without_cache(model))
         stack.enter_context(_requiring_gradients(frozen.values()))
         stack.enter_context(in_eval_mode(model))
         stack.enter_context(fused_attention(False))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,8 +22,13 @@ from iobs.errors import DistributedError, first_line, is_out_of_memory
 from iobs.pruning.samples.batches import Batch, size, take
 from iobs.pruning.samples.subsets import Samples
 
-# Longer than the solve of any layer. The connection or torchrun reports a dead rank at once.
-PATIENCE = timedelta(minutes=30)
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+# Time that a rank waits for another one: longer than the solve of a layer. Greedy removal, exact swaps and fixed zeros
+# take hours for a layer of a large model (`cost.slow`). The connection or torchrun reports a dead rank at once.
+PATIENCE = timedelta(days=1)
+_MEETING = timedelta(minutes=30)  # time in which all ranks must have been started
 _BUCKET = 2**24  # most numbers in one reduction of several tensors, unless one tensor has more
 
 
@@ -254,8 +260,10 @@ def joined() -> Iterator[Ranks]:
         gpus = torch.cuda.is_available() and processes <= torch.cuda.device_count()
         if gpus:
             torch.cuda.set_device(own)
+        store, rank, size = _met()
         # gloo reduces tensors on the CPU in both cases.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
             f"The other ranks cannot be reached ({first_line(error, 'no answer')}). Start all of them with torchrun, "
@@ -265,3 +273,17 @@ def joined() -> Iterator[Ranks]:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+
+
+def _met() -> tuple[Store, int, int]:
+    """Wait until all ranks have been started; returns their common store, this rank and the number of ranks.
+
+    Raises:
+        RuntimeError, ValueError: a rank cannot be reached, or the variables of torchrun are wrong.
+    """
+    from torch.distributed.rendezvous import rendezvous  # some builds of torch have no processes
+
+    store, rank, size = next(iter(rendezvous("env://", timeout=_MEETING)))
+    store.set(f"iobs/{rank}", "started")
+    store.wait([f"iobs/{other}" for other in range(size)], _MEETING)
+    return store, rank, size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,6 +15,9 @@ from iobs.errors import CalibrationError, IOBSError, NonFiniteError, is_out_of_m
 Batch: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
 
 _NESTED = (Tensor, Mapping, tuple, list)  # what may hold tensors inside a batch
+
+# Names of `forward` in the causal language models of transformers, of which none uses labels except for its loss.
+_CAUSAL = re.compile(r"(ForCausalLM|(?<!With)LMHeadModel)\.forward$")
 
 # Exceptions that models raise for inputs of the wrong kind.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
@@ -187,14 +191,38 @@ def inputs(batch: Batch) -> Batch:
     return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
-def forward(model: nn.Module, batch: Batch) -> object:
+def forward(model: nn.Module, batch: Batch, with_loss: bool = False) -> object:
     """Call the model on a batch: mappings as keywords, anything else as the one positional argument.
 
     The model receives copies on its device, because it may change its input in place.
+
+    Args:
+        model: the model.
+        batch: the batch.
+        with_loss: also compute the model's own loss, from labels in the batch. Otherwise a causal language model of
+            transformers receives no labels. Its loss takes a multiple of the memory of its outputs.
     """
-    device = next(model.parameters()).device
-    given = mapped(inputs(batch), lambda tensor: tensor.to(device, copy=True))
+    device, asked = next(model.parameters()).device, inputs(batch)
+    if not with_loss and isinstance(asked, Mapping) and _labels_change_only_the_loss(model, asked):
+        asked = {name: value for name, value in asked.items() if name != "labels"}
+    given = mapped(asked, lambda tensor: tensor.to(device, copy=True))
     return model(**given) if isinstance(given, Mapping) else model(given)
+
+
+def _labels_change_only_the_loss(model: nn.Module, given: Mapping[str, object]) -> bool:
+    """Check that the labels of a batch change nothing but the loss: those of a causal language model of transformers.
+
+    An encoder-decoder makes the inputs of its decoder from its labels. Models of other authors may use labels as well,
+    and so may a subclass or an instance with a forward of its own.
+    """
+    tokens, labels = given.get("input_ids"), given.get("labels")
+    if "forward" in vars(model) or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    if not (isinstance(tokens, Tensor) and isinstance(labels, Tensor) and labels.shape == tokens.shape):
+        return False
+    function = getattr(type(model), "forward", None)
+    place, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
+    return place.startswith("transformers.models.") and _CAUSAL.search(name) is not None
 
 
 def shapes(batch: Batch) -> str:
@@ -204,7 +232,7 @@ def shapes(batch: Batch) -> str:
 
 
 def called(model: nn.Module, batch: Batch, name: str, kind: type[IOBSError]) -> object:
-    """Call the model as `forward` does, and raise `kind` if it rejects the batch.
+    """Call the model as `forward` does with labels, and raise `kind` if it rejects the batch.
 
     Args:
         model: the model.
@@ -213,7 +241,7 @@ def called(model: nn.Module, batch: Batch, name: str, kind: type[IOBSError]) -> 
         kind: class of the error.
     """
     try:
-        return forward(model, batch)
+        return forward(model, batch, with_loss=True)
     except REFUSALS as error:
         if is_out_of_memory(error):
             raise

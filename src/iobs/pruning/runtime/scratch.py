@@ -1,0 +1,122 @@
+"""Temporary folders for large files, on the disk that a run or a command writes to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from math import ceil, floor
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from iobs.errors import OutputError
+from iobs.pruning.runtime.checkpoint import locked
+
+PARTIAL = ".partial"
+
+
+@contextmanager
+def scratch_folder(folder: Path | None, name: str = "iobs", needed_bytes: int = 0) -> Iterator[Path]:
+    """Yield a locked temporary folder `.NAME.*.partial`, which is removed at the end.
+
+    The default folder for temporary files is often small, or lies in main memory. It is used only if `folder` is None
+    or cannot be written. Folders of the same name that killed processes left in `folder` are removed first.
+
+    Args:
+        folder: where the temporary folder is created; the nearest existing parent if it does not exist.
+        name: part of its name.
+        needed_bytes: size of the files that will be written.
+
+    Raises:
+        OutputError: the disk has too little room, or became full.
+    """
+    place = Path(tempfile.gettempdir()) if folder is None else existing(folder)
+    try:
+        remove_abandoned(place, name)
+        made, lock = _made(place, name)
+    except OSError:
+        place = Path(tempfile.gettempdir())
+        made, lock = _made(place, name)
+    try:
+        require_free(place, needed_bytes)
+        yield made
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OutputError) or not _is_full(error):
+            raise
+        raise OutputError(f"The disk of {place}, which holds temporary files, became full; free some space.") from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _is_full(error: Exception) -> bool:
+    """Check that an error says that the disk is full; that of safetensors says so in words."""
+    code = error.errno if isinstance(error, OSError) else None
+    return code in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error)
+
+
+def require_free(place: Path, needed_bytes: int) -> None:
+    """Check that a disk has room for temporary files.
+
+    Args:
+        place: an existing folder on it.
+        needed_bytes: size of the files.
+
+    Raises:
+        OutputError: the disk has too little room.
+    """
+    free = shutil.disk_usage(place).free
+    if free < needed_bytes:
+        raise OutputError(
+            f"Temporary files need about {ceil(needed_bytes / 1e6)} MB, and {place} has {floor(free / 1e6)} MB left; "
+            "free some space there, or work on another disk."
+        )
+
+
+def existing(folder: Path) -> Path:
+    """The folder itself, or the nearest of its parents that exists."""
+    path = Path(os.path.realpath(folder))
+    return next(one for one in (path, *path.parents) if one.is_dir())
+
+
+def is_partial(entry: Path, name: str) -> bool:
+    """Check that an entry is a temporary folder of the name `name`."""
+    return entry.name.startswith(f".{name}.") and entry.name.endswith(PARTIAL) and entry.is_dir()
+
+
+def remove_abandoned(place: Path, name: str) -> None:
+    """Remove the temporary folders of a name that killed processes left in `place`.
+
+    Raises:
+        OSError: `place` cannot be read.
+    """
+    for entry in place.iterdir():
+        if is_partial(entry, name):
+            with suppress(OSError):  # belongs to a running process, or to another user
+                handle = locked(entry)
+                if handle is not None:
+                    shutil.rmtree(entry, ignore_errors=True)
+                    os.close(handle)
+
+
+def _made(place: Path, name: str) -> tuple[Path, int | None]:
+    """A new temporary folder and its lock.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    while True:
+        made = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=PARTIAL, dir=place))
+        try:
+            lock = locked(made)
+        except OSError:  # another process has taken it for abandoned, before it was locked
+            continue
+        if made.is_dir():
+            return made, lock
+        if lock is not None:
+            os.close(lock)
