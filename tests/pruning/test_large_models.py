@@ -1,0 +1,107 @@
+"""Large models, in miniature: runs keep few outputs, gradients and matrices at a time, and refuse what has no room."""
+
+import copy
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from menagerie import build, three_layers
+from simulated_gpu import on_gpu
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import iobs
+from iobs.cli.compare import _copied
+from iobs.errors import AuditError, CoverageWarning, ModelError, ProblemError
+from iobs.pruning.allocation.bits import BitPlanner
+from iobs.pruning.baselines import projection
+from iobs.pruning.calibration.importance import row_importance
+from iobs.pruning.calibration.losses import answered
+from iobs.pruning.callbacks import Callbacks
+from iobs.pruning.network.layers import Layer, find_layers
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.structure import expected, trace
+from iobs.pruning.structure.expected import Expected
+from iobs.pruning.structure.sites import traced_sites
+from iobs.pruning.whole import run as whole
+from iobs.pruning.widths.costs import Products
+from iobs.pruning.widths.curves import Curves
+
+SIZE = {"hidden_size": 16, "vocab_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+class Text(nn.Module):
+    """A language model without attention, which notes the shapes of its batches and if its outputs have a graph."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.up, self.head = nn.Embedding(9, 4), nn.Linear(4, 6), nn.Linear(6, 9)
+        self.heads = nn.Parameter(torch.randn(9, 9))
+        self.shapes, self.graphs = [], []
+
+    def forward(self, input_ids):
+        found = self.head(torch.tanh(self.up(self.embed(input_ids)))) @ self.heads
+        self.shapes.append(tuple(input_ids.shape))
+        self.graphs.append(found.requires_grad)
+        return found
+
+
+def long_text(samples=5):
+    return {"input_ids": torch.randint(9, (samples, 1024), generator=torch.Generator().manual_seed(1))}
+
+
+def text(length=8):
+    return {"input_ids": torch.randint(3, 48, (2, length), generator=torch.Generator().manual_seed(3))}
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(1024, [2, 2, 1]), (5000, [1] * 5), (100, [5])])
+def test_parts_of_a_batch_have_few_positions_and_all_samples(tokens, sizes):
+    batch = {"input_ids": torch.arange(5 * tokens).view(5, tokens), "weight": torch.tensor(1.0)}
+    parts = [*batches.pieces(batch)]
+    assert [len(part["input_ids"]) for part in parts] == sizes
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts]), batch["input_ids"])
+    assert sizes != [5] or parts[0] is batch
+    pictures = torch.randn(5, 3, 2, 2)
+    assert next(batches.pieces(pictures, 1)).shape == (1, 3, 2, 2)
+    assert next(batches.pieces(pictures)) is pictures
+
+
+def test_positions_are_counted_without_gradients_on_parts_of_a_batch():
+    model = Text()
+    products = {one.path: one.positions for one in Products.count(model, long_text(), ()).products}
+    assert products == {"up": 1024, "head": 1024}
+    assert {*model.shapes} == {(2, 1024), (1, 1024)}
+    assert not any(model.graphs)
+
+
+def test_narrower_model_is_checked_on_few_samples_and_by_pieces(monkeypatch):
+    class Largest(TorchFunctionMode):
+        entries = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.dtype == torch.float64:
+                self.entries = max(self.entries, found.numel())
+            return found
+
+    monkeypatch.setattr(expected, "_PIECE", 1000)
+    model = Text()
+    wanted = Expected.of(model, long_text())
+    assert model.shapes == [(2, 1024)]
+    with Largest() as largest:
+        wanted.require(model)
+    assert 0 < largest.entries <= 1000
+    for change in (lambda value: value[-1].fill_(torch.nan), lambda value: value.mul_(1.1)):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            change(other.heads)
+        with pytest.raises(AuditError, match="other outputs"):
+            wanted.require(other)
+    model.heads = nn.Parameter(model.heads[:, :5])
+    with pytest.raises(AuditError, match="difference inf"):
+        wanted.require(model)
