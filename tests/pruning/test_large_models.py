@@ -105,3 +105,33 @@ def test_narrower_model_is_checked_on_few_samples_and_by_pieces(monkeypatch):
     model.heads = nn.Parameter(model.heads[:, :5])
     with pytest.raises(AuditError, match="difference inf"):
         wanted.require(model)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_problems_of_readers_are_dropped_after_their_curves(monkeypatch):
+    most = []
+
+    def measured(self):
+        found = real(self)
+        most.append((len(self.readers), len(self._paths)))
+        return found
+
+    def curve(self, site, untouched):
+        most.append((len(self.readers), len(self._paths)))
+        return real_curve(self, site, untouched)
+
+    real, real_curve = Curves.measured, Curves._curve
+    monkeypatch.setattr(Curves, "measured", measured)
+    monkeypatch.setattr(Curves, "_curve", curve)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual() for _ in range(4))).eval()
+    iobs.prune(model, [torch.randn(40, 8)], "structured:25%", "one-shot", allocation="kl")
+    assert most == [(1, 0)] * 4 + [(0, 0)]
