@@ -135,3 +135,26 @@ def test_problems_of_readers_are_dropped_after_their_curves(monkeypatch):
     model = nn.Sequential(*(Residual() for _ in range(4))).eval()
     iobs.prune(model, [torch.randn(40, 8)], "structured:25%", "one-shot", allocation="kl")
     assert most == [(1, 0)] * 4 + [(0, 0)]
+
+
+class Mixture(nn.Module):
+    """Neurons between two layers, and experts in one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.experts = nn.Parameter(torch.randn(5, 6, 6))
+
+    def forward(self, x):
+        x = self.down(torch.relu(self.up(x)))
+        return x + torch.bmm(x[None].expand(2, -1, -1), self.experts[1:3]).sum(0) + x @ self.experts[4]
+
+
+def test_very_large_parameters_between_layers_are_no_leaves(monkeypatch):
+    model, data = Mixture(), torch.randn(3, 6)
+    sites = traced_sites(model, data)
+    assert "experts" in {one.parameter for one in trace.trace(model, data).sources.values()}
+    monkeypatch.setattr(trace, "_MOST_ENTRIES", 179)
+    assert {one.parameter for one in trace.trace(model, data).sources.values()} == {"weight"}
+    assert traced_sites(model, data) == sites
+    assert [one.name for one in sites] == ["down"]
