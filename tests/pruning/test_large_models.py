@@ -158,3 +158,49 @@ def test_very_large_parameters_between_layers_are_no_leaves(monkeypatch):
     assert {one.parameter for one in trace.trace(model, data).sources.values()} == {"weight"}
     assert traced_sites(model, data) == sites
     assert [one.name for one in sites] == ["down"]
+
+
+class Placed(LlamaForCausalLM):
+    """A model whose attention depends on the place of its block, which no field of the configuration says."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for place, block in enumerate(self.model.layers):
+            block.self_attn.scaling *= 1 + 8 * place
+
+
+class Reading(LlamaForCausalLM):
+    """A model whose code reads a number from a tensor, so that it is not built without memory for tensors."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.number = torch.ones(2).sum().item()
+
+
+def shorter(kind):
+    torch.manual_seed(0)
+    model = kind(LlamaConfig(**SIZE, **TOKENS, num_hidden_layers=3, intermediate_size=24)).eval()
+    for value in model.parameters():
+        if value.ndim > 1:
+            value.data.mul_(10)
+    del model.model.layers[0]
+    model.config.num_hidden_layers = 2
+    return model
+
+
+def test_large_model_is_built_from_its_configuration_without_a_copy(monkeypatch):
+    monkeypatch.setattr(expected, "_COPY_LIMIT", 0)
+    told = Callbacks([])
+    with pytest.raises(ModelError, match="depend on their place"):
+        whole._require_loadable(shorter(Placed), text(), told)
+    model = shorter(LlamaForCausalLM)
+    whole._require_loadable(model, text(), told)
+    assert told.notes == []
+    assert not any(value.is_meta for value in (*model.parameters(), *model.buffers()))
+    model.config.intermediate_size = 20
+    with pytest.raises(ModelError, match=r"cannot be built from its new configuration: Error.* in loading"):
+        whole._require_loadable(model, text(), told)
+    whole._require_loadable(shorter(Reading), text(), told)
+    assert [one.split(":")[0] for one in told.notes] == [
+        "Not checked that Reading can be built from its new configuration"
+    ]
