@@ -204,3 +204,26 @@ def test_large_model_is_built_from_its_configuration_without_a_copy(monkeypatch)
     assert [one.split(":")[0] for one in told.notes] == [
         "Not checked that Reading can be built from its new configuration"
     ]
+
+
+def test_a_tried_division_of_bits_holds_one_matrix_in_float32_at_a_time(monkeypatch):
+    made, most = [], []
+
+    def read(self, model):
+        found = real(self, model)
+        made.append(weakref.ref(found))
+        return found
+
+    def solve(layer, statistics, weight, pattern):
+        most.append(sum(one() is not None for one in made))
+        return [SimpleNamespace(weight=0.5 * weight)]
+
+    real = Layer.read
+    monkeypatch.setattr(Layer, "read", read)
+    model, data = three_layers()
+    before, layers, samples = copy.deepcopy(model.state_dict()), find_layers(model), Samples.of(data)
+    planner = BitPlanner(model, tuple(layers), [], samples, Samples(), solve, 0)
+    plan = {layer: (8, layer.weights) for layer in layers}
+    assert planner._divergence(plan, iobs.Budget(8.0, group=16), samples, answered(model, samples)) > 0
+    assert most == [1, 1, 1]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
