@@ -227,3 +227,27 @@ def test_a_tried_division_of_bits_holds_one_matrix_in_float32_at_a_time(monkeypa
     assert planner._divergence(plan, iobs.Budget(8.0, group=16), samples, answered(model, samples)) > 0
     assert most == [1, 1, 1]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Scaled(nn.Linear):
+    """A linear map with weights of 8 bits and one scale."""
+
+    def __init__(self, size):
+        super().__init__(size, size)
+        self.weight = nn.Parameter(torch.randn(size, size).to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.float() * self.weight_scale_inv, self.bias)
+
+
+@pytest.mark.parametrize("recipe", ["one-shot", "fast"])
+def test_floats_of_8_bits_are_quantised_and_stay_dense(recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Scaled(8), nn.Linear(8, 6), nn.Linear(6, 4)).eval()
+    before = model[1].weight.detach().view(torch.uint8).clone()
+    with pytest.warns(CoverageWarning, match="quantised weights"):
+        report = iobs.prune(model, [torch.randn(30, 6)], 0.5, recipe)
+    assert [row.name for row in report.audit] == ["0", "2", "3"]
+    assert report.skipped == {"1": "floats of 8 bits or less: float8_e4m3fn"}
+    assert torch.equal(model[1].weight.detach().view(torch.uint8), before)
