@@ -251,3 +251,13 @@ def test_floats_of_8_bits_are_quantised_and_stay_dense(recipe):
     assert [row.name for row in report.audit] == ["0", "2", "3"]
     assert report.skipped == {"1": "floats of 8 bits or less: float8_e4m3fn"}
     assert torch.equal(model[1].weight.detach().view(torch.uint8), before)
+
+
+def test_importance_is_measured_on_parts_of_a_batch():
+    model, batch = Text(), long_text(4)["input_ids"]
+    layers = find_layers(model)
+    found = row_importance(model, layers, Samples.of([{"input_ids": batch}]), 3)
+    assert model.shapes == [(2, 1024)] * 2
+    apart = row_importance(model, layers, Samples.of([{"input_ids": part} for part in batch.split(2)]), 3)
+    assert found.keys() == apart.keys() == {*layers}
+    assert all(torch.equal(found[layer], apart[layer]) for layer in layers)
