@@ -261,3 +261,19 @@ def test_importance_is_measured_on_parts_of_a_batch():
     apart = row_importance(model, layers, Samples.of([{"input_ids": part} for part in batch.split(2)]), 3)
     assert found.keys() == apart.keys() == {*layers}
     assert all(torch.equal(found[layer], apart[layer]) for layer in layers)
+
+
+@pytest.mark.parametrize("solver", ["chita", "cbs", "woodfisher"])
+def test_solvers_of_the_whole_network_refuse_gradients_without_room(solver, monkeypatch):
+    model, data = build("perceptron")
+    weights, samples = sum(layer.weights for layer in find_layers(model)), sum(map(batches.size, data))
+    monkeypatch.setattr(projection, "gradient_rows", lambda *_: pytest.fail("work before the refusal"))
+    monkeypatch.setattr(projection, "available", lambda: 4 * samples * weights - 1)
+    with pytest.raises(ProblemError, match=rf"{samples} samples x {weights:,} weights x 4 bytes are"):
+        iobs.prune(model, data, 0.5, iobs.Recipe(solver=solver), holdout=0.0)
+    monkeypatch.undo()
+    recipe = iobs.Recipe(solver=solver)
+    for room in (0, 4 * samples * weights):  # 0: the system does not say
+        monkeypatch.setattr(projection, "available", lambda room=room: room)
+        projection.require_memory(recipe, find_layers(model), data, 0.0, torch.device("cpu"))
+    projection.require_memory(iobs.Recipe(), find_layers(model), data, 0.0, torch.device("cpu"))
