@@ -277,3 +277,11 @@ def test_solvers_of_the_whole_network_refuse_gradients_without_room(solver, monk
         monkeypatch.setattr(projection, "available", lambda room=room: room)
         projection.require_memory(recipe, find_layers(model), data, 0.0, torch.device("cpu"))
     projection.require_memory(iobs.Recipe(), find_layers(model), data, 0.0, torch.device("cpu"))
+
+
+def test_compare_keeps_the_dense_weights_in_main_memory(gpu):
+    model = on_gpu(nn.Linear(3, 2))
+    copies = _copied(model)
+    assert {value.device.type for value in model.parameters()} == {"cuda"}
+    assert {value.device.type for value in copies.values()} == {"cpu"}
+    assert copies.keys() == {"weight", "bias"}
