@@ -6,13 +6,14 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from iobs.cli import app
 from iobs.cli import compare as compare_command
 from iobs.cli.compare import PEERS, PRESETS, SOLVERS
 from iobs.pruning.baselines.projection import METHODS
-from iobs.pruning.recipe import CBS
+from iobs.pruning.recipe import CBS, WoodFisher
 
 CLASSIFIER = """
 import torch
@@ -151,11 +152,17 @@ def test_compare_continues_after_a_method_that_fails(call, tmp_path, monkeypatch
     assert [trial["method"] for trial in values["trials"]] == ["fast", "magnitude"]
 
 
-def test_compare_continues_after_a_method_that_gives_nan(call, tmp_path, monkeypatch):
+def test_compare_continues_after_methods_that_give_nan_or_have_no_memory(call, tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 TiB.\nA table.")
+
     monkeypatch.setitem(METHODS, CBS, lambda weights, *_: weights * math.nan)
-    result = call("--methods", "cbs,magnitude", "--patterns", "0.5", "-o", tmp_path / "out")
+    monkeypatch.setitem(METHODS, WoodFisher, full)
+    result = call("--methods", "cbs,woodfisher,magnitude", "--patterns", "0.5", "-o", tmp_path / "out")
     assert result.exit_code == 1, result.output
-    assert "cbs at 0.5 failed: The pruned weight of layer" in " ".join(result.output.split())
+    shown = " ".join(result.output.split())
+    assert "cbs at 0.5 failed: The pruned weight of layer" in shown
+    assert "woodfisher at 0.5 failed: The memory is not enough (CUDA out of memory. Tried to allocate 3 TiB.)" in shown
     values = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [trial["method"] for trial in values["trials"]] == ["magnitude"]
 

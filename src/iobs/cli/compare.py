@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import time
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,8 @@ from iobs.cli import completion, console
 from iobs.cli.completion import listed
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from iobs.core.patterns import Pattern
     from iobs.models import LoadedModel
     from iobs.pruning.recipe import Recipe
@@ -69,7 +71,7 @@ def compare(
     from iobs.cli.results import open_evaluation, score
     from iobs.core.patterns import parse
     from iobs.data import open_source
-    from iobs.errors import IOBSError
+    from iobs.errors import IOBSError, first_line, is_out_of_memory
     from iobs.pruning.layerwise.patterns import require_fit
     from iobs.pruning.network.selection import select
     from iobs.report.curves import Trial
@@ -105,15 +107,19 @@ def compare(
     _require_targets(loaded, batches, chosen)
     dense = score(loaded, scoring, sampling.seq_len, "scoring the dense model")
     metric = next(iter(dense))
-    original = copy.deepcopy(loaded.module.state_dict())
+    original = _copied(loaded.module)
     trials: list[Trial] = []
     for text, name in pairs:
         loaded.module.load_state_dict(original)
         try:
             seconds, sparsity = _prune(loaded, batches, name, wanted[text], ignore, sampling.seed)
             found = score(loaded, scoring, sampling.seq_len, f"scoring {name} at {text}")
-        except IOBSError as error:  # the others go on; what took hours is not lost
-            console.warn(f"{name} at {text} failed: {error}")
+        except (IOBSError, MemoryError, RuntimeError) as error:  # the others go on; what took hours is not lost
+            known = isinstance(error, IOBSError)
+            if not known and not is_out_of_memory(error):
+                raise
+            reason = str(error) if known else f"The memory is not enough ({first_line(error)})"
+            console.warn(f"{name} at {text} failed: {reason}")
             continue
         except KeyboardInterrupt:
             if trials and output is not None:
@@ -127,6 +133,14 @@ def compare(
     _show(trials, dense[metric], output, talk.as_json)
     if len(trials) < len(pairs):  # a script must not take a table with gaps for a whole one
         raise typer.Exit(1)
+
+
+def _copied(module: nn.Module) -> dict[str, object]:
+    """The state of a module in main memory, so that a GPU holds no copy beside those of a run."""
+    from torch import Tensor
+
+    state = module.state_dict().items()
+    return {name: value.to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value) for name, value in state}
 
 
 def _require_targets(loaded: LoadedModel, batches: list[Any], chosen: list[str]) -> None:

@@ -35,7 +35,7 @@ KINDS: dict[Kind, str] = {
     "not multiplied": "layers that the model uses, but not in a product that can be observed",
     "unreached": "layers that no calibration sample reaches",
     "parameter": "parameters in no matrix product that was observed",
-    "quantised": "weights that are not floating point",
+    "quantised": "quantised weights: integers, or floats of 8 bits or less",
     "outside": "layers outside the blocks, which --low-memory leaves dense",
     "asked": "layers that you left dense (include, ignore, rules)",
     "shared": "weights counted with another layer",

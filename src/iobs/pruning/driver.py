@@ -18,7 +18,7 @@ from iobs.errors import LayerSelectionError, ProblemError, is_a
 from iobs.pruning.algorithm import run
 from iobs.pruning.allocation.bits import require_budget, require_whole
 from iobs.pruning.allocation.counts import require_room, under_pattern
-from iobs.pruning.baselines.projection import require_global
+from iobs.pruning.baselines.projection import require_global, require_memory
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
 from iobs.pruning.layerwise.grids import require_solvable
 from iobs.pruning.layerwise.patterns import patterns_of
@@ -124,6 +124,7 @@ def prune(
             with evaluating(store.model) as frozen, seeded(store.model, seed):
                 selection = store.checked(collected, selection, holdout)
                 store.require_space(checkpoint)
+                require_memory(request.recipe, selection.layers, collected, holdout, store.device)
                 request = replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})
                 frozen = frozen if store.in_memory else frozenset()  # weights in files have no mark of their own
                 return run(Workspace.of(store, request, selection, collected, told, frozen))

@@ -20,7 +20,7 @@ from iobs.pruning.finetune.sampled_text import copies_to_sample, with_sampled_te
 from iobs.pruning.finetune.scoring import Scoring
 from iobs.pruning.finetune.trainer import Trainer, differentiable, samples_a_step
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
-from iobs.pruning.network.layers import Layer, biases_of
+from iobs.pruning.network.layers import Layer, biases_of, holds_weights
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
 from iobs.pruning.recipe.text import described, plain_pattern
@@ -271,7 +271,7 @@ class Workspace:
         parameters = {
             name: value
             for name, value in self.store.model.named_parameters()
-            if name in prunable or (step.parameters == "all" and value.is_floating_point() and name not in self.frozen)
+            if name in prunable or (step.parameters == "all" and holds_weights(value) and name not in self.frozen)
         }
         _, loss = self.scoring.loss_of(step)
         augmentation = self.scoring.augmentation(step)

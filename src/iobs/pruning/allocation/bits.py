@@ -119,7 +119,7 @@ class BitPlanner:
 
     def _divergence(self, plan: dict[Layer, Choice], budget: Budget, fitted: Samples, probe: Samples) -> float:
         """KL divergence from the dense model to the model under a plan, its layers solved as the run solves them."""
-        dense = {layer: layer.read(self.model).clone() for layer in plan}
+        dense = {layer: layer.tensor(self.model).to("cpu", copy=True) for layer in plan}  # a GPU has no room for them
         moments = Moments(self.seed, _POSITIONS, drift=self.drift)
         sweep = Sweep(self.model, fitted, Samples(), tuple(plan), self.chain, self.reference, moments=moments)
         try:
@@ -127,12 +127,12 @@ class BitPlanner:
                 statistics = group.statistics()
                 for layer in group.layers:
                     pattern = budget.choice(*plan[layer], layer.shape)
-                    found = self.solve(layer, statistics, dense[layer], pattern)
+                    found = self.solve(layer, statistics, layer.read(self.model), pattern)
                     layer.write(self.model, torch.cat([one.weight for one in found]))
             return mean_loss(self.model, probe, kl_to_answers)
         finally:
-            for layer, weight in dense.items():
-                layer.write(self.model, weight)
+            for layer, tensor in dense.items():
+                layer.tensor(self.model).copy_(tensor)
 
     def _measure(self, layer: Layer, inputs: Callable[[], Statistics], budget: Budget, probe: Samples) -> JsonObject:
         """The values of the error of one layer at every level, and of the damage of three of them."""

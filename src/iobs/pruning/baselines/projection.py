@@ -10,14 +10,18 @@ from torch import Tensor
 
 from iobs.core.grids import grid_of
 from iobs.core.patterns import Pattern, Unstructured
-from iobs.errors import NonFiniteError, PatternError
+from iobs.errors import NonFiniteError, PatternError, ProblemError
 from iobs.pruning.allocation.counts import global_sparsity, total_kept
 from iobs.pruning.audit import check_together, counted
 from iobs.pruning.baselines.block_fisher import BlockFisher, cbs, chita, gradient_rows, magnitude, woodfisher
 from iobs.pruning.layerwise.patterns import asked
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, NetworkSolver, WoodFisher
+from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, NetworkSolver, Recipe, WoodFisher
 from iobs.pruning.report import AuditRow, RoundRecord
+from iobs.pruning.runtime.memory import available, left
+from iobs.pruning.runtime.ranks import current
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 
@@ -42,6 +46,44 @@ def require_global(pattern: Pattern) -> None:
             f"A solver of the whole network prunes to one count over all layers, which "
             f"{pattern} is not; give a sparsity."
         )
+
+
+def require_memory(
+    recipe: Recipe, layers: Sequence[Layer], data: Sequence[Batch], holdout: float, device: torch.device
+) -> None:
+    """Check that the gradients of a solver of the whole network fit into the free memory of a device.
+
+    Args:
+        recipe: of the run.
+        layers: the layers to prune.
+        data: all samples of the run.
+        holdout: share of the samples that is held out, in [0, 1).
+        device: of the model.
+
+    Raises:
+        ProblemError: they do not fit; names the bytes.
+    """
+    solver, rounds = recipe.network_solver, recipe.rounds
+    if solver is None or isinstance(solver, GlobalMagnitude):
+        return
+    total, weights = sum(map(batches.size, data)), sum(layer.weights for layer in layers)
+    samples = total - min(round(total * holdout), total - 1)
+    if rounds.data == "fresh" and rounds.schedule != "auto":
+        samples = -(-samples // rounds.count)  # each round has samples of its own
+    needed, free = 4 * samples * weights, _free(device)
+    if free and needed > free:
+        raise ProblemError(
+            f"{type(solver).__name__} keeps one gradient for each sample: {samples} samples x {weights:,} weights x "
+            f"4 bytes are {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free. Give fewer samples, name fewer "
+            "layers (include=), or take a solver of single layers, such as SparseGPT."
+        )
+
+
+def _free(device: torch.device) -> int:
+    """Memory of a device that new tensors can take, in bytes; 0 where the system does not say."""
+    if device.type == "cuda":
+        return left(device) - torch.cuda.memory_allocated(device)
+    return available() // current().size
 
 
 @torch.no_grad()

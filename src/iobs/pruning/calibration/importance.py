@@ -57,11 +57,20 @@ def row_importance(model: nn.Module, layers: Sequence[Layer], part: Samples, see
 
 def likelihood_gradients(
     model: nn.Module, paths: set[str], batch: Batch, generator: torch.Generator
-) -> list[tuple[str, Tensor, Tensor]]:
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Gradients of the log-likelihood of drawn labels at outputs of modules: path, output and gradient of each call.
 
     Labels are drawn from the model's distribution; for outputs that are numbers, from normal errors of unit variance.
+    Large batches of text are run in parts, in the order of their samples: a part's labels follow those before it.
     """
+    for part in batches.pieces(batch):
+        yield from _gradients(model, paths, part, generator)
+
+
+def _gradients(
+    model: nn.Module, paths: set[str], batch: Batch, generator: torch.Generator
+) -> list[tuple[str, Tensor, Tensor]]:
+    """The gradients of `likelihood_gradients` on one part of a batch."""
     outputs: list[tuple[str, Tensor]] = []
     with _recorded(model, paths, outputs), torch.enable_grad():
         scores = logits(batches.forward(model, batch)).float()

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from iobs.pruning.calibration.products import Index, Product, outside_vmap, products
 from iobs.pruning.calibration.tracking import Tracker
 from iobs.pruning.network.folding import unfolded
-from iobs.pruning.network.layers import Layer, View, layers_by_class
+from iobs.pruning.network.layers import Layer, View, holds_weights, layers_by_class
 
 Note = Callable[[Layer, nn.Module, Tensor], None]
 Heard = Callable[[str, View, Callable[[], Tensor], bool], None]
@@ -130,7 +130,7 @@ class Observer:
         self._parameters = {
             name: one
             for name, one in model.named_parameters()
-            if one.is_floating_point() and one.numel() >= _LEAST and id(one) not in left
+            if holds_weights(one) and one.numel() >= _LEAST and id(one) not in left
         }
         self._classes = [layer for layer in layers_by_class(model) if layer.key in self._parameters]
 

@@ -158,6 +158,14 @@ class Layer:
         own.copy_(matrix.T if self.transposed else matrix.reshape(own.shape))
 
 
+def holds_weights(stored: Tensor) -> bool:
+    """Check that the entries of a parameter are weights: floating-point numbers of at least 16 bits.
+
+    Shorter floats, such as float8, are codes of a quantised matrix: its scales are stored elsewhere.
+    """
+    return stored.dtype.is_floating_point and stored.dtype.itemsize > 1
+
+
 def is_compressed(stored: Tensor) -> bool:
     """Check that a parameter is a 2:4 tensor of torch, as `iobs.accelerate` makes it on a CUDA device."""
     return isinstance(stored, torch.sparse.SparseSemiStructuredTensor)
@@ -223,7 +231,7 @@ def layers_by_class(model: nn.Module) -> list[Layer]:
             layers.extend(_fused_experts(path, module))
             continue
         weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if weight is None or not weight.is_floating_point() or not weight.numel():
+        if weight is None or not holds_weights(weight) or not weight.numel():
             continue  # recomputed from other parameters in every forward pass, quantised, or without entries
         name, is_transposed = names[id(weight)], isinstance(module, transposed)
         stored = len(weight), weight.numel() // len(weight)
@@ -266,9 +274,9 @@ def _gates_of(path: str, module: nn.RNNBase | nn.RNNCellBase) -> list[Layer]:
     """
     layers = []
     for name, weight in module.named_parameters(recurse=False):
-        if name.startswith("weight_hr") and weight.is_floating_point():
+        if name.startswith("weight_hr") and holds_weights(weight):
             layers.append(Layer(path, (weight.shape[0], weight.shape[1]), name))
-        if name.startswith(("weight_ih", "weight_hh")) and weight.is_floating_point():
+        if name.startswith(("weight_ih", "weight_hh")) and holds_weights(weight):
             gates, shape = _GATES[weight.shape[0] // module.hidden_size], (module.hidden_size, weight.shape[1])
             parts = [Part(gate, index, len(gates)) for index, gate in enumerate(gates)]
             layers += [Layer(path, shape, name, part=part) for part in parts]
@@ -285,7 +293,7 @@ def _fused_experts(path: str, module: nn.Module) -> list[Layer]:
     count, transposed = getattr(module, "num_experts", None), bool(getattr(module, "is_transposed", False))
     layers = []
     for name, parameter in module.named_parameters(recurse=False):
-        if parameter.ndim == 3 and parameter.shape[0] == count and parameter.is_floating_point():
+        if parameter.ndim == 3 and parameter.shape[0] == count and holds_weights(parameter):
             rows, columns = parameter.shape[:0:-1] if transposed else parameter.shape[1:]
             layers += [Layer(path, (rows, columns), name, expert, transposed=transposed) for expert in range(count)]
     return layers

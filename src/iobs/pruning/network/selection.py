@@ -15,7 +15,15 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
 from iobs.pruning.coverage import Reason
-from iobs.pruning.network.layers import Layer, find_layers, is_compressed, joined, library_class, linear_maps
+from iobs.pruning.network.layers import (
+    Layer,
+    find_layers,
+    holds_weights,
+    is_compressed,
+    joined,
+    library_class,
+    linear_maps,
+)
 
 _BY_USE = {"parameter", "convolution"}  # reasons of weights that a forward pass of the whole model may show
 _LISTED = 5  # weights and kinds of modules that an error names
@@ -51,8 +59,9 @@ def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
     kind = type(module).__name__
     if not parameter.numel():
         return Reason("empty", "without entries")
-    if not parameter.is_floating_point():
-        return Reason("quantised", f"not floating point: {str(parameter.dtype).removeprefix('torch.')}")
+    if not holds_weights(parameter):
+        short = "floats of 8 bits or less" if parameter.is_floating_point() else "not floating point"
+        return Reason("quantised", f"{short}: {str(parameter.dtype).removeprefix('torch.')}")
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return Reason("embedding", "embedding")
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):

@@ -16,6 +16,8 @@ Batch: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
 
 _NESTED = (Tensor, Mapping, tuple, list)  # what may hold tensors inside a batch
 
+AT_ONCE = 2048  # most positions of text in a forward pass of a large model whose logits or gradients are kept
+
 # Names of `forward` in the causal language models of transformers, of which none uses labels except for its loss.
 _CAUSAL = re.compile(r"(ForCausalLM|(?<!With)LMHeadModel)\.forward$")
 
@@ -137,6 +139,18 @@ def neighbours(batch: Batch, start: int, stop: int) -> Batch:
     if is_whole(batch):
         return batch
     return mapped(batch, lambda tensor: tensor[start:stop] if tensor.ndim else tensor)
+
+
+def pieces(batch: Batch, most: int = AT_ONCE) -> Iterator[Batch]:
+    """Parts of a batch with neighbouring samples, as views of its tensors; a batch that fits is one part.
+
+    Args:
+        batch: the batch; one that cannot be split is one part.
+        most: positions of text in a part; a part has at least one sample.
+    """
+    count, length = size(batch), max(1, most // max(1, positions(batch)))
+    for start in range(0, count, length):
+        yield batch if length >= count else neighbours(batch, start, start + length)
 
 
 def first_sample(batch: Batch) -> Batch:

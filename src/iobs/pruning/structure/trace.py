@@ -7,6 +7,9 @@ element-wise operations and the attention products alone.
 
 Parameters and buffers outside of these layers are replaced by noise too. Zeros would hide dependencies, such as the
 zero scales of a new residual branch. Functions with flat parts become smooth functions for the same reason.
+
+The entries of a very large parameter outside of these layers, such as all experts in one parameter, belong to no unit.
+The noise in its place is no leaf, and is stored once for all equal shapes.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from iobs.pruning.samples import batches
 
 Argument: TypeAlias = Any  # an argument or the result of any function of torch
 TOKENS = 8  # positions of text in a traced batch: softmax needs more than one
+_MOST_ENTRIES = 2**24  # of a parameter between layers whose entries are told apart
 _TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 _SETTINGS: dict[Callable[..., Tensor], tuple[str, ...]] = {  # arguments of convolutions after input and weight
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("bias", "stride", "padding", "dilation", "groups")),
@@ -171,6 +175,7 @@ class _Recorder(TorchFunctionMode):
         self.found = Trace()
         self.names: dict[int, tuple[str, str]] = {}  # (path, name) of every floating parameter and buffer, by identity
         self.noise: dict[int, Tensor] = {}  # of parameters between layers, by identity
+        self.large: dict[object, Tensor] = {}  # noise of parameters that are no leaves, by shape, dtype and device
         self.transposes: dict[int, tuple[Tensor, Tensor]] = {}  # views of weight matrices and the matrices
         self.made: dict[int, tuple[Tensor, str]] = {}  # outputs of layers and the weight's name, by identity
         self.takers: dict[str, set[str | None]] = {}  # batch norms that take a layer's outputs; None: anything else
@@ -343,7 +348,13 @@ class _Recorder(TorchFunctionMode):
         return {key: self._replaced(one) for key, one in value.items()} if type(value) is dict else value
 
     def _noise(self, value: Tensor) -> Tensor:
-        """Positive noise in place of a parameter between layers, a leaf of the graph."""
+        """Positive noise in place of a parameter between layers, a leaf of the graph unless it is very large."""
+        if value.numel() > _MOST_ENTRIES:
+            kind = value.shape, value.dtype, value.device
+            if kind not in self.large:
+                one = torch.rand((1, *value.shape[1:]), generator=self.random).add_(0.5)
+                self.large[kind] = one.to(value.device, value.dtype).expand(value.shape)
+            return self.large[kind]
         if id(value) not in self.noise:
             path, name = self.names[id(value)]
             leaf = torch.rand(value.shape, generator=self.random).add_(0.5).to(value.device, value.dtype)

@@ -181,8 +181,12 @@ def _times(shares: Sequence[Share], kernel: int) -> tuple[Share, ...]:
     return tuple(replace(share, each=share.each * kernel) for share in shares)
 
 
+@torch.no_grad()
 def positions_of(model: nn.Module, batch: Batch) -> dict[str, int]:
-    """Number of vectors that the weight of every linear map or convolution multiplies on a batch, by path."""
+    """Number of vectors that the weight of every linear map or convolution multiplies on a batch, by path.
+
+    The model runs without gradients and on parts of the batch: large models have no memory for all logits of a batch.
+    """
     counts: dict[str, int] = {}
 
     def count(path: str, module: nn.Module, given: tuple[object, ...], output: object) -> None:
@@ -203,7 +207,8 @@ def positions_of(model: nn.Module, batch: Batch) -> dict[str, int]:
     ]
     try:
         with keeping_buffers(model):
-            batches.forward(model, batch)
+            for part in batches.pieces(batch):
+                batches.forward(model, part)
     finally:
         for handle in handles:
             handle.remove()
@@ -221,7 +226,8 @@ def _uncalled(model: nn.Module, batch: Batch, called: Collection[str]) -> dict[L
 
     if layers:
         with torch.no_grad(), keeping_buffers(model), kernels, captured_inputs(model, layers, note):
-            batches.forward(model, batch)
+            for part in batches.pieces(batch):
+                batches.forward(model, part)
     counts |= kernels.counts  # `note` is given some windows of their inputs only
     return {layer: count for layer, count in counts.items() if count}
 

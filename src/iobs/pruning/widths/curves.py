@@ -104,6 +104,7 @@ class Curves:
     seed: int
     on_progress: Callable[[str, int, int], None]
     checkpoint: Checkpoint
+    # Problems of readers: each holds a float64 Hessian, so a problem is dropped after the last use.
     readers: dict[Layer, ReaderProblem] = field(default_factory=dict, init=False)
     _paths: dict[str, _Path] = field(default_factory=dict, init=False)
 
@@ -125,13 +126,19 @@ class Curves:
 
     @torch.no_grad()
     def measured(self) -> dict[str, SiteCurve]:
-        """The curve of every site whose readers receive input, by its name."""
+        """The curve of every site whose readers receive input, by its name.
+
+        Only the problems of sites that several layers read, or that share a reader, are kept for the choice of units.
+        """
         untouched = self.damage({})
         found: dict[str, SiteCurve] = {}
         for layer in self.read(self.sites.sites):
             for site in self.sites.of(layer):
                 if all(one in self.readers for one in self.sites.readers(site)):
                     found[site.name] = self._curve(site, untouched)
+                    del self._paths[site.name]
+                    if self.sites.single(site):
+                        del self.readers[layer]
                     self.on_progress("effects of widths", len(found), len(self.sites.sites))
         return found
 
