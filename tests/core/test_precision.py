@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import iobs
+import iobs.solvers.interface
 from iobs.core.modes import full_precision, precision_of_user
 from iobs.evaluate import accuracy
 from iobs.pruning.network.modes import evaluating
@@ -91,6 +92,20 @@ def test_prune_and_evaluate_compute_in_full_precision(high):
     accuracy(model, [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))])
     assert model.seen
     assert all(one == FULL for one in model.seen)
+    assert settings() == high
+
+
+def test_solve_computes_in_full_precision(high):
+    seen = []
+
+    def solver(problem, pattern):
+        seen.append(settings())
+        return iobs.solvers.SOLVERS["magnitude"]()(problem, pattern)
+
+    problem = iobs.Quadratic.at(torch.randn(2, 4), torch.eye(4))
+    iobs.solve(problem, iobs.Unstructured(0.5), solver)
+    iobs.solvers.interface.solve_many([problem], [iobs.Unstructured(0.5)], solver)
+    assert seen == [FULL, FULL]
     assert settings() == high
 
 

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from iobs.core.modes import full_precision
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.core.shared_rows import RowsOf
@@ -72,7 +73,8 @@ def solve(
             below along a column where the Hessian is zero and b is not.
     """
     choices = _choices(family_of(pattern), solver, refine, damping, budget, name, options)
-    (solution,) = _solve_all([quadratic], [pattern], quadratic, choices)
+    with full_precision():
+        (solution,) = _solve_all([quadratic], [pattern], quadratic, choices)
     return solution
 
 
@@ -117,7 +119,8 @@ def solve_many(
     if any(family is not families[0] for family in families):
         raise ProblemError("Problems that are solved together need patterns of one kind: entries, grids or Groups.")
     choices = _choices(families[0], solver, refine, damping, budget, name, options)
-    return _solve_all(quadratics, patterns, Quadratic.stack(quadratics).sharing(), choices)
+    with full_precision():
+        return _solve_all(quadratics, patterns, Quadratic.stack(quadratics).sharing(), choices)
 
 
 @dataclass(frozen=True)
