@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import iobs
 from iobs.cli import app, watch
-from iobs.cli.offload import run_where_it_fits
+from iobs.cli.offload import Streams, run_where_it_fits
 from iobs.errors import ModelError, OutputError, ProblemError
 from iobs.pruning.blockwise import offloaded as offloaded_store
 from iobs.pruning.blockwise.offloaded import OffloadedStore
@@ -370,7 +370,7 @@ def resident():
 def test_run_that_fills_the_gpu_begins_again_by_blocks(gpu):
     loaded, store = resident()
     request = SimpleNamespace(recipe=iobs.Recipe.preset("one-shot"))
-    assert run_where_it_fits(fills, loaded, store, request) is OffloadedStore
+    assert run_where_it_fits(fills, loaded, store, request, Streams(None, None)) is OffloadedStore
     assert is_home(loaded.module)
     gc.collect()
     assert not gpu.bytes  # the copies of the weights are gone too
@@ -380,13 +380,14 @@ def test_run_that_needs_the_whole_model_or_fails_otherwise_does_not_begin_again(
     loaded, store = resident()
     for request in (None, SimpleNamespace(recipe=iobs.Recipe.preset("paper"))):
         with pytest.raises(torch.OutOfMemoryError):
-            run_where_it_fits(fills, loaded, store, request)
+            run_where_it_fits(fills, loaded, store, request, Streams(None, None))
 
     def fails(store):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    one_shot = SimpleNamespace(recipe=iobs.Recipe.preset("one-shot"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        run_where_it_fits(fails, loaded, store, SimpleNamespace(recipe=iobs.Recipe.preset("one-shot")))
+        run_where_it_fits(fails, loaded, store, one_shot, Streams(None, None))
     assert not is_home(loaded.module)
 
 
