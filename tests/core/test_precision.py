@@ -15,7 +15,7 @@ NEWER = hasattr(torch.backends, "fp32_precision")
 
 
 def settings():
-    """What torch says now about products and convolutions of float32; an error's type where it refuses to say."""
+    """Settings of torch for products and convolutions of float32; an error's type where torch refuses to read one."""
     found = []
     backends = torch.backends
     reads = [torch.get_float32_matmul_precision, lambda: backends.cudnn.allow_tf32]

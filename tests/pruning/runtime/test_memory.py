@@ -110,7 +110,7 @@ def test_memory_watch_of_a_gpu_asks_that_gpu(monkeypatch):
 
 
 def test_blocks_that_torch_keeps_for_later_are_left(monkeypatch):
-    """Of 20 bytes, 5 are free; torch has 12, of which tensors take 3."""
+    """A GPU of 20 bytes: 5 are free, and torch has 12, of which tensors take 3."""
     for name, found in {"mem_get_info": (5, 20), "memory_reserved": 12, "memory_allocated": 3}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
     gpu = torch.device("cuda", 0)

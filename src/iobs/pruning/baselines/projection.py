@@ -18,7 +18,7 @@ from iobs.pruning.layerwise.patterns import asked
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, NetworkSolver, Recipe, WoodFisher
 from iobs.pruning.report import AuditRow, RoundRecord
-from iobs.pruning.runtime.memory import available, left
+from iobs.pruning.runtime.memory import available, free_on
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -82,7 +82,7 @@ def require_memory(
 def _free(device: torch.device) -> int:
     """Memory of a device that new tensors can take, in bytes; 0 where the system does not say."""
     if device.type == "cuda":
-        return left(device) - torch.cuda.memory_allocated(device)
+        return free_on(device)
     return available() // current().size
 
 

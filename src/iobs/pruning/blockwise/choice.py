@@ -11,7 +11,7 @@ from iobs.pruning.finetune.scoring import needs_reference
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.runtime.memory import left
+from iobs.pruning.runtime.memory import free_on
 
 
 def resident_bytes(model: nn.Module, layers: Sequence[Layer], recipe: Recipe) -> int:
@@ -29,6 +29,4 @@ def resident_bytes(model: nn.Module, layers: Sequence[Layer], recipe: Recipe) ->
 
 def fits(model: nn.Module, layers: Sequence[Layer], recipe: Recipe, device: torch.device) -> bool:
     """Check that a device has room for a run that holds the whole model there; True for devices other than GPUs."""
-    if device.type != "cuda":
-        return True
-    return resident_bytes(model, layers, recipe) <= left(device) - torch.cuda.memory_allocated(device)
+    return device.type != "cuda" or resident_bytes(model, layers, recipe) <= free_on(device)

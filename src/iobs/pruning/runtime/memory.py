@@ -192,10 +192,16 @@ def _left_in_group(folder: Path, limit: str, usage: str, cached: Sequence[str]) 
 
 def left(device: torch.device) -> int:
     """Memory of a device that this process has or can take, in bytes; 0 where the system does not say."""
-    if device.type == "cuda":  # torch keeps freed blocks for its next tensors
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if device.type == "cuda":
+        return free_on(device) + torch.cuda.memory_allocated(device)
     free = available()
     return free + resident() if free else 0
+
+
+def free_on(gpu: torch.device) -> int:
+    """Memory of a GPU that new tensors of this process can take, in bytes."""
+    kept = torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)  # freed blocks, for the next tensors
+    return torch.cuda.mem_get_info(gpu)[0] + kept
 
 
 def resident() -> int:

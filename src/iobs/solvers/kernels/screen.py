@@ -100,7 +100,7 @@ def swap_rows_numba(
 def swap_rows_torch(
     rows: Rows, hessian: Tensor, linear: Tensor, slots: Tensor, groups: Partition, tolerance: float, limit: int
 ) -> None:
-    """Torch form of `swap_rows`."""
+    """Torch form of `swap_rows`: the plain reference that the numba form is tested against."""
     for row, columns in enumerate(slots):
         inside, outside = groups.keep, groups.size - groups.keep
         columns = columns[columns >= 0]
