@@ -27,7 +27,7 @@ from iobs.report import read_report
 OPTIONS = {"solver": "sparsegpt"}
 
 
-NAMES = ("opt", "llama", "qwen3", "gemma3", "phi3", "gpt2", "bloom", "falcon", "mamba")
+NAMES = ("opt", "llama", "qwen3", "gemma3", "phi3", "gpt2", "gpt_neox", "bloom", "falcon", "mamba")
 
 
 @pytest.mark.parametrize("name", NAMES)

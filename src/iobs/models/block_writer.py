@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ class BlockWriter:
         writes: False counts the zeros and writes nothing, on all ranks but the first.
 
     Attributes:
-        zeros: number of zeros of every written parameter, by name; a shared parameter has one name.
+        zeros: number of zeros of every written parameter, by name; a shared parameter has one name. Tensors that are
+            converted have their name in the files.
     """
 
     streamed: StreamedModel
@@ -45,25 +47,34 @@ class BlockWriter:
                 for file, entries in source.shards.items()
             }
         inner = {name for block in self.streamed.blocks for name in self.streamed.names(block)}
-        for name, tensor in source.read([name for name in source.entries if name not in inner]):
-            self.put(name, tensor)
+        self._put(source.unchanged([name for name in source.entries if name not in inner]))
         return self
 
     def block(self, block: Block, pruned: set[str]) -> None:
         """Write a block: pruned tensors from memory, the others bit for bit from the source."""
         source, state = self.streamed.directory, self.streamed.module.state_dict()
-        for name in pruned:
-            self.put(name, state[name].to(source.entries[name].dtype))
-        for name, tensor in source.read([name for name in self.streamed.names(block) if name not in pruned]):
-            self.put(name, tensor)
+        for names in source.together(pruned):
+            self._put(source.changed({name: state[name].to(source.entries[name].dtype) for name in names}))
+        self._put(source.unchanged({*self.streamed.names(block)} - source.with_others(pruned)))
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write a tensor into the file that holds it in the source; a second call replaces it."""
-        if name in self.names:
-            self.zeros[self.names[name]] = int((tensor == 0).sum())
-        for file, entries in self.streamed.directory.shards.items():
-            if self.writes and name in entries:
-                self.writers[file].put(name, tensor)
+        self._put(self.streamed.directory.changed({name: tensor}))
+
+    def _put(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write tensors by their name in the files."""
+        for name, tensor in tensors:
+            counted = self._counted(name)
+            if counted is not None:
+                self.zeros[counted] = int((tensor == 0).sum())
+            for file, entries in self.streamed.directory.shards.items():
+                if self.writes and name in entries:
+                    self.writers[file].put(name, tensor.to(entries[name].dtype))
+
+    def _counted(self, source: str) -> str | None:
+        """The name under which the zeros of a tensor of the files are counted; None for one that is no parameter."""
+        name = self.streamed.directory.name_of(source)
+        return source if name is None else self.names.get(name)
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         for writer in self.writers.values():

@@ -5,20 +5,17 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from iobs.errors import LayerSelectionError, ModelError, first_line
+from iobs.errors import LayerSelectionError, ModelError
+from iobs.models.directory import Directory
 from iobs.models.halves import native
-from iobs.models.huggingface import check_directory
 from iobs.models.output import expanded
-from iobs.models.shards import Entry, read_entries
 from iobs.models.skeleton import skeleton
 from iobs.models.wide_linear import WideLinear
 from iobs.pruning.calibration.blocks import Block
@@ -32,71 +29,6 @@ from iobs.pruning.store import Names
 
 _Visit = Callable[[int], None]  # of a block, by its number
 _Chain = Callable[[nn.Module, list[Block], Batch, torch.dtype, _Visit, _Visit], list[Block]]
-
-
-@dataclass
-class Directory:
-    """The tensors of a model directory by name, which are read one at a time.
-
-    Args:
-        path: of the directory.
-        shards: for every file its tensors by name.
-        metadata: of every file.
-    """
-
-    path: Path
-    shards: dict[Path, dict[str, Entry]] = field(default_factory=dict)
-    metadata: dict[Path, dict[str, str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for file in check_directory(self.path, allow_pickle=False):
-            self.shards[file], self.metadata[file] = read_entries(file)
-
-    @property
-    def entries(self) -> dict[str, Entry]:
-        """All tensors of all files, by name."""
-        return {name: entry for entries in self.shards.values() for name, entry in entries.items()}
-
-    def read(
-        self,
-        names: Sequence[str],
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
-        mapped: bool = False,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors to a device, in the order of files; floating tensors are converted to `dtype` if given.
-
-        Args:
-            names: of the tensors.
-            device: of the tensors.
-            dtype: of floating tensors; None: as in the files.
-            mapped: matrices that need no conversion stay mapped files, which take no anonymous memory; a change of
-                them would not reach the file.
-
-        Raises:
-            ModelError: a file has vanished or changed since it was opened.
-        """
-        wanted = set(names)
-        for file, entries in self.shards.items():
-            present = wanted & entries.keys()
-            if present:
-                with _reading(file), safe_open(file, framework="pt") as opened:
-                    for name in sorted(present):
-                        stored = opened.get_tensor(name)
-                        wanted_dtype = dtype if dtype is not None and stored.is_floating_point() else stored.dtype
-                        yield name, stored.to(device, wanted_dtype, copy=not (mapped and stored.ndim > 1))
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Convert failures of reading a file of weights into one error."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"{file} cannot be read any more ({first_line(error)}); put the file back and start again. With a "
-            "checkpoint the run goes on from there."
-        ) from error
 
 
 @dataclass
@@ -144,6 +76,7 @@ class StreamedModel:
         path = expanded(path)
         directory = Directory(path)
         module = skeleton(path)
+        directory.use_names_of(module)
         surplus = _surplus(module, directory)
         blocks = blocks_of(module)
         prefixes = tuple(f"{block.path}." for block in blocks)

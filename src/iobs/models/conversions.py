@@ -1,0 +1,207 @@
+"""Conversion of the tensors in the files of a model to those of its module and back, by the rules of transformers.
+
+Hub files of mixtures hold one tensor per expert, of which the module makes one; others have older names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import ModelError
+from iobs.models.shards import Entry
+
+
+class Renaming(Protocol):
+    """Rule of transformers for the name of a tensor, a `WeightRenaming`."""
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """The other name, and the pattern that matched."""
+        ...
+
+
+class Converter(Renaming, Protocol):
+    """Rule of transformers that makes tensors of other tensors, a `WeightConverter`."""
+
+    source_patterns: list[str]
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Tensor, /) -> None:
+        """Give a tensor."""
+        ...
+
+    def convert(self, layer_name: str, model: nn.Module, config: object) -> Mapping[str, Tensor | list[Tensor]]:
+        """Convert the given tensors."""
+        ...
+
+    def reverse_transform(self) -> Converter:
+        """The converter back."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One conversion of transformers for given tensors.
+
+    Args:
+        converter: a `WeightConverter`.
+        renamed: the name of its first result, before `names`.
+        patterns: of every given tensor, by name, in order.
+        module: the module, whose configuration has numbers of heads and experts.
+        names: names of results that are called otherwise.
+    """
+
+    converter: Converter
+    renamed: str
+    patterns: Mapping[str, str]
+    module: nn.Module
+    names: Mapping[str, str]
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert the tensors."""
+        converter = deepcopy(self.converter)
+        for name, pattern in self.patterns.items():
+            converter.add_tensor(self.renamed, name, pattern, tensors[name])
+        found = converter.convert(self.renamed, model=self.module, config=self.module.config)
+        single = {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        return {self.names.get(name, name): value for name, value in single.items()}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Tensors of the files that become tensors of the module together.
+
+    Args:
+        sources: tensors in the files.
+        targets: tensors in the module.
+        forward: from the files to the module.
+        backward: from the module to the files.
+    """
+
+    sources: Mapping[str, Entry]
+    targets: Mapping[str, Entry]
+    forward: Rule
+    backward: Rule
+
+    def require_exact(self) -> None:
+        """Convert random bytes to the module and back.
+
+        Raises:
+            ModelError: other bytes come back.
+        """
+        draws = torch.Generator().manual_seed(0)
+        given = {
+            name: torch.randint(256, entry.shape, dtype=torch.uint8, generator=draws)
+            for name, entry in self.sources.items()
+        }
+        again = self.backward(self.forward(given))
+        if any(not torch.equal(again[name], value) for name, value in given.items()):
+            raise _no_way_back(next(iter(self.sources)))
+
+
+def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> tuple[dict[str, str], list[Conversion]]:
+    """The names of the module for tensors in files, and the conversions of tensors that change.
+
+    Args:
+        module: a model of transformers.
+        entries: the tensors in the files.
+
+    Returns:
+        The module's name of every tensor that is only renamed, or kept, and the conversions of all others.
+
+    Raises:
+        ModelError: tensors of the files cannot be converted, or not back.
+    """
+    state = module.state_dict()
+    if all(name in state for name in entries):
+        return {name: name for name in entries}, []
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    rules = get_model_conversion_mapping(module)  # type: ignore[arg-type]
+    renamings = [one for one in rules if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in rules if isinstance(one, loading.WeightConverter)]
+    prefix = getattr(module, "base_model_prefix", None)
+    names: dict[str, str] = {}
+    groups: dict[str, dict[str, str]] = defaultdict(dict)  # by the first target: the pattern of every source
+    for name in sorted(entries, key=_natural):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state:
+            target, pattern = loading.rename_source_key(name, [], [], prefix, state)
+        if pattern is None or target not in state:
+            names[name] = target if target in state else name
+        else:
+            groups[target][name] = pattern
+    found, exact = [], set[int]()
+    for target, patterns in groups.items():
+        converter = next(one for one in converters if next(iter(patterns.values())) in one.source_patterns)
+        forward = Rule(cast(Converter, converter), target, patterns, module, {})
+        found.append(_with_way_back(forward, {name: entries[name] for name in patterns}, renamings))
+        if id(converter) not in exact:  # once, before any work; all blocks have the same rule
+            found[-1].require_exact()
+            exact.add(id(converter))
+    _require_one_source(names, found)
+    return names, found
+
+
+def _with_way_back(forward: Rule, sources: Mapping[str, Entry], renamings: Iterable[Renaming]) -> Conversion:
+    """The conversion with its inverse, after both were tried on tensors without numbers.
+
+    Raises:
+        ModelError: the inverse does not lead back to the same names and shapes.
+    """
+    empty = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in sources.items()}
+    try:
+        converted = forward(empty)
+        reverse = forward.converter.reverse_transform()
+        renamed = {name: reverse.rename_source_key(name) for name in sorted(converted, key=_natural)}
+        interim = {_renamed(name, renamings): name for name in sources}
+        first = next(iter(renamed.values()))[0]
+        backward = Rule(reverse, first, {name: str(one[1]) for name, one in renamed.items()}, forward.module, interim)
+        again = {name: tuple(tensor.shape) for name, tensor in backward(converted).items()}
+    except Exception as error:  # rules of transformers raise exceptions of every kind
+        raise _no_way_back(next(iter(sources)), error) from error
+    if again != {name: entry.shape for name, entry in sources.items()}:
+        raise _no_way_back(next(iter(sources)))
+    targets = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in converted.items()}
+    return Conversion(sources, targets, forward, backward)
+
+
+def _renamed(name: str, renamings: Iterable[Renaming]) -> str:
+    """A name after all renamings, which a converter is applied to."""
+    for one in renamings:
+        name = one.rename_source_key(name)[0]
+    return name
+
+
+def _no_way_back(name: str, error: Exception | None = None) -> ModelError:
+    reason = "" if error is None else f" ({type(error).__name__})"
+    return ModelError(
+        f"{name} is converted while the model is loaded, and cannot be converted back{reason}; prune the model in "
+        "memory instead of block by block."
+    )
+
+
+def _require_one_source(names: Mapping[str, str], conversions: Iterable[Conversion]) -> None:
+    """Check that no tensor of the module comes from two places.
+
+    Raises:
+        ModelError: names it.
+    """
+    targets = [*names.values(), *(name for one in conversions for name in one.targets)]
+    seen: set[str] = set()
+    for name in targets:
+        if name in seen:
+            raise ModelError(f"Several tensors of the files become {name}; prune the model in memory instead.")
+        seen.add(name)
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key that puts expert 2 before expert 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"\.", name)]

@@ -1,0 +1,141 @@
+"""Files whose tensors are not those of the module: experts one by one, other names, as hub checkpoints have them."""
+
+import shutil
+
+import families
+import pytest
+import torch
+from families import prune_directory
+from safetensors.torch import load_file, save_file
+
+import iobs
+from iobs.errors import ModelError
+from iobs.models import load
+from iobs.models.conversions import Conversion, Rule
+from iobs.models.directory import Directory
+from iobs.models.skeleton import skeleton
+from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.recipe import BlockFit
+
+OPTIONS = {"solver": "sparsegpt"}
+NAME = "model.safetensors"
+
+
+def streamed(folder, data, dtype=torch.bfloat16, **options):
+    return prune_directory(folder / "model", folder / "out", data, iobs.Unstructured(0.5), arithmetic=dtype, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("mixtral", None),
+        ("qwen3_moe", None),
+        ("gpt_oss", None),
+        ("mixtral", BlockFit(steps=8, between=2, lr=1e-2, network_steps=6, network_lr=1e-3)),
+    ],
+)
+def test_streamed_mixture_equals_pruning_in_memory_with_the_tensors_of_its_files(name, blocks, tmp_path):
+    dtype = torch.bfloat16 if blocks is None else torch.float32  # steps of a mixture differ by rounding in 16 bits
+    families.saved(name, tmp_path / "model", dtype)
+    data, options = families.language_batches(count=4), {**OPTIONS, "blocks": blocks, "holdout": 0.25}
+    report = streamed(tmp_path, data, dtype, **options)
+    model = load(tmp_path / "model", dtype=dtype).module
+    whole = iobs.prune(model, data, 0.5, "one-shot", include=[row.name for row in report.audit], **options)
+    model.save_pretrained(tmp_path / "whole")
+    before, expected, found = (load_file(tmp_path / one / NAME) for one in ("model", "whole", "out"))
+    assert any(".experts.0." in key for key in found) == (name != "gpt_oss")
+    assert before.keys() == expected.keys() == found.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    assert (report.zeros, [row.zeros for row in report.audit]) == (whole.zeros, [row.zeros for row in whole.audit])
+
+
+def test_experts_in_several_shards_become_one_tensor(tmp_path):
+    families.saved("mixtral", tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "model")
+    load(tmp_path / "model").module.to(torch.bfloat16).save_pretrained(tmp_path / "model", max_shard_size="4KB")
+    (tmp_path / "model" / NAME).unlink()
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
+    data = families.language_batches()
+    streamed(tmp_path, data, **OPTIONS)
+    prune_directory(
+        tmp_path / "whole", tmp_path / "one", data, iobs.Unstructured(0.5), arithmetic=torch.bfloat16, **OPTIONS
+    )
+    shards = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
+    found = {name: value for shard in shards.values() for name, value in shard.items()}
+    expected = load_file(tmp_path / "one" / NAME)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    for file, tensors in shards.items():
+        assert tensors.keys() == load_file(tmp_path / "model" / file).keys()
+
+
+def test_files_that_lack_the_prefix_of_the_module_keep_their_names(tmp_path):
+    families.saved("gpt2", tmp_path / "model")
+    data, file = families.language_batches(), tmp_path / "model" / NAME
+    prune_directory(
+        tmp_path / "model", tmp_path / "usual", data, iobs.Unstructured(0.5), arithmetic=torch.bfloat16, **OPTIONS
+    )
+    tensors = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    streamed(tmp_path, data, **OPTIONS)
+    expected, found = load_file(tmp_path / "usual" / NAME), load_file(tmp_path / "out" / NAME)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name.removeprefix("transformer.")], value) for name, value in expected.items())
+
+
+def test_expert_that_is_left_out_keeps_its_bits(tmp_path):
+    families.saved("mixtral", tmp_path / "model")
+    names = {"include": "*.experts.*", "ignore": "*layers.0.*_proj.2"}
+    report = streamed(tmp_path, families.language_batches(), **names, **OPTIONS)
+    assert len(report.audit) == 2 * 2 * 4 - 2
+    before, found = load_file(tmp_path / "model" / NAME), load_file(tmp_path / "out" / NAME)
+    same = {name for name, value in before.items() if torch.equal(found[name], value)}
+    experts = {name for name in before if ".experts." in name}
+    assert experts & same == {name for name in experts if ".layers.0." in name and ".experts.2." in name}
+    assert before.keys() - experts <= same
+    zeros = sum(int((found[name] == 0).sum()) for name in experts)
+    assert zeros >= sum(row.zeros for row in report.audit)
+
+
+def test_names_of_the_files_are_read_and_written_through_the_conversion(tmp_path):
+    model = families.saved("mixtral", tmp_path / "model")
+    directory = Directory(tmp_path / "model")
+    stored = load_file(tmp_path / "model" / NAME)
+    directory.use_names_of(skeleton(tmp_path / "model"))
+    state = model.state_dict()
+    assert directory.entries.keys() == state.keys()
+    assert all(entry.shape == tuple(state[name].shape) for name, entry in directory.entries.items())
+    read = dict(directory.read([*state]))
+    assert all(torch.equal(read[name], value) for name, value in state.items())
+    one = "model.layers.1.mlp.experts.down_proj"
+    written = dict(directory.changed({one: read[one] * 2}))
+    assert written.keys() == {f"model.layers.1.block_sparse_moe.experts.{number}.w2.weight" for number in range(4)}
+    assert all(torch.equal(value, stored[name] * 2) for name, value in written.items())
+    assert dict(directory.unchanged([one])).keys() == written.keys()
+
+
+@pytest.mark.parametrize("broken", [lambda found: {}, lambda found: {name: one * 0 for name, one in found.items()}])
+def test_conversion_without_a_way_back_is_refused_before_any_work(broken, tmp_path, monkeypatch):
+    families.saved("mixtral", tmp_path / "model")
+    convert = Rule.__call__
+
+    def call(rule, tensors):
+        found = convert(rule, tensors)
+        return broken(found) if len(found) > 1 else found  # from the module to experts
+
+    monkeypatch.setattr(Rule, "__call__", call)
+    with pytest.raises(ModelError, match=r"experts\.0\.w. *\.weight is converted .* in memory") as error:
+        streamed(tmp_path, families.language_batches(), **OPTIONS)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_conversion_that_fails_names_its_tensor(tmp_path, monkeypatch):
+    families.saved("mixtral", tmp_path / "model")
+    monkeypatch.setattr(Conversion, "require_exact", lambda self: pytest.fail("not reached"))
+    monkeypatch.setattr(Rule, "__call__", lambda rule, tensors: {}["missing"])
+    with (
+        pytest.raises(ModelError, match=r"experts\.0\..* \(KeyError\)"),
+        StreamedStore.open(tmp_path / "model", tmp_path / "out"),
+    ):
+        pass
