@@ -80,10 +80,6 @@ LANGUAGE_MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
         _language("Qwen3MoeConfig", **EXPERTS, head_dim=8, num_experts=4, moe_intermediate_size=12),
         2 * (5 + 2 * 4),
     ),
-    "gpt_oss": (
-        _language("GptOssConfig", **EXPERTS, head_dim=8, num_local_experts=4),
-        2 * (5 + 2 * 4),
-    ),
     "gpt2": (_language("GPT2Config", n_embd=16, n_layer=2, n_head=2, vocab_size=48, n_positions=64, **TOKENS), 2 * 4),
     "gpt_neox": (
         _language("GPTNeoXConfig", **LANGUAGE, intermediate_size=24, max_position_embeddings=64),

@@ -19,8 +19,8 @@ from iobs.pruning.widths.costs import CostModel, Products
 from iobs.pruning.widths.curves import Curves, SiteCurve
 from iobs.pruning.widths.knapsack import Choice, require_reachable
 from iobs.pruning.widths.latency import Latency, measure, narrowed, shares_of
-from iobs.pruning.widths.plan import choices_of, chosen_widths, widths_of
-from iobs.pruning.widths.readers import joined
+from iobs.pruning.widths.plan import choices_of, chosen_widths, possible_widths
+from iobs.pruning.widths.readers import joint_quadratic
 from iobs.pruning.workspace import Workspace
 from iobs.solvers import solve
 from iobs.solvers.grouped.system import kept_groups
@@ -111,7 +111,7 @@ def _chosen_units(work: Workspace, widths: dict[str, int], curves: Curves) -> di
         if width == site.count or any(layer not in curves.readers for layer in sites.readers(site)):
             kept[site.name] = list(range(site.count))
             continue
-        problem, labels = joined(curves.parts(site, removed))
+        problem, labels = joint_quadratic(curves.parts(site, removed))
         solution = solve(problem, Groups(tuple(labels.tolist()), keep=width), solver_of_groups(work.recipe))
         kept[site.name] = kept_groups(solution.mask, labels).nonzero().flatten().tolist()
         removed[site.name] = sorted(set(range(site.count)) - set(kept[site.name]))
@@ -137,7 +137,7 @@ class Timed:
 
 def _timed(work: Workspace, pattern: Structured, sites: tuple[Site, ...]) -> tuple[Latency, dict[str, tuple[int, ...]]]:
     """Times of the blocks of all sites, and the widths that are worth choosing."""
-    offered = {site: work.request.offered.get(site.name) or widths_of(site, pattern) for site in sites}
+    offered = {site: work.request.offered.get(site.name) or possible_widths(site, pattern) for site in sites}
     latency = measure(work.store.model, work.fit.batches[0], offered, pattern.runtime)
     for site in offered:
         if site.name not in latency.times:

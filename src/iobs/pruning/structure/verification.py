@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import first_line, is_out_of_memory
+from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
 from iobs.pruning.structure.removal import CONFIG, remove
@@ -88,19 +89,11 @@ def _calls(model: nn.Module, batch: batches.Batch, owners: set[str]) -> dict[str
     """Arguments of the first call of each module in a forward pass."""
     found: dict[str, Call] = {}
 
-    def note(path: str) -> Callable[[nn.Module, tuple[object, ...], dict[str, object]], None]:
-        def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            found.setdefault(path, copy.deepcopy((args, kwargs)))
+    def note(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        found.setdefault(path, copy.deepcopy((args, kwargs)))
 
-        return before
-
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(model))
-        for path in owners:
-            handle = model.get_submodule(path).register_forward_pre_hook(note(path), with_kwargs=True)
-            stack.callback(handle.remove)
-        with torch.no_grad():
-            batches.forward(model, shortened(batch))
+    with evaluating(model), before_calls(model, owners, note), torch.no_grad():
+        batches.forward(model, shortened(batch))
     return found
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from iobs.errors import LayerSelectionError, ModelError
 from iobs.pruning.calibration.blocks import hidden_of
+from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -240,26 +241,16 @@ def _inputs(model: nn.Module, data: Sequence[Batch], paths: Sequence[str]) -> di
     """Inputs of mixtures as samples of one token, (tokens, 1, width), in the order of their calls."""
     found: dict[str, list[Tensor]] = {}
 
-    def note(path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def note(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         given = hidden_argument(args, kwargs)
         if given is not None:
             found.setdefault(path, []).append(given.detach().reshape(-1, 1, given.shape[-1]).clone())
 
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(
-            lambda _, args, kwargs, path=path: note(path, args, kwargs), with_kwargs=True
-        )
-        for path in paths
-    ]
-    try:
-        with keeping_buffers(model):
-            for batch in data:
-                batches.forward(model, batch)
-                if all(sum(map(len, found.get(path, []))) >= _TOKENS for path in paths):
-                    break
-    finally:
-        for handle in handles:
-            handle.remove()
+    with keeping_buffers(model), before_calls(model, paths, note):
+        for batch in data:
+            batches.forward(model, batch)
+            if all(sum(map(len, found.get(path, []))) >= _TOKENS for path in paths):
+                break
     return {path: torch.cat(values)[:_TOKENS] for path, values in found.items()}
 
 

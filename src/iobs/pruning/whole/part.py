@@ -6,14 +6,13 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 from iobs.errors import ModelError, first_line
 from iobs.pruning.structure import config_fields, widths
 
-Configuration: TypeAlias = Any  # of transformers
 PartName: TypeAlias = Literal["blocks", "experts"]
 Effect: TypeAlias = Callable[[], float]  # damage of the model as it is
 
@@ -99,7 +98,7 @@ def configured(model: nn.Module, count: int, name: Callable[[str], bool]) -> lis
 
 def shapes_with(
     model: nn.Module, fields: Sequence[tuple[str, str]], count: int, dropped: Sequence[int] = ()
-) -> tuple[Configuration, dict[str, tuple[int, ...]]] | str:
+) -> tuple[config_fields.Configuration, dict[str, tuple[int, ...]]] | str:
     """A configuration with another number, and the shapes that the model's class has with it; or why it has none.
 
     Args:

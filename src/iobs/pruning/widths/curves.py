@@ -27,7 +27,7 @@ from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.structure.units import Site
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
-from iobs.pruning.widths.readers import Part, ReaderProblem, Solved, joined
+from iobs.pruning.widths.readers import Part, ReaderProblem, Solved, joint_quadratic
 from iobs.pruning.widths.softened import softened, temperature_of
 from iobs.solvers.grouped.removal import RemovalPath, removal_path
 from iobs.solvers.grouped.system import GroupSystem
@@ -185,7 +185,7 @@ class Curves:
         if self.sites.single(site):
             problem, labels = reader.problem, self.sites.groups(reader.layer).labels(reader.layer.shape[1])
         else:
-            problem, labels = joined(parts)
+            problem, labels = joint_quadratic(parts)
         path = removal_path(GroupSystem.of(problem, labels))
         self._paths[site.name] = _Path(site, path, parts)
         errors = [0.0, *path.losses]

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from iobs.core.modes import precision_of_user
 from iobs.core.structured import Runtime
+from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.modes import fused_attention, inferring, keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -164,19 +165,8 @@ def _examples(model: nn.Module, given: Example, paths: set[str]) -> dict[str, Ex
     def keep(path: str, module: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
         found.setdefault(path, Example(module, arguments, dict(named)))
 
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(
-            lambda module, arguments, named, path=path: keep(path, module, arguments, named), with_kwargs=True
-        )
-        for path in paths
-        if path
-    ]
-    try:
-        with torch.no_grad(), keeping_buffers(model):
-            model(*given.arguments, **given.named)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), keeping_buffers(model), before_calls(model, filter(None, paths), keep):
+        model(*given.arguments, **given.named)
     return found
 
 

@@ -14,7 +14,7 @@ _ALIGNED = ("channels", "neurons")  # kinds of units that `multiple_of` aligns
 _MOST_WIDTHS = 160  # widths of one site that an allocation chooses from
 
 
-def widths_of(site: Site, pattern: Structured) -> tuple[int, ...]:
+def possible_widths(site: Site, pattern: Structured) -> tuple[int, ...]:
     """Widths that a site may get, ascending; the last is the dense width, the only one below `multiple_of`."""
     unit = _unit(site, pattern)
     step = unit * max(1, -(-site.count // (unit * _MOST_WIDTHS)))
@@ -46,7 +46,7 @@ def choices_of(
         pattern: what is asked.
         tied: names of sites that get equal widths; the other sites are chosen alone.
         curves: measured effects by name of the site, or None.
-        offered: widths by name of the site, in place of those of `widths_of`, for sites that cannot have every width.
+        offered: widths by name of the site, in place of `possible_widths`, for sites that cannot have every width.
     """
     number = {name: position for position, names in enumerate(tied) for name in names}
     families: dict[object, list[Site]] = {}
@@ -56,7 +56,7 @@ def choices_of(
     for family in families.values():
         first = family[0]
         limited = [set(offered[site.name]) for site in family if site.name in offered] if offered else []
-        widths = _aligned(first, set.intersection(*limited), pattern) if limited else widths_of(first, pattern)
+        widths = _aligned(first, set.intersection(*limited), pattern) if limited else possible_widths(first, pattern)
 
         def effect(width: int, family: list[Site] = family) -> float:
             if curves is None:

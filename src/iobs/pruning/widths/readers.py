@@ -123,7 +123,7 @@ def _definite(gram: Tensor, damping: float) -> Tensor:
     return damped
 
 
-def joined(parts: Sequence[Part]) -> tuple[Quadratic, Tensor]:
+def joint_quadratic(parts: Sequence[Part]) -> tuple[Quadratic, Tensor]:
     """The joint quadratic of all readers of a site, and the unit of each of its columns, int64.
 
     Raises:
