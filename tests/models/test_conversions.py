@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 import iobs
 from iobs.errors import ModelError
 from iobs.models import load
-from iobs.models.conversions import Conversion, Rule
+from iobs.models.conversions import Rule
 from iobs.models.directory import Directory
 from iobs.models.skeleton import skeleton
-from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.recipe import BlockFit
 
 OPTIONS = {"solver": "sparsegpt"}
@@ -129,12 +128,62 @@ def test_conversion_without_a_way_back_is_refused_before_any_work(broken, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_conversion_that_fails_names_its_tensor(tmp_path, monkeypatch):
+def changed_files(folder, change):
+    file = folder / "model" / NAME
+    save_file(change(load_file(file)), file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("lost", ["experts.2.w1.", "experts.2.", "experts.3."])
+def test_expert_that_the_files_lack_is_named_as_missing(lost, tmp_path):
     families.saved("mixtral", tmp_path / "model")
-    monkeypatch.setattr(Conversion, "require_exact", lambda self: pytest.fail("not reached"))
-    monkeypatch.setattr(Rule, "__call__", lambda rule, tensors: {}["missing"])
-    with (
-        pytest.raises(ModelError, match=r"experts\.0\..* \(KeyError\)"),
-        StreamedStore.open(tmp_path / "model", tmp_path / "out"),
+    gone = f"1.block_sparse_moe.{lost}"
+    changed_files(tmp_path, lambda found: {name: one for name, one in found.items() if gone not in name})
+    with pytest.raises(
+        ModelError, match=r"layers\.1\..*\.0\.w.*do not make up model\.layers\.1\.mlp.*complete the files"
     ):
-        pass
+        streamed(tmp_path, families.language_batches(), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "spare"),
+    [
+        ("gpt2", "transformer.wte.weight", "wte.weight"),
+        ("gpt_neox", "lm_head.weight", "embed_out.weight"),
+    ],
+)
+def test_second_tensor_for_one_place_is_written_unchanged(name, own, spare, tmp_path):
+    families.saved(name, tmp_path / "model")
+
+    def doubled(found):
+        value = found.pop(own, None)
+        value = found.pop(spare) if value is None else value
+        return found | {own: value, spare: value.clone()}
+
+    changed_files(tmp_path, doubled)
+    with pytest.warns(UserWarning, match=f"1 tensors that .* has no place for, {spare}"):
+        streamed(tmp_path, families.language_batches(), **OPTIONS)
+    before, found = load_file(tmp_path / "model" / NAME), load_file(tmp_path / "out" / NAME)
+    assert before.keys() == found.keys()
+    assert torch.equal(found[spare], before[spare])
+
+
+def test_mixture_without_the_prefix_of_its_module_keeps_its_names(tmp_path):
+    families.saved("mixtral", tmp_path / "model")
+    data = families.language_batches()
+    streamed(tmp_path, data, **OPTIONS)
+    expected = load_file(tmp_path / "out" / NAME)
+    (tmp_path / "out").rename(tmp_path / "usual")
+    changed_files(tmp_path, lambda found: {name.removeprefix("model."): one for name, one in found.items()})
+    streamed(tmp_path, data, **OPTIONS)
+    found = load_file(tmp_path / "out" / NAME)
+    assert found.keys() == {name.removeprefix("model.") for name in expected}
+    assert all(torch.equal(found[name.removeprefix("model.")], value) for name, value in expected.items())
+
+
+def test_expert_left_out_keeps_its_bits_in_narrower_arithmetic(tmp_path):
+    families.saved("mixtral", tmp_path / "model", torch.float32)
+    names = {"include": "*.experts.*", "ignore": "*_proj.2"}
+    streamed(tmp_path, families.language_batches(), torch.bfloat16, **names, **OPTIONS)
+    before, found = load_file(tmp_path / "model" / NAME), load_file(tmp_path / "out" / NAME)
+    assert all(torch.equal(found[name], value) for name, value in before.items() if ".experts.2." in name)
+    assert not any(torch.equal(found[name], value) for name, value in before.items() if ".experts.1." in name)

@@ -102,8 +102,8 @@ class Method:
         str | None,
         option(
             "NAME",
-            "admm, sparsegpt, obc, lobs, nettrim, wanda, magnitude, exact; or chita, cbs, woodfisher; of whole units "
-            "search, greedy, osscar, flap, random.",
+            "admm, sparsegpt, obc, lobs, nettrim, wanda, magnitude, exact; or chita, cbs, woodfisher, global-magnitude;"
+            " of whole units search, greedy, osscar, flap, random.",
             _METHOD,
             autocompletion=words([*completion.SOLVERS, *completion.NETWORK_SOLVERS, *completion.UNIT_SOLVERS]),
         ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from iobs.models.companions import REPORTS, copy_companions
@@ -54,8 +55,19 @@ class BlockWriter:
         """Write a block: pruned tensors from memory, the others bit for bit from the source."""
         source, state = self.streamed.directory, self.streamed.module.state_dict()
         for names in source.together(pruned):
-            self._put(source.changed({name: state[name].to(source.entries[name].dtype) for name in names}))
+            changed = {name: state[name].to(source.entries[name].dtype) for name in names}
+            self._put(map(self._unrounded, source.changed(changed)))
         self._put(source.unchanged({*self.streamed.names(block)} - source.with_others(pruned)))
+
+    def _unrounded(self, named: tuple[str, Tensor]) -> tuple[str, Tensor]:
+        """A tensor of the files; its own bits if it was only rounded for the computations, as an expert left out."""
+        source, (name, tensor) = self.streamed.directory, named
+        arithmetic = self.streamed.arithmetic
+        if source.name_of(name) is None and torch.promote_types(arithmetic, tensor.dtype) is not arithmetic:
+            for _, own in source.stored([name]):
+                if torch.equal(own.to(arithmetic).to(own.dtype), tensor.to(own.dtype)):
+                    return name, own
+        return named
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write a tensor into the file that holds it in the source; a second call replaces it."""
@@ -65,11 +77,13 @@ class BlockWriter:
         """Write tensors by their name in the files."""
         for name, tensor in tensors:
             counted = self._counted(name)
-            if counted is not None:
-                self.zeros[counted] = int((tensor == 0).sum())
             for file, entries in self.streamed.directory.shards.items():
-                if self.writes and name in entries:
-                    self.writers[file].put(name, tensor.to(entries[name].dtype))
+                if name in entries:
+                    written = tensor.to(entries[name].dtype)
+                    if counted is not None:
+                        self.zeros[counted] = int((written == 0).sum())
+                    if self.writes:
+                        self.writers[file].put(name, written)
 
     def _counted(self, source: str) -> str | None:
         """The name under which the zeros of a tensor of the files are counted; None for one that is no parameter."""

@@ -78,12 +78,12 @@ class Directory:
             ModelError: a file has vanished or changed since it was opened.
         """
         wanted = set(names)
-        for source, stored in self._mapped({self._sources[name] for name in wanted if name in self._sources}):
+        for source, stored in self.stored({self._sources[name] for name in wanted if name in self._sources}):
             wanted_dtype = dtype if dtype is not None and stored.is_floating_point() else stored.dtype
             copied = not (mapped and stored.ndim > 1)
             yield self._names[source], stored.to(device, wanted_dtype, copy=copied)
         for conversion in self._needed(wanted):
-            for name, tensor in conversion.forward(dict(self._mapped(conversion.sources))).items():
+            for name, tensor in conversion.forward(dict(self.stored(conversion.sources))).items():
                 if name in wanted:
                     wanted_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
                     yield name, tensor.to(device, wanted_dtype).contiguous()
@@ -98,7 +98,7 @@ class Directory:
             ModelError: as `read`.
         """
         wanted = {self._sources[name] for name in names if name in self._sources}
-        yield from self._mapped(wanted.union(*(one.sources for one in self._needed(names))))
+        yield from self.stored(wanted.union(*(one.sources for one in self._needed(names))))
 
     def changed(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the module as they are written into the files, by their name in the files.
@@ -135,8 +135,12 @@ class Directory:
         found = {id(one): one for name, one in self._conversions.items() if name in names}
         return [*found.values()]
 
-    def _mapped(self, sources: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the files as mapped files."""
+    def stored(self, sources: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors by their name in the files, as mapped files.
+
+        Raises:
+            ModelError: as `read`.
+        """
         wanted = set(sources)
         for file, entries in self.shards.items():
             present = wanted & entries.keys()

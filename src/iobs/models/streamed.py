@@ -70,8 +70,8 @@ class StreamedModel:
                 several times as long.
 
         Raises:
-            ModelError: the directory is damaged, names its tensors differently than the module, or holds quantised
-                weights; or the module has no list of blocks, or blocks that share parameters.
+            ModelError: the directory is damaged, has tensors that cannot be converted to those of the module, or
+                quantised weights; or the module has no list of blocks, or blocks that share parameters.
         """
         path = expanded(path)
         directory = Directory(path)

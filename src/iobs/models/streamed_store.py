@@ -103,7 +103,7 @@ class StreamedStore(BlockwiseStore):
         """Open a directory for pruning into another directory.
 
         Args:
-            source: a directory with safetensors, whose tensors have the names that the module uses.
+            source: a directory with safetensors, whose tensors are those of the module, or of the hub.
             output: the directory to write; it must not exist, or be empty.
             device: of the computations.
             arithmetic: dtype of the computations in blocks; see `StreamedModel.open`.
