@@ -2,8 +2,8 @@
 
 import ast
 import importlib
-import pkgutil
 import json
+import pkgutil
 import re
 import sys
 
