@@ -154,8 +154,8 @@ def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> tuple[d
     for target, patterns in groups.items():
         converter = next(one for one in converters if next(iter(patterns.values())) in one.source_patterns)
         forward = Rule(cast(Converter, converter), target, patterns, module, {})
-        _require_complete(forward, {name: entries[name] for name in patterns}, state)
-        found.append(_with_way_back(forward, {name: entries[name] for name in patterns}, renamings, prefix))
+        sources = {name: entries[name] for name in patterns}
+        found.append(_with_way_back(forward, sources, _converted(forward, sources, state), renamings, prefix))
         if id(converter) not in exact:  # once, before any work; all blocks have the same rule
             found[-1].require_exact()
             exact.add(id(converter))
@@ -163,19 +163,15 @@ def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> tuple[d
     return names, found
 
 
-def _empty(sources: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """Tensors without numbers."""
-    return {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in sources.items()}
-
-
-def _require_complete(forward: Rule, sources: Mapping[str, Entry], state: Mapping[str, Tensor]) -> None:
-    """Check that the tensors of the files make up tensors of the module.
+def _converted(forward: Rule, sources: Mapping[str, Entry], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the module that tensors of the files make up, without numbers.
 
     Raises:
         ModelError: some are missing, or the configuration has other sizes.
     """
+    empty = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in sources.items()}
     try:
-        converted = forward(_empty(sources))
+        converted = forward(empty)
     except Exception:  # rules of transformers raise exceptions of every kind
         converted = {}
     wrong = [name for name, tensor in converted.items() if name not in state or tensor.shape != state[name].shape]
@@ -184,12 +180,17 @@ def _require_complete(forward: Rule, sources: Mapping[str, Entry], state: Mappin
             f"{len(sources)} tensors of the files, {next(iter(sources))} the first, do not make up {forward.renamed}: "
             "some are missing, or the configuration has other sizes; complete the files."
         )
+    return converted
 
 
 def _with_way_back(
-    forward: Rule, sources: Mapping[str, Entry], renamings: Iterable[Renaming], prefix: str | None
+    forward: Rule,
+    sources: Mapping[str, Entry],
+    converted: Mapping[str, Tensor],
+    renamings: Iterable[Renaming],
+    prefix: str | None,
 ) -> Conversion:
-    """The conversion with its inverse, after both were tried on tensors without numbers.
+    """The conversion with its inverse, after that was tried on the converted tensors without numbers.
 
     Raises:
         ModelError: the inverse does not lead back to the same names and shapes.
@@ -197,7 +198,6 @@ def _with_way_back(
     from transformers import core_model_loading as loading
 
     try:
-        converted = forward(_empty(sources))
         reverse = forward.converter.reverse_transform()
         renamed = {name: reverse.rename_source_key(name) for name in sorted(converted, key=loading.dot_natural_key)}
         interim = {f"{prefix}.{_renamed(name, renamings)}": name for name in sources}

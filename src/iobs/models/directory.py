@@ -1,4 +1,4 @@
-"""The tensors of a model directory, read one at a time under the names of its module, and written back under theirs."""
+"""Tensors of a model directory: read one at a time under the names of its module, written under those of its files."""
 
 from __future__ import annotations
 
@@ -79,14 +79,12 @@ class Directory:
         """
         wanted = set(names)
         for source, stored in self.stored({self._sources[name] for name in wanted if name in self._sources}):
-            wanted_dtype = dtype if dtype is not None and stored.is_floating_point() else stored.dtype
             copied = not (mapped and stored.ndim > 1)
-            yield self._names[source], stored.to(device, wanted_dtype, copy=copied)
+            yield self._names[source], stored.to(device, _dtype(stored, dtype), copy=copied)
         for conversion in self._needed(wanted):
             for name, tensor in conversion.forward(dict(self.stored(conversion.sources))).items():
                 if name in wanted:
-                    wanted_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                    yield name, tensor.to(device, wanted_dtype).contiguous()
+                    yield name, tensor.to(device, _dtype(tensor, dtype)).contiguous()
 
     def unchanged(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors as they are in the files, by their name in the files.
@@ -148,6 +146,11 @@ class Directory:
                 with _reading(file), safe_open(file, framework="pt") as opened:
                     for name in sorted(present):
                         yield name, opened.get_tensor(name)
+
+
+def _dtype(stored: Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype that a tensor is read in: `wanted` for floating tensors, if given."""
+    return wanted if wanted is not None and stored.is_floating_point() else stored.dtype
 
 
 @contextmanager
