@@ -10,6 +10,7 @@ from typing import TypeAlias
 from torch import nn
 
 Note: TypeAlias = Callable[[str, nn.Module, tuple[object, ...], dict[str, object]], None]
+NoteOutput: TypeAlias = Callable[[str, nn.Module, tuple[object, ...], dict[str, object], object], None]
 
 
 @contextmanager
@@ -18,5 +19,15 @@ def before_calls(model: nn.Module, paths: Iterable[str], note: Note) -> Iterator
     with ExitStack() as stack:
         for path in paths:
             handle = model.get_submodule(path).register_forward_pre_hook(partial(note, path), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def after_calls(model: nn.Module, paths: Iterable[str], note: NoteOutput) -> Iterator[None]:
+    """Call `note(path, module, args, kwargs, output)` after every call of the modules at some paths."""
+    with ExitStack() as stack:
+        for path in paths:
+            handle = model.get_submodule(path).register_forward_hook(partial(note, path), with_kwargs=True)
             stack.callback(handle.remove)
         yield

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from iobs.errors import LayerSelectionError, ModelError
 from iobs.pruning.calibration.blocks import hidden_of
+from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
@@ -183,24 +184,14 @@ def _calls(model: nn.Module, batch: Batch, paths: set[str]) -> _Calls:
     found = _Calls()
     found.tuples = {}
 
-    def note(path: str, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+    def note(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         given, hidden = hidden_argument(args, kwargs), hidden_of(output)
         same = isinstance(given, Tensor) and hidden is not None and given.shape == hidden.shape
         found.setdefault(path, []).append(bool(same and given is not None and given.is_floating_point()))
         found.tuples[path] = len(output) - 1 if isinstance(output, (tuple, list)) else None
 
-    handles = [
-        model.get_submodule(path).register_forward_hook(
-            lambda _, args, kwargs, output, path=path: note(path, args, kwargs, output), with_kwargs=True
-        )
-        for path in paths
-    ]
-    try:
-        with keeping_buffers(model):
-            batches.forward(model, batches.first_sample(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with keeping_buffers(model), after_calls(model, paths, note):
+        batches.forward(model, batches.first_sample(batch))
     return found
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from iobs.pruning.calibration.hooks import captured_inputs
+from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, Layer, find_layers, linear_maps
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
@@ -189,7 +190,9 @@ def positions_of(model: nn.Module, batch: Batch) -> dict[str, int]:
     """
     counts: dict[str, int] = {}
 
-    def count(path: str, module: nn.Module, given: tuple[object, ...], output: object) -> None:
+    def count(
+        path: str, module: nn.Module, given: tuple[object, ...], named: dict[str, object], output: object
+    ) -> None:
         value = given[0] if isinstance(module, TRANSPOSED) and given else output  # its kernel meets every input once
         if isinstance(value, Tensor) and value.numel():
             width = value.shape[-1]
@@ -200,18 +203,10 @@ def positions_of(model: nn.Module, batch: Batch) -> dict[str, int]:
             counts[path] = counts.get(path, 0) + math.prod(value.shape) // width
 
     kinds: tuple[type[nn.Module], ...] = (*linear_maps(), *TRANSPOSED)
-    handles = [
-        module.register_forward_hook(lambda module, given, output, path=path: count(path, module, given, output))
-        for path, module in model.named_modules()
-        if isinstance(module, kinds)
-    ]
-    try:
-        with keeping_buffers(model):
-            for part in batches.pieces(batch):
-                batches.forward(model, part)
-    finally:
-        for handle in handles:
-            handle.remove()
+    paths = [path for path, module in model.named_modules() if isinstance(module, kinds)]
+    with keeping_buffers(model), after_calls(model, paths, count):
+        for part in batches.pieces(batch):
+            batches.forward(model, part)
     return counts
 
 
