@@ -1,11 +1,10 @@
 """Units removed from networks of every family: found, removed, saved, loaded by transformers, exported to ONNX.
 
-    python benchmarks/structured_families.py                  the families below
-    python benchmarks/structured_families.py --all            every causal language model of transformers as well
+    python benchmarks/structured_families.py                  every family of `breadth.py`, and networks of timm
     python benchmarks/structured_families.py --only llama vit
 
-Networks are small and random, built from configurations: the question is which units are found, and whether the
-narrower network is what it should be. 25 % of the units are removed at random, equally in layers of one width.
+Networks are small and random, those of `breadth.py`: the question is which units are found, and whether the narrower
+network is what it should be. 25 % of the units are removed at random, equally in layers of one width.
 
 - transformers: a removal that the class can say is saved, loaded by `from_pretrained`, and the outputs are compared.
 - timm (needs timm, onnx, onnxruntime): all units are removed, the network is exported to ONNX, and the outputs are
@@ -26,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from breadth_models import build, names
 from rows import Row, Rows, measured, parser, stamp
 from torch import Tensor, nn
 
@@ -42,48 +42,8 @@ ensure_torchvision()
 
 SHARE = 0.25
 SECONDS = 60  # processor time for one network
-LIMIT = 30_000_000  # parameters of a network that is built
 KINDS = ("neurons", "heads", "channels")
-SIZES: tuple[tuple[str, int], ...] = (  # names of fields of configurations and small values for them
-    (r"(.*_)?vocab_size|n_vocab|vocab_size_per_layer_input", 128),
-    (r"embed_dim", 48),
-    (r"hidden_size|d_model|n_embd|dim|embedding_size|word_embed_proj_dim|model_dim|dim_model", 64),
-    (r"projection_dim|text_hidden_size|emb_dim|embed_size|hidden_dim|lru_width|attention_hidden_size", 64),
-    (r"intermediate_size|.*ffn_dim|d_ff|ffn_hidden_size|dim_ff|d_inner|mlp_dim|ffn_intermediate_size", 96),
-    (r"moe_intermediate_size|shared_expert_intermediate_size|expert_dim|.*shared_intermediate_size", 32),
-    (r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers|depth", 2),
-    (r"num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|attention_heads", 4),
-    (r"num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|num_key_value_groups", 2),
-    (r"head_dim|attention_head_dim|kv_channels|d_kv|attention_head_size|v_head_dim|qk_.*head_dim", 16),
-    (r"rotary_dim", 8),
-    (r"(q|kv|o)_lora_rank", 16),
-    (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts", 4),
-    (r"num_experts_per_tok(en)?|moe_topk?|num_selected_experts|moe_k|moe_top_k", 2),
-    (r"n_group|topk_group|n_shared_experts|num_shared_experts|first_k_dense_replace", 1),
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_(target|source)_positions", 64),
-    (r"image_size", 32),
-    (r"patch_size", 8),
-    (r"num_mel_bins", 16),
-)
 # fmt: off
-CAUSAL = [
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox", "gptj",
-    "opt", "bloom", "falcon", "stablelm", "olmo", "olmo2", "cohere", "starcoder2", "smollm3", "granite", "glm4",
-    "codegen", "gpt_neo", "gpt_bigcode", "xglm", "nemotron", "helium", "exaone4", "seed_oss", "ministral", "biogpt",
-    "mixtral", "qwen3_moe", "olmoe", "persimmon", "apertus", "cohere2", "gpt_oss", "internlm3", "mpt",
-]
-ENCODERS = [
-    "bert", "roberta", "distilbert", "electra", "albert", "mpnet", "deberta", "deberta-v2", "camembert", "ernie",
-    "roformer", "xlm-roberta", "mobilebert", "squeezebert", "nystromformer", "big_bird", "yoso", "convbert", "ibert",
-    "modernbert", "nomic_bert", "rembert", "funnel", "megatron-bert",
-]
-SEQUENCES = ["t5", "mt5", "umt5", "bart", "mbart", "pegasus", "blenderbot", "marian", "m2m_100", "longt5", "led"]
-PICTURES = [
-    "vit", "deit", "beit", "dinov2", "dinov2_with_registers", "swin", "swinv2", "convnext", "convnextv2", "resnet",
-    "regnet", "mobilenet_v1", "mobilenet_v2", "segformer", "poolformer", "vit_msn", "ijepa", "levit", "pvt", "cvt",
-    "efficientnet", "dinov3_vit",
-]
-OTHERS = ["clip", "siglip", "whisper", "wav2vec2", "hubert"]
 TIMM: dict[str, dict[str, Any]] = {
     "resnet10t": {}, "resnet18": {}, "resnet50": {}, "resnext26ts": {}, "seresnet18": {}, "mobilenetv1_100": {},
     "mobilenetv2_035": {}, "mobilenetv3_small_050": {}, "mobilenetv4_conv_small_035": {}, "efficientnet_b0": {},
@@ -104,73 +64,14 @@ TIMM: dict[str, dict[str, Any]] = {
 QUICK = ("llama", "qwen3", "gpt2", "phi3", "opt", "bert", "t5", "vit", "resnet18", "mobilenetv3_small_050", "test_vit")
 
 
-def small(config: Any, layers: int) -> Any:
-    """A configuration of the same class with small values; nested ones too."""
-    values: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            values[name] = small(value, layers).to_dict()
-        elif name.endswith("token_id") and isinstance(value, int):
-            values[name] = {"pad": 0, "bos": 1, "eos": 2}.get(name[:3], 3)
-        elif type(value) is int and value > 0:
-            found = next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
-            if found is not None:
-                values[name] = layers if name.endswith(("layers", "n_layer", "depth")) else min(found, value)
-        elif name == "layer_types" and value:
-            values[name] = (sorted(set(value)) * layers)[:layers]
-        elif name == "n_inner" and value is None:
-            values[name] = 96
-    return type(config)(**values)
-
-
-def batch_for(kind: str, config: Any) -> dict[str, Tensor]:
-    """Inputs of a random network."""
-    text = torch.arange(4, 4 + 2 * 12).view(2, 12)
-    if kind == "pictures":
-        size = config.image_size if isinstance(getattr(config, "image_size", None), int) else 64
-        return {"pixel_values": torch.randn(2, 3, size, size)}
-    if kind == "sequences":
-        return {"input_ids": text, "decoder_input_ids": text[:, :8]}
-    if config.model_type in ("clip", "siglip"):
-        size = config.vision_config.image_size
-        return {"input_ids": text, "pixel_values": torch.randn(2, 3, size, size)}
-    if config.model_type == "whisper":
-        frames = 2 * config.max_source_positions
-        return {"input_features": torch.randn(2, config.num_mel_bins, frames), "decoder_input_ids": text[:, :8]}
-    if config.model_type in ("wav2vec2", "hubert"):
-        return {"input_values": torch.randn(2, 4000)}
-    return {"input_ids": text}
-
-
-def hugging_face(kind: str, name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+def hugging_face(kind: str, name: str) -> tuple[nn.Module, Any]:
     """A small random network of a family of transformers, and a batch."""
-    import transformers as hf
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    auto = {
-        "causal": hf.AutoModelForCausalLM,
-        "sequences": hf.AutoModelForSeq2SeqLM,
-        "pictures": hf.AutoModelForImageClassification,
-    }.get(kind, hf.AutoModel)
-    error: Exception | None = None
-    for layers in (2, 4, 6):
-        try:
-            config = small(CONFIG_MAPPING[name](), layers)
-            with torch.device("meta"):
-                weights = sum(value.numel() for value in auto.from_config(config).parameters())
-            if weights > LIMIT:
-                raise ValueError(f"{weights} parameters")
-            torch.manual_seed(0)
-            model = auto.from_config(config).eval()
-            batch = batch_for(kind, config)
-            with torch.no_grad():
-                for value in (value for value in model.parameters() if value.requires_grad):
-                    value.add_(0.02 * torch.randn_like(value))
-                outputs(model, batch)
-            return model, batch
-        except Exception as found:  # other numbers of layers may fit
-            error = error or found
-    raise RuntimeError(f"not built: {type(error).__name__}: {error}"[:300])
+    model, found = build(kind, name)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for value in (value for value in model.parameters() if value.requires_grad):
+            value.add_(0.02 * torch.randn_like(value))  # biases and norms of a new network are constant
+    return model, found[0]
 
 
 def timm_network(name: str) -> tuple[nn.Module, Tensor]:
@@ -289,17 +190,13 @@ def onnx_difference(model: nn.Module, batch: Tensor, expected: Sequence[Tensor])
     return difference(expected, [torch.from_numpy(value) for value in found])  # type: ignore[attr-defined]
 
 
-def cases(everything: bool) -> list[tuple[str, str, str]]:
+def cases() -> list[tuple[str, str, str]]:
     """Library, kind and name of every network."""
-    named = {"causal": CAUSAL, "encoders": ENCODERS, "sequences": SEQUENCES, "pictures": PICTURES, "others": OTHERS}
-    found = [("transformers", kind, name) for kind, names in named.items() for name in names]
-    found += [("timm", "pictures", name) for name in TIMM]
-    if everything:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        several = {name for names in named.values() for name in names}
-        found += [("transformers", "causal", name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in several]
-    return found
+    families = {kind: found for kind, found in names().items() if kind != "timm"}
+    return [
+        *(("transformers", kind, name) for kind, found in families.items() for name in dict.fromkeys(found)),
+        *(("timm", "timm", name) for name in TIMM),
+    ]
 
 
 def tables(rows: list[Row]) -> str:
@@ -340,13 +237,14 @@ def main() -> None:
     """Measure all rows that are missing."""
     options = parser(__doc__, data=False)
     options.add_argument("--only", nargs="*", help="names of networks")
-    options.add_argument("--all", action="store_true", help="every causal language model of transformers as well")
+    options.add_argument("--kinds", nargs="*", help="of the families: CausalLM, timm, ...")
     given = options.parse_args()
     signal.signal(signal.SIGVTALRM, _stop)
     torch.set_num_threads(1)
     rows = Rows("structured_families", ("library", "kind", "network"), given.again)
-    for library, kind, name in cases(given.all):
+    for library, kind, name in cases():
         wanted = name in given.only if given.only else name in QUICK or not given.quick
+        wanted = wanted and kind in (given.kinds or [kind])
         if not wanted or rows.has(library=library, kind=kind, network=name):
             continue
         try:
