@@ -13,6 +13,7 @@ from iobs.pruning.structure.sites import find_sites, traced_sites
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 48}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 TEXT = {"input_ids": torch.arange(3, 35).view(2, 16)}
+ROWS = torch.linspace(-1, 1, 4 * 8).view(4, 8).sin()
 PICTURES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
 
 
@@ -53,6 +54,20 @@ class Joined(nn.Module):
         return self.last(self.norm(torch.cat([self.left(x).relu(), self.right(x).sigmoid()], 1)))
 
 
+class Selected(nn.Module):
+    """Hidden units that a second layer reads without gradients, to choose an output."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scores, self.last = nn.Linear(8, 12), nn.Linear(12, 5), nn.Linear(12, 4)
+
+    def forward(self, x):
+        hidden = self.first(x).relu()
+        with torch.no_grad():
+            chosen = self.scores(hidden).softmax(-1).argmax(-1, keepdim=True)
+        return self.last(hidden) * (1 + chosen)
+
+
 def summary(sites):
     return {site.name: (site.kind, site.count) for site in sites}
 
@@ -75,7 +90,9 @@ def without_units(model, sites, kept):
     return model
 
 
-@pytest.mark.parametrize(("build", "batch"), [(llama, TEXT), (Residual, PICTURES), (Joined, PICTURES)])
+@pytest.mark.parametrize(
+    ("build", "batch"), [(llama, TEXT), (Residual, PICTURES), (Joined, PICTURES), (Selected, ROWS)]
+)
 @pytest.mark.parametrize("inner", [True, False])
 def test_removed_units_change_nothing_but_their_own_contribution(build, batch, inner):
     model = build().eval()

@@ -195,7 +195,8 @@ class _Recorder(TorchFunctionMode):
     ) -> Argument:
         """Run a torch function on noise in place of the model's own values."""
         kwargs = kwargs or {}
-        result = self._result(func, args, kwargs)
+        with torch.enable_grad():  # parts that need no gradients, such as an index of the keys, read units too
+            result = self._result(func, args, kwargs)
         if func is not F.batch_norm and _holds_tensors(result):  # shapes and dtypes are no use of an output
             self._taken((*args, *kwargs.values()), None)
         return result
