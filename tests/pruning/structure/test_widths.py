@@ -3,7 +3,14 @@
 import pytest
 import torch
 from families import MODELS, build
-from transformers import Dinov2Config, Dinov2Model, PvtConfig, PvtModel
+from transformers import (
+    Dinov2Config,
+    Dinov2Model,
+    PvtConfig,
+    PvtModel,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
 
 import iobs
 from iobs.errors import ModelError
@@ -65,6 +72,26 @@ def test_narrower_models_are_loaded_unpatched(name, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(**batch).logits, model(**batch).logits, rtol=0, atol=0)
     assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
+
+
+def test_a_decoder_keeps_the_fields_of_its_own_configuration():
+    config = SwitchTransformersConfig(
+        vocab_size=48, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=2, num_decoder_layers=2, num_experts=2
+    )
+    torch.manual_seed(0)
+    model = SwitchTransformersForConditionalGeneration(config).eval()
+    text = torch.arange(3, 35).view(2, 16)
+    batch = {"input_ids": text, "decoder_input_ids": text[:, :6]}
+    sites = find_sites(model, batch)
+    widths = widths_of(model, sites)
+    kept = half(sites, widths)
+    remove(model, sites, kept)
+    with torch.no_grad():
+        before = model(**batch).logits
+        configure(model, widths, {name: len(units) for name, units in kept.items()})
+        assert torch.equal(model(**batch).logits, before)
+    assert [model.decoder.config.is_decoder, model.encoder.config.is_decoder, model.config.is_decoder] == [1, 0, 0]
+    assert {part.config.d_ff for part in (model, model.encoder, model.decoder)} == {12}
 
 
 def test_every_refusal_has_a_reason():

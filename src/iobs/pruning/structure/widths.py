@@ -314,13 +314,36 @@ def _add_zero_biases(model: nn.Module, shapes: Shapes) -> None:
 
 
 def share(model: nn.Module, config: Configuration) -> None:
-    """Give the model's own configuration objects the new values, and all modules these objects again."""
-    objects = dict(configurations(model.config))
+    """Give the model's own configuration objects the new values, and all modules these objects again.
+
+    A module whose configuration differs from them, such as that of a decoder, keeps it with the new values.
+    """
+    objects, changes = dict(configurations(model.config)), []
     for name, new in configurations(config):
-        vars(objects[name]).update({key: value for key, value in vars(new).items() if not hasattr(value, "to_dict")})
-    kinds = {type(one): one for one in objects.values()}
-    own = {id(one) for one in objects.values()}
+        old = vars(objects[name])
+        changed = {key: value for key, value in vars(new).items() if not hasattr(value, "to_dict")}
+        changed = {key: value for key, value in changed.items() if key not in old or old[key] != value}
+        old.update(changed)
+        changes.append((objects[name], changed))
+    settled = {id(one): one for one in objects.values()}
+    kept = []  # so that no identity is given twice
     for module in model.modules():
         given = vars(module).get(CONFIG[:-1])
-        if given is not None and id(given) not in own and type(given) in kinds:
-            module.config = kinds[type(given)]
+        if given is not None:
+            if id(given) not in settled:
+                kept.append(given)
+                settled[id(given)] = _followed(given, changes)
+            module.config = settled[id(given)]
+
+
+def _followed(given: Configuration, changes: Sequence[tuple[Configuration, dict[str, object]]]) -> Configuration:
+    """The changed configuration that a module's own one equals with the same changes, or its own one with them."""
+    similar = [(one, changed) for one, changed in changes if type(one) is type(given)]
+    for one, changed in similar:
+        own = copy.copy(given)
+        vars(own).update(changed)
+        if own.to_dict() == one.to_dict():
+            return one
+    if len(similar) == 1:
+        vars(given).update(similar[0][1])
+    return given
