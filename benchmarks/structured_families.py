@@ -43,6 +43,7 @@ ensure_torchvision()
 SHARE = 0.25
 SECONDS = 60  # processor time for one network
 KINDS = ("neurons", "heads", "channels")
+EQUAL = 1e-4  # largest difference of outputs, relative to the largest
 # fmt: off
 TIMM: dict[str, dict[str, Any]] = {
     "resnet10t": {}, "resnet18": {}, "resnet50": {}, "resnext26ts": {}, "seresnet18": {}, "mobilenetv1_100": {},
@@ -103,14 +104,16 @@ def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
 
 
 def chosen(sites: Sequence[Site], widths: Widths) -> dict[str, list[int]]:
-    """Random units to keep, equal numbers in layers of one width; none of the refused."""
+    """Random units to keep, equal numbers in layers of one width that the class can load; none of the refused."""
     draw = random.Random(0)
     counts = {site.name: site.count for site in sites}
     kept = {}
     for group in widths.groups:
         count = counts[group.sites[0]]
-        keep = max(1, count - max(1, round(SHARE * count)))
-        if keep < count:
+        wanted = max(1, count - max(1, round(SHARE * count)))
+        possible = [one for one in group.counts or [wanted] if one < count]
+        if possible and wanted < count:
+            keep = min(possible, key=lambda one: abs(one - wanted))
             kept |= {name: sorted(draw.sample(range(count), keep)) for name in group.sites}
     return kept
 
@@ -200,33 +203,75 @@ def cases() -> list[tuple[str, str, str]]:
 
 
 def tables(rows: list[Row]) -> str:
-    """Summary and one line for each network."""
+    """Counts of each kind of network, the networks by the units that are removed and loaded, and what was refused."""
     lines = [
         "# Units of networks of every family",
         "",
-        "Made by `python benchmarks/structured_families.py`: small random networks, a quarter of the units removed.",
-        "",
+        "Made by `python benchmarks/structured_families.py`: the small random networks of the breadth table and "
+        "networks of timm, a quarter of the units removed. Outputs are compared with those of the wide network without "
+        "these units, and again after loading by transformers or export to ONNX. Equal means within "
+        f"{EQUAL:g} of the largest.",
     ]
-    for library in ("transformers", "timm"):
+    for library, again in (("transformers", "loaded by transformers"), ("timm", "exported to ONNX")):
         own = [row for row in rows if row["library"] == library]
-        right = [row for row in own if row.get("loadable") and max(row["difference"], row["reloaded"]) < 1e-4]
-        again = "loaded by transformers" if library == "transformers" else "exported to ONNX"
+        ran = [row for row in own if "error" not in row]
+        right = [row for row in ran if row["loadable"] and max(row["difference"], row["reloaded"]) < EQUAL]
         lines += [
+            "",
             f"**{library}**: {len(own)} networks; units removed and {again} with equal outputs: {len(right)}.",
             "",
+            "| kind | networks | ran | with units | all units narrower | some | none | other outputs |",
+            "|---|---|---|---|---|---|---|---|",
         ]
-        lines += ["| network | sites | loadable | weights removed | difference | after reload | refused |"]
-        lines += ["|---|---|---|---|---|---|---|"]
-        for row in own:
-            if "error" in row:
-                lines.append(f"| {row['network']} | | | | | | {row['error']} |")
-                continue
-            shown = [", ".join(f"{count} {kind}" for kind, count in row[key].items()) for key in ("sites", "loadable")]
-            refused = "; ".join([*(f"{kind}: {reason}" for kind, reason in row["refused"].items()), *row["failed"]])
-            gaps = f"{row['difference']:.0e} | {row['reloaded']:.0e}"
-            lines.append(f"| {row['network']} | {shown[0]} | {shown[1]} | {row['removed']:.1%} | {gaps} | {refused} |")
+        lines += [_counts(kind, [row for row in own if row["kind"] == kind]) for kind in _distinct(own, "kind")]
         lines.append("")
-    return "\n".join(lines)
+        by_units: dict[str, list[str]] = {}
+        for row in right:
+            refused = ", ".join(kind for kind in KINDS if kind in row["refused"])
+            units = ", ".join(kind for kind in KINDS if kind in row["loadable"])
+            by_units.setdefault(units + (f"; some {refused} refused" if refused else ""), []).append(row["network"])
+        lines += [f"- {units} ({len(found)}): {', '.join(dict.fromkeys(found))}." for units, found in by_units.items()]
+        lines += _refusals([row for row in ran if row["refused"] or row["failed"]])
+        others = [row for row in own if "error" in row or (row not in right and row["loadable"])]
+        if others:
+            lines += ["", "| did not run, or other outputs | why |", "|---|---|"]
+            lines += [f"| {row['network']} ({row['kind']}) | {_why(row)} |" for row in others]
+    return "\n".join(lines) + "\n"
+
+
+def _distinct(rows: Sequence[Row], name: str) -> list[str]:
+    return [*dict.fromkeys(row[name] for row in rows)]
+
+
+def _counts(kind: str, rows: Sequence[Row]) -> str:
+    ran = [row for row in rows if "error" not in row]
+    found = [row for row in ran if row["sites"]]
+    equal = [row for row in found if max(row["difference"], row["reloaded"]) < EQUAL]
+    whole = sum(row["loadable"] == row["sites"] for row in equal)
+    none = sum(not row["loadable"] for row in equal)
+    counts = (len(rows), len(ran), len(found), whole, len(equal) - whole - none, none, len(found) - len(equal))
+    return f"| {kind} | {' | '.join(map(str, counts))} |"
+
+
+def _refusals(rows: Sequence[Row]) -> list[str]:
+    """The reasons for units that stay, without the names of classes and parameters, the most frequent first."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        for reason in (*row["refused"].values(), *row["failed"]):
+            text = re.sub(r"of \S+Config\b", "of the configuration", reason.split(" (")[0])
+            text = re.sub(r"the narrower \S+ fails:.*", "a layer fails when its units are removed", text)
+            reasons.setdefault(text, []).append(row["network"])
+    if not reasons:
+        return []
+    lines = ["", "| units stay because | networks | such as |", "|---|---|---|"]
+    for text, found in sorted(reasons.items(), key=lambda one: -len(one[1])):
+        lines.append(f"| {text} | {len({*found})} | {', '.join([*dict.fromkeys(found)][:3])} |")
+    return lines
+
+
+def _why(row: Row) -> str:
+    text = row.get("error") or f"outputs differ by {row['difference']:.0e}, after loading {row['reloaded']:.0e}"
+    return re.sub(r"\s+", " ", text).replace("|", "/")
 
 
 def _stop(*_: object) -> None:
