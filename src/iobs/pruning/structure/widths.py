@@ -341,9 +341,9 @@ def _followed(given: Configuration, changes: Sequence[tuple[Configuration, dict[
     similar = [(one, changed) for one, changed in changes if type(one) is type(given)]
     for one, changed in similar:
         own = copy.copy(given)
-        vars(own).update(changed)
+        own.__dict__.update(changed)
         if own.to_dict() == one.to_dict():
             return one
     if len(similar) == 1:
-        vars(given).update(similar[0][1])
+        given.__dict__.update(similar[0][1])
     return given
