@@ -102,7 +102,9 @@ class Stream:
             if self.chain and stage == BEFORE:
                 stack.enter_context(replaced_blocks(self.model, self.chain[:1], self._stop))
             elif self.chain:
-                stack.enter_context(replaced_blocks(self.model, self.chain, lambda k, a, kw: self._pass_on(index, k, a, kw)))
+                stack.enter_context(
+                    replaced_blocks(self.model, self.chain, lambda k, a, kw: self._pass_on(index, k, a, kw))
+                )
             try:
                 return batches.forward(self.model, self.data[index])
             except StopForward:
