@@ -93,7 +93,8 @@ class Cox:
         events: (n,) true or 1 where the event happened, false or 0 where the sample was censored.
         ties: "efron" or "breslow".
         ridge: as `Logistic`.
-        sample_weight: (n,) non-negative; tied events take their mean weight, as in R's survival.
+        sample_weight: (n,) non-negative; tied events take their mean weight, as in R's survival. A sample of weight
+            zero counts as if it were left out.
         forced: columns that are always in the support and not counted in k.
         offset: (n,) known part of the margins; zero if not given.
 
@@ -125,7 +126,7 @@ class Cox:
         ones = np.ones(when.size)
         self.design = centring.centre(design, ones, centring.column_means(design, weights, weights.sum()))
         self.weights = weights
-        self.risk = RiskSets(when, happened == 1, ties == "efron")
+        self.risk = RiskSets(when, (happened == 1) & (weights > 0), ties == "efron")
         self.offset = np.zeros(when.size) if offset is None else designs.as_vector(offset, "offset", when.size)
         self.ridge = ridge_vector(ridge, design.shape[1])
         self.forced = forced_columns(forced, design.shape[1])
@@ -152,10 +153,9 @@ class Cox:
             mass = weights * np.exp(margin - largest)
             terms = risk.term_weights(weights)
             sums = risk.sums(mass[:, None])[:, 0]
-            used = terms > 0
-            if not (sums[used] > 0).all():  # exp has underflowed: f is finite, but far from any minimiser
+            if not (sums > 0).all():  # exp has underflowed: f is finite, but far from any minimiser
                 return np.inf, mass, sums, terms
-            logs = float(terms[used] @ np.log(sums[used])) + largest * float(terms.sum())
+            logs = float(terms @ np.log(sums)) + largest * float(terms.sum())
             value = logs - float((weights * margin)[risk.event].sum()) + 0.5 * float(self.ridge @ theta**2)
         return value, mass, sums, terms
 
@@ -168,7 +168,7 @@ class Cox:
 
     def _rates(self, sums: Array, terms: Array) -> Array:
         """Sum over the terms of a sample of weight / S, (n,) sorted."""
-        return self.risk.spread((_quotient(terms, sums))[:, None])[:, 0]
+        return self.risk.spread((terms / sums)[:, None])[:, 0]
 
     def _unsorted(self, values: Array) -> Array:
         result = np.empty_like(values)
@@ -179,7 +179,7 @@ class Cox:
         """The Hessian of the margins times columns (n, c)."""
         _, mass, sums, terms = self._at(theta)
         moved = mass[:, None] * columns[self.risk.order]
-        means = self.risk.sums(moved) * _quotient(terms, sums**2)[:, None]
+        means = self.risk.sums(moved) * (terms / sums**2)[:, None]
         curved = self._rates(sums, terms)[:, None] * moved - mass[:, None] * self.risk.spread(means)
         return self._unsorted(curved)
 
@@ -203,7 +203,7 @@ class Cox:
     def hessian_diagonal(self, theta: Array) -> Array:
         """diag H, in blocks of columns."""
         _, mass, sums, terms = self._at(theta)
-        rates, over = self._rates(sums, terms), _quotient(terms, sums**2)
+        rates, over = self._rates(sums, terms), terms / sums**2
         diagonal = self.ridge.copy()
         width = max(1, BLOCK_ELEMENTS // self.design.shape[0])
         for start in range(0, self.dimension, width):
@@ -227,8 +227,3 @@ class Cox:
     def split(self, theta: Array) -> tuple[Array, float]:
         """theta and 0."""
         return theta, 0.0
-
-
-def _quotient(above: Array, below: Array) -> Array:
-    """above / below, 0 where above is 0."""
-    return np.divide(above, below, out=np.zeros_like(above), where=above > 0)
