@@ -104,6 +104,15 @@ def test_samples_of_weight_zero_count_as_left_out(table):
     np.testing.assert_allclose(found.baseline_hazard_, left.baseline_hazard_, rtol=1e-6)
 
 
+def test_a_model_that_fits_all_events_has_no_overflow(table):
+    X, y = table
+    y[:, 1] = np.arange(200) == np.argmax(X[:, 2])  # one event, of the sample with the largest feature
+    y[y[:, 1] == 1, 0] = 0.001
+    assert SparseCox(1).fit(X, y).support_.size == 1
+    objective = iobs.objectives.Cox(X, y[:, 0], np.ones(200))
+    assert objective.value_and_gradient(np.full(8, 1e5))[0] == np.inf
+
+
 def test_forced_features_and_groups_are_kept_together(table):
     X, y = table
     assert 6 in SparseCox(2, forced=[6]).fit(X, y).support_

@@ -23,6 +23,8 @@ from iobs.optimize.objectives.arguments import forced_columns, prepare, ridge_ve
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import BLOCK_ELEMENTS, Array, Indices, MatrixLike, VectorLike
 
+_UNDERFLOW = 1e-290  # sums of hazards relative to the largest hazard, below which f counts as infinite
+
 
 class RiskSets:
     """The matrix C of the terms, by the sorted times.
@@ -153,15 +155,17 @@ class Cox:
             mass = weights * np.exp(margin - largest)
             terms = risk.term_weights(weights)
             sums = risk.sums(mass[:, None])[:, 0]
-            if not (sums > 0).all():  # exp has underflowed: f is finite, but far from any minimiser
+            if not (sums > _UNDERFLOW).all():  # exp has underflowed: f is finite, but far from any minimiser
                 return np.inf, mass, sums, terms
             logs = float(terms @ np.log(sums)) + largest * float(terms.sum())
             value = logs - float((weights * margin)[risk.event].sum()) + 0.5 * float(self.ridge @ theta**2)
         return value, mass, sums, terms
 
     def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
-        """f and its gradient."""
+        """f and its gradient, NaN where f is too large for numbers."""
         value, mass, sums, terms = self._at(theta)
+        if not np.isfinite(value):
+            return value, np.full(self.dimension, np.nan)
         slopes = mass * self._rates(sums, terms)
         slopes -= np.where(self.risk.event, self.weights[self.risk.order], 0.0)
         return value, self.design.rmatvec(self._unsorted(slopes)) + self.ridge * theta
@@ -179,7 +183,7 @@ class Cox:
         """The Hessian of the margins times columns (n, c)."""
         _, mass, sums, terms = self._at(theta)
         moved = mass[:, None] * columns[self.risk.order]
-        means = self.risk.sums(moved) * (terms / sums**2)[:, None]
+        means = self.risk.sums(moved) / sums[:, None] * (terms / sums)[:, None]  # sums**2 would underflow
         curved = self._rates(sums, terms)[:, None] * moved - mass[:, None] * self.risk.spread(means)
         return self._unsorted(curved)
 
@@ -203,13 +207,14 @@ class Cox:
     def hessian_diagonal(self, theta: Array) -> Array:
         """diag H, in blocks of columns."""
         _, mass, sums, terms = self._at(theta)
-        rates, over = self._rates(sums, terms), terms / sums**2
+        rates = self._rates(sums, terms)
         diagonal = self.ridge.copy()
         width = max(1, BLOCK_ELEMENTS // self.design.shape[0])
         for start in range(0, self.dimension, width):
             part = np.arange(start, min(start + width, self.dimension))
             columns = self.design.columns(part)[self.risk.order]
-            diagonal[part] += (mass * rates) @ columns**2 - over @ self.risk.sums(mass[:, None] * columns) ** 2
+            means = self.risk.sums(mass[:, None] * columns) / sums[:, None]
+            diagonal[part] += (mass * rates) @ columns**2 - terms @ means**2
         return np.maximum(diagonal, 0.0)
 
     def restricted(self, support: Indices) -> Objective:
