@@ -7,7 +7,6 @@ routed anew among the other experts.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,7 +58,7 @@ class Experts:
         stacks: the mixtures.
         slices: the parameters of every mixture, by its path.
         fields: of the configuration with the number of experts.
-        inputs: of every mixture, (tokens, width), by its path.
+        inputs: of every mixture, (tokens, 1, width), by its path.
         errors: squared change of the output of every mixture, relative to its square, after `chosen`.
     """
 
@@ -255,6 +254,6 @@ def _inputs(model: nn.Module, data: Sequence[Batch], paths: Sequence[str]) -> di
 
 
 def _output(module: nn.Module, given: Tensor) -> Tensor:
-    hidden = hidden_of(module(copy.copy(given)))
+    hidden = hidden_of(module(given.clone()))  # a module may change its input in place
     assert hidden is not None
     return hidden

@@ -23,6 +23,7 @@ from iobs.pruning.calibration.losses import answered, mean_loss
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
 from iobs.pruning.finetune.scoring import dense_copy
+from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import Layer, find_layers, joined
 from iobs.pruning.network.modes import evaluating, keeping_buffers, replaced_forwards, seeded
 from iobs.pruning.network.selection import Selection
@@ -82,11 +83,11 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callba
         keep = _kept(parts, asked.pattern.sparsity)
         parts.require_possible(keep)
         dense = dense_copy(model)
-        removed = parts.chosen(keep, _Damage(model, dense, collected))
-        for path, gone in removed.items():
-            told.on_note(f"Removed {parts.name} of {path or 'the model'}: {', '.join(map(str, gone))}.")
         own = _Beside(model, dense)
         with own.unchanged_by_failure():
+            removed = parts.chosen(keep, _Damage(model, dense, collected))
+            for path, gone in removed.items():
+                told.on_note(f"Removed {parts.name} of {path or 'the model'}: {', '.join(map(str, gone))}.")
             with parts.without(removed):
                 work = _workspace(own, collected, asked, told, frozen, parts, removed)
                 report = run(work, ends=False)
@@ -181,15 +182,12 @@ def _writers(model: nn.Module, batch: Batch, first: str) -> list[Layer]:
     adding: set[str] = set()
     order: list[str] = []
     paths = {first, *(layer.path for layer in layers)}
-    handles = [
-        model.get_submodule(path).register_forward_hook(lambda *_, path=path: order.append(path)) for path in paths
-    ]
-    try:
-        with keeping_buffers(model), captured_additions(model, layers, lambda layer, _: adding.add(layer.name)):
-            batches.forward(model, batches.first_sample(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with (
+        keeping_buffers(model),
+        after_calls(model, paths, lambda path, *_: order.append(path)),
+        captured_additions(model, layers, lambda layer, _: adding.add(layer.name)),
+    ):
+        batches.forward(model, batches.first_sample(batch))
     place = {path: number for number, path in reversed([*enumerate(order)])}
     writers = sorted((one for one in layers if one.name in adding), key=lambda one: place[one.path])
     if not writers:
