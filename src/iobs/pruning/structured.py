@@ -187,7 +187,7 @@ def _sites(model: nn.Module, batch: Batch, asked: Asked) -> SitesOfLayers:
     layers = {layer.path: layer for layer in every_layer if layer.parameter == "weight" and layer.groups == 1}
     inner = asked.pattern.units == "auto"
     every = [site for site in find_sites(model, batch, inner) if all(one.path in layers for one in site.readers)]
-    if not any(site.readers for site in every):
+    if not every:
         raise LayerSelectionError("No channels, neurons or heads were found that can be removed from this model.")
     chosen = set(every_layer) if asked.include is None else _named(every_layer, asked.include, "include")
     chosen -= set() if asked.ignore is None else _named(every_layer, asked.ignore, "ignore")
