@@ -12,6 +12,7 @@ import logging
 from contextlib import redirect_stderr
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ def write_coreml(source: Source, directory: Path) -> list[Written]:
     return [_record(name, held[name].detach().cpu(), kind, found) for name in source.matrices()]
 
 
-def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> ModuleType:
+def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> Any:
     """The model in Core ML, for batches and texts of any length up to a limit."""
     ranges = {"batch": tools.RangeDim(1, _MOST), "tokens": tools.RangeDim(1, _TOKENS)}
     described = []
@@ -70,7 +71,7 @@ def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> 
     with in_eval_mode(source.module), torch.no_grad(), silenced("transformers"):
         graph = Graph(single(source.module), inputs).eval()
         traced = torch.jit.trace(graph, tuple(inputs.tensors.values()), check_trace=False)  # type: ignore[no-untyped-call]
-    found = tools.convert(
+    return tools.convert(
         traced,
         inputs=described,
         convert_to="mlprogram",
@@ -78,7 +79,6 @@ def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> 
         compute_precision=tools.precision.FLOAT16 if kind == "float16" else tools.precision.FLOAT32,
         skip_model_load=True,
     )
-    return found  # type: ignore[no-any-return]
 
 
 def _masks(tools: ModuleType, package: Path) -> list[Tensor]:

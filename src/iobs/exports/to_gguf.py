@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,14 +67,14 @@ def write_gguf(source: Source, directory: Path) -> list[Written]:
     return written
 
 
-def _finish(writer: ModuleType) -> None:
+def _finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _checked(source: Source) -> ModuleType:
+def _checked(source: Source) -> Any:
     """The configuration of a model that llama.cpp can run.
 
     Raises:
@@ -96,7 +96,7 @@ def _checked(source: Source) -> ModuleType:
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if sliding or (kind == "mistral" and getattr(config, "sliding_window", None)):
         raise ModelError("Attention in a sliding window cannot be exported to gguf yet; try onnx.")
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def _require_equal_widths(module: nn.Module, layers: int, width: int) -> None:
@@ -116,7 +116,7 @@ def _require_equal_widths(module: nn.Module, layers: int, width: int) -> None:
         raise ModelError("A gguf file has one width for all layers, and these layers have several; try onnx.")
 
 
-def _write_configuration(writer: ModuleType, config: ModuleType) -> None:
+def _write_configuration(writer: Any, config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -180,7 +180,7 @@ def _blocks(found: Codes) -> np.ndarray:
     return np.concatenate([scales, data], axis=2).reshape(rows, -1)
 
 
-def _llama_order(name: str, data: np.ndarray, config: ModuleType) -> np.ndarray:
+def _llama_order(name: str, data: np.ndarray, config: Any) -> np.ndarray:
     """The rows of queries and keys in the order of llama.cpp, which rotates neighbouring pairs instead of halves."""
     if _ARCHITECTURES[config.model_type] != "llama" or not (".q_proj." in name or ".k_proj." in name):
         return data

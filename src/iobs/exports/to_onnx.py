@@ -53,8 +53,10 @@ def write_onnx(source: Source, directory: Path) -> list[Written]:
     return written
 
 
-def traced(source: Source) -> ModuleType:
-    """The graph of a model in ONNX with weights of 32 bits. A weight has the name of its parameter after "model.".
+def traced(source: Source) -> Any:
+    """The graph of a model in ONNX (`onnx.ModelProto`) with weights of 32 bits.
+
+    A weight has the name of its parameter after "model.".
 
     Raises:
         ModelError: as `write_onnx`.
@@ -87,7 +89,7 @@ def traced(source: Source) -> ModuleType:
     for node in model.graph.node:  # stack traces: most of the bytes of a small model, and paths of this machine
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _try(graph: Graph, inputs: Inputs, name: str) -> None:
@@ -104,7 +106,7 @@ def _try(graph: Graph, inputs: Inputs, name: str) -> None:
         raise ModelError(f"{name} does not take the inputs {shapes}: {first_line(error)}") from error
 
 
-def _warn_of_fixed(model: ModuleType, moving: Mapping[str, Mapping[int, str]]) -> None:
+def _warn_of_fixed(model: Any, moving: Mapping[str, Mapping[int, str]]) -> None:
     """Warn of dimensions of inputs that the tracer took for constants: the file runs with these sizes alone."""
     fixed = [
         f"{one.name}: {name} = {one.type.tensor_type.shape.dim[place].dim_value}"
@@ -141,9 +143,7 @@ def single(module: nn.Module) -> nn.Module:
     return module if wide and all(one.is_cpu for one in held) else copy.deepcopy(module).cpu().float()
 
 
-def _replaced(
-    onnx: ModuleType, model: ModuleType, name: str, weight: Tensor, transposed: bool, bits: int | None
-) -> Written:
+def _replaced(onnx: ModuleType, model: Any, name: str, weight: Tensor, transposed: bool, bits: int | None) -> Written:
     """Replace a matrix in the graph by integers and their scales, where it has such."""
     stored = next((one for one in model.graph.initializer if one.name == f"model.{name}"), None)
     found = None if stored is None else found_codes(flat(weight, transposed), bits)
@@ -174,8 +174,7 @@ def _replaced(
     return Written.of(name, f"int{found.bits}", flat(weight, transposed), found.weight)
 
 
-def _integers(onnx: ModuleType, name: str, codes: Tensor, kind: int) -> ModuleType:
+def _integers(onnx: ModuleType, name: str, codes: Tensor, kind: int) -> Any:
     """Codes as a tensor of the file."""
     values = in_pairs(codes) if kind == onnx.TensorProto.INT4 else codes.contiguous().numpy()
-    found = onnx.helper.make_tensor(name, kind, tuple(codes.shape), values.tobytes(), raw=True)
-    return found  # type: ignore[no-any-return]
+    return onnx.helper.make_tensor(name, kind, tuple(codes.shape), values.tobytes(), raw=True)
