@@ -88,3 +88,15 @@ def test_a_model_that_is_a_convolution_itself_is_not_named_as_changed():
     model = Standardised(3, 6, 2)
     assert iobs.fold(model, torch.randn(2, 3, 6, 6)) == []
     assert [*model.children()] == []
+
+
+class Named(nn.Sequential):
+    def forward(self, pictures):
+        return self[0](x=pictures)
+
+
+def test_a_convolution_whose_input_has_a_name_stays_as_it_is():
+    model, pictures = Named(Standardised(3, 6, 2)), torch.randn(2, 3, 6, 6)
+    before = model(pictures)
+    assert iobs.fold(model, pictures) == []
+    assert torch.equal(model(pictures), before)

@@ -14,6 +14,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from iobs.errors import CalibrationError
+from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.layers import CONVOLUTIONS
 from iobs.pruning.network.modes import evaluating, keeping_buffers
 from iobs.pruning.samples import batches
@@ -50,9 +51,9 @@ def fold(model: nn.Module, batch: Batch | None = None) -> list[str]:
     """Replace weights that a model computes in every forward pass by plain parameters of the same value, in place.
 
     Folded are parametrisations (spectral norm, weight norm and others), the masks of `torch.nn.utils.prune`, and, with
-    a batch, convolutions whose class standardises the weight, unless the model itself is one. The outputs in eval mode
-    stay the same up to rounding. `iobs.prune` needs no folding of weight norm and masks; it does for the others, which
-    it leaves dense.
+    a batch, convolutions whose class standardises the weight. One that is the model itself stays as it is, and so does
+    one whose input is given by name. The outputs in eval mode stay the same up to rounding. `iobs.prune` needs no
+    folding of weight norm and masks; it does for the others, which it leaves dense.
 
     Args:
         model: any module.
@@ -118,21 +119,17 @@ def _plain_convolutions(model: nn.Module, batch: Batch) -> list[str]:
         if path and isinstance(module, CONVOLUTIONS) and type(module).forward not in plain_forwards
     }
     found: dict[str, FoldedConvolution] = {}
-    handles = []
-    for path, module in own.items():
 
-        def before(module: nn.Module, args: tuple[Any, ...], path: str = path) -> None:
-            with _Convolutions() as seen:
-                type(module).forward(module, *args)
-            if len(seen.calls) == 1 and (plain := _folded(module, args[0], *seen.calls[0])) is not None:
-                found[path] = plain
+    def note(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs or len(args) != 1:
+            return  # the plain convolution takes its input alone, by place
+        with _Convolutions() as seen:
+            type(module).forward(module, *args)
+        if len(seen.calls) == 1 and (plain := _folded(module, args[0], *seen.calls[0])) is not None:
+            found[path] = plain
 
-        handles.append(module.register_forward_pre_hook(before))
-    try:
+    with before_calls(model, own, note):
         _call(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     for path, plain in found.items():
         parent, _, name = path.rpartition(".")
         plain.train(own[path].training)
