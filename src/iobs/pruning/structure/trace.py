@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from iobs.pruning.network.calls import factors
 from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
@@ -37,7 +38,6 @@ _SETTINGS: dict[Callable[..., Tensor], tuple[str, ...]] = {  # arguments of conv
     **dict.fromkeys(_TRANSPOSED, ("bias", "stride", "padding", "output_padding", "groups", "dilation")),
 }
 _PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
-_FACTORS = ("input", "other", "mat2")  # torch's names of the arguments of products, in their order
 _VIEWS = ("__get__", "t", "transpose")
 _SMOOTH: dict[Callable[..., Argument], Callable[[Tensor], Tensor]] = {
     F.relu: F.softplus,
@@ -227,7 +227,7 @@ class _Recorder(TorchFunctionMode):
         if func.__name__ in _VIEWS:  # also shapes, dtypes and the like
             return self._viewed(func, *args, **kwargs)
         if func in _PRODUCTS and len(args) + len(kwargs) == 2:
-            return self._product(func, *args, *(kwargs[name] for name in _FACTORS if name in kwargs))
+            return self._product(func, *factors(args, kwargs))
         if func is F.linear:
             return self._linear(*args, **kwargs)
         if func in _SETTINGS:
