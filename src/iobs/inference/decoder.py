@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from iobs.inference.decode_step import Network, Scratch
 
 Reals = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
 LONGEST = 2048  # tokens of a text, unless more are asked for
 
 
@@ -63,7 +64,7 @@ class Decoder:
         self.longest = min(most, LONGEST) if longest is None else longest
         if self.longest > most:
             raise ProblemError(f"longest is {self.longest}, but this model attends to at most {most} tokens.")
-        self._kept: list[object] = []  # tensors whose addresses the compiled step reads
+        self._kept: list[Tensor | Bytes] = []  # the memory that the compiled step reads by its addresses
         self._stored: list[StoredLinear] = []  # the matrices of the network
         with torch.no_grad():
             self._network = self._read(form)
@@ -82,11 +83,18 @@ class Decoder:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that it keeps beside the tensors of the model: layers that were dense, norms, rotations and scratch."""
-        known = {id(one) for one in cast(nn.Module, self.model).modules()}
-        copies = sum(one.matrix.bytes for one in self._stored if id(one) not in known)
-        arrays = (*self._network, *self._scratch, self._cosines, self._sines, self._logits)
-        return copies + sum(one.nbytes for one in arrays if isinstance(one, np.ndarray))
+        """Bytes that it keeps beside the tensors of the model, each memory once.
+
+        They are layers that were dense, biases in float32, tables of kernels, norms, rotations and scratch.
+        """
+        arrays = [one for one in (*self._network, *self._scratch) if isinstance(one, np.ndarray)]
+        sizes = {one.ctypes.data: one.nbytes for one in (*arrays, self._cosines, self._sines, self._logits)}
+        for one in self._kept:
+            place = one.data_ptr() if isinstance(one, Tensor) else one.ctypes.data
+            sizes[place] = one.nbytes
+        module = cast(nn.Module, self.model)
+        of_model = {one.data_ptr() for one in (*module.parameters(), *module.buffers())}
+        return sum(size for place, size in sizes.items() if place not in of_model)
 
     def generate(self, prompt: Tensor, tokens: int, stop: tuple[int, ...] = ()) -> Iterator[int]:
         """Yield the most likely next tokens, one at a time.
@@ -188,7 +196,7 @@ class Decoder:
         matrix = module.matrix
         addresses, kept = addresses_of(matrix, cpu.level())
         bias = None if module.bias is None else module.bias.detach().float().contiguous()
-        self._kept += [kept, bias]
+        self._kept += kept if bias is None else [*kept, bias]
         self._stored.append(module)
         place = 0 if bias is None else bias.data_ptr()
         return [*addresses, matrix.rows, matrix.columns, CODES[matrix.format], place]
