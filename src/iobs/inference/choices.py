@@ -27,7 +27,7 @@ FORMATS_OF: dict[Precision, tuple[FormatName, ...]] = {
     "int4": ("bitmask-bf16", "index-bf16", "bf16", "bitmask-int8", "int8", "bitmask-int4"),
 }
 _Candidate = FormatName | Literal["dense"]
-_Shared = dict[tuple[int, torch.Size, tuple[int, ...]], StoredLinear]  # by address, shape and strides of the weight
+_Place = tuple[int, torch.Size, tuple[int, ...]]  # of a weight in memory: address, shape and strides
 _Timing = tuple[dict[str, float], _Candidate, int, int | None]  # see `_Timings._timed`
 
 
@@ -169,11 +169,10 @@ def accelerate(
     else:
         timings = _Timings(FORMATS_OF[precision], [threads] if threads else sorted({1, torch.get_num_threads()}))
     choices: dict[str, Choice] = {}
-    shared: _Shared = {}
     read: list[str] = []
     with _dense_again(model, layers):
         for name, layer in layers.items():
-            choices[name], form = timings.choose(name, layer, tokens[name], shared)
+            choices[name], form = timings.choose(name, layer, tokens[name])
             if form is not None:
                 _put(model, name, form.train(layer.training))
         if example is not None and device.type == "cpu":
@@ -248,8 +247,9 @@ class _Timings:
     threads: list[int]
     known: dict[tuple[object, ...], _Timing] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    forms: dict[_Place, StoredLinear] = field(default_factory=dict)
 
-    def choose(self, name: str, layer: nn.Module, tokens: int, shared: _Shared) -> tuple[Choice, StoredLinear | None]:
+    def choose(self, name: str, layer: nn.Module, tokens: int) -> tuple[Choice, StoredLinear | None]:
         """The choice for a layer, and its new form; None if the dense layer is fastest."""
         weight = matrix_of(layer)
         sparsity = float((weight == 0).float().mean())
@@ -263,9 +263,9 @@ class _Timings:
         error, after = 0.0, before
         if best != "dense":
             form = stored(layer, best, threads, most)
-            twin = shared.setdefault((weight.data_ptr(), weight.shape, weight.stride()), form)
-            if twin is not form and twin.format == best:  # layers with one weight share its stored form
-                for part, tensor in twin.named_buffers():
+            first = self.forms.setdefault((weight.data_ptr(), weight.shape, weight.stride()), form)
+            if first is not form and first.format == best:  # layers with one weight share its stored form
+                for part, tensor in first.named_buffers():
                     setattr(form, part, tensor)
             after = form.matrix.bytes
             error = float((form.matrix.to_dense() - weight.float()).norm() / weight.float().norm().clamp(min=1e-30))
@@ -306,7 +306,7 @@ class _GpuTimings:
     known: dict[tuple[object, ...], tuple[dict[str, float], str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def choose(self, name: str, layer: nn.Module, tokens: int, _: _Shared) -> tuple[Choice, nn.Module | None]:
+    def choose(self, name: str, layer: nn.Module, tokens: int) -> tuple[Choice, nn.Module | None]:
         """The choice for a layer, and its new form; None if the dense layer is fastest."""
         weight = matrix_of(layer)
         sparsity = float((weight == 0).float().mean())
