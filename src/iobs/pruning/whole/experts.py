@@ -124,14 +124,10 @@ class Experts:
 
     @contextmanager
     def without(self, removed: Mapping[str, Sequence[int]]) -> Iterator[None]:
-        """Context in which the experts are removed; they come back on exit only if there was an error."""
-        undo = [self._narrowed(stack, removed[stack.path]) for stack in self.stacks]
-        try:
-            yield
-        except BaseException:
-            for one in undo:
-                one()
-            raise
+        """Context in which the experts are removed; they do not come back on exit."""
+        for stack in self.stacks:
+            self._narrowed(stack, removed[stack.path])
+        yield
 
     def first(self, removed: Mapping[str, Sequence[int]]) -> str:
         """Path of the first mixture."""
