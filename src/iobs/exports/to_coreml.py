@@ -12,7 +12,6 @@ import logging
 from contextlib import redirect_stderr
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from iobs.core.quiet import silenced
 from iobs.errors import ModelError, first_line
 from iobs.exports.graph import Graph, Inputs, inputs_of
 from iobs.exports.record import Written
-from iobs.exports.requirements import needed
+from iobs.exports.requirements import Foreign, needed
 from iobs.exports.source import Source
 from iobs.exports.to_onnx import single
 
@@ -59,7 +58,7 @@ def write_coreml(source: Source, directory: Path) -> list[Written]:
     return [_record(name, held[name].detach().cpu(), kind, found) for name in source.matrices()]
 
 
-def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> Any:
+def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> Foreign:
     """The model in Core ML, for batches and texts of any length up to a limit."""
     ranges = {"batch": tools.RangeDim(1, _MOST), "tokens": tools.RangeDim(1, _TOKENS)}
     described = []

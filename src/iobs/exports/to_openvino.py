@@ -11,14 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from iobs.errors import ModelError, first_line
 from iobs.exports.record import Written
-from iobs.exports.requirements import needed
+from iobs.exports.requirements import Foreign, needed
 from iobs.exports.source import Source, flat
 from iobs.exports.to_onnx import FILE as GRAPH
 from iobs.exports.to_onnx import traced
@@ -67,7 +66,7 @@ def write_openvino(source: Source, directory: Path) -> list[Written]:
     return written
 
 
-def _freed(onnx: ModuleType, graph: Any, source: Source) -> tuple[dict[str, _Matrix], list[Written]]:
+def _freed(onnx: ModuleType, graph: Foreign, source: Source) -> tuple[dict[str, _Matrix], list[Written]]:
     """Make the matrices with codes inputs of the graph: OpenVINO folds constants into others when it reads a graph.
 
     Returns:
@@ -89,7 +88,7 @@ def _freed(onnx: ModuleType, graph: Any, source: Source) -> tuple[dict[str, _Mat
     return found, written
 
 
-def _product(openvino: ModuleType, opset: ModuleType, matrix: _Matrix) -> Any:
+def _product(openvino: ModuleType, opset: ModuleType, matrix: _Matrix) -> Foreign:
     """The operations that compute a matrix: groups of equal width at once, a shorter last group beside them."""
     found = matrix.codes
     rows, columns = found.codes.shape
@@ -112,7 +111,7 @@ def _product(openvino: ModuleType, opset: ModuleType, matrix: _Matrix) -> Any:
     return product
 
 
-def _integers(openvino: ModuleType, codes: Tensor, bits: int) -> Any:
+def _integers(openvino: ModuleType, codes: Tensor, bits: int) -> Foreign:
     """A constant of codes."""
     if bits == 4:
         tensor = openvino.Tensor(in_pairs(codes), openvino.Shape(codes.shape), openvino.Type.i4)

@@ -120,7 +120,7 @@ def _plain_convolutions(model: nn.Module, batch: Batch) -> list[str]:
     }
     found: dict[str, FoldedConvolution] = {}
 
-    def note(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Options) -> None:
         if kwargs or len(args) != 1:
             return  # the plain convolution takes its input alone, by place
         with _Convolutions() as seen:

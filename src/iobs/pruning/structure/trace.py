@@ -17,19 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from iobs.pruning.network.calls import factors
+from iobs.pruning.network.calls import Argument, factors
 from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
 
-Argument: TypeAlias = Any  # an argument or the result of any function of torch
 TOKENS = 8  # positions of text in a traced batch: softmax needs more than one
 _MOST_ENTRIES = 2**24  # of a parameter between layers whose entries are told apart
 _TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
