@@ -61,6 +61,16 @@ def test_predictions_of_new_rows_are_close(model, rng, tmp_path):
     np.testing.assert_array_equal(np.array(_column((tmp_path / "out.csv").read_text(), "price"), dtype=float), found)
 
 
+def test_json_has_the_columns_of_the_csv_and_quiet_prints_nothing_else(model, rng, tmp_path):
+    _houses(tmp_path / "new.csv", rng, 5)
+    file = tmp_path / "out.csv"
+    found = json.loads(_run("predict", model, tmp_path / "new.csv", "--json", "-o", file))
+    assert found == {"predictions": {"price": [float(value) for value in _column(file.read_text(), "price")]}}
+    line = ["predict", str(model), str(tmp_path / "new.csv"), "-o", str(file)]
+    assert f"Wrote {file}" in CliRunner().invoke(app, line).stderr
+    assert CliRunner().invoke(app, [*line, "--quiet"]).output == ""
+
+
 def test_new_table_may_lack_the_target_and_unused_columns(model, tmp_path):
     file = tmp_path / "new.csv"
     file.write_text("rooms,town,size\n2,Berlin,100\n2,Paris,100\n")
