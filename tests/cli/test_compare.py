@@ -44,8 +44,15 @@ def call(tmp_path):
     return run
 
 
-def test_compare_runs_every_method_at_two_patterns(call, tmp_path):
-    methods = [name for name in (*PRESETS, *SOLVERS, *PEERS) if name not in ("best", "paper", "chita++")]
+EVERY = [name for name in (*PRESETS, *SOLVERS, *PEERS) if name not in ("best", "paper", "chita++")]
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [["one-shot", "sparsegpt", *PEERS[:1]], pytest.param(EVERY, marks=pytest.mark.slow)],
+    ids=["a few", "every"],
+)
+def test_compare_runs_methods_at_two_patterns(methods, call, tmp_path):
     result = call("--methods", ",".join(methods), "--patterns", "0.5,2:4", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
     values = json.loads((tmp_path / "out" / "comparison.json").read_text())

@@ -67,7 +67,8 @@ def test_model_is_the_best_of_all_with_that_hierarchy(kind, k):
         assert _obeys(kind, 5, model.support_.tolist())
 
 
-@pytest.mark.parametrize("kind", ["strong", pytest.param("weak", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["strong", "weak"])
 def test_search_without_enumeration_is_nearly_always_the_best(kind, monkeypatch):
     sizes = [1, 2, 3, 4, 5]
     exact, found = [], []

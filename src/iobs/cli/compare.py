@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from iobs.report.curves import Trial
 
 RESULTS = "comparison.json"
-PRESETS = ("best", "fast", "paper")
+PRESETS = ("best", "fast", "one-shot", "paper")
 SOLVERS = ("admm", "sparsegpt", "obc", "wanda", "magnitude")
 # Methods of the literature, under one global count.
 PEERS = ("global-magnitude", "woodfisher", "cbs", "chita", "chita++")

@@ -29,7 +29,9 @@ def llama():
     return model, language_batches(count=6)
 
 
-@pytest.mark.parametrize("pattern", [Grid(3, 8), SPARSE, NM(2, 4) & Grid(4, 8)], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [Grid(3, 8), SPARSE, pytest.param(NM(2, 4) & Grid(4, 8), marks=pytest.mark.slow)], ids=str
+)
 def test_reconstruction_keeps_the_grid_and_lowers_the_divergence(pattern):
     model, data = llama()
     before = iobs.prune(model, data, pattern, Recipe(target="residual"), seed=1)
