@@ -1,10 +1,11 @@
 """--json prints one JSON object on stdout, --quiet prints no progress, and the report keeps the command."""
 
+import inspect
 import json
 
 import pytest
 
-from iobs.cli import command
+from iobs.cli import app, command
 from iobs.report import read_report
 
 
@@ -19,6 +20,11 @@ def values(result):
     found = json.loads(result.stdout)
     assert isinstance(found, dict)
     return found
+
+
+def test_every_command_takes_json_and_quiet():
+    named = {one.name: inspect.signature(one.callback).parameters for one in app.registered_commands}
+    assert [name for name, options in named.items() if not {"as_json", "quiet"} <= options.keys()] == []
 
 
 def test_prune_prints_only_the_report_as_json(run, talkative, tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from test_decoder import model_of
 from torch.nn.modules import module
 
 import iobs
+from iobs.cli.benching import Workload, repetition
 from iobs.errors import ProblemError
 from iobs.inference import cpu, fused
 from iobs.inference.decodable import undecodable
@@ -21,6 +23,7 @@ from iobs.inference.fused import FusedForward, can_fuse, fuse
 from iobs.inference.generation import generated
 from iobs.inference.modules import StoredLinear, can_store, matrix_of
 from iobs.inference.storing import replace_layers
+from iobs.models import LoadedModel
 
 pytestmark = pytest.mark.skipif(cpu.level() == "none", reason="the compiled step needs AVX-512 or AVX2")
 IDS = torch.randint(0, 100, (1, 7), generator=torch.Generator().manual_seed(3))
@@ -324,6 +327,27 @@ def test_memory_of_a_text_goes_with_its_cache():
     del cache
     assert other.forward._session is None
     assert keys() is None
+
+
+def test_own_bytes_count_float32_copies_of_biases():
+    """The step reads biases in float32: those of the model itself, or copies of narrower ones."""
+    _, other = stored()
+    first = Decoder(other, 16, compiled=False).own_bytes
+    biases = sum(one.bias.numel() for one in other.modules() if isinstance(one, StoredLinear) and one.bias is not None)
+    assert biases > 0
+    assert Decoder(other.bfloat16(), 16, compiled=False).own_bytes == first + 4 * biases
+
+
+def test_bench_counts_the_step_of_a_text_that_is_longer_than_the_window(monkeypatch):
+    _, other = stored("mistral", sliding_window=12)
+    loaded = LoadedModel(other, None, "x", "causal-lm", 64, lambda *_: None)
+    work = Workload("x", tokens=8, prompt=7, shape=None, precision="bf16", threads=1)
+    begun, begin = [], FusedForward._begin
+    monkeypatch.setattr(FusedForward, "_begin", lambda *given: begun.append(begin(*given)) or begun[-1])
+    measured = repetition(loaded, work, stored=True)
+    measured()
+    assert [one.decoder.own_bytes for one in begun] == [measured.own_bytes]
+    assert repetition(loaded, replace(work, prompt=12), stored=True).own_bytes == 0
 
 
 @pytest.mark.parametrize(("token", "position"), [(5, 16), (5, -1), (-1, 3), (100, 3)])

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from iobs.cli.predict import predict
 from iobs.cli.solve import solve
+from iobs.data import fitted
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.optimize.estimators import SparseClassifier
 
@@ -58,6 +59,16 @@ def test_predictions_of_new_rows_are_close(model, rng, tmp_path):
     assert np.abs(found - price).max() < 5
     _run("predict", tmp_path, tmp_path / "new.csv", "-o", tmp_path / "out.csv")  # a folder with model.json
     np.testing.assert_array_equal(np.array(_column((tmp_path / "out.csv").read_text(), "price"), dtype=float), found)
+
+
+def test_json_has_the_columns_of_the_csv_and_quiet_prints_nothing_else(model, rng, tmp_path):
+    _houses(tmp_path / "new.csv", rng, 5)
+    file = tmp_path / "out.csv"
+    found = json.loads(_run("predict", model, tmp_path / "new.csv", "--json", "-o", file))
+    assert found == {"predictions": {"price": [float(value) for value in _column(file.read_text(), "price")]}}
+    line = ["predict", str(model), str(tmp_path / "new.csv"), "-o", str(file)]
+    assert f"Wrote {file}" in CliRunner().invoke(app, line).stderr
+    assert CliRunner().invoke(app, [*line, "--quiet"]).output == ""
 
 
 def test_new_table_may_lack_the_target_and_unused_columns(model, tmp_path):
@@ -132,3 +143,17 @@ def test_model_whose_coefficients_do_not_fit_is_refused(model, tmp_path):
     model.write_text(json.dumps(plain))
     with pytest.raises(ModelError, match="do not fit its columns"):
         _run("predict", model, tmp_path / "old.csv")
+
+
+@pytest.mark.parametrize(
+    ("loss", "parts", "message"),
+    [
+        ("logistic", {"classes": ["a", "b", "c"]}, "do not fit its classes"),
+        ("cox", {"event_times": [1.0, 2.0], "cumulative_hazard": [0.1]}, "does not fit its times"),
+    ],
+)
+def test_model_whose_parts_do_not_fit_each_other_is_refused(loss, parts, message):
+    column = {"name": "x", "levels": [], "fill": None}
+    plain = {"format": fitted.FORMAT, "target": "y", "loss": loss, "classes": [], "codings": [column], **parts}
+    with pytest.raises(ModelError, match=message):
+        fitted.Fitted.of_plain({**plain, "coefficients": [[1.0]], "constants": [0.0]})

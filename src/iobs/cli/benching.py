@@ -238,6 +238,7 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Repetition:
 
     from iobs.inference.decodable import most_tokens, undecodable
     from iobs.inference.decoder import Decoder
+    from iobs.inference.fused import FusedForward
     from iobs.inference.generation import generated
 
     if loaded.task != "causal-lm":
@@ -269,6 +270,11 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Repetition:
         count = sum(1 for _ in made)
         return Timing(count / (time.perf_counter() - first), length / (first - started))
 
+    forward = vars(loaded.module).get("forward")
+    if decoder is None and isinstance(
+        forward, FusedForward
+    ):  # a text beyond the window: its first tokens take the step
+        return Repetition(generate, forward.own_bytes(length))
     return Repetition(generate, 0 if decoder is None else decoder.own_bytes)
 
 

@@ -58,6 +58,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
     "predict": {
         "iobs predict model.json new.csv": "predict the rows of a new table",
         "iobs predict model.json new.csv -o predictions.csv": "write the predictions to a file",
+        "iobs predict model.json new.csv --json": "the columns of predictions, for a program",
     },
     "reproduce": {
         "iobs reproduce": "list the tables and figures",

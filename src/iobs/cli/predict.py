@@ -12,6 +12,7 @@ import typer
 from iobs.cli import console
 
 
+@console.with_groups
 def predict(
     model: Annotated[Path, typer.Argument(help="The model that iobs solve ... -o wrote.", show_default=False)],
     data: Annotated[Path, typer.Argument(help="A table with the columns that the model uses.", show_default=False)],
@@ -25,6 +26,7 @@ def predict(
             show_default=False,
         ),
     ] = None,
+    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Predict the rows of a new table with a model that `iobs solve` wrote.
 
@@ -34,15 +36,17 @@ def predict(
     from iobs.errors import OutputError
 
     found = Fitted.load(model).predict(data)
-    if output is None:
+    if output is not None:
+        try:
+            with output.open("w", newline="", encoding="utf8") as file:
+                _write(found, file)
+        except OSError as error:
+            raise OutputError(f"Cannot write {output}: {error.strerror}.") from error
+        console.say(f"Wrote {output}")
+    if talk.as_json:  # the columns have a place of their own, since their names are the user's
+        console.print_json({"predictions": found})
+    elif output is None:
         _write(found, sys.stdout)
-        return
-    try:
-        with output.open("w", newline="", encoding="utf8") as file:
-            _write(found, file)
-    except OSError as error:
-        raise OutputError(f"Cannot write {output}: {error.strerror}.") from error
-    console.say(f"Wrote {output}")
 
 
 def _write(found: dict[str, list[str] | list[float]], file: TextIO) -> None:

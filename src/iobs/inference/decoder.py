@@ -22,7 +22,18 @@ if TYPE_CHECKING:
     from iobs.inference.decode_step import Network, Scratch
 
 Reals = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
 LONGEST = 2048  # tokens of a text, unless more are asked for
+
+
+def require_prompt(prompt: Tensor) -> None:
+    """Check the shape of a prompt.
+
+    Raises:
+        ProblemError: it is empty, or of another shape than (1, length).
+    """
+    if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
+        raise ProblemError(f"The prompt must be ids of shape (1, length), got {tuple(prompt.shape)}.")
 
 
 class Decoder:
@@ -53,7 +64,7 @@ class Decoder:
         self.longest = min(most, LONGEST) if longest is None else longest
         if self.longest > most:
             raise ProblemError(f"longest is {self.longest}, but this model attends to at most {most} tokens.")
-        self._kept: list[object] = []  # tensors whose addresses the compiled step reads
+        self._kept: list[Tensor | Bytes] = []  # the memory that the compiled step reads by its addresses
         self._stored: list[StoredLinear] = []  # the matrices of the network
         with torch.no_grad():
             self._network = self._read(form)
@@ -72,11 +83,18 @@ class Decoder:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that it keeps beside the tensors of the model: layers that were dense, norms, rotations and scratch."""
-        known = {id(one) for one in cast(nn.Module, self.model).modules()}
-        copies = sum(one.matrix.bytes for one in self._stored if id(one) not in known)
-        arrays = (*self._network, *self._scratch, self._cosines, self._sines, self._logits)
-        return copies + sum(one.nbytes for one in arrays if isinstance(one, np.ndarray))
+        """Bytes that it keeps beside the tensors of the model, each memory once.
+
+        They are layers that were dense, biases in float32, tables of kernels, norms, rotations and scratch.
+        """
+        arrays = [one for one in (*self._network, *self._scratch) if isinstance(one, np.ndarray)]
+        sizes = {one.ctypes.data: one.nbytes for one in (*arrays, self._cosines, self._sines, self._logits)}
+        for one in self._kept:
+            place = one.data_ptr() if isinstance(one, Tensor) else one.ctypes.data
+            sizes[place] = one.nbytes
+        module = cast(nn.Module, self.model)
+        of_model = {one.data_ptr() for one in (*module.parameters(), *module.buffers())}
+        return sum(size for place, size in sizes.items() if place not in of_model)
 
     def generate(self, prompt: Tensor, tokens: int, stop: tuple[int, ...] = ()) -> Iterator[int]:
         """Yield the most likely next tokens, one at a time.
@@ -89,8 +107,7 @@ class Decoder:
         Raises:
             ProblemError: the prompt is empty, of another shape, or too long.
         """
-        if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
-            raise ProblemError(f"The prompt must be ids of shape (1, length), got {tuple(prompt.shape)}.")
+        require_prompt(prompt)
         length = prompt.shape[1]
         if length + tokens > self.longest:
             raise ProblemError(f"Prompt ({length}) and answer ({tokens}) exceed {self.longest} tokens; raise longest.")
@@ -179,7 +196,7 @@ class Decoder:
         matrix = module.matrix
         addresses, kept = addresses_of(matrix, cpu.level())
         bias = None if module.bias is None else module.bias.detach().float().contiguous()
-        self._kept += [kept, bias]
+        self._kept += kept if bias is None else [*kept, bias]
         self._stored.append(module)
         place = 0 if bias is None else bias.data_ptr()
         return [*addresses, matrix.rows, matrix.columns, CODES[matrix.format], place]

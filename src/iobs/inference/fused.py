@@ -151,8 +151,7 @@ class FusedForward:
 
     def _begin(self, cache: Cache, position: int) -> _Session:
         """Read the weights of the model, and the keys and values of a cache."""
-        longest = min(max(LONGEST, 2 * position), most_tokens(self.model))
-        decoder = Decoder(self.model, longest, compiled=False)  # each text would pay for a token more
+        decoder = self._decoder(position)
         first = cache.layers[0].keys
         room = min(max(_ROOM, 2 * position), decoder.longest)
         shape = (len(cache.layers), first.shape[1], room, first.shape[3])
@@ -162,6 +161,16 @@ class FusedForward:
             values[number, :, :position] = layer.values[0].float().numpy()
         inside = [one for one in self.model.modules() if one is not self.model]
         return _Session(weakref.ref(cache, self._forget), decoder, inside, keys, values, position)
+
+    def _decoder(self, position: int) -> Decoder:
+        """The compiled step of a text that has `position` tokens now."""
+        longest = min(max(LONGEST, 2 * position), most_tokens(self.model))
+        return Decoder(self.model, longest, compiled=False)  # each text would pay for a token more
+
+    def own_bytes(self, position: int) -> int:
+        """Bytes that a text of `position` tokens keeps beside the model, its keys and its values."""
+        taken = position < most_tokens(self.model) and _computable(self.model)
+        return self._decoder(position).own_bytes if taken else 0
 
     def _forget(self, cache: weakref.ref[Cache]) -> None:
         """Free the memory of a text whose cache is gone."""

@@ -215,12 +215,12 @@ def _kernels(level: cpu.Level) -> tuple[Kernels, Kernels]:
     return {}, {}
 
 
-def addresses_of(matrix: StoredMatrix, level: cpu.Level) -> tuple[Addresses, list[object]]:
-    """The addresses of the tensors of a matrix, and the objects that must live as long."""
+def addresses_of(matrix: StoredMatrix, level: cpu.Level) -> tuple[Addresses, list[Tensor | NDArray[np.uint8]]]:
+    """The addresses of the tensors of a matrix, and the tensors and tables that must live as long."""
     from iobs.inference.kernels_avx512 import Addresses
 
     tensors = matrix.tensors
-    kept: list[object] = [tensors]
+    kept: list[Tensor | NDArray[np.uint8]] = [*tensors.values()]
     places = {name: one.data_ptr() for name, one in tensors.items()}
     levels = 0
     if level == "avx2" and matrix.format.startswith("bitmask"):

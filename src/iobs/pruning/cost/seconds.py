@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from iobs.pruning.allocation.counts import under_pattern
+from iobs.pruning.allocation.kin import measured_shares
 from iobs.pruning.allocation.sensitivity import (
     CURVE_LEVELS,
     CURVE_TOKENS,
@@ -24,12 +25,13 @@ from iobs.pruning.allocation.sensitivity import (
 )
 from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.calibration.gram import POSITIONS
-from iobs.pruning.calibration.hooks import Args
-from iobs.pruning.cost.phases import is_admm
+from iobs.pruning.calibration.hooks import Args, Kwargs
+from iobs.pruning.cost.loads import is_admm
 from iobs.pruning.cost.speeds import speed
 from iobs.pruning.decisions.learning_rate import candidates, trial_steps
 from iobs.pruning.finetune.trainer import samples_a_step
 from iobs.pruning.forecast import Forecast, Part
+from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.recipe import BlockFit, FineTune, as_allocation
 from iobs.pruning.reconstruction.step_sizes import samples_a_step as samples_of_fit
@@ -128,7 +130,7 @@ def forecast(
     rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count  # "auto" seldom adds rounds
     network_steps = _network_parts(reconstruction, step)
     parts = [
-        *_allocation_parts(request, costs, layers, fit, groups + one_pass, bool(network_steps)),
+        *_allocation_parts(request, costs, layers, blocks, fit, groups + one_pass, bool(network_steps)),
         *_rate_parts(reconstruction, blocks, step),
         Part("layers", rounds * len(layers), mean),
         *network_steps,
@@ -163,7 +165,13 @@ def _group_passes(costs: Costs, blocks: int, fit: Samples, one_pass: float) -> f
 
 
 def _allocation_parts(
-    request: Request, costs: Costs, layers: tuple[Layer, ...], fit: Samples, sweep: float, network_steps: bool
+    request: Request,
+    costs: Costs,
+    layers: tuple[Layer, ...],
+    blocks: int,
+    fit: Samples,
+    sweep: float,
+    network_steps: bool,
 ) -> list[Part]:
     """The curves of all layers, and the search.
 
@@ -171,6 +179,7 @@ def _allocation_parts(
         request: what was asked.
         costs: measured speeds.
         layers: the layers to prune.
+        blocks: number of blocks along which the model can be run; 0 if it is run whole.
         fit: calibration samples.
         sweep: seconds of the passes of a sweep with one model.
         network_steps: steps of the whole network follow, before which "auto" does not search.
@@ -190,7 +199,8 @@ def _allocation_parts(
     by_damage = allocation.by_damage or allocation.criterion == "auto"
     passes = _TRIAL_SHARE * damage_passes(len(layers), probe, fit.samples) if by_damage else PROBE
     cubes = _FAST_CUBES if is_admm(request.recipe) else _OTHER_CUBES
-    solves = sum(_solve_seconds(layer, costs, cubes) for layer in layers)
+    shares = measured_shares(layers, blocks if allocation.criterion == "block" else 0)
+    solves = sum(share * _solve_seconds(layer, costs, cubes) for layer, share in zip(layers, shares, strict=True))
     curves = min(1.0, CURVE_TOKENS / (positions * fit.samples)) * sweep + CURVE_LEVELS * solves + passes * costs.forward
     parts = [Part("error curves of layers", len(layers), curves / len(layers), once=True)]
     if searched and allocation.generations:
@@ -312,21 +322,14 @@ def _rows_per_sample(
     found: dict[str, float] = {}
     inputs: dict[int, object] = {}  # by identity; kept, so that no later input has the same
 
-    def note(path: str) -> Callable[[nn.Module, Args, object], None]:
-        def hook(module: nn.Module, args: Args, output: object) -> None:
-            inputs.update({id(value): value for value in args[:1]})
-            if isinstance(output := hidden_of(output), Tensor):
-                convolution = isinstance(module, CONVOLUTIONS)
-                positions = output.flatten(2).shape[2] if convolution and output.ndim > 2 else 0
-                rows = min(positions, most) if convolution else output[..., 0].numel() / batches.size(batch)
-                found[path] = found.get(path, 0.0) + rows
+    def note(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
+        inputs.update({id(value): value for value in args[:1]})
+        if isinstance(output := hidden_of(output), Tensor):
+            convolution = isinstance(module, CONVOLUTIONS)
+            positions = output.flatten(2).shape[2] if convolution and output.ndim > 2 else 0
+            rows = min(positions, most) if convolution else output[..., 0].numel() / batches.size(batch)
+            found[path] = found.get(path, 0.0) + rows
 
-        return hook
-
-    handles = [model.get_submodule(path).register_forward_hook(note(path)) for path in {layer.path for layer in layers}]
-    try:
+    with after_calls(model, {layer.path for layer in layers}, note):
         batches.forward(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found, max(1, len(inputs))
