@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import find_sites, traced_sites
+from iobs.pruning.structure.trace import shortened
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 48}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -154,6 +155,17 @@ def test_branches_of_a_concatenation_are_sites_of_one_reader():
     sites = find_sites(Joined().eval(), PICTURES)
     assert summary(sites) == {"last:left": ("channels", 4), "last:right": ("channels", 6)}
     assert sites[1].columns == tuple((channel,) for channel in range(4, 10))
+
+
+def test_text_beside_pictures_keeps_its_positions():
+    text = {"input_ids": torch.arange(64).view(4, 16), "attention_mask": torch.ones(4, 16, dtype=torch.long)}
+    assert {value.shape for value in shortened(text).values()} == {(2, 8)}
+    found = shortened({**text, "pixel_values": torch.zeros(4, 3, 8, 8)})  # tokens of the text stand for patches
+    assert {name: value.shape for name, value in found.items()} == {
+        "input_ids": (2, 16),
+        "attention_mask": (2, 16),
+        "pixel_values": (2, 3, 8, 8),
+    }
 
 
 def test_tied_parameters_are_left_alone():

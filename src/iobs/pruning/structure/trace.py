@@ -137,12 +137,18 @@ def trace(model: nn.Module, batch: batches.Batch) -> Trace:
 
 
 def shortened(batch: batches.Batch) -> batches.Batch:
-    """At most two samples, and `TOKENS` positions of text."""
+    """At most two samples, and `TOKENS` positions of text if nothing else is in the batch.
+
+    Text beside pictures or sounds is left whole: its tokens stand for their parts.
+    """
     given = batches.inputs(batch)
     if not batches.is_whole(given):
         rows = torch.arange(min(2, batches.size(given)))
         given = batches.take(given, rows)
-    texts = {tensor.shape for tensor in batches.tensors(given) if tensor.ndim == 2 and not tensor.is_floating_point()}
+    found = batches.tensors(given)
+    if len(found) > 1 and any(tensor.is_floating_point() for tensor in found):
+        return given
+    texts = {tensor.shape for tensor in found if tensor.ndim == 2 and not tensor.is_floating_point()}
     if isinstance(given, Mapping) and len(texts) == 1:
         return {
             name: value[:, :TOKENS] if isinstance(value, Tensor) and value.shape in texts else value

@@ -185,9 +185,9 @@ def shapes_of(model: nn.Module) -> Shapes:
 def built(model: nn.Module, config: Configuration) -> Shapes | str:
     """The shapes of the model's class for a configuration, or the reason why it cannot be built."""
     try:
-        type(config).from_dict(config.to_dict())  # as loading does: classes check values that belong together
+        loaded = type(config).from_dict(config.to_dict())  # as loading does: some values are checked or derived anew
         with torch.device("meta"), torch.no_grad():
-            return shapes_of(type(model)(copy.deepcopy(config)))
+            return shapes_of(type(model)(loaded))
     except Exception as error:  # every class has its own checks
         return first_line(error)
 
