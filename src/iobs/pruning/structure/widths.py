@@ -8,6 +8,7 @@ changed configuration, and the shapes that change are compared with those that a
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -185,7 +186,8 @@ def shapes_of(model: nn.Module) -> Shapes:
 def built(model: nn.Module, config: Configuration) -> Shapes | str:
     """The shapes of the model's class for a configuration, or the reason why it cannot be built."""
     try:
-        loaded = type(config).from_dict(config.to_dict())  # as loading does: some values are checked or derived anew
+        # As saving and loading do: some values are checked or derived anew.
+        loaded = type(config).from_dict(json.loads(config.to_json_string()))
         with torch.device("meta"), torch.no_grad():
             return shapes_of(type(model)(loaded))
     except Exception as error:  # every class has its own checks
