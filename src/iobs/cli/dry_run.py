@@ -71,7 +71,7 @@ def show_layers(request: Request, skipped: dict[str, Reason], as_json: bool, pla
 
 
 def _bounds(request: Request, budget: Budget) -> dict[str, float]:
-    """What a budget says before a run: the bits of a weight, the number of weights, and the most bytes of these."""
+    """Bounds that a budget sets before a run: bits of a weight, the number of weights, and their most bytes."""
     weights = sum(layer.weights for layer, own in request.patterns.items() if own is budget)
     most = int(budget.bits_per_weight * weights / 8)
     return {"bits_per_weight": budget.bits_per_weight, "weights": weights, "most_bytes": most}

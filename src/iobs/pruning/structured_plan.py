@@ -71,7 +71,7 @@ class PlannedCost:
 
 @dataclass(frozen=True)
 class UnitsPlan:
-    """What a run that removes units would do.
+    """Plan of a run that removes units.
 
     Attributes:
         units: in the order of the forward pass.
