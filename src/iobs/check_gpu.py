@@ -30,7 +30,8 @@ from iobs.core.quadratic import Quadratic
 from iobs.errors import IOBSError, ProblemError, is_out_of_memory
 from iobs.inference import gpu
 from iobs.models.output import make_folder
-from iobs.pruning.cost.phases import Rates, Shape, Work, phases, solve_operations
+from iobs.pruning.cost.loads import Rates, solve_operations
+from iobs.pruning.cost.phases import Shape, Work, phases
 from iobs.pruning.cost.speeds import measured_rates
 from iobs.pruning.recipe import Recipe
 from iobs.solvers.kernels.conjugate import improve_weights

@@ -102,7 +102,13 @@ def test_pattern_raises_if_impossible():
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("3:2", "0 < keep <= of"), ("int40", "bits"), ("half", "such as 0.5 or 50%"), ("structured", "says no share")],
+    [
+        ("3:2", "0 < keep <= of"),
+        ("int40", "bits"),
+        ("half", "such as 0.5 or 50%"),
+        ("structured:30%,multiple_of=²", "multiple_of must be"),
+        ("structured", "says no share"),
+    ],
 )
 def test_unreadable_pattern_says_what_is_wrong_with_it(text, reason):
     with pytest.raises(PatternError, match=reason):

@@ -126,6 +126,7 @@ def test_quadratic_raises_if_malformed(hessian, centre):
         (ProblemError, lambda: Quadratic.newton(centre, centre.tolist(), hessian)),
         (ProblemError, lambda: Quadratic(hessian, centre[0])),
         (ProblemError, lambda: Quadratic(hessian[:, :4], centre)),
+        (ProblemError, lambda: Quadratic(hessian[0, 0], centre)),
         (ProblemError, lambda: Quadratic(hessian, centre, centre[:1])),
         (ProblemError, lambda: Quadratic(torch.eye(2, dtype=torch.int64), torch.ones(1, 2))),
         (ProblemError, lambda: Quadratic(hessian.float(), centre)),

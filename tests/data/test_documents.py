@@ -81,6 +81,14 @@ def test_read_documents_names_a_damaged_gzip_file(tmp_path):
         data.read_questions(file)
 
 
+@pytest.mark.parametrize("changed", [{"question": 5}, {"subject": None}, {"choices": "abcd"}, {"answer": 4}])
+def test_questions_of_another_form_are_refused_when_they_are_read(tmp_path, changed):
+    entry = {"split": "test", "subject": "s", "question": "q", "choices": ["a", "b", "c", "d"], "answer": 0, **changed}
+    (tmp_path / "a.jsonl").write_text(json.dumps(entry))
+    with pytest.raises(DataError, match="line 1"):
+        data.read_questions(tmp_path / "a.jsonl")
+
+
 def test_read_documents_names_unreadable_files(tmp_path, embedded):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match=r"not UTF-8 text \(invalid start byte\)"):

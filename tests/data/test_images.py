@@ -32,12 +32,29 @@ def test_arrays_of_images_are_normalised_and_batched(tmp_path, embedded):
         ({"images": np.zeros((0, 2, 2))}, "no images"),
         ({"images": np.zeros((3, 2, 2), np.int64)}, r"type int64; save bytes, 0 to 255, as images.astype\(numpy.uint8"),
         ({"images": np.array([["a"]])}, "images are of type <U1"),
+        ({"images": np.zeros(3, np.uint8)}, r"the shape \(3,\)"),
+        ({"images": np.uint8(3)}, r"the shape \(\)"),
+        ({"images": np.zeros((3, 2, 2)), "labels": 3}, "a single number"),
     ],
 )
 def test_unusable_arrays_are_refused(tmp_path, embedded, arrays, message):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(DataError, match=message):
         data.open_source([str(tmp_path / "a.npz")], "calibration", embedded)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", "f2", np.longdouble])
+def test_floating_images_of_any_dtype_are_read(tmp_path, embedded, dtype):
+    images = np.arange(24).reshape(2, 3, 2, 2) / 8
+    np.savez(tmp_path / "a.npz", images=images.astype(dtype))
+    found = data.open_source([str(tmp_path / "a.npz")], "calibration", embedded).inputs
+    assert torch.equal(found, torch.from_numpy(images).float())
+
+
+def test_bytes_that_are_no_images_are_not_normalised(tmp_path, embedded):
+    np.savez(tmp_path / "a.npz", images=np.full((2, 3), 51, np.uint8))
+    found = data.open_source([str(tmp_path / "a.npz")], "calibration", embedded).inputs
+    assert torch.equal(found, torch.full((2, 3), 0.2))
 
 
 @pytest.mark.parametrize(
@@ -154,6 +171,7 @@ def test_hidden_folders_are_ignored_and_stray_images_refused(tmp_path, embedded)
         (("n1/images/a.png", "n1/boxes.txt", "n2/images/a.png", "n2/images/b.png"), [0, 1, 1]),  # as Tiny-ImageNet
         (("whole/read.me", "whole/cat/a.png", "whole/dog/a.png"), [0, 1]),
         (("one/1.png", "one/5.png"), [1, 5]),
+        (("²/a.png", "³/a.png"), [0, 1]),
         (("1.png", "5.png", "notes/a.txt"), [1, 5]),
         (("cat/a.png", "dog/a.png", ".ipynb_checkpoints/", "dog/.thumbs/a.png"), [0, 1]),
     ],

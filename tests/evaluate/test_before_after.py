@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import iobs
-from iobs.evaluate import BeforeAfter
+from iobs.evaluate import BeforeAfter, before_after
 
 OPTIONS = {"solver": "magnitude", "holdout": 0.0}
 
@@ -61,6 +61,21 @@ def test_text_is_continued_by_both_models():
             value.copy_(old)
     dense = model(input_ids=data[0]["input_ids"][:1, :24]).logits[0, -1].argmax()
     assert first.dense.split()[0] == str(int(dense))
+
+
+def test_slow_models_continue_for_fewer_tokens(monkeypatch):
+    now, calls = [0.0], []
+
+    class Slow(torch.nn.Embedding):
+        def forward(self, input_ids):
+            now[0] += 1.0
+            calls.append(input_ids.shape[1])
+            return super().forward(input_ids)
+
+    monkeypatch.setattr(before_after, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    shown = BeforeAfter([{"input_ids": torch.arange(48).view(2, 24)}], SimpleNamespace(decode=in_numbers))
+    shown.on_start(Slow(48, 48), [], 1)
+    assert calls == [24, 25, 26, 27, 28] * 2  # ten seconds for two texts
 
 
 def test_other_data_and_streamed_models_give_no_samples(tmp_path):

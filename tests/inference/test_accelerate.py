@@ -351,3 +351,26 @@ def test_an_accelerated_model_is_audited_and_says_why_it_cannot_be_pruned_again(
     with pytest.raises(ModelError, match="accelerate it last"):
         iobs.prune(model, [torch.randn(4, 256)], 0.5, "one-shot")
     assert "stored already" in str(iobs.accelerate(model, threads=1))
+
+
+def test_an_interrupted_run_leaves_the_dense_layers(fastest):
+    model, calls = network(), []
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 2:  # the first call shows the tokens, the second which weights are read
+            raise KeyboardInterrupt
+
+    model.register_forward_pre_hook(interrupt)
+    dense = [*model]
+    with pytest.raises(KeyboardInterrupt):
+        iobs.accelerate(model, torch.ones(1, 256), threads=1)
+    assert all(one is other for one, other in zip(model, dense, strict=True))
+
+
+def test_layers_that_share_a_part_of_their_weight_have_stored_forms_of_their_own(fastest):
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 512, bias=False))
+    model[0].weight = nn.Parameter(model[1].weight.data[:256])
+    expected = model[1].weight.detach().clone()
+    iobs.accelerate(model, precision="bf16", threads=1)
+    torch.testing.assert_close(model[1].weight, expected, atol=0, rtol=1e-2)

@@ -97,6 +97,11 @@ def test_generated_tokens_are_those_of_the_accelerated_modules(needs_step, small
     assert len(modules) == len(step) == 10
 
 
+def test_an_empty_prompt_is_refused_by_modules_too():
+    with pytest.raises(ProblemError, match="shape"):
+        next(generated(model_of("llama"), torch.zeros(1, 0, dtype=torch.long), 3))
+
+
 def test_generation_ends_at_a_stop_token():
     model = model_of("llama")
     ids = torch.randint(0, 100, (1, 4), generator=torch.Generator().manual_seed(2))

@@ -74,6 +74,14 @@ def test_many_coordinates_of_a_separable_design_are_proved(rng):
     assert found.gap <= 1e-4
 
 
+@pytest.mark.parametrize(("columns", "k"), [(np.zeros((20, 5000)), 2), (np.ones((20, 5000)), 0)])
+def test_nothing_to_choose_is_proved_at_once(columns, k, rng):
+    found = certify(LeastSquares(columns, rng.standard_normal(20)), k)
+    assert found.closed
+    assert found.lower == found.upper
+    assert found.message.startswith("a global minimiser")
+
+
 def test_what_cannot_be_screened_is_said(rng, monkeypatch):
     monkeypatch.setattr(branch_and_bound, "DENSE_LIMIT", 20)
     monkeypatch.setattr(branch_and_bound, "_BOX_LIMIT", 10)
@@ -82,6 +90,7 @@ def test_what_cannot_be_screened_is_said(rng, monkeypatch):
     assert not found.closed
     assert "left 40 of 40" in found.message
     assert found.lower <= found.upper
+    assert certify(dense, 3, gap=np.inf).message.startswith("within")
     with pytest.raises(ProblemError, match="raise seconds"):
         certify(dense, 3, seconds=0.0)
     forced = _problem(rng, correlated_design(rng, 60, 40, 0.5), 3, 1.0, forced=[2])

@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from iobs import SparseClassifier, SparseRegressor, split_inference, stability_selection
+from iobs import (
+    SparseClassifier,
+    SparseCox,
+    SparseInteractions,
+    SparseMultiTaskRegressor,
+    SparseRegressor,
+    knockoff_filter,
+    split_inference,
+    stability_selection,
+)
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.stability import _halves
 
@@ -131,3 +140,32 @@ def test_split_inference_refuses_what_it_cannot_estimate(rng):
         split_inference(SparseClassifier(2), X, np.arange(len(y)) % 3)
     with pytest.raises(ProblemError, match="too few"):
         split_inference(SparseRegressor(4), X, y, share=0.97)
+    with pytest.raises(ProblemError, match="bounds"):
+        split_inference(SparseRegressor(2, lower=0), X, y)
+    with pytest.raises(ProblemError, match="one response"):
+        split_inference(SparseMultiTaskRegressor(2), X, np.column_stack([y, y]))
+
+
+@pytest.mark.parametrize("weight", [0.1, 10.5])
+def test_split_intervals_depend_only_on_ratios_of_fractional_weights(weight, rng):
+    X, y = _data(rng)
+    plain = split_inference(SparseRegressor(2), X, y)
+    weighted = split_inference(SparseRegressor(2), X, y, sample_weight=np.full(len(y), weight))
+    for left, right in zip(plain, weighted, strict=True):
+        assert (right.low, right.high, right.p_value) == pytest.approx((left.low, left.high, left.p_value), rel=1e-6)
+
+
+def test_split_intervals_of_cox_have_normal_errors(rng):
+    X = rng.standard_normal((300, 5))
+    times = rng.exponential(np.exp(-X[:, 3]))
+    (row,) = split_inference(SparseCox(1), X, np.column_stack([times, np.ones(300)]))
+    assert row.feature == 3
+    assert row.low < 1 < row.high
+    assert row.high - row.coefficient == pytest.approx(1.959964 * row.error, rel=1e-5)
+
+
+@pytest.mark.parametrize("function", [split_inference, knockoff_filter, lambda *a: stability_selection(*a, max_k=2)])
+def test_estimators_of_interactions_are_refused(function, rng):
+    X, y = _data(rng)
+    with pytest.raises(ProblemError, match="terms are not features"):
+        function(SparseInteractions(2), X, y)

@@ -204,3 +204,10 @@ def test_bounds_of_the_command_are_refused_together(table):
     assert isinstance(refused.exception, DataError)
     for part in ("4 problems", "--lower 1", "--upper -1", "'z'", "'c0=x'"):
         assert part in str(refused.exception)
+
+
+def test_the_constant_feature_is_named_whatever_the_units_of_others(rng):
+    X = rng.standard_normal((60, 3)) * [1.0, 1.0, 1e-20]
+    X[:, 1] = 1e6 + 1e-9 * X[:, 1]
+    with pytest.raises(ProblemError, match="Feature 1 is constant"):
+        knockoff_filter(SparseRegressor(), X, rng.standard_normal(60))

@@ -11,6 +11,7 @@ import scipy.sparse as sp
 from iobs import SparseMultiTaskRegressor, SparseRegressor
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.optimize.objectives import LeastSquares, MultiResponse
+from iobs.optimize.objectives.multinomial import Multinomial
 
 
 def _data(rng, n=80, d=7, outputs=3):
@@ -36,6 +37,21 @@ def test_value_gradient_and_hessian_are_sums_over_the_responses(rng):
     vector = rng.standard_normal(21)
     assert np.allclose(together.hessian_product(vector, vector), hessian @ vector)
     assert np.allclose(together.hessian_diagonal(vector), hessian.diagonal())
+
+
+@pytest.mark.parametrize("make", [MultiResponse, lambda X, Y: Multinomial(X, Y.argmax(axis=1), 3)])
+def test_restriction_to_some_features_has_their_diagonal(make, rng):
+    X, Y = _data(rng)
+    X[:, 4] = 0
+    whole = make(X, Y)
+    support = np.concatenate([whole.groups[1], whole.groups[4], whole.forced])
+    part = whole.restricted(support)
+    theta = rng.standard_normal(support.size)
+    np.testing.assert_allclose(
+        part.hessian_diagonal(theta), part.hessian_block(theta, np.arange(theta.size)).diagonal()
+    )
+    assert part.constant_coordinates().tolist() == [3, 4, 5]
+    assert part.forced.tolist() == [6, 7, 8][: whole.forced.size]
 
 
 @pytest.mark.parametrize("convert", [np.asarray, sp.csr_array])
@@ -65,6 +81,7 @@ def test_choice_of_k_finds_the_shared_features(k, rng):
     assert model.support_.size <= 4
     assert model.noise_ == pytest.approx(0.5, rel=0.15)
     assert "x1" in str(model.summary())
+    assert model.summary().cells()[0][0] == "response"
 
 
 def test_one_response_equals_the_regressor(rng):

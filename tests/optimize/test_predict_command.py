@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from iobs.cli.predict import predict
 from iobs.cli.solve import solve
+from iobs.data import fitted
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.optimize.estimators import SparseClassifier
 
@@ -142,3 +143,17 @@ def test_model_whose_coefficients_do_not_fit_is_refused(model, tmp_path):
     model.write_text(json.dumps(plain))
     with pytest.raises(ModelError, match="do not fit its columns"):
         _run("predict", model, tmp_path / "old.csv")
+
+
+@pytest.mark.parametrize(
+    ("loss", "parts", "message"),
+    [
+        ("logistic", {"classes": ["a", "b", "c"]}, "do not fit its classes"),
+        ("cox", {"event_times": [1.0, 2.0], "cumulative_hazard": [0.1]}, "does not fit its times"),
+    ],
+)
+def test_model_whose_parts_do_not_fit_each_other_is_refused(loss, parts, message):
+    column = {"name": "x", "levels": [], "fill": None}
+    plain = {"format": fitted.FORMAT, "target": "y", "loss": loss, "classes": [], "codings": [column], **parts}
+    with pytest.raises(ModelError, match=message):
+        fitted.Fitted.of_plain({**plain, "coefficients": [[1.0]], "constants": [0.0]})

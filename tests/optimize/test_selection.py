@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from sklearn.model_selection import GroupKFold, KFold, RepeatedKFold
+from sklearn.model_selection import GroupKFold, KFold, RepeatedKFold, ShuffleSplit
 
 from iobs import SparseClassifier, SparseRegressor, minimize
 from iobs.errors import ProblemError
@@ -39,6 +39,11 @@ def test_repeated_cross_validation_does_not_count_repeats_as_samples(rng):
     ratio = errors[1] / errors[0]
     assert (ratio > 0.4).all()
     assert (ratio < 2.5).all()  # counted as samples, the errors would be smaller by sqrt(8)
+
+
+def test_one_standard_error_rule_needs_two_folds(rng):
+    with pytest.raises(ProblemError, match="at least two folds"):
+        SparseRegressor("cv-1se", cv=ShuffleSplit(1, random_state=0)).fit(*_linear(rng))
 
 
 @pytest.mark.parametrize("estimator", [SparseRegressor, SparseClassifier])

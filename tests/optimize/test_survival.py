@@ -92,6 +92,27 @@ def test_weights_and_offset_reach_the_objective(table, rng):
     np.testing.assert_allclose(model.predict(X, offset=offset), X @ direct.theta + offset)
 
 
+def test_samples_of_weight_zero_count_as_left_out(table):
+    X, y = table
+    y[np.argmax(y[:, 0]), 1] = 1
+    weights = np.ones(200)
+    weights[[np.argmax(y[:, 0]), *np.flatnonzero(y[:, 1])[:40]]] = 0  # the last event, and some with ties
+    left, found = SparseCox(2).fit(X[weights > 0], y[weights > 0]), SparseCox(2).fit(X, y, weights)
+    assert found.path_[0]["loss"] == pytest.approx(left.path_[0]["loss"], rel=1e-12)
+    np.testing.assert_allclose(found.coef_, left.coef_, rtol=1e-6)
+    np.testing.assert_array_equal(found.baseline_times_, left.baseline_times_)
+    np.testing.assert_allclose(found.baseline_hazard_, left.baseline_hazard_, rtol=1e-6)
+
+
+def test_a_model_that_fits_all_events_has_no_overflow(table):
+    X, y = table
+    y[:, 1] = np.arange(200) == np.argmax(X[:, 2])  # one event, of the sample with the largest feature
+    y[y[:, 1] == 1, 0] = 0.001
+    assert SparseCox(1).fit(X, y).support_.size == 1
+    objective = iobs.objectives.Cox(X, y[:, 0], np.ones(200))
+    assert objective.value_and_gradient(np.full(8, 1e5))[0] == np.inf
+
+
 def test_forced_features_and_groups_are_kept_together(table):
     X, y = table
     assert 6 in SparseCox(2, forced=[6]).fit(X, y).support_

@@ -179,3 +179,11 @@ def test_read_table_treats_underscores_as_text(tmp_path):
     (tmp_path / "t.csv").write_text("term,y\n" + "".join(f"20{i:02d}_1,{i % 2}\n" for i in range(4)))
     with pytest.raises(DataError, match="holds text such as '2000_1'"):
         read_table(tmp_path / "t.csv", "y")
+
+
+def test_categories_of_text_arrays_keep_their_names(tmp_path):
+    file = tmp_path / "t.npz"
+    np.savez(file, code=np.array(["01", "1", "01", "1"]), x=np.arange(4.0), y=np.array(["0", "1", "1", "0"]))
+    table = read_table(file, "y", categories=["code"])
+    assert table.names == ["code=1", "x"]
+    assert table.y.tolist() == [0, 1, 1, 0]

@@ -108,3 +108,10 @@ def test_reproduce_names_damaged_mnist_files(name, tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["reproduce", "figure-mnist"])
     assert result.exit_code == 2
     assert f"Cannot read MNIST from {tmp_path / name}" in " ".join(result.stderr.split())
+
+
+def test_reproduce_says_that_a_file_has_too_few_pictures(tmp_path, monkeypatch):
+    np.savez(tmp_path / "few.npz", x_train=np.ones((3, 28, 28), np.uint8))
+    monkeypatch.setenv("IOBS_MNIST", str(tmp_path / "few.npz"))
+    with pytest.raises(DataError, match="3 pictures, 20 are needed"):
+        find("figure-mnist").run(PLAIN)

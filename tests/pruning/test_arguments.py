@@ -1,5 +1,6 @@
 """Arguments of `iobs.prune` that are refused before any work, and that leave the network unchanged."""
 
+import families
 import pytest
 import torch
 from checks import state_of
@@ -120,10 +121,19 @@ def nan_activation():
     return model, data, {"holdout": 0}
 
 
+def nan_text():
+    model, data = families.build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:] = torch.nan
+    return model, data, {"recipe": "best"}
+
+
 BAD = {
     "nan weight": (nan_weight, NonFiniteError, "fc2"),
     "nan input": (nan_input, NonFiniteError, "batch 3"),
     "nan activation": (nan_activation, NonFiniteError, r"layer '2'.*batch 3"),
+    "nan likelihood": (lambda: (*nan_activation()[:2], {"curvature": "joint"}), NonFiniteError, "layer '2'"),
+    "nan text": (nan_text, NonFiniteError, r"layer 'model\.layers\.0.*q_proj'"),
     "no data": (lambda: (build("perceptron")[0], [], {}), CalibrationError, "no calibration data"),
     "empty batch": (lambda: (build("perceptron")[0], [torch.zeros(0, 12)], {}), CalibrationError, "batch 0 is empty"),
     "odd batch": (lambda: (build("perceptron")[0], ["text"], {}), CalibrationError, "is a str"),

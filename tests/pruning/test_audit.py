@@ -7,6 +7,7 @@ import pytest
 import torch
 from menagerie import build
 from safetensors.torch import save_file
+from torch.nn.utils import parametrizations, parametrize
 
 import iobs
 from iobs.errors import AuditError, ModelError, PatternError
@@ -92,3 +93,11 @@ def test_audit_refuses_unreadable_files(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x10\x00")
     with pytest.raises(ModelError, match="truncated"):
         iobs.audit(tmp_path)
+
+
+def test_failed_audit_leaves_computed_weights_as_they_were():
+    model = torch.nn.Sequential(parametrizations.weight_norm(torch.nn.Linear(8, 8)), torch.nn.Linear(8, 8))
+    with pytest.raises(AuditError) as error:
+        iobs.audit(model, 0.5, layers=["0"])
+    assert parametrize.is_parametrized(model[0])  # while the error, and its frames, are kept
+    assert "'0' keeps" in str(error.value)

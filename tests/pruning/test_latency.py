@@ -66,6 +66,15 @@ def test_savings_of_blocks_add_up_to_those_of_the_network(stack):
     assert (latency.of({}), latency.of(widths)) == (wide, left) == (latency.dense, 24 * (3 + 12 + 7))
 
 
+def test_timing_changes_no_buffers(stack):
+    model, batch, sites = stack
+    model.register_buffer("calls", torch.zeros(()))
+    model.register_forward_hook(lambda *_: model.calls.add_(1))
+    measure(model, batch, {site: (3, site.count) for site in sites}, "torch", work)
+    shares_of(model, model, batch, "torch", work)
+    assert int(model.calls) == 0
+
+
 def test_blocks_of_equal_shape_are_timed_once(stack):
     model, batch, sites = stack
     counted = []

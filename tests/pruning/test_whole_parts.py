@@ -3,6 +3,7 @@
 import copy
 import math
 from collections import OrderedDict
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -26,6 +27,7 @@ from iobs.pruning.recipe.structured import STRUCTURED
 from iobs.pruning.store import Store
 from iobs.pruning.structured import Asked
 from iobs.pruning.structured_plan import planned_units
+from iobs.pruning.whole import experts
 from iobs.pruning.whole.blocks import Blocks
 from iobs.pruning.whole.experts import Experts
 from iobs.report import read_report
@@ -278,3 +280,41 @@ def test_blocks_that_end_in_a_norm_are_removed_too(tmp_path):
     model.save_pretrained(tmp_path)
     again = BertModel.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(again(**text()[0]).last_hidden_state, model(**text()[0]).last_hidden_state)
+
+
+def test_an_interrupted_choice_leaves_all_experts(monkeypatch):
+    model = built(MIXTURES["mixtral"]())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    outputs, calls = experts._output, []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return outputs(*given)
+
+    monkeypatch.setattr(experts, "_output", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        iobs.prune(model, text(), iobs.Structured(0.4, units="experts"), "one-shot")
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_the_input_of_a_mixture_stays_as_it_is():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            return x.mul_(2)
+
+    given = torch.ones(2, 1, 3)
+    assert float(experts._output(InPlace(), given).sum()) == 12
+    assert float(given.sum()) == 6
+
+
+def test_blocks_with_a_forward_of_their_own_are_removed():
+    model = llama()
+    for block in model.model.layers:  # as hooks of accelerate set it
+        block.forward = partial(type(block).forward, block)
+    report = iobs.prune(model, text(), iobs.Structured(0.4, units="blocks"), "one-shot")
+    assert report.widths[0].after == len(model.model.layers) == 3
+    assert all("forward" in vars(block) for block in model.model.layers)

@@ -282,9 +282,12 @@ def test_loss_of_a_float32_operator_problem_is_accurate():
     torch.testing.assert_close(found.loss, problem.loss(found.weight), rtol=1e-5, atol=1e-5)
 
 
-def test_solve_raises_if_there_are_no_rows():
+def test_solve_raises_if_there_are_no_rows_or_columns():
     with pytest.raises(ProblemError, match="no rows"):
         iobs.solve(iobs.Quadratic(torch.eye(4), torch.zeros(0, 4)), iobs.NM(2, 4))
+    for pattern in (iobs.NM(2, 4), iobs.Unstructured(0.5), iobs.Groups(2, keep=0)):
+        with pytest.raises(ProblemError, match="no columns"):
+            iobs.solve(iobs.Quadratic.at(torch.zeros(3, 0), torch.zeros(0, 0)), pattern)
 
 
 def test_exact_skips_impossible_row_counts():

@@ -79,6 +79,17 @@ def test_bound_of_lobs_has_the_units_of_the_loss(unit):
 
 
 @pytest.mark.parametrize("seed", range(20))
+def test_bound_of_a_damped_problem_is_that_of_its_damped_loss(seed):
+    generator = torch.Generator().manual_seed(seed)
+    factor, centre, anchor = (torch.randn(6, 6, generator=generator, dtype=torch.float64) for _ in range(3))
+    hessian = factor @ factor.T + 0.01 * torch.eye(6, dtype=torch.float64)
+    problem = iobs.Quadratic(hessian, centre @ hessian, anchor)
+    found = iobs.solve(problem, iobs.Unstructured(0.5), LOBS(), damping=0.1)
+    damped = problem.damped(0.1 * float(hessian.diagonal().mean()))
+    assert float((damped.loss(found.weight) - damped.loss(damped.centre())).sum()) <= found.stats["bound"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_network_bound_holds_for_chains_of_pruned_layers(seed):
     generator = torch.Generator().manual_seed(seed)
     sizes = [8, 12, 10, 6]

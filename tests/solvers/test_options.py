@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,7 +11,20 @@ from solver_problems import random_problem
 
 import iobs
 from iobs.errors import ProblemError
-from iobs.solvers import ADMM, LOBS, OBC, Exact, Magnitude, NetTrim, Refit, ScreenedSwap, SparseGPT, Swap, Wanda
+from iobs.solvers import (
+    ADMM,
+    LOBS,
+    OBC,
+    Exact,
+    Magnitude,
+    NetTrim,
+    Refit,
+    ScreenedSwap,
+    SparseGPT,
+    Swap,
+    Wanda,
+    require_known_solver,
+)
 
 VALUES = [
     ADMM(budget="best"),
@@ -84,6 +98,18 @@ def test_solve_gives_equal_bits_by_name_and_by_value(shape, name, options, value
     assert torch.equal(given.weight, named.weight)
     assert torch.equal(given.mask, named.mask)
     assert given.stats == named.stats
+
+
+def test_a_solver_needs_no_hash():
+    @dataclass
+    class Own:
+        def __call__(self, problem, pattern):
+            return Magnitude()(problem, pattern)
+
+    assert iobs.Recipe(solver=Own()).solver == Own()
+    require_known_solver(Own())
+    with pytest.raises(ProblemError, match="name or a function"):
+        require_known_solver([])
 
 
 def test_exact_gives_equal_bits_by_name_and_by_value():

@@ -168,6 +168,15 @@ def test_impossible_merges_are_refused_before_any_work():
         merge_adapters(whole)
 
 
+def test_a_merged_weight_that_is_too_large_is_named():
+    whole = adapted(sparse_llama().half())
+    with torch.no_grad():
+        for part in ("lora_A", "lora_B"):
+            getattr(whole.base_model.model.model.layers[1].mlp.down_proj, part)["default"].weight.fill_(6e4)
+    with pytest.raises(NonFiniteError, match=r"layers\.1\.mlp\.down_proj.*float16"):
+        merge_adapters(whole)
+
+
 def test_masks_are_refused_on_a_dense_base_and_with_dropout():
     with pytest.raises(LayerSelectionError, match="holds a zero"):
         mask_adapters(adapted(sparse_llama(0.0)))

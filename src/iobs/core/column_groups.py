@@ -71,7 +71,7 @@ class Groups:
             if len(self.index) != columns:
                 raise PatternError(f"The index of Groups names {len(self.index)} columns, the matrix has {columns}.")
             return torch.tensor(self.index)
-        if columns % self.index:
+        if not columns or columns % self.index:
             raise PatternError(
                 f"Groups of {self.index} columns do not divide {columns} columns; give the group of every column."
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -52,6 +52,19 @@ class Partition:
     def all_rows(self, here: int) -> int:
         """Number of rows in all processes; `here` are in this process."""
         return here if self.peers is None else self.rows
+
+    def in_columns(self, block: slice, columns: int) -> Partition:
+        """Partition of some neighbouring columns, for groups of whole rows.
+
+        The counts of the blocks of a matrix add up to its count.
+
+        Args:
+            block: the columns.
+            columns: number of columns of the matrix.
+        """
+        for_each = self.keep / columns
+        keep = round(block.stop * for_each) - round(block.start * for_each)
+        return replace(self, size=self.size // columns * (block.stop - block.start), keep=keep)
 
     @property
     def all_kept(self) -> int:

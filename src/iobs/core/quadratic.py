@@ -98,9 +98,8 @@ class Quadratic:
     def _check(self) -> None:
         if self._linear is None and not (self.centred and self.anchor is not None):
             raise ProblemError("A quadratic needs its linear term, unless it is centred at a given anchor.")
-        d = self.hessian.shape[0]
         rows = self._given
-        if rows.ndim != 2 or self.hessian.shape != (d, d) or rows.shape[1] != d:
+        if rows.ndim != 2 or self.hessian.shape != (rows.shape[1], rows.shape[1]):
             raise ProblemError(
                 f"A quadratic needs a (d, d) Hessian and a (rows, d) linear term, got {tuple(self.hessian.shape)} "
                 f"and {tuple(rows.shape)}; one vector is one row: b[None]."

@@ -98,7 +98,7 @@ class Structured:
                     "of=latency, multiple_of=8, uniform=true, units=blocks or runtime=onnx."
                 )
             known: dict[str, object] = {"true": True, "false": False}
-            found[name] = int(value) if value.isdigit() else known.get(value.lower(), value)
+            found[name] = int(value) if value.isdecimal() else known.get(value.lower(), value)
         return cls(sparsity, **found)  # type: ignore[arg-type]
 
     def groups(self, shape: tuple[int, int]) -> Partition:

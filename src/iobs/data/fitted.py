@@ -105,6 +105,10 @@ class Fitted:
         finite = np.isfinite(coefficients).all() and np.isfinite(constants).all()
         if coefficients.shape != (constants.size, width) or not finite or model.loss not in LOSSES:
             raise ModelError("The model is damaged: its coefficients do not fit its columns; write it again.")
+        if classes and len(classes) != max(2, constants.size):
+            raise ModelError("The model is damaged: its coefficients do not fit its classes; write it again.")
+        if steps and not steps[0].shape == steps[1].shape == (steps[0].size,):
+            raise ModelError("The model is damaged: its hazard does not fit its times; write it again.")
         return model
 
     @classmethod

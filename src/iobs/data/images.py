@@ -47,7 +47,8 @@ def read_arrays(file: Path, statistics: Statistics = IMAGENET) -> tuple[Tensor, 
         statistics: mean and standard deviation of each channel.
 
     Raises:
-        DataError: the file is damaged, has no array `images` or one of another dtype, or its labels are not numbers.
+        DataError: the file is damaged, has no array `images` or one of another dtype or shape, or its labels are not
+            numbers, one or more for each image.
     """
     if not zipfile.is_zipfile(file):
         raise DataError(f"{file} is not an .npz file, or is damaged; {_WRITE}")
@@ -58,8 +59,10 @@ def read_arrays(file: Path, statistics: Statistics = IMAGENET) -> tuple[Tensor, 
         raise DataError(f"{file} cannot be read as .npz ({error}); {_WRITE}") from error
     if "images" not in arrays:
         raise DataError(f"{file} has no array 'images'; save images under this name, and their labels as 'labels'.")
-    labels = _as_labels(file, arrays["labels"]) if "labels" in arrays else None
     images = arrays["images"]
+    if images.ndim < 2:
+        raise DataError(f"{file}: images have the shape {images.shape}; save an array (N, H, W, C) or (N, H, W).")
+    labels = _as_labels(file, arrays["labels"]) if "labels" in arrays else None
     if labels is not None and len(labels) != len(images):
         raise DataError(f"{file} has {len(images)} images and {len(labels)} labels.")
     if not len(images):
@@ -206,7 +209,7 @@ def _labelled(source: Path, entries: Iterable[str]) -> tuple[list[str], Tensor |
             "folder, or remove it."
         )
     stems = [PurePosixPath(name).stem.split("_")[0].split(".")[0] for name in found]
-    numbered = all(stem.isdigit() for stem in stems) and len(set(stems)) > 1
+    numbered = all(stem.isdecimal() for stem in stems) and len(set(stems)) > 1
     return found, _numbers(stems, stems) if numbered else None
 
 
@@ -255,7 +258,7 @@ def _inside(folder: tuple[str, ...], folders: Iterable[tuple[str, ...]]) -> set[
 
 def _numbers(names: Sequence[str], order: Sequence[str]) -> Tensor:
     """Names as int64: their numbers if all names are numbers, else their positions in `order`."""
-    if all(name.isdigit() for name in names):
+    if all(name.isdecimal() for name in names):
         return torch.tensor([int(name) for name in names])
     places = {name: place for place, name in enumerate(order)}
     return torch.tensor([places[name] for name in names])
@@ -293,8 +296,10 @@ def _as_labels(file: Path, labels: np.ndarray) -> Tensor:
     """Labels as int64 if all are whole numbers, else as float32.
 
     Raises:
-        DataError: labels are not numbers, or not finite.
+        DataError: labels are not numbers, not finite, or a single number.
     """
+    if labels.ndim == 0:
+        raise DataError(f"{file}: labels are a single number; save one for each image.")
     if labels.dtype.kind in "biu":
         return torch.from_numpy(labels.astype(np.int64))
     if labels.dtype.kind != "f" or not np.isfinite(labels).all():
@@ -306,11 +311,11 @@ def _as_labels(file: Path, labels: np.ndarray) -> Tensor:
 
 def _as_tensor(images: np.ndarray, statistics: Statistics) -> Tensor:
     """Images (N, C, H, W) as float32; uint8 is scaled to [0, 1], and normalised if the statistics have C channels."""
-    tensor = torch.from_numpy(images)
     if images.dtype != np.uint8:
-        return tensor.float().contiguous()
-    tensor = tensor.float().div(255)
-    if tensor.shape[1] == len(statistics[0]):
+        with np.errstate(over="ignore"):  # numpy reads dtypes that torch does not, such as another byte order
+            return torch.from_numpy(np.ascontiguousarray(images, dtype=np.float32))
+    tensor = torch.from_numpy(images).float().div(255)
+    if tensor.ndim == 4 and tensor.shape[1] == len(statistics[0]):
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in statistics)
         tensor = (tensor - mean) / std
     return tensor.contiguous()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from iobs.data.documents import open_text
 from iobs.errors import DataError
@@ -58,9 +59,7 @@ def read_questions(file: Path, subjects: int | None = None, each: int | None = N
                 if not line.strip():
                     continue
                 entry = json.loads(line)
-                question = Question(entry["subject"], entry["question"], tuple(entry["choices"]), int(entry["answer"]))
-                if len(question.choices) != len(LETTERS) or not 0 <= question.answer < len(LETTERS):
-                    raise ValueError(f"a question has {len(question.choices)} choices and answer {question.answer}")
+                question = _question(entry)
                 (examples if entry["split"] == "dev" else test)[question.subject].append(question)
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise DataError(
@@ -73,8 +72,25 @@ def read_questions(file: Path, subjects: int | None = None, each: int | None = N
     return Questions([question for name in names for question in test[name][:each]], dict(examples))
 
 
-def made_questions(subjects: int = 5, each: int = 8) -> Questions:
+def _question(entry: Mapping[str, Any]) -> Question:
+    """The question of one line.
+
+    Raises:
+        KeyError: a key is missing.
+        TypeError: a value has another type.
+        ValueError: not four choices, or no answer among them.
+    """
+    subject, question, choices, answer = entry["subject"], entry["question"], entry["choices"], int(entry["answer"])
+    if not (isinstance(subject, str) and isinstance(question, str) and isinstance(choices, list)):
+        raise TypeError("subject and question must be text, choices a list")
+    if len(choices) != len(LETTERS) or not 0 <= answer < len(LETTERS):
+        raise ValueError(f"a question has {len(choices)} choices and answer {answer}")
+    return Question(subject, question, tuple(choices), answer)
+
+
+def made_questions() -> Questions:
     """Addition questions in the format of MMLU, a substitute without its file. The first choice is always correct."""
+    subjects = range(5)
 
     def question(subject: int, index: int) -> Question:
         total = subject + index
@@ -82,8 +98,8 @@ def made_questions(subjects: int = 5, each: int = 8) -> Questions:
             f"sums with {subject}", f"What is {subject} + {index}?", tuple(str(total + i) for i in range(4)), 0
         )
 
-    examples = {f"sums with {s}": [question(s, index) for index in range(100, 105)] for s in range(subjects)}
-    return Questions([question(s, index) for s in range(subjects) for index in range(each)], examples)
+    examples = {f"sums with {s}": [question(s, index) for index in range(100, 105)] for s in subjects}
+    return Questions([question(s, index) for s in subjects for index in range(8)], examples)
 
 
 def prompt(question: Question, examples: Sequence[Question]) -> str:

@@ -191,6 +191,7 @@ def _checked(spec: str, batches: object) -> list[Batch]:
         raise CalibrationError(f"{spec} returned {type(batches).__name__}; it must return a list of batches.")
     if not batches:
         raise CalibrationError(f"{spec} returned no batch.")
+    checked: list[Batch] = []
     for number, entry in enumerate(batches, 1):
         pair = isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[1], Tensor)
         given = entry[0] if pair else entry
@@ -200,6 +201,5 @@ def _checked(spec: str, batches: object) -> list[Batch]:
                 f"{spec}: batch {number} is {type(entry).__name__}; a batch is a tensor, "
                 "(inputs, targets), or a mapping of tensors; inputs are a tensor or such a mapping."
             )
-        if pair:
-            batches[number - 1] = tuple(entry)
-    return batches
+        checked.append(tuple(entry) if pair else entry)
+    return checked

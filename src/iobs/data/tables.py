@@ -34,7 +34,7 @@ from iobs.data.encoding import (
 from iobs.errors import DataError
 from iobs.optimize.objectives.design import Array, Booleans
 
-Entry: TypeAlias = str | bytes | float | None
+Entry: TypeAlias = str | float | None
 
 _CHUNK_ROWS = 50_000
 _SAMPLE_ROWS = 1000  # rows read first to estimate how many numbers the file holds
@@ -276,9 +276,7 @@ def _read_with_pandas(file: Path, separator: str, header: list[str], text: Seque
                     header=0,
                     names=range(len(header)),
                     index_col=False,  # otherwise the first entries of longer rows become row names
-                    dtype={
-                        j: str for j, name in enumerate(header) if name in text
-                    },  # class names as written in the file
+                    dtype={j: str for j, name in enumerate(header) if name in text},
                     keep_default_na=False,
                     na_values=_MISSING,
                     chunksize=_CHUNK_ROWS,
@@ -307,7 +305,7 @@ def _read_parquet(file: Path, text: Sequence[str]) -> dict[str, Column]:
     except (ValueError, OSError) as error:
         raise DataError(f"Cannot read {file}: {error}.") from error
     _refuse_doubles(file, table.column_names)
-    return {name: _plain(table.column(name).to_numpy()) for name in table.column_names}
+    return {name: _plain(table.column(name).to_numpy(), name in text) for name in table.column_names}
 
 
 def _read_npz(file: Path, text: Sequence[str]) -> dict[str, Column]:
@@ -330,7 +328,7 @@ def _read_npz(file: Path, text: Sequence[str]) -> dict[str, Column]:
         arrays = {**columns, target: arrays[target]}
     if len({array.shape for array in arrays.values()}) != 1 or next(iter(arrays.values())).ndim != 1:
         raise DataError(f"{file} must hold X (n, d) and y (n,), or one array of equal length a column.")
-    return {name: _plain(values) for name, values in arrays.items()}
+    return {name: _plain(values, name in text) for name, values in arrays.items()}
 
 
 def _check_memory(file: Path, separator: str, size: int) -> None:
@@ -364,12 +362,15 @@ def _available_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _plain(values: Column) -> Column:
-    """Text as numbers where possible; any other array unchanged."""
-    return _parsed(values.tolist()) if values.dtype.kind in "OUS" else values
+def _plain(values: Column, text: bool) -> Column:
+    """Text as numbers where possible unless `text` keeps it as written; any other array unchanged."""
+    if values.dtype.kind not in "OUS":
+        return values
+    entries = [value.decode(errors="replace") if isinstance(value, bytes) else value for value in values.tolist()]
+    return _column(entries, text, ",")
 
 
-def _number(value: str | bytes | float) -> float:
+def _number(value: str | float) -> float:
     if isinstance(value, str) and "_" in value:  # Python reads 2020_1 as 20201
         raise ValueError(value)
     return float(value)
@@ -377,7 +378,6 @@ def _number(value: str | bytes | float) -> float:
 
 def _parsed(values: list[Entry]) -> Column:
     """Entries as float64 (missing: NaN), as bool, or as text (missing: None)."""
-    values = [value.decode(errors="replace") if isinstance(value, bytes) else value for value in values]
     try:
         return np.array([np.nan if value is None or _is_missing(value) else _number(value) for value in values])
     except (TypeError, ValueError):

@@ -86,9 +86,7 @@ def last_positions(module: nn.Module, count: int) -> dict[str, int]:
 def _likelihoods(model: LoadedModel, tokens: Sequence[int], letters: Sequence[tuple[int, ...]]) -> list[float]:
     """Log-probability of each letter after a prompt; letters that share all but the last token share a pass."""
     device = next(model.module.parameters()).device
-    following: dict[
-        tuple[int, ...], Tensor
-    ] = {}  # log-probabilities of the last positions, by the tokens appended to the prompt
+    following: dict[tuple[int, ...], Tensor] = {}  # log-probabilities of the last positions, by the appended tokens
     for letter in letters:
         if letter[:-1] not in following:
             shown = torch.tensor([[*tokens, *letter[:-1]][-(model.context or 0) :]], device=device)

@@ -99,14 +99,14 @@ class BeforeAfter(Callback):
     def _continued(self, model: nn.Module, prompt: Tensor) -> Tensor:
         """The most likely next tokens after a prompt, (tokens,)."""
         tokens = prompt[None].to(next(model.parameters()).device)
-        for _ in range(self._length or _MOST_TOKENS):
+        while tokens.shape[1] < len(prompt) + (self._length or _MOST_TOKENS):
             began = time.monotonic()
             values = logits(model(input_ids=tokens))
             tokens = torch.cat([tokens, values[:, -1].argmax(-1, keepdim=True)], 1)
             if not self._length:  # both models continue for the same number of tokens
                 affordable = int(_SECONDS / _TEXTS / max(1e-6, time.monotonic() - began))
                 self._length = min(_MOST_TOKENS, max(_FEWEST_TOKENS, affordable))
-        return tokens[0, len(prompt) : len(prompt) + self._length]
+        return tokens[0, len(prompt) :]
 
     def _decoded(self, tokens: Tensor) -> str:
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))

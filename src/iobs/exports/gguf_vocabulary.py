@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from iobs.errors import ModelError
+from iobs.exports.requirements import Foreign
 from iobs.models import Tokenizer
 
 _BYTE = re.compile(r"^<0x[0-9A-F]{2}>$")
@@ -18,7 +19,7 @@ _SPLITS = {r"\p{N}{1,3}": "llama-bpe", r"\p{N}| ?[^\s\p{L}\p{N}]+": "qwen2"}
 Json = Mapping[str, "Json"] | Sequence["Json"] | str | int | bool | None
 
 
-def write_vocabulary(writer: ModuleType, gguf: ModuleType, tokenizer: Tokenizer, size: int) -> None:
+def write_vocabulary(writer: Foreign, gguf: ModuleType, tokenizer: Tokenizer, size: int) -> None:
     """Write the tokens, their scores or merges, and the special tokens.
 
     Args:
@@ -66,8 +67,8 @@ def write_vocabulary(writer: ModuleType, gguf: ModuleType, tokenizer: Tokenizer,
         writer.add_chat_template(template)
 
 
-def _tokens(whole: Mapping[str, Json], size: int, kind: ModuleType) -> tuple[list[str], list[int]]:
-    """All tokens in the order of their numbers, and the kind of each."""
+def _tokens(whole: Mapping[str, Json], size: int, kind: Foreign) -> tuple[list[str], list[int]]:
+    """All tokens in the order of their numbers, and the kind of each; `kind` is the enumeration of gguf."""
     tokens = [f"[PAD{number}]" for number in range(size)]
     kinds = [int(kind.UNUSED)] * size
     model, added = whole["model"], whole.get("added_tokens")

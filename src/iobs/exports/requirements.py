@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any, TypeAlias
 
 from iobs.errors import ModelError
+
+Foreign: TypeAlias = Any  # an object of such a package, or of transformers
 
 
 def needed(package: str, target: str) -> ModuleType:

@@ -22,7 +22,7 @@ from iobs.core.quiet import silenced
 from iobs.errors import ModelError, first_line
 from iobs.exports.graph import Graph, Inputs, inputs_of
 from iobs.exports.record import Written
-from iobs.exports.requirements import needed
+from iobs.exports.requirements import Foreign, needed
 from iobs.exports.source import Source
 from iobs.exports.to_onnx import single
 
@@ -58,7 +58,7 @@ def write_coreml(source: Source, directory: Path) -> list[Written]:
     return [_record(name, held[name].detach().cpu(), kind, found) for name in source.matrices()]
 
 
-def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> ModuleType:
+def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> Foreign:
     """The model in Core ML, for batches and texts of any length up to a limit."""
     ranges = {"batch": tools.RangeDim(1, _MOST), "tokens": tools.RangeDim(1, _TOKENS)}
     described = []
@@ -70,7 +70,7 @@ def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> 
     with in_eval_mode(source.module), torch.no_grad(), silenced("transformers"):
         graph = Graph(single(source.module), inputs).eval()
         traced = torch.jit.trace(graph, tuple(inputs.tensors.values()), check_trace=False)  # type: ignore[no-untyped-call]
-    found = tools.convert(
+    return tools.convert(
         traced,
         inputs=described,
         convert_to="mlprogram",
@@ -78,7 +78,6 @@ def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> 
         compute_precision=tools.precision.FLOAT16 if kind == "float16" else tools.precision.FLOAT32,
         skip_model_load=True,
     )
-    return found  # type: ignore[no-any-return]
 
 
 def _masks(tools: ModuleType, package: Path) -> list[Tensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from iobs.errors import ModelError
 from iobs.exports.gguf_vocabulary import write_vocabulary
 from iobs.exports.record import Written
-from iobs.exports.requirements import needed
+from iobs.exports.requirements import Foreign, needed
 from iobs.exports.source import Source
 from iobs.exports.values import Codes, codes_of, exact_codes
 
@@ -67,14 +66,14 @@ def write_gguf(source: Source, directory: Path) -> list[Written]:
     return written
 
 
-def _finish(writer: ModuleType) -> None:
+def _finish(writer: Foreign) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _checked(source: Source) -> ModuleType:
+def _checked(source: Source) -> Foreign:
     """The configuration of a model that llama.cpp can run.
 
     Raises:
@@ -96,7 +95,7 @@ def _checked(source: Source) -> ModuleType:
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if sliding or (kind == "mistral" and getattr(config, "sliding_window", None)):
         raise ModelError("Attention in a sliding window cannot be exported to gguf yet; try onnx.")
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def _require_equal_widths(module: nn.Module, layers: int, width: int) -> None:
@@ -116,7 +115,7 @@ def _require_equal_widths(module: nn.Module, layers: int, width: int) -> None:
         raise ModelError("A gguf file has one width for all layers, and these layers have several; try onnx.")
 
 
-def _write_configuration(writer: ModuleType, config: ModuleType) -> None:
+def _write_configuration(writer: Foreign, config: Foreign) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -180,7 +179,7 @@ def _blocks(found: Codes) -> np.ndarray:
     return np.concatenate([scales, data], axis=2).reshape(rows, -1)
 
 
-def _llama_order(name: str, data: np.ndarray, config: ModuleType) -> np.ndarray:
+def _llama_order(name: str, data: np.ndarray, config: Foreign) -> np.ndarray:
     """The rows of queries and keys in the order of llama.cpp, which rotates neighbouring pairs instead of halves."""
     if _ARCHITECTURES[config.model_type] != "llama" or not (".q_proj." in name or ".k_proj." in name):
         return data

@@ -25,7 +25,7 @@ from iobs.core.quiet import silenced
 from iobs.errors import ModelError, first_line
 from iobs.exports.graph import Graph, Inputs, inputs_of
 from iobs.exports.record import Written
-from iobs.exports.requirements import needed
+from iobs.exports.requirements import Foreign, needed
 from iobs.exports.source import Source, flat
 from iobs.exports.values import found_codes, in_pairs
 
@@ -53,8 +53,10 @@ def write_onnx(source: Source, directory: Path) -> list[Written]:
     return written
 
 
-def traced(source: Source) -> ModuleType:
-    """The graph of a model in ONNX with weights of 32 bits. A weight has the name of its parameter after "model.".
+def traced(source: Source) -> Foreign:
+    """The graph of a model in ONNX (`onnx.ModelProto`) with weights of 32 bits.
+
+    A weight has the name of its parameter after "model.".
 
     Raises:
         ModelError: as `write_onnx`.
@@ -87,7 +89,7 @@ def traced(source: Source) -> ModuleType:
     for node in model.graph.node:  # stack traces: most of the bytes of a small model, and paths of this machine
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _try(graph: Graph, inputs: Inputs, name: str) -> None:
@@ -104,7 +106,7 @@ def _try(graph: Graph, inputs: Inputs, name: str) -> None:
         raise ModelError(f"{name} does not take the inputs {shapes}: {first_line(error)}") from error
 
 
-def _warn_of_fixed(model: ModuleType, moving: Mapping[str, Mapping[int, str]]) -> None:
+def _warn_of_fixed(model: Foreign, moving: Mapping[str, Mapping[int, str]]) -> None:
     """Warn of dimensions of inputs that the tracer took for constants: the file runs with these sizes alone."""
     fixed = [
         f"{one.name}: {name} = {one.type.tensor_type.shape.dim[place].dim_value}"
@@ -142,7 +144,7 @@ def single(module: nn.Module) -> nn.Module:
 
 
 def _replaced(
-    onnx: ModuleType, model: ModuleType, name: str, weight: Tensor, transposed: bool, bits: int | None
+    onnx: ModuleType, model: Foreign, name: str, weight: Tensor, transposed: bool, bits: int | None
 ) -> Written:
     """Replace a matrix in the graph by integers and their scales, where it has such."""
     stored = next((one for one in model.graph.initializer if one.name == f"model.{name}"), None)
@@ -174,8 +176,7 @@ def _replaced(
     return Written.of(name, f"int{found.bits}", flat(weight, transposed), found.weight)
 
 
-def _integers(onnx: ModuleType, name: str, codes: Tensor, kind: int) -> ModuleType:
+def _integers(onnx: ModuleType, name: str, codes: Tensor, kind: int) -> Foreign:
     """Codes as a tensor of the file."""
     values = in_pairs(codes) if kind == onnx.TensorProto.INT4 else codes.contiguous().numpy()
-    found = onnx.helper.make_tensor(name, kind, tuple(codes.shape), values.tobytes(), raw=True)
-    return found  # type: ignore[no-any-return]
+    return onnx.helper.make_tensor(name, kind, tuple(codes.shape), values.tobytes(), raw=True)

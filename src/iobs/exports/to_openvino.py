@@ -17,7 +17,7 @@ from torch import Tensor
 
 from iobs.errors import ModelError, first_line
 from iobs.exports.record import Written
-from iobs.exports.requirements import needed
+from iobs.exports.requirements import Foreign, needed
 from iobs.exports.source import Source, flat
 from iobs.exports.to_onnx import FILE as GRAPH
 from iobs.exports.to_onnx import traced
@@ -66,7 +66,7 @@ def write_openvino(source: Source, directory: Path) -> list[Written]:
     return written
 
 
-def _freed(onnx: ModuleType, graph: ModuleType, source: Source) -> tuple[dict[str, _Matrix], list[Written]]:
+def _freed(onnx: ModuleType, graph: Foreign, source: Source) -> tuple[dict[str, _Matrix], list[Written]]:
     """Make the matrices with codes inputs of the graph: OpenVINO folds constants into others when it reads a graph.
 
     Returns:
@@ -88,7 +88,7 @@ def _freed(onnx: ModuleType, graph: ModuleType, source: Source) -> tuple[dict[st
     return found, written
 
 
-def _product(openvino: ModuleType, opset: ModuleType, matrix: _Matrix) -> ModuleType:
+def _product(openvino: ModuleType, opset: ModuleType, matrix: _Matrix) -> Foreign:
     """The operations that compute a matrix: groups of equal width at once, a shorter last group beside them."""
     found = matrix.codes
     rows, columns = found.codes.shape
@@ -108,13 +108,13 @@ def _product(openvino: ModuleType, opset: ModuleType, matrix: _Matrix) -> Module
         product = opset.transpose(product, np.array([1, 0]))
     if len(matrix.shape) != 2:  # a kernel of a convolution
         product = opset.reshape(product, np.array(matrix.shape), False)
-    return product  # type: ignore[no-any-return]
+    return product
 
 
-def _integers(openvino: ModuleType, codes: Tensor, bits: int) -> ModuleType:
+def _integers(openvino: ModuleType, codes: Tensor, bits: int) -> Foreign:
     """A constant of codes."""
     if bits == 4:
         tensor = openvino.Tensor(in_pairs(codes), openvino.Shape(codes.shape), openvino.Type.i4)
     else:
         tensor = openvino.Tensor(codes.contiguous().numpy())
-    return openvino.op.Constant(tensor, shared_memory=False)  # type: ignore[no-any-return]
+    return openvino.op.Constant(tensor, shared_memory=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
@@ -26,6 +27,7 @@ FORMATS_OF: dict[Precision, tuple[FormatName, ...]] = {
     "int4": ("bitmask-bf16", "index-bf16", "bf16", "bitmask-int8", "int8", "bitmask-int4"),
 }
 _Candidate = FormatName | Literal["dense"]
+_Place = tuple[int, torch.Size, tuple[int, ...]]  # of a weight in memory: address, shape and strides
 _Timing = tuple[dict[str, float], _Candidate, int, int | None]  # see `_Timings._timed`
 
 
@@ -150,7 +152,7 @@ def accelerate(
 
     Raises:
         ProblemError: the model is on another kind of device or on several, or an argument is unknown.
-        NonFiniteError: a weight holds NaN or infinite entries; nothing has changed.
+        NonFiniteError: a weight holds NaN or infinite entries. After an error the model is unchanged.
     """
     device = _require(model, precision, threads)
     storable, notes = replaceable(model)
@@ -167,21 +169,22 @@ def accelerate(
     else:
         timings = _Timings(FORMATS_OF[precision], [threads] if threads else sorted({1, torch.get_num_threads()}))
     choices: dict[str, Choice] = {}
-    shared: dict[int, StoredLinear] = {}
-    for name, layer in layers.items():
-        choices[name], form = timings.choose(name, layer, tokens[name], shared)
-        if form is not None:
-            _put(model, name, form.train(layer.training))
+    read: list[str] = []
+    with _dense_again(model, layers):
+        for name, layer in layers.items():
+            choices[name], form = timings.choose(name, layer, tokens[name])
+            if form is not None:
+                _put(model, name, form.train(layer.training))
+        if example is not None and device.type == "cpu":
+            read = [name for name in weights_read(model, example) if name in layers]
+    for name in read:
+        _put(model, name, layers[name])
+        one = choices[name]
+        choices[name] = replace(one, format="dense", threads=1, bytes_after=one.bytes_before, error=0.0)
     notes = [*timings.notes, *notes]
     if before:
         notes.append(f"{before} layers are stored already and stay as they are")
-    if example is not None and device.type == "cpu":
-        read = [name for name in weights_read(model, example) if name in layers]
-        for name in read:
-            _put(model, name, layers[name])
-            one = choices[name]
-            choices[name] = replace(one, format="dense", threads=1, bytes_after=one.bytes_before, error=0.0)
-        notes += [f"{len(read)} layers {READ}"] if read else []
+    notes += [f"{len(read)} layers {READ}"] if read else []
     if _count_stored(model):
         refuse_to_save(model)
     small = sum(matrix_of(one).numel() < _SMALLEST for one in storable.values())
@@ -198,6 +201,17 @@ def accelerate(
 def _count_stored(model: nn.Module) -> int:
     """Number of layers that are no longer dense."""
     return sum(isinstance(one, StoredLinear) or gpu.is_form(one) for one in model.modules())
+
+
+@contextmanager
+def _dense_again(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Context that replaces layers; after an error, or an interruption, the model has these layers again."""
+    try:
+        yield
+    except BaseException:
+        for name, layer in layers.items():
+            _put(model, name, layer)
+        raise
 
 
 def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
@@ -233,10 +247,9 @@ class _Timings:
     threads: list[int]
     known: dict[tuple[object, ...], _Timing] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    forms: dict[_Place, StoredLinear] = field(default_factory=dict)
 
-    def choose(
-        self, name: str, layer: nn.Module, tokens: int, shared: dict[int, StoredLinear]
-    ) -> tuple[Choice, StoredLinear | None]:
+    def choose(self, name: str, layer: nn.Module, tokens: int) -> tuple[Choice, StoredLinear | None]:
         """The choice for a layer, and its new form; None if the dense layer is fastest."""
         weight = matrix_of(layer)
         sparsity = float((weight == 0).float().mean())
@@ -250,9 +263,9 @@ class _Timings:
         error, after = 0.0, before
         if best != "dense":
             form = stored(layer, best, threads, most)
-            twin = shared.setdefault(weight.data_ptr(), form)
-            if twin is not form and twin.format == best:  # layers with one weight share its stored form
-                for part, tensor in twin.named_buffers():
+            first = self.forms.setdefault((weight.data_ptr(), weight.shape, weight.stride()), form)
+            if first is not form and first.format == best:  # layers with one weight share its stored form
+                for part, tensor in first.named_buffers():
                     setattr(form, part, tensor)
             after = form.matrix.bytes
             error = float((form.matrix.to_dense() - weight.float()).norm() / weight.float().norm().clamp(min=1e-30))
@@ -293,9 +306,7 @@ class _GpuTimings:
     known: dict[tuple[object, ...], tuple[dict[str, float], str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def choose(
-        self, name: str, layer: nn.Module, tokens: int, _: dict[int, StoredLinear]
-    ) -> tuple[Choice, nn.Module | None]:
+    def choose(self, name: str, layer: nn.Module, tokens: int) -> tuple[Choice, nn.Module | None]:
         """The choice for a layer, and its new form; None if the dense layer is fastest."""
         weight = matrix_of(layer)
         sparsity = float((weight == 0).float().mean())

@@ -26,6 +26,16 @@ Bytes = NDArray[np.uint8]
 LONGEST = 2048  # tokens of a text, unless more are asked for
 
 
+def require_prompt(prompt: Tensor) -> None:
+    """Check the shape of a prompt.
+
+    Raises:
+        ProblemError: it is empty, or of another shape than (1, length).
+    """
+    if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
+        raise ProblemError(f"The prompt must be ids of shape (1, length), got {tuple(prompt.shape)}.")
+
+
 class Decoder:
     """Generates text with a Llama-like model whose weights are stored matrices.
 
@@ -97,8 +107,7 @@ class Decoder:
         Raises:
             ProblemError: the prompt is empty, of another shape, or too long.
         """
-        if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
-            raise ProblemError(f"The prompt must be ids of shape (1, length), got {tuple(prompt.shape)}.")
+        require_prompt(prompt)
         length = prompt.shape[1]
         if length + tokens > self.longest:
             raise ProblemError(f"Prompt ({length}) and answer ({tokens}) exceed {self.longest} tokens; raise longest.")

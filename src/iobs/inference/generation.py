@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.inference.decodable import most_tokens, undecodable
-from iobs.inference.decoder import Decoder
+from iobs.inference.decoder import Decoder, require_prompt
 from iobs.inference.formats import FormatName
 
 
@@ -26,9 +26,10 @@ def generated(
             `decodable.undecodable`) and attends to the whole text. None: the model computes each token itself.
 
     Raises:
-        ProblemError: the prompt is empty.
+        ProblemError: the prompt is empty, or of another shape.
     """
-    length = prompt.shape[-1] + tokens
+    require_prompt(prompt)
+    length = prompt.shape[1] + tokens
     if form is not None and undecodable(model) is None and length <= most_tokens(model):
         decoder = Decoder(model, length, form)
         yield from decoder.generate(prompt, tokens, stop)
@@ -46,4 +47,4 @@ def _by_modules(model: nn.Module, prompt: Tensor, tokens: int, stop: tuple[int, 
         yield token
         if token in stop:
             return
-        given = torch.tensor([[token]])
+        given = torch.tensor([[token]], device=prompt.device)

@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from iobs.inference.no_gradient import without_gradient
 
-GpuForm = Literal["2:4", "bitmask"]
 _OLDEST = (8, 0)  # compute capability with 2:4 products (Ampere)
 _ROWS, _COLUMNS = 32, 64  # a 2:4 matrix of torch has multiples of these
 _FEW = 4  # tokens; more are multiplied by the unpacked matrix

@@ -1,6 +1,6 @@
 """Sparse optimisation: minimise f(theta) subject to norm(theta)_0 <= k for any smooth f.
 
-Rooms, from the ground up; each imports only from rooms before it (`tests/test_floors.py`):
+Packages; each imports only from packages before it (`tests/test_floors.py`):
 
     objectives  smooth functions f: least squares, logistic, Poisson, any torch function
     problem     f with k, forced coordinates and groups

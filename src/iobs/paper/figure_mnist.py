@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from iobs.errors import DataError
 from iobs.paper.figure_gaussian import FACTOR_NOTE
 from iobs.paper.registry import Experiment, Request, Results, Row
 
@@ -23,6 +24,8 @@ def run(request: Request) -> Results:
     import numpy as np
 
     pictures, source = _pictures(request.stand_in)
+    if len(pictures) < TRIALS:
+        raise DataError(f"{source}: {len(pictures)} pictures, {TRIALS} are needed; give the file of all of them.")
     rng = np.random.default_rng(request.seed)
     chosen = pictures[rng.choice(len(pictures), TRIALS, replace=False)]
     distances = {name: np.zeros(len(CHECKED)) for name in ("k-IHT", "Top-k-I-OBS")}
@@ -91,8 +94,6 @@ def _pictures(stand_in: bool) -> tuple[Array, str]:
     """
     import numpy as np
 
-    from iobs.errors import DataError
-
     if not stand_in:
         file = os.environ.get("IOBS_MNIST")
         if not file:
@@ -122,8 +123,6 @@ def _read_mnist(file: Path) -> Array:
     import zlib
 
     import numpy as np
-
-    from iobs.errors import DataError
 
     try:
         if file.suffix == ".npz":

@@ -97,7 +97,7 @@ def _made(kind: str, request: Request, samples: int) -> Network:
     generator = torch.Generator().manual_seed(request.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.seed)
-        network = _TinyTransformer() if kind == "vit" else _tiny_convolutional()
+        network = _tiny_transformer() if kind == "vit" else _tiny_convolutional()
     patterns = torch.randn(10, 3, 8, 8, generator=generator)
 
     def draw(count: int) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ def _tiny_convolutional() -> nn.Module:
     )
 
 
-def _TinyTransformer() -> nn.Module:
+def _tiny_transformer() -> nn.Module:
     from torch import nn
 
     class Block(nn.Module):

@@ -282,16 +282,16 @@ def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:
     """The sweep of one round through the model."""
     rounds, recipe = work.decided.rounds, work.recipe_of_round(index)
     dense = index == 0 or (index == 1 and rounds.schedule == "cubic")  # no gradient step yet
-    teacher = None if work.scoring is None else TARGETS[recipe.target].teacher(work.scoring, dense)
     heldout, blocks = work.heldout, recipe.blocks if work.chain else None
     if blocks is not None:
         model = work.store.model
         samples, heldout = in_steps(model, samples, blocks), in_steps(model, heldout, blocks)
     if work.scoring is None:
         teacher = work.store.dense_model
-    elif teacher is None and (recipe.inputs == "dense" or blocks is not None):
-        assert work.scoring is not None
-        teacher = work.scoring.reference
+    else:
+        teacher = TARGETS[recipe.target].teacher(work.scoring, dense)
+        if teacher is None and (recipe.inputs == "dense" or blocks is not None):
+            teacher = work.scoring.reference
     return Sweep(
         work.store.model,
         samples,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -46,10 +47,16 @@ def audit(
         ModelError: the directory holds no safetensors file, or one is damaged.
         PatternError: the pattern is none, or does not fit a layer that was pruned.
     """
-    matrices = _of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))
     asked = None if pattern is None else as_pattern(pattern)
-    if isinstance(asked, Budget):
-        return _within(asked, matrices, layers)
+    # Closed at once: until then the weights of a model are folded, and a caller may keep an error and its frames.
+    with closing(_of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))) as matrices:
+        return _within(asked, matrices, layers) if isinstance(asked, Budget) else _checked(asked, matrices, layers)
+
+
+def _checked(
+    asked: Pattern | None, matrices: Iterator[tuple[str, Tensor]], layers: Collection[str] | None
+) -> list[AuditRow]:
+    """Rows of matrices; those of pruned layers are checked against a pattern, if there is one."""
     rows, checked = [], False
     for name, matrix in matrices:
         row = counted(name, matrix)
@@ -173,7 +180,7 @@ def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
     return groups.count * (groups.size - groups.keep)
 
 
-def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _of_model(model: nn.Module) -> Generator[tuple[str, Tensor]]:
     with folded(model):
         for layer in find_layers(model):
             stored = layer.stored(model)
@@ -185,7 +192,7 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, module.weight  # type: ignore[attr-defined]
 
 
-def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _of_files(path: Path) -> Generator[tuple[str, Tensor]]:
     files = [path] if path.is_file() else weight_files(path)
     if not files:
         raise ModelError(f"{path} holds no .safetensors file{packed_hint(path) or '; give what iobs prune wrote'}.")

@@ -98,7 +98,7 @@ def prune(
     _require_callbacks(callbacks)
     store = model if isinstance(model, Store) else Store(model)
     wanted = as_pattern(pattern)
-    heard = [LoggingCallback(), *callbacks]
+    listeners = [LoggingCallback(), *callbacks]
     if isinstance(wanted, Structured):
         units = as_structured_recipe(recipe).but(**changes)
         request_of_units = Asked(wanted, units, include, ignore, holdout, seed, checkpoint)
@@ -106,7 +106,7 @@ def prune(
         require_possible(store, request_of_units)
         with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
             chosen_run = prune_whole if wanted.whole else prune_units
-            return chosen_run(store, store.collected(data), request_of_units, Callbacks([*heard, *bar]))
+            return chosen_run(store, store.collected(data), request_of_units, Callbacks([*listeners, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     store.require_possible(chosen)
     require_whole(wanted, store.whole)
@@ -119,7 +119,7 @@ def prune(
             chosen_now = requested(chosen, wanted, store.select(include, ignore, chosen.depthwise), *asked)
         selection, request = chosen_now
         with ProgressBar.shown(progress and current().first) as bar:
-            told = Callbacks([*heard, *bar] if current().first else [])
+            every_callback = Callbacks([*listeners, *bar] if current().first else [])
             # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
             with evaluating(store.model) as frozen, seeded(store.model, seed):
                 selection = store.checked(collected, selection, holdout)
@@ -127,7 +127,7 @@ def prune(
                 require_memory(request.recipe, selection.layers, collected, holdout, store.device)
                 request = replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})
                 frozen = frozen if store.in_memory else frozenset()  # weights in files have no mark of their own
-                return run(Workspace.of(store, request, selection, collected, told, frozen))
+                return run(Workspace.of(store, request, selection, collected, every_callback, frozen))
 
 
 def _selected(

@@ -62,7 +62,7 @@ class Asked:
     checkpoint: str | Path | None
 
 
-def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:
+def prune_units(store: Store, collected: list[Batch], asked: Asked, callbacks: Callbacks) -> StructuredReport:
     """Remove units of the model of a store; the model becomes narrower, or after an error it is as before.
 
     Raises:
@@ -73,19 +73,19 @@ def prune_units(store: Store, collected: list[Batch], asked: Asked, told: Callba
         AuditError: the narrower model gives other outputs.
     """
     with store.unchanged_by_failure():
-        report = _narrower(store, collected, asked, told)
+        report = _narrower(store, collected, asked, callbacks)
         with evaluating(store.model):
-            told.on_end(report)
+            callbacks.on_end(report)
         return report
 
 
-def _narrower(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:
+def _narrower(store: Store, collected: list[Batch], asked: Asked, callbacks: Callbacks) -> StructuredReport:
     if asked.pattern.sparsity == 0:
-        told.on_note("Nothing is removed, since 0 % were asked: no widths are measured, and no weight changes.")
+        callbacks.on_note("Nothing is removed, since 0 % were asked: no widths are measured, and no weight changes.")
         asked = replace(asked, recipe=_NO_CHANGE, pattern=replace(asked.pattern, of="macs"))
     model = store.model
     with evaluating(model) as frozen, seeded(model, asked.seed):
-        units = find_units(store, collected, asked, told)
+        units = find_units(store, collected, asked, callbacks)
         sites, form, loadable, dense = units.sites, units.form, units.loadable, units.dense
         refitted = sites.sites if asked.recipe.refits_biases else ()
         with _added_biases(model, refitted, sites, form, loadable) as added:
@@ -104,7 +104,7 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, told: Callback
                 tied,
                 units.offered,
             )
-            work = Workspace.of(store, request, selection, collected, told, frozen)
+            work = Workspace.of(store, request, selection, collected, callbacks, frozen)
             report = run(work, ends=False)
             kept = {site.name: kept_units(model, site, sites, work.decided.widths[site.name]) for site in sites.sites}
     expected = Expected.of(model, collected[0])
@@ -116,7 +116,9 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, told: Callback
         configure(model, form, counts, given)
     expected.require(model)
     found = reported(report, sites, kept, dense, asked.recipe.target != "layer")
-    return replace(found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, told)])
+    return replace(
+        found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, callbacks)]
+    )
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Found:
         return self.form.offered() if self.loadable else {}
 
 
-def find_units(store: Store, collected: Sequence[Batch], asked: Asked, told: Callbacks) -> Found:
+def find_units(store: Store, collected: Sequence[Batch], asked: Asked, callbacks: Callbacks) -> Found:
     """Find the units of a model on its calibration data; the model is unchanged. Sites that keep all units are noted.
 
     Raises:
@@ -153,11 +155,11 @@ def find_units(store: Store, collected: Sequence[Batch], asked: Asked, told: Cal
     store.observe(collected, asked.seed)  # finds transposed convolutions
     sites = _sites(model, collected[0], asked)
     if store.built_by_code:
-        sites = _written(model, sites, told)
+        sites = _written(model, sites, callbacks)
     form = widths_of(model, sites.sites)
     loadable = asked.pattern.uniform is not False
     if loadable:
-        sites = _loadable(sites, form, told)
+        sites = _loadable(sites, form, callbacks)
     dense = Products.count(model, collected[0], sites.sites)
     if not dense.held.of({}):
         raise LayerSelectionError(
@@ -202,16 +204,16 @@ def require_taken(model: nn.Module, data: Sequence[Batch]) -> None:
 
 
 def seconds_of(
-    wide: nn.Module | None, narrow: nn.Module, batch: Batch, runtime: Runtime, told: Callbacks
+    wide: nn.Module | None, narrow: nn.Module, batch: Batch, runtime: Runtime, callbacks: Callbacks
 ) -> list[CostRecord]:
     """The measured time of one sample before and after; nothing for a network that is too large to have it twice."""
     if wide is None:
-        told.on_note("The time of the narrower network was not measured, since both do not fit into memory.")
+        callbacks.on_note("The time of the narrower network was not measured, since both do not fit into memory.")
         return []
     try:
         before, after = shares_of(wide, narrow, batch, runtime)
     except Exception as error:  # of any runtime; the run has succeeded
-        told.on_note(f"Time not measured: {first_line(error)}")
+        callbacks.on_note(f"Time not measured: {first_line(error)}")
         return []
     return [CostRecord(SECONDS, before, after, f"of one sample in {NAMES[runtime]}")]
 
@@ -222,7 +224,7 @@ def _sites(model: nn.Module, batch: Batch, asked: Asked) -> SitesOfLayers:
     layers = {layer.path: layer for layer in every_layer if layer.parameter == "weight" and layer.groups == 1}
     inner = asked.pattern.units == "auto"
     every = [site for site in find_sites(model, batch, inner) if all(one.path in layers for one in site.readers)]
-    if not any(site.readers for site in every):
+    if not every:
         raise LayerSelectionError("No channels, neurons or heads were found that can be removed from this model.")
     chosen = set(every_layer) if asked.include is None else _named(every_layer, asked.include, "include")
     chosen -= set() if asked.ignore is None else _named(every_layer, asked.ignore, "ignore")
@@ -258,7 +260,7 @@ def readers_and_refitted(store: Store, sites: SitesOfLayers, asked: Asked) -> Se
     return Selection(chosen, skipped)
 
 
-def _written(model: nn.Module, sites: SitesOfLayers, told: Callbacks) -> SitesOfLayers:
+def _written(model: nn.Module, sites: SitesOfLayers, callbacks: Callbacks) -> SitesOfLayers:
     """The sites that files of weights hold; those with a part in a buffer that code makes anew keep all units.
 
     Raises:
@@ -269,7 +271,7 @@ def _written(model: nn.Module, sites: SitesOfLayers, told: Callbacks) -> SitesOf
     for site in sites.sites:
         lost = [one.key for one in site.slices if one.key in rebuilt]
         if lost:
-            told.on_note(
+            callbacks.on_note(
                 f"{site.name} keeps all units: {lost[0]} has entries of them, and no file of weights holds it."
             )
         else:
@@ -282,7 +284,7 @@ def _written(model: nn.Module, sites: SitesOfLayers, told: Callbacks) -> SitesOf
     return replace(sites, sites=tuple(found))
 
 
-def _loadable(sites: SitesOfLayers, form: Widths, told: Callbacks) -> SitesOfLayers:
+def _loadable(sites: SitesOfLayers, form: Widths, callbacks: Callbacks) -> SitesOfLayers:
     """The sites whose number of units the model's class can say; the others keep all units, with a note.
 
     Raises:
@@ -290,7 +292,7 @@ def _loadable(sites: SitesOfLayers, form: Widths, told: Callbacks) -> SitesOfLay
     """
     found = tuple(site for site in sites.sites if site.name not in form.refused)
     for name, reason in form.refused.items():
-        told.on_note(f"{name} keeps all units: {reason}.")
+        callbacks.on_note(f"{name} keeps all units: {reason}.")
     if not found:
         reason = next(iter(form.refused.values()))
         raise LayerSelectionError(

@@ -100,15 +100,15 @@ def planned_units(store: Store, collected: Sequence[Batch], asked: Asked) -> Uni
         ProblemError: the recipe, or names of layers for blocks or experts.
     """
     require_possible(store, asked)
-    told = Callbacks([])
+    callbacks = Callbacks([])
     with torch.inference_mode(False), evaluating(store.model), seeded(store.model, asked.seed):
         if asked.pattern.whole:
             return _whole(store.model, collected, asked)
-        return _widths(store, collected, asked, told)
+        return _widths(store, collected, asked, callbacks)
 
 
-def _widths(store: Store, collected: Sequence[Batch], asked: Asked, told: Callbacks) -> UnitsPlan:
-    pattern, found = asked.pattern, find_units(store, collected, asked, told)
+def _widths(store: Store, collected: Sequence[Batch], asked: Asked, callbacks: Callbacks) -> UnitsPlan:
+    pattern, found = asked.pattern, find_units(store, collected, asked, callbacks)
     selection = store.checked(collected, readers_and_refitted(store, found.sites, asked), asked.holdout)
     sites = found.sites.read_by(selection.layers).sites
     tied = tied_sites(sites, found.form, pattern.uniform)
@@ -144,7 +144,7 @@ def _widths(store: Store, collected: Sequence[Batch], asked: Asked, told: Callba
             most = of.of(kept) if kept is not None else of.of({}) - removed if name == pattern.of else None
             where = "in all layers" if whole else "in the layers that hold units"
             planned.append(PlannedCost(name, of.of({}), most, where))
-    return UnitsPlan(units, tuple(planned), tuple(told.notes))
+    return UnitsPlan(units, tuple(planned), tuple(callbacks.notes))
 
 
 def _whole(model: nn.Module, collected: Sequence[Batch], asked: Asked) -> UnitsPlan:

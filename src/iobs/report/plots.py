@@ -22,6 +22,7 @@ BLUE, ORANGE, GREEN, GREY, INK = "#2f6f9f", "#d9822b", "#3d8b5f", "#9aa5b1", "#2
 # With more layers, names would be unreadable: the axis shows positions instead.
 _NAMED_LAYERS = 24
 _NUMBERED_ROUNDS = 10
+_LONGEST_NAME = 26  # characters; longer names lose their beginning
 _KINDS = 14  # with more kinds of layers their bars would be unreadable
 _COLOURS = (BLUE, ORANGE, GREEN, "#7b4fa3", "#b3423a", "#2a9d9a", "#8a6d3b")
 
@@ -212,22 +213,22 @@ def _by_layer(
     return figure
 
 
-def _short_names(names: list[str], longest: int = 26) -> list[str]:
+def _short_names(names: list[str]) -> list[str]:
     """Remove the common path prefix of all names, and shorten long names from the left."""
     paths = [name.split(".") for name in names]
     shared = 0
     while len(names) > 1 and all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):
         shared += 1
     short = [".".join(path[shared:]) for path in paths]
-    return [name if len(name) <= longest else "…" + name[-longest:] for name in short]
+    return [name if len(name) <= _LONGEST_NAME else "…" + name[-_LONGEST_NAME:] for name in short]
 
 
-def figure_of(height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure 5 inches wide with its axes; the text stays readable on a phone, 360 points wide."""
+def figure_of(height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure 5 inches wide with its axes below each other; the text stays readable on a phone, 360 points wide."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.0, height), layout="constrained")
-    axes = [figure.add_subplot(rows, columns, number + 1) for number in range(rows * columns)]
+    axes = [figure.add_subplot(rows, 1, number + 1) for number in range(rows)]
     for each in axes:
         each.set_axisbelow(True)
     return figure, axes

@@ -57,9 +57,8 @@ class Exact:
 def _share(inverse: Array, centres: Array, keep: int, limit: int) -> Bools:
     """Masks of rows that share `keep` entries: optimum of each row for each count, then dynamic programming."""
     d = centres.shape[1]
-    counts = range(
-        max(0, keep - (len(centres) - 1) * d), min(d, keep) + 1
-    )  # a row keeps at least what does not fit into the other rows
+    # A row keeps at least what does not fit into the other rows.
+    counts = range(max(0, keep - (len(centres) - 1) * d), min(d, keep) + 1)
     tables = [{k: best_support(inverse, row, Partition(1, d, k), limit) for k in counts} for row in centres]
     best = np.full(keep + 1, np.inf)
     best[0] = 0.0
@@ -98,6 +97,13 @@ def best_support(inverse: Array, centre: Array, groups: Partition, limit: int) -
 
 
 class _Search:
+    """Depth-first branch and bound for one row.
+
+    Args:
+        of: neighbouring columns of a group.
+        limit: largest number of nodes.
+    """
+
     def __init__(self, of: int, limit: int) -> None:
         self.of = of
         self.limit = limit

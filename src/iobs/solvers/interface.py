@@ -162,8 +162,10 @@ def _solve_all(
 ) -> list[Solution]:
     """Solve all problems with the least of the tried dampings for which no factorisation fails."""
     for quadratic, pattern in zip(quadratics, patterns, strict=True):
-        if not quadratic.shape[0]:
-            raise ProblemError(f"{choices.name} has no rows, so there is nothing to solve.")
+        if 0 in quadratic.shape:
+            raise ProblemError(
+                f"{choices.name} has no {'columns' if quadratic.shape[0] else 'rows'}: nothing to solve."
+            )
         require_fit(pattern, quadratic.shape)
     damping, name = choices.damping, choices.name
     live, dead = _without_dead_columns(_computable(stacked))
@@ -245,8 +247,9 @@ def require_known_solver(solver: str | Solver) -> None:
         ProblemError: neither a name of a solver nor a function.
     """
     _require_name_or_function("solver", solver)
-    families = [one for one in (ENTRIES, GRIDS, COLUMN_GROUPS) if solver in one.solvers]
-    _solver([*families, ENTRIES][0], solver, "default", {})
+    if isinstance(solver, str):
+        families = [one for one in (ENTRIES, GRIDS, COLUMN_GROUPS) if solver in one.solvers]
+        _solver([*families, ENTRIES][0], solver, "default", {})
 
 
 def require_known_refinement(refine: str | Refinement | None) -> None:

@@ -26,7 +26,9 @@ class LOBS:
 
     `stats["bound"]` bounds what the layer loses, q(V) - q(C) <= bound. It follows from the triangle inequality in the
     norm of H. A step of saliency L has the length sqrt(2 L), and the entries that the mask sets to zero are one more
-    step. `network_bound` carries the errors of all layers to the output of a network.
+    step. With damping q is the damped quadratic; the bound then holds for the undamped one too if the anchor is the
+    centre, as for a layer that matches its own weights. `network_bound` carries the errors of all layers to the output
+    of a network.
     """
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:

@@ -19,6 +19,7 @@ from iobs.core.patterns import Pattern, top_mask
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import ProblemError
 from iobs.solvers.kernels.inverse import shifted_inverse
+from iobs.solvers.options import require_whole
 from iobs.solvers.refit_weights import scaled, solve_weights
 
 _RELAXED = 1.6  # over-relaxation of ADMM, between 1 and 2
@@ -26,7 +27,7 @@ _RELAXED = 1.6  # over-relaxation of ADMM, between 1 and 2
 
 @dataclass(frozen=True)
 class NetTrim:
-    """Net-Trim with a budget: the l1 penalty is lowered until the pattern's number of entries is not zero.
+    """Net-Trim with a given count: the l1 penalty is bisected until as many entries are nonzero as the pattern keeps.
 
     The solution of the convex program chooses the mask. The penalty also shrinks the kept weights, so they are solved
     for again on the mask unless `refit` is False. `within_tolerance` solves the form with a tolerance.
@@ -37,7 +38,7 @@ class NetTrim:
         iterations: of ADMM for each penalty.
 
     Raises:
-        ProblemError: `steps` or `iterations` is less than 1.
+        ProblemError: `steps` or `iterations` is not a positive whole number.
     """
 
     refit: bool = True
@@ -45,10 +46,8 @@ class NetTrim:
     iterations: int = 20
 
     def __post_init__(self) -> None:
-        for name in ("steps", "iterations"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ProblemError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        require_whole("steps", self.steps, 1, "20 are usual")
+        require_whole("iterations", self.iterations, 1, "20 are usual")
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
         """Bisect the penalty to the count of the pattern; the largest thresholded entries are kept."""

@@ -51,7 +51,7 @@ def greedy_mask(inverse: Tensor, centre: Tensor, groups: Partition) -> Tensor:
     quota = groups.size - groups.keep
     steps = torch.full((rows,), quota * (d // groups.size), device=centre.device)
     order, _ = greedy_removals(inverse, centre, steps, groups.size, quota)
-    return _without(order, steps, d)
+    return _mask_without(order, steps, d)
 
 
 def _across_rows(inverse: Tensor, centre: Tensor, removals: int) -> Tensor:
@@ -73,14 +73,14 @@ def _across_rows(inverse: Tensor, centre: Tensor, removals: int) -> Tensor:
         counts = torch.bincount(taken, minlength=rows)
         todo = ((counts >= steps) & (steps < d)).nonzero().flatten()
         if len(todo) == 0:
-            return _without(order, counts, d)
+            return _mask_without(order, counts, d)
         steps[todo] = (2 * steps[todo]).clamp_max(d)
 
 
-def _without(order: Tensor, counts: Tensor, d: int) -> Tensor:
-    mask = torch.ones(
-        len(order), d + 1, dtype=torch.bool, device=order.device
-    )  # the spare column takes the index of "no removal"
+def _mask_without(order: Tensor, counts: Tensor, d: int) -> Tensor:
+    """Mask (rows, d) without the first `counts` removals of each row."""
+    # The spare column takes the index of "no removal".
+    mask = torch.ones(len(order), d + 1, dtype=torch.bool, device=order.device)
     taken = torch.arange(order.shape[1], device=order.device) < counts[:, None]
     mask.scatter_(1, torch.where(taken, order, d), False)
     return mask[:, :d].contiguous()

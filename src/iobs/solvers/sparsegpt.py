@@ -7,7 +7,7 @@ of the block are W_b + D U[:, b] R_bb. Only the triangles U_bb of the blocks are
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -90,9 +90,6 @@ def _remove(
         mask = torch.empty_like(current, dtype=torch.bool)
         eliminate_groups(current, factor, mask, groups.keep, groups.size)
         return mask
-    per_column = groups.keep / shape[1]
-    keep = round(block.stop * per_column) - round(block.start * per_column)
-    part = replace(groups, size=groups.size // shape[1] * current.shape[1], keep=keep)
-    mask = largest(current * scale, part)
+    mask = largest(current * scale, groups.in_columns(block, shape[1]))
     eliminate(current, factor, mask)
     return mask

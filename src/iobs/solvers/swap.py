@@ -93,8 +93,8 @@ class _Search:
             state = self._swap_in_row(mask, row)
             weight[row] = 0
             weight[row, state.support] = state.weight
-            self.removal[row], self.leaves[row] = first(state.removals(), state.support, torch.inf)
-            admission, self.enters[row] = first(-state.admissions(), state.rest, 0.0)
+            self.removal[row], self.leaves[row] = _least(state.removals(), state.support, torch.inf)
+            admission, self.enters[row] = _least(-state.admissions(), state.rest, 0.0)
             self.admission[row] = -admission
 
     def _swap_in_row(self, mask: Tensor, row: int) -> RowState:
@@ -157,9 +157,8 @@ def exchange_pairs(removal: Tensor, admission: Tensor, least: float) -> tuple[Te
             giver = next(costs, None)
         elif taker in busy:
             taker = next(gains, None)
-        elif (
-            giver == taker
-        ):  # one row is first in both orders: it takes or gives, whichever gains more with the next row
+        elif giver == taker:
+            # One row is first in both orders: it takes or gives, whichever gains more with the next row.
             other_giver = next((row for row in costs if row not in busy), None)
             other_taker = next((row for row in gains if row not in busy), None)
             if other_giver is None or other_taker is None:
@@ -181,7 +180,7 @@ def exchange_pairs(removal: Tensor, admission: Tensor, least: float) -> tuple[Te
     return torch.tensor(givers, dtype=torch.int64), torch.tensor(takers, dtype=torch.int64)
 
 
-def first(values: Tensor, names: Tensor, empty: float) -> tuple[float, int]:
+def _least(values: Tensor, names: Tensor, empty: float) -> tuple[float, int]:
     """The least value and its name; `empty` and 0 for no values."""
     if len(values) == 0:
         return empty, 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
+from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, first_line
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -127,7 +127,8 @@ def merge_adapters(model: PeftModel, *, keep_zeros: bool = True) -> tuple[nn.Mod
 
     Raises:
         ModelError: nothing is left to merge, the base is quantised, or a layer needs a merge of its own.
-        NonFiniteError: an adapter holds NaN or infinity. After an error the model is unchanged.
+        NonFiniteError: an adapter holds NaN or infinity. After these errors the model is unchanged. Or a merged weight
+            is too large for its dtype; then the layers before it are merged.
     """
     layers = list(_adapted(model))
     if not layers:
@@ -219,11 +220,20 @@ def _subtract_at_zeros(layer: BaseTunerLayer, inputs: tuple[Tensor, ...], output
 
 @torch.no_grad()
 def _merge(name: str, layer: BaseTunerLayer, keep_zeros: bool) -> Iterator[MergedMatrix]:
-    """Merge one layer in place; one copy of its weights is held meanwhile."""
+    """Merge one layer in place; one copy of its weights is held meanwhile.
+
+    Raises:
+        NonFiniteError: a merged weight is not finite.
+    """
     base = layer.get_base_layer()
     before = {part: value.detach().clone() for part, value in _matrices(base).items()}
     masked = any(hook is _subtract_at_zeros for hook in layer._forward_hooks.values())
-    layer.merge(safe_merge=True)
+    try:
+        layer.merge(safe_merge=True)
+    except ValueError as error:  # of a merged weight that is not finite
+        raise NonFiniteError(
+            f"{name!r} cannot be merged in {next(iter(before.values())).dtype}: {first_line(error)}"
+        ) from error
     for part, value in _matrices(base).items():
         zeros = before[part] == 0
         change = (value - before[part]).double().square()

@@ -67,3 +67,36 @@ def test_norm_free_network_is_covered_after_the_fold():
 def test_fold_refuses_a_batch_that_the_model_does_not_take():
     with pytest.raises(CalibrationError, match="cannot take"):
         iobs.fold(nn.Sequential(Standardised(4, 6, 2)), torch.randn(2, 3, 6, 6))
+
+
+def test_a_refused_batch_leaves_the_model_unchanged():
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)))
+    with pytest.raises(CalibrationError, match="cannot take"):
+        iobs.fold(model, torch.randn(2, 5))
+    assert nn.utils.parametrize.is_parametrized(model[0])
+
+
+def test_folded_convolutions_stay_frozen_and_keep_their_bias():
+    model = nn.Sequential(Standardised(3, 6, 2)).requires_grad_(False)
+    bias = model[0].bias
+    assert iobs.fold(model, torch.randn(2, 3, 6, 6)) == ["0"]
+    assert model[0].bias is bias
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_that_is_a_convolution_itself_is_not_named_as_changed():
+    model = Standardised(3, 6, 2)
+    assert iobs.fold(model, torch.randn(2, 3, 6, 6)) == []
+    assert [*model.children()] == []
+
+
+class Named(nn.Sequential):
+    def forward(self, pictures):
+        return self[0](x=pictures)
+
+
+def test_a_convolution_whose_input_has_a_name_stays_as_it_is():
+    model, pictures = Named(Standardised(3, 6, 2)), torch.randn(2, 3, 6, 6)
+    before = model(pictures)
+    assert iobs.fold(model, pictures) == []
+    assert torch.equal(model(pictures), before)

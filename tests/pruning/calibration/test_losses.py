@@ -271,3 +271,11 @@ def test_answers_are_computed_for_the_samples_that_are_kept():
     expected = answered(model, Samples.of([data[0], data[1][:3]]), 10**6)
     for one, other in zip(stored.batches, expected.batches, strict=True):
         assert all(map(torch.equal, one, other))
+
+
+def test_distance_of_block_outputs_takes_a_block_without_output():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    loss = losses.block_distance_to(copy.deepcopy(model), ["0", "1"])
+    assert float(loss(model, torch.ones(3, 4)).detach()) == 0.0

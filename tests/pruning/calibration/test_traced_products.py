@@ -10,7 +10,9 @@ from use_models import PLAIN, Direct, Equal, data, zeros
 
 import iobs
 from iobs.errors import CalibrationError
-from iobs.pruning.network.layers import find_layers
+from iobs.pruning.calibration.hooks import captured_inputs
+from iobs.pruning.network.layers import Layer, find_layers
+from iobs.pruning.widths.costs import _Kernels
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -332,3 +334,30 @@ def test_padded_input_of_a_convolution_is_seen_where_it_is_multiplied():
     for one in (model, explicit):
         assert iobs.prune(one, data(4, 2, 6, 6), 0.5, iobs.Recipe()).coverage.share == 1
     torch.testing.assert_close(same.weight, explicit.conv[1].weight, atol=1e-5, rtol=1e-4)
+
+
+def test_arguments_of_products_may_be_given_by_name_in_any_order():
+    class Used(nn.Linear):
+        def forward(self, x):
+            once = functional.linear(weight=self.weight, input=x)
+            return (
+                once
+                + functional.linear(2 * x, bias=self.bias, weight=self.weight)
+                + torch.mm(mat2=self.weight.T, input=3 * x)
+            )
+
+    model, x, found, used = nn.ModuleList([Used(4, 4)]), torch.randn(5, 4), [], {}
+    (layer,) = find_layers(model)
+    with captured_inputs(model, [layer], lambda layer, module, value: found.append(value), used):
+        model[0].forward(x)  # not as a module, whose hook would capture the input
+    assert used == {layer: True}
+    for number, value in enumerate(found, 1):
+        torch.testing.assert_close(value, number * x)
+    assert len(found) == 3
+
+
+def test_convolutions_whose_arguments_have_names_are_counted():
+    kernel, layer = torch.randn(6, 3, 3, 3), Layer("w", (6, 27))
+    with _Kernels({id(kernel): layer}) as kernels:
+        functional.conv2d(weight=kernel, input=torch.randn(2, 3, 8, 8), bias=torch.zeros(6))
+    assert kernels.counts == {layer: 2 * 36}

@@ -11,8 +11,9 @@ from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_erro
 from iobs.pruning.calibration.residency import InMemory, park_wide
 from iobs.pruning.cost import memory_plan
 from iobs.pruning.cost.checkpoint_size import checkpoint_bytes
+from iobs.pruning.cost.loads import Rates
 from iobs.pruning.cost.memory_plan import GramKind, Sizes, gathering_bytes, peaks, solving_bytes
-from iobs.pruning.cost.phases import Rates, Shape, Work, network_seconds
+from iobs.pruning.cost.phases import Shape, Work, network_seconds
 from iobs.pruning.layerwise import problem
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer

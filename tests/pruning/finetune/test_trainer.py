@@ -53,6 +53,19 @@ def test_trainer_accumulates_small_steps_in_bfloat16():
     assert float(model.weight[0, 0].detach()) == pytest.approx(0.98, abs=4e-3)  # a step of 1e-3 alone rounds to 1.0
 
 
+def test_small_gradients_in_float16_are_no_zeros():
+    model = nn.Linear(1, 1, bias=False).half()
+    nn.init.ones_(model.weight)
+
+    def loss(model, batch):
+        return (model(batch).float() - 1 - 2**-10).square().mean()  # a gradient of 2**-25 for every output
+
+    step = FineTune(lr=1.0, steps=1, loss=loss)
+    trainer = Trainer(model, dict(model.named_parameters()), step, loss, 1, 0)
+    trainer.run(Samples([torch.ones(2**16, 1).half()], [0]), lambda *_: None)
+    assert float(model.weight.detach()) == pytest.approx(1 + 2**-9, abs=2**-11)
+
+
 IMPOSSIBLE = [
     {"lr": 0},
     {"lr": -1.0},

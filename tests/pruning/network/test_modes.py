@@ -1,5 +1,8 @@
 """State of the network and the caller: training mode, autocast, inference mode, random numbers, batch norm."""
 
+from collections import namedtuple
+from types import SimpleNamespace
+
 import pytest
 import torch
 from checks import assert_same, state_of
@@ -123,3 +126,14 @@ def test_prune_restores_the_random_state():
     before = torch.get_rng_state()
     iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", rounds=iobs.Rounds(2, finetune=STEP))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_prune_accepts_a_frozen_configuration():
+    model, data = two_layers()
+    model.config = SimpleNamespace(use_cache=True)
+    model[0].config = namedtuple("Config", "use_cache")(True)
+    used = []
+    model.register_forward_hook(lambda *_: used.append(model.config.use_cache))
+    iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot")
+    assert not any(used)
+    assert model.config.use_cache

@@ -11,13 +11,13 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import kl_to
 from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.residency import InMemory
+from iobs.pruning.finetune.scaled import scaled_gradients
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.reconstruction.fitting import Fit
 from iobs.pruning.reconstruction.network_steps import NetworkSteps
 from iobs.pruning.reconstruction.optimizers import Factored
 from iobs.pruning.reconstruction.parameters import Masters
-from iobs.pruning.reconstruction.scaled import scaled_gradients
 from iobs.pruning.runtime.ranks import ALONE
 from iobs.pruning.store import Store
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from iobs.pruning.structure.removal import remove
@@ -184,3 +185,45 @@ class Normed(nn.Module):
 def test_batch_norm_is_that_of_a_reader_only_if_it_alone_takes_all_outputs(use, norms):
     (site,) = traced_sites(Normed(use).eval(), torch.randn(2, 3, 6, 6))
     assert [one.norm for one in sorted(site.readers, key=lambda one: one.path)] == norms
+
+
+class Functions(nn.Module):
+    """A perceptron of functions of torch, whose arguments are given by name."""
+
+    def __init__(self, second):
+        super().__init__()
+        self.first, self.last, self.second = nn.Linear(8, 6), nn.Linear(6, 4), second
+
+    def forward(self, x):
+        hidden = torch.clamp(input=functional.relu(input=self.first(x)), max=9.0)
+        return self.second(hidden, self.last.weight, self.last.bias)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda x, weight, bias: functional.linear(input=x, weight=weight, bias=bias),
+        lambda x, weight, bias: torch.matmul(input=x, other=weight.T) + bias,
+        lambda x, weight, bias: torch.mm(mat2=torch.transpose(input=weight, dim0=0, dim1=1), input=x) + bias,
+        lambda x, weight, bias: torch.addmm(input=bias, mat1=x, mat2=torch.t(input=weight)),
+        lambda x, weight, bias: torch.addmm(bias, x, weight.T),
+    ],
+)
+def test_arguments_of_functions_may_be_given_by_name(second):
+    assert summary(find_sites(Functions(second).eval(), torch.ones(2, 8))) == {"last": ("neurons", 6)}
+
+
+def test_matrices_of_the_model_itself_read_units():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(8, 6), nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x):
+            return self.first(x).relu() @ self.head
+
+    model = Root().eval()
+    sites = find_sites(model, torch.ones(2, 8))
+    assert summary(sites) == {"head": ("neurons", 6)}
+    remove(model, sites, {"head": [0, 2, 5]})
+    assert (model.first.weight.shape, model.head.shape) == ((3, 8), (3, 4))

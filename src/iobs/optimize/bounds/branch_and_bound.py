@@ -26,12 +26,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import ProblemError
+from iobs.optimize.bounds.certificate import Certificate, Limits, relative_gap, summarised
 from iobs.optimize.bounds.components import screened
 from iobs.optimize.bounds.enumeration import enumerable, enumerate_supports
 from iobs.optimize.bounds.relaxation import Node, QuadraticArrays
@@ -49,50 +50,6 @@ from iobs.optimize.search import auto
 _STORED_BYTES = 1 << 30
 _FIRST_SHARE = 0.1  # share of the time limit for branch and bound before tangents are tried
 _BOX_LIMIT = 2048  # most coordinates for tangents, which hold several arrays of d^2 numbers
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """The result of `certify`.
-
-    Attributes:
-        lower: no support of k coordinates has a value below `lower - margin`.
-        upper: value of the best known support.
-        gap: (upper - lower) / |upper|.
-        gap_explained: (upper - lower) / |f(0) - upper|, the gap of solvers that drop the constant 1/2 norm(y)^2.
-        fit: the best support, its coefficients and value.
-        nodes: number of nodes looked at.
-        seconds: wall time, the search for the first support included.
-        closed: whether the gap is at most the requested gap.
-        margin: absolute allowance for rounding in every comparison.
-        message: the result in words.
-        reason: why the search ended, in words.
-    """
-
-    lower: float
-    upper: float
-    gap: float
-    gap_explained: float
-    fit: Fit = field(repr=False)
-    nodes: int
-    seconds: float
-    closed: bool
-    margin: float
-    message: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class _Limits:
-    """When to stop: at a relative `gap`, `seconds` after `begun` (on `time.perf_counter`), or after `max_nodes`."""
-
-    gap: float
-    begun: float
-    seconds: float
-    max_nodes: int
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self.begun
 
 
 def certify(
@@ -136,8 +93,8 @@ def certify(
     if np.setdiff1d(fit.support, problem.forced).size > k:
         raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
     if objective.dimension > DENSE_LIMIT:
-        return _certify_screened(problem, fit, _Limits(gap, begun, seconds, max_nodes))
-    search = _Search(QuadraticArrays(problem), fit, _Limits(gap, begun, seconds, max_nodes))
+        return _certify_screened(problem, fit, Limits(gap, begun, seconds, max_nodes))
+    search = _Search(QuadraticArrays(problem), fit, Limits(gap, begun, seconds, max_nodes))
     search.begin()
     if search.singular:
         search.enumerate_all()
@@ -151,19 +108,19 @@ def certify(
     return search.run(1.0)
 
 
-def _certify_screened(problem: Problem, fit: Fit, limits: _Limits) -> Certificate:
+def _certify_screened(problem: Problem, fit: Fit, limits: Limits) -> Certificate:
     """The certificate of a problem whose H is too large to store, by what a screening of its components leaves."""
+    start = problem.at_zero[0]
+    if problem.size == 0:
+        fit = refit(problem.objective, problem.forced)
+        return summarised(fit.value, fit, start, limits, 0, 0.0, "there is nothing to choose", complete=True)
     found = screened(problem, fit.value, limits.begun + 0.7 * limits.seconds)
     left = np.union1d(found.coordinates, fit.support).astype(np.int64)
     told = f"screening of {found.components:,} components left {left.size:,} of {problem.dimension:,} coordinates"
     if left.size > _BOX_LIMIT:
         reason = f"{told}, and at most {_BOX_LIMIT:,} can be searched"
-        lower, margin = found.lower, 1e-9 * abs(problem.at_zero[0])
-        difference = fit.value - lower
-        gap, explained = difference / max(abs(fit.value), 1e-300), max(abs(problem.at_zero[0] - fit.value), 1e-300)
-        message = f"gap {gap:.3g} not closed: at least {lower:.6g}, at most {fit.value:.6g}: {reason}"
-        share, used, closed = difference / explained, limits.elapsed(), gap <= limits.gap
-        return Certificate(lower, fit.value, gap, share, fit, 0, used, closed, margin, message, reason)
+        lower = max(0.0, found.lower)  # least squares
+        return summarised(lower, fit, start, limits, 0, 1e-9 * abs(start), reason, complete=False)
     part = refit(problem.objective.restricted(left), np.searchsorted(left, fit.support).astype(np.int64))
     seconds = max(0.0, limits.seconds - limits.elapsed())
     inner = certify(
@@ -207,7 +164,7 @@ class _Search:
         stored: bytes of the inverses that the open nodes hold.
     """
 
-    def __init__(self, quadratic: QuadraticArrays, fit: Fit, limits: _Limits) -> None:
+    def __init__(self, quadratic: QuadraticArrays, fit: Fit, limits: Limits) -> None:
         self.quadratic, self.best, self.limits = quadratic, fit, limits
         self.singular, self.reason = False, ""
         self.lower, self.margin = -np.inf, 0.0
@@ -259,7 +216,7 @@ class _Search:
         heap = self.open
         if self.reason:
             return self.certificate(self.lower)
-        while heap and self._gap(self._proved()) > self.limits.gap:
+        while heap and relative_gap(self._proved(), self.best.value) > self.limits.gap:
             if self.limits.elapsed() > share * self.limits.seconds:
                 return self.certificate(self._proved(), f"the time limit of {self.limits.seconds:g} s was reached")
             if self.nodes >= self.limits.max_nodes:
@@ -274,9 +231,6 @@ class _Search:
         """The best lower bound known."""
         tree = min(self.open[0][0], self.best.value) if self.open else self.best.value
         return max(tree, self.lower)
-
-    def _gap(self, lower: float) -> float:
-        return max(0.0, self.best.value - lower) / max(abs(self.best.value), 1e-300)
 
     def _branch(self, node: Node) -> None:
         """Include what must be included, bound, and split on the free coordinate that costs most to exclude."""
@@ -378,22 +332,13 @@ class _Search:
 
     def certificate(self, lower: float, reason: str = "") -> Certificate:
         """Summarise the search, given a proved lower bound and why the search ended (default: `self.reason`)."""
-        upper, margin = self.best.value, self.margin
-        gap = self._gap(lower)
-        closed = gap <= self.limits.gap
-        explained = max(0.0, upper - lower) / max(abs(self.quadratic.start - upper), 1e-300)
-        seconds = self.limits.elapsed()
-        if closed and (not self.open or lower >= upper - margin):
-            what = "a global minimiser"
-        elif closed:
-            what = f"within {gap:.2g} of the best value possible"
-        elif np.isfinite(lower):
-            what = f"gap {gap:.3g} not closed: at least {lower:.6g}, at most {upper:.6g}"
-        else:
-            what = f"no bound: f may be unbounded below where the Hessian is singular; at most {upper:.6g}"
-        reason = reason or self.reason
-        details = f"({self.nodes} nodes, {seconds:.2f} s, rounding margin {margin:.1e})"
-        message = f"{what} {details}: {reason}"
-        return Certificate(
-            lower, upper, gap, explained, self.best, self.nodes, seconds, closed, margin, message, reason
+        return summarised(
+            lower,
+            self.best,
+            self.quadratic.start,
+            self.limits,
+            self.nodes,
+            self.margin,
+            reason or self.reason,
+            complete=not self.open,
         )

@@ -163,7 +163,7 @@ class _Graph:
 
 
 def _columns(problem: Problem, usable: Indices, chosen: Indices) -> Array:
-    """Columns of H, (m, s) without their diagonal entries being right; of sparse designs by a sparse product."""
+    """Columns of H, (m, s); by a sparse product if the design is sparse, without the ridge on the diagonal then."""
     objective = problem.objective
     assert isinstance(objective, LeastSquares)
     design = objective.design

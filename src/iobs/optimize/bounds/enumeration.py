@@ -127,7 +127,7 @@ def _below(
             continue
         here = depth + level
         pivot = schur[here, j]
-        if pivot <= 1e-13:
+        if pivot <= _DEPENDENT:
             position[level] += 1
             continue
         least = min(least, pivot)

@@ -18,9 +18,9 @@ from iobs.optimize.problem import DENSE_LIMIT, Problem, require_storable
 
 Model: TypeAlias = QuadraticObjective | ProductModel
 
-_FISHER_DAMPING = (
-    1e-3  # relative to mean diag(H): default damping of the Fisher matrix, which is singular for few samples
-)
+# Relative to mean diag(H): default damping of the Fisher matrix, which is singular for few samples.
+_FISHER_DAMPING = 1e-3
+_LANCZOS_STEPS = 200  # most products for the largest eigenvalue
 _SINGULAR_DAMPING = 1e-2  # relative to the largest eigenvalue: default damping of a singular Hessian
 
 
@@ -160,15 +160,13 @@ class EmpiricalFisher:
         return QuadraticObjective(matrix, matrix @ theta - gradient, forced=problem.forced)
 
 
-def largest_eigenvalue(objective: Objective, theta: Array, *, steps: int = 200, tolerance: float = 1e-10) -> float:
+def largest_eigenvalue(objective: Objective, theta: Array, *, tolerance: float = 1e-10) -> float:
     """The largest eigenvalue of the Hessian; see `largest_of_products`."""
     product = partial(objective.hessian_product, theta)
-    return largest_of_products(product, objective.dimension, steps=steps, tolerance=tolerance)
+    return largest_of_products(product, objective.dimension, tolerance=tolerance)
 
 
-def largest_of_products(
-    multiply: Callable[[Array], Array], d: int, *, steps: int = 200, tolerance: float = 1e-10
-) -> float:
+def largest_of_products(multiply: Callable[[Array], Array], d: int, *, tolerance: float = 1e-10) -> float:
     """The largest eigenvalue of a symmetric (d, d) matrix, positive at least by rounding, from its products.
 
     Lanczos iterations with full re-orthogonalisation, from a fixed start. The estimate approaches from below; its error
@@ -179,7 +177,7 @@ def largest_of_products(
     diagonal: list[float] = []
     beside: list[float] = []
     estimate = 0.0
-    for count in range(min(d, steps)):
+    for count in range(min(d, _LANCZOS_STEPS)):
         product = multiply(basis[-1])
         diagonal.append(float(basis[-1] @ product))
         stack = np.array(basis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
@@ -118,6 +119,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self.thorough = thorough
         self.random_state = random_state
 
+    _outputs = "class"  # name of what a feature has several coefficients for
+
     @abstractmethod
     def _objective(self, data: Observations) -> Objective:
         """The loss on a training set."""
@@ -138,7 +141,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
     def _fit_and_choose(self, data: Observations, sample_groups: npt.ArrayLike | None) -> None:
         if not (np.isfinite(self.ridge) and self.ridge >= 0):
             raise ProblemError(f"ridge must be finite and not negative, got {self.ridge}.")
-        counts, features = _counts(data.weights), data.X.shape[1]
+        counts, features = counts_of(data.weights), data.X.shape[1]
         data = data if counts is data.weights else replace(data, weights=counts)
         samples = self._sample_count(data)
         self._forced_features = forced_columns(self.forced, features)
@@ -147,12 +150,13 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         bounds = Bounds.of(self.lower, self.upper, features)
         choices = groups.choices if groups else features - self._forced_features.size
         sizes = self._sizes(choices, samples)
+        splits = self._splits(data, sample_groups) if self.k in _BY_FOLDS else iter(())
         # The best known method runs for a single given k, or at the end for the chosen k; the path is warm started.
         fixed = len(sizes) == 1
         fits = fit_path(objective, groups, sizes, self.thorough and fixed, self.random_state, bounds=bounds)
         errors = [float("nan")] * len(sizes)
         if self.k in _BY_FOLDS:
-            scores, errors = self._cross_validate(data, sizes, sample_groups, bounds)
+            scores, errors = self._cross_validate(data, sizes, splits, bounds)
         elif fixed:
             scores = [0.0]
         else:
@@ -243,12 +247,12 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             rows.append(Row("(intercept)", float(constants[number]), float("nan"), label))
         how = f"chosen by {self.k}" if isinstance(self.k, str) else "given"
         title = f"{type(self).__name__}: {self.support_.size} of {self.n_features_in_} features (k = {self.k_}, {how})"
-        return Summary(title, tuple(rows))
+        return Summary(title, tuple(rows), outputs=self._outputs)
 
     def plot_path(self) -> Figure:
         """A figure of the score and the coefficients for every k, the chosen k marked.
 
-        With more than two classes the coefficient drawn is the largest over the classes in absolute value.
+        With several classes or responses the coefficient drawn is the largest of them in absolute value.
 
         Raises:
             ProblemError: k was given, so there is no path.
@@ -267,7 +271,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         names = self._names()
         draw_coefficients(right, sizes, self._standardised(), [names[j] for j in self._seen], self.k_)
         if np.ndim(self.path_[0]["coef"]) > 1:
-            right.set_ylabel("per standard deviation, largest of a class")
+            right.set_ylabel(f"per standard deviation, largest of a {self._outputs}")
         return figure
 
     def _standardised(self) -> Array:
@@ -322,15 +326,21 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             )
         return [int(self.k)]
 
-    def _cross_validate(
-        self, data: Observations, sizes: list[int], sample_groups: npt.ArrayLike | None, bounds: Bounds | None
-    ) -> tuple[list[float], list[float]]:
-        """The mean held-out loss of every k over the samples, and its standard error over the folds."""
+    def _splits(self, data: Observations, sample_groups: npt.ArrayLike | None) -> Iterator[tuple[Indices, Indices]]:
+        """The training and the held-out samples of every fold."""
         folds = check_cv(self.cv, data.y, classifier=isinstance(self, ClassifierMixin))
         if sample_groups is not None and isinstance(self.cv, (int, np.integer)):
             folds = GroupKFold(self.cv)
+        if self.k == "cv-1se" and folds.get_n_splits(data.X, data.y, sample_groups) < 2:
+            raise ProblemError('k="cv-1se" needs at least two folds for a standard error; raise cv, or give k="cv".')
+        return iter(folds.split(data.X, data.y, sample_groups))
+
+    def _cross_validate(
+        self, data: Observations, sizes: list[int], splits: Iterator[tuple[Indices, Indices]], bounds: Bounds | None
+    ) -> tuple[list[float], list[float]]:
+        """The mean held-out loss of every k over the samples, and its standard error over the folds."""
         totals, mass, means = np.zeros(len(sizes)), 0.0, []
-        for number, (train, test) in enumerate(folds.split(data.X, data.y, sample_groups), 1):
+        for number, (train, test) in enumerate(splits, 1):
             if not (data.weights[train].sum() > 0 and data.weights[test].sum() > 0):
                 raise ProblemError(
                     f"All sample weights are zero in fold {number} of the cross-validation or in all others; shuffle "
@@ -376,7 +386,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         return tags
 
 
-def _counts(weights: Array) -> Array:
+def counts_of(weights: Array) -> Array:
     """Sample weights as counts (n,).
 
     Integer weights are counts of repeated rows and stay unchanged. Other weights are scaled so that their sum is

@@ -132,9 +132,8 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         X, y, weights = data.X, data.y, data.weights
         if self.classes_.size > 2:
             spread = variances(X, weights, True)
-            ridge = max(self.ridge, 1e-8) * np.where(
-                spread > 0, spread, 1.0
-            )  # a constant column needs a positive ridge too
+            # A constant column needs a positive ridge too.
+            ridge = max(self.ridge, 1e-8) * np.where(spread > 0, spread, 1.0)
             return Multinomial(X, y, self.classes_.size, ridge=ridge, sample_weight=weights)
         forced = () if self.groups is not None else self._forced_features
         ridge = self._penalty(X, weights)

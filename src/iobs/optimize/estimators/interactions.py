@@ -19,6 +19,19 @@ from iobs.optimize.objectives.families import Family
 from iobs.optimize.search.hierarchy import Hierarchy, Kind, pairs_of
 
 
+def require_features(estimator: object, function: str) -> None:
+    """Refuse an estimator whose coefficients are not those of single features.
+
+    Raises:
+        ProblemError: it is a `SparseInteractions`.
+    """
+    if isinstance(estimator, SparseInteractions):
+        raise ProblemError(
+            f"{function} takes no SparseInteractions, whose terms are not features; give a SparseRegressor and the "
+            "products as columns of X."
+        )
+
+
 def with_products(X: Array) -> Array:
     """[X, products of all pairs of columns] (n, d + d (d - 1) / 2), in the order of `itertools.combinations`."""
     pairs = pairs_of(X.shape[1])

@@ -26,6 +26,7 @@ from sklearn.utils import check_array
 
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import SparseEstimator
+from iobs.optimize.estimators.interactions import require_features
 from iobs.optimize.objectives.arguments import forced_columns
 from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, add_to_diagonal
 
@@ -93,8 +94,9 @@ def knockoff_filter(
     rng = np.random.default_rng([seed, _STREAM])
     centred = X - X.mean(axis=0)
     spread = np.sqrt((centred**2).mean(axis=0))
-    if not (spread > 1e-12 * np.abs(X).max(axis=0)).all():
-        raise ProblemError(f"Feature {int(np.argmin(spread))} is constant and has no knockoff; leave it out.")
+    constant = np.flatnonzero(~(spread > 1e-12 * np.abs(X).max(axis=0)))
+    if constant.size:
+        raise ProblemError(f"Feature {constant[0]} is constant and has no knockoff; leave it out.")
     features = centred / spread
     if chosen == "fixed":
         knockoffs = fixed_knockoffs(features, rng)
@@ -166,7 +168,7 @@ def reconstructability(correlation: Array) -> tuple[Array, Array]:
 def difference(estimator: SparseEstimator, features: Array, knockoffs: Array, y: Array, first: Booleans) -> Array:
     """W (d,) of a path over features and knockoffs; `first` (d,) is true where the feature comes first of the two."""
     left, right = np.where(first, features, knockoffs), np.where(first, knockoffs, features)
-    model = clone(estimator).set_params(k="aic", thorough=False, max_k=estimator.max_k)
+    model = clone(estimator).set_params(k="aic", thorough=False)
     model.fit(np.hstack([left, right]), y)
     size = np.zeros(2 * first.size)
     for entry in model.path_:
@@ -195,6 +197,7 @@ def _root(matrix: Array) -> Array:
 def _checked(estimator: SparseEstimator, X: Array, fdr: float, kind: str, covariance: npt.ArrayLike | None) -> Kind:
     """The kind of knockoffs, once all arguments are known to fit."""
     n, d = X.shape
+    require_features(estimator, "knockoff_filter")
     if not 0 < fdr < 1:
         raise ProblemError(f"fdr must lie between 0 and 1, got {fdr}.")
     if kind not in ("auto", "fixed", "gaussian"):

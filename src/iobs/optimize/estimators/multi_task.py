@@ -30,6 +30,8 @@ class SparseMultiTaskRegressor(RegressorMixin, SparseEstimator):  # type: ignore
         noise_: estimated standard deviation of the noise, the same for all responses.
     """
 
+    _outputs = "response"
+
     def fit(
         self,
         X: MatrixLike,

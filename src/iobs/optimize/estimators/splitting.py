@@ -17,7 +17,9 @@ from sklearn.model_selection import train_test_split
 from sklearn.utils import check_array
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import SparseEstimator
+from iobs.optimize.estimators.base import SparseEstimator, counts_of
+from iobs.optimize.estimators.interactions import require_features
+from iobs.optimize.estimators.multi_task import SparseMultiTaskRegressor
 from iobs.optimize.objectives.design import MatrixLike, VectorLike
 
 
@@ -58,19 +60,26 @@ def split_inference(
     come from Student's t for the squared loss, from the normal distribution otherwise.
 
     Args:
-        estimator: a `SparseRegressor`, or a `SparseClassifier` of two classes; a ridge would bias the intervals.
+        estimator: a `SparseRegressor`, a `SparseCox`, or a `SparseClassifier` of two classes, without bounds; a ridge
+            would bias the intervals.
         X: (n, d) features.
-        y: (n,) targets.
+        y: (n,) targets, or what the estimator takes.
         level: probability that an interval covers its coefficient.
         share: share of the samples that choose.
         sample_weight: (n,) non-negative.
         seed: of the random parts.
 
     Raises:
-        ProblemError: level or share outside (0, 1), more than two classes, or too few samples to estimate the noise.
+        ProblemError: level or share outside (0, 1), an estimator of another kind, more than two classes, or too few
+            samples to estimate the noise.
     """
     if not (0 < level < 1 and 0 < share < 1):
         raise ProblemError(f"level and share must lie between 0 and 1, got {level} and {share}.")
+    require_features(estimator, "split_inference")
+    if isinstance(estimator, SparseMultiTaskRegressor):
+        raise ProblemError("split_inference takes one response; give a SparseRegressor and one column of y.")
+    if estimator.lower is not None or estimator.upper is not None:
+        raise ProblemError("A coefficient at its bound has no interval; leave the bounds out of split_inference.")
     X = check_array(X, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32])
     y = np.asarray(y)
     if is_classifier(estimator) and np.unique(y).size > 2:
@@ -87,8 +96,8 @@ def split_inference(
         raise ProblemError(
             f"{estimating.size} samples are too few to estimate {forced.size} coefficients and the noise; lower share."
         )
-    squared = not is_classifier(estimator) and estimator.loss == "squared"
-    freedom = weights[estimating].sum() - forced.size - fitted.fit_intercept if squared else math.inf
+    squared = getattr(estimator, "loss", None) == "squared"
+    freedom = counts_of(weights[estimating]).sum() - forced.size - fitted.fit_intercept if squared else math.inf
     law = stats.t(freedom) if squared else stats.norm
     width = float(law.ppf(0.5 + 0.5 * level))
     return [

@@ -18,6 +18,7 @@ from sklearn.utils import check_array
 
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import SparseEstimator
+from iobs.optimize.estimators.interactions import require_features
 from iobs.optimize.objectives.arguments import forced_columns
 from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, VectorLike
 
@@ -73,9 +74,11 @@ def stability_selection(
         seed: of the random halves.
 
     Raises:
-        ProblemError: a threshold outside (1/2, 1], both limits, no pair, or no threshold that keeps `max_false`.
+        ProblemError: a threshold outside (1/2, 1], both limits, no pair, no threshold that keeps `max_false`, or a
+            `SparseInteractions`.
     """
     _check(threshold, max_false, pairs, max_k)
+    require_features(estimator, "stability_selection")
     X = check_array(X, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32])
     y = np.asarray(y)
     labels, forced = _features(estimator, X.shape[1])

@@ -27,7 +27,7 @@ class Row:
         name: of the feature; "(intercept)" for the constant.
         coefficient: in the units of the feature.
         error: standard error after selection (too small); NaN if unknown.
-        label: the class that the coefficient belongs to, with more than two classes; else "".
+        label: the class or the response that the coefficient belongs to, if there are several; else "".
     """
 
     name: str
@@ -49,16 +49,18 @@ class Summary:
         title: what was fitted, in one line.
         rows: the coefficients, the intercept last.
         note: what the standard errors leave out.
+        outputs: name of what the labels of the rows are, "class" or "response".
     """
 
     title: str
     rows: tuple[Row, ...]
     note: str = AFTER_SELECTION
+    outputs: str = "class"
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """The heading and the rows as text."""
         labelled = any(row.label for row in self.rows)
-        heading = [*(["class"] if labelled else []), "feature", "coefficient", "standard error", "z"]
+        heading = [*([self.outputs] if labelled else []), "feature", "coefficient", "standard error", "z"]
         body = [
             [
                 *([row.label] if labelled else []),
@@ -111,14 +113,14 @@ class Summary:
             ImportError: pandas is not installed; the message has the command that installs it.
         """
         columns = {
-            "class": [row.label for row in self.rows],
+            self.outputs: [row.label for row in self.rows],
             "feature": [row.name for row in self.rows],
             "coefficient": [row.coefficient for row in self.rows],
             "standard_error": [row.error for row in self.rows],
             "z": [row.z for row in self.rows],
         }
         frame = pandas_module().DataFrame(columns)
-        return frame if any(row.label for row in self.rows) else frame.drop(columns="class")
+        return frame if any(row.label for row in self.rows) else frame.drop(columns=self.outputs)
 
 
 def _number(value: float, digits: int) -> str:

@@ -41,8 +41,9 @@ def concordance(times: Array, events: Array, hazard: Array) -> float:
 def baseline(times: Array, events: Array, weights: Array, margin: Array) -> tuple[Array, Array]:
     """Distinct times of events, ascending, and the cumulative hazard of a margin of zero at them (Breslow 1972)."""
     order = np.argsort(-times, kind="stable")
-    found, first = np.unique(times[events == 1], return_inverse=True)
-    deaths = np.bincount(first, weights[events == 1], minlength=found.size)
+    happened = (events == 1) & (weights > 0)
+    found, first = np.unique(times[happened], return_inverse=True)
+    deaths = np.bincount(first, weights[happened], minlength=found.size)
     at_risk = np.cumsum((weights * np.exp(margin))[order])  # of the samples with the largest times
     last = np.searchsorted(-times[order], -found, side="right") - 1
     return found, np.cumsum(deaths / at_risk[last])

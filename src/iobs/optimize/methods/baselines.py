@@ -132,7 +132,6 @@ class NHTP:
         right = state.gradient - objective.hessian_product(theta, rest)
         newton = newton_direction(objective.hessian_block(theta, support), right[support])
         steepest = -length * state.gradient[support]
-        best = state
         for direction in (newton, steepest):
             for halving in range(12):
                 trial = np.zeros_like(theta)
@@ -140,7 +139,7 @@ class NHTP:
                 new = state_at(problem, trial)
                 if np.isfinite(new.value) and (new.value < state.value or not problem.feasible(theta)):
                     return new
-        return State(best.theta, best.value, best.gradient, done=True, message="no descent on the support")
+        return State(state.theta, state.value, state.gradient, done=True, message="no descent on the support")
 
 
 @dataclass(frozen=True)

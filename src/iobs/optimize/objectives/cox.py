@@ -23,6 +23,8 @@ from iobs.optimize.objectives.arguments import forced_columns, prepare, ridge_ve
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import BLOCK_ELEMENTS, Array, Indices, MatrixLike, VectorLike
 
+_UNDERFLOW = 1e-290  # sums of hazards relative to the largest hazard, below which f counts as infinite
+
 
 class RiskSets:
     """The matrix C of the terms, by the sorted times.
@@ -93,7 +95,8 @@ class Cox:
         events: (n,) true or 1 where the event happened, false or 0 where the sample was censored.
         ties: "efron" or "breslow".
         ridge: as `Logistic`.
-        sample_weight: (n,) non-negative; tied events take their mean weight, as in R's survival.
+        sample_weight: (n,) non-negative; tied events take their mean weight, as in R's survival. A sample of weight
+            zero counts as if it were left out.
         forced: columns that are always in the support and not counted in k.
         offset: (n,) known part of the margins; zero if not given.
 
@@ -125,7 +128,7 @@ class Cox:
         ones = np.ones(when.size)
         self.design = centring.centre(design, ones, centring.column_means(design, weights, weights.sum()))
         self.weights = weights
-        self.risk = RiskSets(when, happened == 1, ties == "efron")
+        self.risk = RiskSets(when, (happened == 1) & (weights > 0), ties == "efron")
         self.offset = np.zeros(when.size) if offset is None else designs.as_vector(offset, "offset", when.size)
         self.ridge = ridge_vector(ridge, design.shape[1])
         self.forced = forced_columns(forced, design.shape[1])
@@ -152,23 +155,24 @@ class Cox:
             mass = weights * np.exp(margin - largest)
             terms = risk.term_weights(weights)
             sums = risk.sums(mass[:, None])[:, 0]
-            used = terms > 0
-            if not (sums[used] > 0).all():  # exp has underflowed: f is finite, but far from any minimiser
+            if not (sums > _UNDERFLOW).all():  # exp has underflowed: f is finite, but far from any minimiser
                 return np.inf, mass, sums, terms
-            logs = float(terms[used] @ np.log(sums[used])) + largest * float(terms.sum())
+            logs = float(terms @ np.log(sums)) + largest * float(terms.sum())
             value = logs - float((weights * margin)[risk.event].sum()) + 0.5 * float(self.ridge @ theta**2)
         return value, mass, sums, terms
 
     def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
-        """f and its gradient."""
+        """f and its gradient, NaN where f is too large for numbers."""
         value, mass, sums, terms = self._at(theta)
+        if not np.isfinite(value):
+            return value, np.full(self.dimension, np.nan)
         slopes = mass * self._rates(sums, terms)
         slopes -= np.where(self.risk.event, self.weights[self.risk.order], 0.0)
         return value, self.design.rmatvec(self._unsorted(slopes)) + self.ridge * theta
 
     def _rates(self, sums: Array, terms: Array) -> Array:
         """Sum over the terms of a sample of weight / S, (n,) sorted."""
-        return self.risk.spread((_quotient(terms, sums))[:, None])[:, 0]
+        return self.risk.spread((terms / sums)[:, None])[:, 0]
 
     def _unsorted(self, values: Array) -> Array:
         result = np.empty_like(values)
@@ -179,7 +183,7 @@ class Cox:
         """The Hessian of the margins times columns (n, c)."""
         _, mass, sums, terms = self._at(theta)
         moved = mass[:, None] * columns[self.risk.order]
-        means = self.risk.sums(moved) * _quotient(terms, sums**2)[:, None]
+        means = self.risk.sums(moved) / sums[:, None] * (terms / sums)[:, None]  # sums**2 would underflow
         curved = self._rates(sums, terms)[:, None] * moved - mass[:, None] * self.risk.spread(means)
         return self._unsorted(curved)
 
@@ -203,13 +207,14 @@ class Cox:
     def hessian_diagonal(self, theta: Array) -> Array:
         """diag H, in blocks of columns."""
         _, mass, sums, terms = self._at(theta)
-        rates, over = self._rates(sums, terms), _quotient(terms, sums**2)
+        rates = self._rates(sums, terms)
         diagonal = self.ridge.copy()
         width = max(1, BLOCK_ELEMENTS // self.design.shape[0])
         for start in range(0, self.dimension, width):
             part = np.arange(start, min(start + width, self.dimension))
             columns = self.design.columns(part)[self.risk.order]
-            diagonal[part] += (mass * rates) @ columns**2 - over @ self.risk.sums(mass[:, None] * columns) ** 2
+            means = self.risk.sums(mass[:, None] * columns) / sums[:, None]
+            diagonal[part] += (mass * rates) @ columns**2 - terms @ means**2
         return np.maximum(diagonal, 0.0)
 
     def restricted(self, support: Indices) -> Objective:
@@ -227,8 +232,3 @@ class Cox:
     def split(self, theta: Array) -> tuple[Array, float]:
         """theta and 0."""
         return theta, 0.0
-
-
-def _quotient(above: Array, below: Array) -> Array:
-    """above / below, 0 where above is 0."""
-    return np.divide(above, below, out=np.zeros_like(above), where=above > 0)

@@ -268,9 +268,8 @@ class CentredDesign:
     def squares(self, weights: Array) -> Array:
         """Weighted sums of squares of the centred columns; exactly 0 for a constant column."""
         first, second = self.inner.moments(weights, self.level, self.mean)
-        spread = second - first**2 / max(
-            float((weights * self.level**2).sum()), 1e-300
-        )  # minus the rounding error of the mean
+        mass = max(float((weights * self.level**2).sum()), 1e-300)
+        spread = second - first**2 / mass  # without the rounding error of the mean
         finfo = torch.finfo if isinstance(self.inner, TorchDesign) else np.finfo
         rounding = 64 * float(finfo(self.inner.matrix.dtype).eps)
         constant = (self.mean != 0) & (spread <= rounding**2 * self.inner.squares(weights))

@@ -240,9 +240,8 @@ class LeastSquares(LinearModel):
 
     quadratic = True
     by_gram: object = None  # this objective by its Gram matrix, once `gram.by_gram` has made it
-    root: Array | None = (
-        None  # square roots of the sample weights (n,), already multiplied into X and y; None without weights
-    )
+    # Square roots of the sample weights (n,), already multiplied into X and y; None without weights.
+    root: Array | None = None
 
     def __init__(
         self,

@@ -52,7 +52,8 @@ class Tabled(ABC):
         part = copy(self)
         part.design = designs.DenseDesign(np.asfortranarray(self.design.columns(features)))
         part.dimension = support.size
-        part.ridge = self.ridge[support]
+        part.forced = np.flatnonzero(np.isin(support, self.forced)).astype(np.int64)
+        part.ridge, part.squares = self.ridge[support], self.squares[features]
         return part
 
     def split(self, theta: Array) -> tuple[Array, float]:

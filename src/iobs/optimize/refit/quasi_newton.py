@@ -14,6 +14,7 @@ from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.refit.fit import Fit, newton_direction
 
+_STEPS = 50  # most steps of an exact refit
 _SLOW = 0.1  # compute a new block if a full step lowers the decrement by less than this factor
 _LOOSE = 0.1  # relative residual of an inexact Newton step
 
@@ -47,7 +48,6 @@ def refit_exactly(
     support: Indices,
     start: Array,
     *,
-    steps: int = 50,
     block: Array | None = None,
     begun: Fit | None = None,
 ) -> Fit:
@@ -57,7 +57,6 @@ def refit_exactly(
         objective: f.
         support: coordinates that may be non-zero (k,).
         start: first guess (d,); entries outside the support are dropped.
-        steps: largest number of steps.
         block: an approximate H_QQ (k, k) to start with; computed if not given.
         begun: the fit at the start, if known.
     """
@@ -65,7 +64,7 @@ def refit_exactly(
     fresh = block is None
     hessian = objective.hessian_block(fit.theta, support) if block is None else block
     previous, size = np.inf, max(abs(fit.value), 1e-4)
-    for _ in range(steps):
+    for _ in range(_STEPS):
         gradient = fit.gradient[support]
         direction = newton_direction(hessian, gradient)
         decrease = -float(gradient @ direction)

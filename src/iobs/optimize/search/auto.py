@@ -50,13 +50,11 @@ RUNAWAY = "the gradient does not vanish where the best fit ended: f may be unbou
 _MODEL = "second-order model"
 _MODELS = 3  # most models in a row, each at the best fit so far
 _AGREEMENTS = 2  # stages in a row that must agree on a support, if swaps are expensive
-_MANY_AGREEMENTS = (
-    6  # the same if swaps are cheap: with noise stages soon agree, without noise only on the right support
-)
+# The same if swaps are cheap: with noise stages soon agree, without noise only on the right support.
+_MANY_AGREEMENTS = 6
 _WORK_LIMIT = 4e8  # most multiplications of one iteration of adaptive damping
-_NEWTON_PRODUCTS = (
-    300  # most products with H for the Newton point of larger problems, by conjugate gradients to a residual of 1e-6
-)
+# Most products with H for the Newton point of larger problems, by conjugate gradients to a residual of 1e-6.
+_NEWTON_PRODUCTS = 300
 _ROUGH_DAMPING = 0.2  # relative residual of the eigenvalue; its own error is about the square
 _ROUGH = 1e-5  # largest residual of the Newton equations, relative and scaled, that is accepted from single precision
 _GRAM_ACCURACY = 1e-8  # below this share of f(0) the Gram matrix no longer tells values of f apart
@@ -205,9 +203,8 @@ def _newton_support(swapper: Swapper, best: Fit) -> Fit:
     problem, objective = swapper.problem, swapper.problem.objective
     costly = isinstance(objective, GramLeastSquares) and not objective.complete
     if problem.dimension <= compiled.NEWTON_LIMIT and not problem.expensive_columns and not costly:
-        if (
-            problem.damping is None and objective.rank >= problem.dimension
-        ):  # H is definite and takes only one factorisation
+        if problem.damping is None and objective.rank >= problem.dimension:
+            # H is definite and takes only one factorisation.
             centre = best.theta + _newton_direction(swapper, best)
         else:
             centre = FullHessian().model(problem, best.theta, best.gradient).centre()

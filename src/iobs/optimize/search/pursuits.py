@@ -14,6 +14,10 @@ from iobs.optimize.refit.fit import Fit
 from iobs.optimize.refit.newton import refit, refitted
 from iobs.optimize.refit.quasi_newton import refit_exactly, refit_loosely
 
+_PURSUIT_STEPS, _MERGING_STEPS = 12, 20  # most supports of each pursuit
+_PASSING_STEPS = 250  # most iterations of message passing, 2 n d multiplications each
+_PASSING_SHARE = 0.5  # share of each of its updates that is taken
+_NARROWER = 0.9  # eps of adaptive damping as a share of the (k+1)-th largest entry
 _UNCHANGED = 12  # message passing stops after this many iterations with the same k largest scores
 _SHRUNK = 1e-3  # a gradient counts as vanished below this share of the gradient at zero
 _SETTLED = 1e-3  # adaptive damping stops below this change of an iterate, relative to its largest entry
@@ -29,11 +33,11 @@ def start(problem: Problem, theta: Array | None = None) -> Fit:
     return refit(problem.objective, support, theta)
 
 
-def hard_thresholding_pursuit(problem: Problem, fit: Fit, *, steps: int = 12) -> Fit:
+def hard_thresholding_pursuit(problem: Problem, fit: Fit) -> Fit:
     """HTP (Foucart 2011) in scaled variables: a gradient step, the k largest, a refit; return the best fit."""
     best, seen = fit, {fit.support.tobytes()}
     scale = problem.scale
-    for _ in range(steps):
+    for _ in range(_PURSUIT_STEPS):
         slope = fit.gradient / scale
         moved = fit.theta * scale - _step_length(problem, fit, slope) * slope
         support = problem.top(np.abs(moved))
@@ -91,14 +95,14 @@ def _step_length(problem: Problem, fit: Fit, slope: Array) -> float:
     return size / curvature if curvature > 0 else 1.0
 
 
-def compressive_sampling_pursuit(problem: Problem, fit: Fit, *, steps: int = 20) -> Fit:
+def compressive_sampling_pursuit(problem: Problem, fit: Fit) -> Fit:
     """CoSaMP (Needell and Tropp 2009) for any f: merge 2k steep coordinates, refit, keep k, refit; the best fit."""
     best = fit
-    for _ in range(steps):
+    steps = 1 if problem.expensive_columns else 8
+    for _ in range(_MERGING_STEPS):
         slope = np.abs(fit.gradient) / problem.scale
         slope[fit.support] = 0.0
         merged = np.union1d(fit.support, problem.top(slope, _merge_count(problem)))
-        steps = 1 if problem.expensive_columns else 8
         wide = refitted(problem.objective, merged.astype(np.int64), fit.theta, steps=steps)
         pruned = _refit_on_the_way(problem, problem.top(np.abs(wide) * problem.scale), wide, steps=None)
         if pruned.value >= best.value - 1e-9 * abs(best.value) and best.support.size == pruned.support.size:
@@ -134,7 +138,7 @@ def settled(problem: Problem, theta: Array, gradient: Array) -> bool:
     return slope <= _SHRUNK * problem.first_slope
 
 
-def message_passing(columns: Array, target: Array, k: int, *, steps: int = 250, damping: float = 0.5) -> Array:
+def message_passing(columns: Array, target: Array, k: int) -> Array:
     """Scores |x_j| (d,) for y = A x by approximate message passing, with a prior that is learned on the way.
 
     The prior is a spike at zero and two Gaussians at +-m, whose m and width follow the data (expectation-maximisation,
@@ -145,8 +149,6 @@ def message_passing(columns: Array, target: Array, k: int, *, steps: int = 250, 
         columns: A (n, d) with columns of norm one.
         target: y (n,).
         k: number of non-zeros.
-        steps: largest number of iterations, 2 n d multiplications each.
-        damping: share of each update that is taken.
     """
     n, d = columns.shape
     energy = float(target @ target)
@@ -154,7 +156,7 @@ def message_passing(columns: Array, target: Array, k: int, *, steps: int = 250, 
     place, width = np.sqrt(0.5 * power), 0.5 * power
     estimate, residual, scores = np.zeros(d), target.copy(), np.zeros(d)
     support, same = np.zeros(0, np.int64), 0
-    for iteration in range(steps):
+    for iteration in range(_PASSING_STEPS):
         noise = float(residual @ residual) / n
         if not noise < 1e4 * energy / n or noise < 1e-13 * energy / n:
             break
@@ -169,9 +171,9 @@ def message_passing(columns: Array, target: Array, k: int, *, steps: int = 250, 
         support = chosen
         if change <= 1e-6 * float(np.abs(mean).max()) or same >= _UNCHANGED:
             break
-        estimate = damping * mean + (1 - damping) * estimate
+        estimate = _PASSING_SHARE * mean + (1 - _PASSING_SHARE) * estimate
         onsager = residual * (float(variance.sum()) / noise / n)
-        residual = damping * (target - columns @ estimate + onsager) + (1 - damping) * residual
+        residual = _PASSING_SHARE * (target - columns @ estimate + onsager) + (1 - _PASSING_SHARE) * residual
     return scores
 
 
@@ -196,9 +198,7 @@ def _posterior(
     return mean, variance, (new_place, max(new_width, 1e-12 * new_place**2 + 1e-300))
 
 
-def adaptive_damping(
-    columns: Array, target: Array, k: int, *, variance: float = 0.0, shrink: float = 0.9, steps: int = 250
-) -> Array:
+def adaptive_damping(columns: Array, target: Array, k: int, *, variance: float = 0.0, steps: int) -> Array:
     """Scores |x_j| (d,) by I-OBS with a diagonal damping 1 / (x_j^2 + eps^2) that follows the iterate.
 
     This is reweighted least squares (FOCUSS; Chartrand and Yin 2008; Daubechies et al. 2010) in its n x n form
@@ -212,7 +212,6 @@ def adaptive_damping(
         target: y (n,).
         k: number of non-zeros.
         variance: of the noise; positive values keep the residual from being forced to zero.
-        shrink: eps as a share of the (k+1)-th largest entry.
         steps: largest number of iterations, n^2 d multiplications each.
     """
     n, d = columns.shape
@@ -229,7 +228,7 @@ def adaptive_damping(
         scores = np.abs(solution)
         ordered = np.partition(scores, (d - k - 1, d - k))
         next_size, last_size = float(ordered[d - k - 1]), float(ordered[d - k])
-        level = min(level, shrink * next_size)
+        level = min(level, _NARROWER * next_size)
         if level < 1e-5 * scores.max() or (iteration > 4 and next_size < 1e-3 * last_size):
             break
         if settled:  # with noise the iterates converge early, without k entries that stand out

@@ -22,6 +22,7 @@ from iobs.optimize.search import kernels
 from iobs.optimize.search.kernels import SwapState
 from iobs.optimize.search.pursuits import solved as vanishes
 
+_LIMIT = 1000  # most supports that swaps go through from one fit
 _CHUNK = 1 << 21  # number of entries in one chunk of the columns of the Hessian
 
 
@@ -43,18 +44,18 @@ class Swapper:
     optimal: set[bytes] = field(default_factory=set, repr=False)
     latest: tuple[Array, Array] | None = field(default=None, repr=False)
 
-    def improve(self, fit: Fit, *, limit: int = 1000) -> tuple[Fit, bool]:
-        """Lower f by swaps until none helps, for at most `limit` supports.
+    def improve(self, fit: Fit) -> tuple[Fit, bool]:
+        """Lower f by swaps until none helps, for at most 1,000 supports.
 
         Returns:
             The fit, and True if it is 1-swap optimal. If f is not quadratic, this means: on its second-order model.
         """
         if fit.support.size == self.problem.forced.size or self.problem.size >= int(self.problem.candidates.sum()):
             return fit, True
-        for _ in range(limit):
+        for _ in range(_LIMIT):
             if fit.support.tobytes() in self.optimal:
                 return fit, True
-            better = self._improve_in_block(fit, limit)
+            better = self._improve_in_block(fit)
             if better is None and self.members(fit).size < self.problem.dimension:
                 better = self._improve_anywhere(fit)
             if better is None:
@@ -70,10 +71,10 @@ class Swapper:
         """True if the whole Hessian is formed once: f is quadratic and small enough."""
         return self.problem.objective.quadratic and self.problem.dimension <= GRAM_LIMIT
 
-    def _improve_in_block(self, fit: Fit, limit: int) -> Fit | None:
+    def _improve_in_block(self, fit: Fit) -> Fit | None:
         state = self.state(fit, self.members(fit))
         quadratic = self.problem.objective.quadratic
-        allowance = limit if quadratic else max(2, fit.support.size // 2)
+        allowance = _LIMIT if quadratic else max(2, fit.support.size // 2)
         while allowance >= 1:
             count = self._swap(state, self.tolerance * self._size(fit), allowance)
             if count == 0:

@@ -16,6 +16,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import available, left
 from iobs.pruning.runtime.ranks import current
+from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 
@@ -128,8 +129,7 @@ class BlockwiseStore(Store):
     def _room(self, found: Plan, folder: Path, written: int) -> Room:
         """Free bytes in each place for this rank, besides what the run itself takes; each rank has its own device."""
         ranks = current().size
-        parent = next(one for one in (folder, *folder.resolve().parents) if one.is_dir())
-        disk = (shutil.disk_usage(parent).free - written) // ranks
+        disk = (shutil.disk_usage(existing(folder)).free - written) // ranks
         memory = available() // ranks - found.copied_bytes
         if self.device.type == "cpu":
             return Room(0, memory, disk)

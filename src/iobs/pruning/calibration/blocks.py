@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from iobs.pruning.calibration.hooks import version_of
+from iobs.pruning.network.calls import after_calls, before_calls
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -111,14 +112,16 @@ class Tracer:
         """Record the calls of the modules at and below the path `within`; empty for the whole model."""
         stack: list[Call] = []
 
-        def enter(path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        def enter(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             self.events += 1
             named: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
             given = [(where, self._value(value)) for where, value in named if isinstance(value, Tensor)]
             stack.append(Call(path, given, self.events))
             self.calls.append(stack[-1])
 
-        def leave(output: object) -> None:
+        def leave(
+            path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
+        ) -> None:
             self.events += 1
             call = stack.pop()
             call.ended = self.events
@@ -126,19 +129,9 @@ class Tracer:
             call.output = None if hidden is None else self._value(hidden)
             call.rest = rest_of(output)
 
-        handles = []
-        for path, module in model.get_submodule(within).named_modules(prefix=within):
-            handles.append(
-                module.register_forward_pre_hook(
-                    lambda _, args, kwargs, path=path: enter(path, args, kwargs), with_kwargs=True
-                )
-            )
-            handles.append(module.register_forward_hook(lambda _, __, output: leave(output)))
-        try:
+        paths = [path for path, _ in model.get_submodule(within).named_modules(prefix=within)]
+        with before_calls(model, paths, enter), after_calls(model, paths, leave):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _value(self, tensor: Tensor) -> Value:
         if tensor not in self.numbers:

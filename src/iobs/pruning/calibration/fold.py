@@ -14,6 +14,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from iobs.errors import CalibrationError
+from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.layers import CONVOLUTIONS
 from iobs.pruning.network.modes import evaluating, keeping_buffers
 from iobs.pruning.samples import batches
@@ -27,15 +28,15 @@ class FoldedConvolution(nn.Module):
 
     Args:
         weight: (outputs, inputs of one group, *kernel).
-        bias: (outputs,), or None.
+        bias: (outputs,), shared with the convolution; or None.
         pad: padding in the order of `torch.nn.functional.pad`, zeros.
         options: stride, padding, dilation and groups of the convolution.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, pad: list[int], options: Options) -> None:
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, pad: list[int], options: Options) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
-        self.bias = None if bias is None else nn.Parameter(bias)
+        self.bias = bias
         self.pad, self.options = pad, options
 
     def forward(self, value: Tensor) -> Tensor:
@@ -50,8 +51,9 @@ def fold(model: nn.Module, batch: Batch | None = None) -> list[str]:
     """Replace weights that a model computes in every forward pass by plain parameters of the same value, in place.
 
     Folded are parametrisations (spectral norm, weight norm and others), the masks of `torch.nn.utils.prune`, and, with
-    a batch, convolutions whose class standardises the weight. The outputs in eval mode stay the same up to rounding.
-    `iobs.prune` needs no folding of weight norm and masks; it does for the others, which it leaves dense.
+    a batch, convolutions whose class standardises the weight. One that is the model itself stays as it is, and so does
+    one whose input is given by name. The outputs in eval mode stay the same up to rounding. `iobs.prune` needs no
+    folding of weight norm and masks; it does for the others, which it leaves dense.
 
     Args:
         model: any module.
@@ -62,8 +64,10 @@ def fold(model: nn.Module, batch: Batch | None = None) -> list[str]:
         The paths of the modules that changed.
 
     Raises:
-        CalibrationError: the model does not take the batch.
+        CalibrationError: the model does not take the batch; it is unchanged.
     """
+    if batch is not None:
+        _call(model, batch)
     changed = []
     training = {module: module.training for module in model.modules()}
     model.eval()  # the spectral norm changes its estimate in training mode
@@ -108,33 +112,40 @@ def _plain_weights(module: nn.Module) -> bool:
 
 def _plain_convolutions(model: nn.Module, batch: Batch) -> list[str]:
     """Replace convolutions that multiply with another weight than their parameter."""
+    plain_forwards = {one.forward for one in CONVOLUTIONS}
     own = {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, CONVOLUTIONS) and type(module).forward not in {one.forward for one in CONVOLUTIONS}
+        if path and isinstance(module, CONVOLUTIONS) and type(module).forward not in plain_forwards
     }
     found: dict[str, FoldedConvolution] = {}
-    handles = []
-    for path, module in own.items():
 
-        def before(module: nn.Module, args: tuple[Any, ...], path: str = path) -> None:
-            with _Convolutions() as seen:
-                type(module).forward(module, *args)
-            if len(seen.calls) == 1 and (plain := _folded(module, args[0], *seen.calls[0])) is not None:
-                found[path] = plain
+    def note(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Options) -> None:
+        if kwargs or len(args) != 1:
+            return  # the plain convolution takes its input alone, by place
+        with _Convolutions() as seen:
+            type(module).forward(module, *args)
+        if len(seen.calls) == 1 and (plain := _folded(module, args[0], *seen.calls[0])) is not None:
+            found[path] = plain
 
-        handles.append(module.register_forward_pre_hook(before))
-    try:
-        with evaluating(model), keeping_buffers(model), torch.no_grad():
-            batches.called(model, batches.first_sample(batch), f"the batch, {batches.shapes(batch)}", CalibrationError)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with before_calls(model, own, note):
+        _call(model, batch)
     for path, plain in found.items():
         parent, _, name = path.rpartition(".")
         plain.train(own[path].training)
+        plain.weight.requires_grad_(own[path].weight.requires_grad)
         setattr(model.get_submodule(parent), name, plain)
     return [*found]
+
+
+def _call(model: nn.Module, batch: Batch) -> None:
+    """Call a model on the first sample of a batch.
+
+    Raises:
+        CalibrationError: it does not take the batch.
+    """
+    with evaluating(model), keeping_buffers(model), torch.no_grad():
+        batches.called(model, batches.first_sample(batch), f"the batch, {batches.shapes(batch)}", CalibrationError)
 
 
 def _folded(
@@ -143,7 +154,7 @@ def _folded(
     """The plain convolution of a call; None if it multiplies with its parameter, or changes its input otherwise."""
     if weight.data_ptr() == module.get_parameter("weight").data_ptr():
         return None
-    bias = module._parameters.get("bias")
+    bias = module._parameters["bias"]
     if value.shape == given.shape and torch.equal(value, given):
         return FoldedConvolution(weight.detach().clone(), bias, [0, 0] * (weight.ndim - 2), options)
     sizes = [after - before for before, after in zip(given.shape[2:], value.shape[2:], strict=True)]

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from iobs.pruning.calibration.products import outside_vmap
 from iobs.pruning.calibration.recurrent import matrix_inputs
 from iobs.pruning.calibration.uses import captured_products
+from iobs.pruning.network.calls import factors
 from iobs.pruning.network.layers import CONVOLUTIONS, RECURRENT, Layer, projections
 
 Note = Callable[[Layer, nn.Module, Tensor], None]
@@ -123,19 +124,20 @@ class _DirectUses(TorchFunctionMode):
         kwargs: Kwargs | None = None,
     ) -> object:
         """Capture the factors of a product before it is computed."""
+        kwargs = kwargs or {}
         if func is nn.functional.linear:
-            given = [*args, *(kwargs or {}).values()]
-            self._capture(given[1], given[0])
+            given, weight = factors(args, kwargs)
+            self._capture(weight, given)
         elif func is nn.functional.multi_head_attention_forward:
-            self._capture_attention(func, signature(func).bind(*args, **(kwargs or {})).arguments)
+            self._capture_attention(func, signature(func).bind(*args, **kwargs).arguments)
         elif func in _MATMULS:
-            left, right = [*args, *(kwargs or {}).values()][:2]
+            left, right = factors(args, kwargs)
             if isinstance(left, Tensor) and isinstance(right, Tensor):
                 self._capture(_transposed(right), left)
                 self._capture(left, _transposed(right))
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if self.used is not None and isinstance(result, (Tensor, list, tuple)) and not isinstance(result, torch.Size):
-            self._mark(args, self.used)
+            self._mark([*args, *kwargs.values()], self.used)
         return result
 
     def _mark(self, arguments: Iterable[object], used: dict[Layer, bool]) -> None:

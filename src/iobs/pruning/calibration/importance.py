@@ -81,7 +81,9 @@ def _gradients(
         else:
             scores = scores.movedim(axis, -1)
             logs = scores.reshape(-1, scores.shape[-1]).log_softmax(-1)
-            drawn = torch.multinomial(logs.detach().exp().cpu(), 1, generator=generator).to(logs.device)
+            chances = logs.detach().exp().cpu()
+            chances = chances.masked_fill_(~chances.isfinite(), 1.0)  # padding; otherwise the sweep names the layer
+            drawn = torch.multinomial(chances, 1, generator=generator).to(logs.device)
             drawn_logs = logs.gather(1, drawn).reshape(*scores.shape[:-1], 1)
             likelihood = unpadded(drawn_logs, attended(model, batch)).sum()
         gradients = torch.autograd.grad(likelihood, [output for _, output in outputs], allow_unused=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from iobs.errors import LayerSelectionError, is_out_of_memory
 from iobs.pruning.calibration.hooks import Args, Kwargs
 from iobs.pruning.coverage import Reason
+from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.layers import Layer, linear_maps
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.samples import batches, outputs
@@ -67,43 +67,40 @@ def changing_modules(model: nn.Module, layers: Sequence[Layer], batch: Batch) ->
 
     The model is called only if one of the layers has a class with a forward of its own.
     """
+    below: dict[str, type[nn.Module]] = {}
+    for path in {layer.path for layer in layers if layer.is_called}:
+        module = model.get_submodule(path)
+        plain = next((one for one in linear_maps() if isinstance(module, one)), None)
+        if plain is not None and type(module).forward is not plain.forward:
+            below[path] = plain
     changing: set[str] = set()
-    with ExitStack() as stack:
-        handles = []
-        for path in {layer.path for layer in layers if layer.is_called}:
-            module = model.get_submodule(path)
-            below = next((one for one in linear_maps() if isinstance(module, one)), None)
-            if below is not None and type(module).forward is not below.forward:
-                compare = _comparison(path, below, changing)
-                handles.append(module.register_forward_pre_hook(compare, with_kwargs=True))
-                stack.callback(handles[-1].remove)
-        if handles:
+
+    def compare(path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if _changes(module, below[path], args, kwargs):
+            changing.add(path)
+
+    if below:
+        with before_calls(model, below, compare):
             batches.forward(model, batches.first_sample(batch))
     return changing
 
 
-def _comparison(path: str, below: type[nn.Module], changing: set[str]) -> Callable[..., None]:
-    """A hook that adds the path of its module to `changing` if its product differs from that of the class `below`."""
-
-    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        try:
-            first = (*args, *kwargs.values())[:1]  # the class below takes no further arguments
-            with _Products() as plain:
-                expected = outputs.logits(below.forward(module, *_copied(first))).float()
-            with _Products() as own:
-                given = outputs.logits(type(module).forward(module, *_copied(args), **_copied(kwargs))).float()
-        except batches.REFUSALS as error:  # other arguments or outputs than the class below
-            if is_out_of_memory(error):  # other true errors recur in the model
-                raise
-            changing.add(path)
-            return
-        if any(_same_product(one, other) for one in plain.seen for other in own.seen):
-            return
-        tolerance = max(_TOLERANCE, _ROUNDINGS * torch.finfo(module.get_parameter("weight").dtype).eps)
-        if expected.shape != given.shape or not _near(given, expected, tolerance):
-            changing.add(path)
-
-    return before
+def _changes(module: nn.Module, below: type[nn.Module], args: Args, kwargs: Kwargs) -> bool:
+    """Check if the product of a module differs from that of the class below its own."""
+    try:
+        first = (*args, *kwargs.values())[:1]  # the class below takes no further arguments
+        with _Products() as plain:
+            expected = outputs.logits(below.forward(module, *_copied(first))).float()
+        with _Products() as own:
+            given = outputs.logits(type(module).forward(module, *_copied(args), **_copied(kwargs))).float()
+    except batches.REFUSALS as error:  # other arguments or outputs than the class below
+        if is_out_of_memory(error):  # other true errors recur in the model
+            raise
+        return True
+    if any(_same_product(one, other) for one in plain.seen for other in own.seen):
+        return False
+    tolerance = max(_TOLERANCE, _ROUNDINGS * torch.finfo(module.get_parameter("weight").dtype).eps)
+    return expected.shape != given.shape or not _near(given, expected, tolerance)
 
 
 class _Products(TorchFunctionMode):

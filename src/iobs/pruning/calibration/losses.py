@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from iobs.errors import CalibrationError, is_out_of_memory
+from iobs.pruning.network.calls import after_calls
 from iobs.pruning.recipe.finetune import LossFunction
 from iobs.pruning.runtime.memory import reusing_memory
 from iobs.pruning.runtime.ranks import current
@@ -236,23 +237,19 @@ def block_distance_to(reference: nn.Module, paths: list[str]) -> LossFunction:
 
     def outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
         kept: list[Tensor] = []
-
-        def keep(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            kept.append(logits(output))
-
-        handles = [model.get_submodule(path).register_forward_hook(keep) for path in paths]
-        try:
+        with after_calls(model, paths, lambda *called: kept.append(logits(called[-1]))):
             kept.append(logits(batches.forward(model, batch)))
-        finally:
-            for handle in handles:
-                handle.remove()
         return kept
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.no_grad():
             dense = outputs(reference, batch)
         pairs = zip(outputs(model, batch), dense, strict=True)
-        return torch.stack([(s.float() - d.float()).square().sum() / d.float().square().sum() for s, d in pairs]).mean()
+        distances = [
+            (sparse.float() - wanted.float()).square().sum() / wanted.float().square().sum().clamp_min(1e-30)
+            for sparse, wanted in pairs
+        ]
+        return torch.stack(distances).mean()
 
     return loss
 

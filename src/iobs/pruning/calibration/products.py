@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from torch._C import _functorch as functorch
 from torch.nn import functional
 
 from iobs.pruning.calibration.gram import POSITIONS
+from iobs.pruning.network.calls import Argument
 
-Argument: TypeAlias = Any  # an argument of a function of torch, which takes several types
 Labels: TypeAlias = list[object]
 Index: TypeAlias = tuple[int, ...]
 

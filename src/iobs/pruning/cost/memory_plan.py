@@ -25,9 +25,7 @@ _MASTER_BYTES = 9  # per fitted weight: a float32 master, its copy before the st
 _FIT_BYTES = 9  # per weight of a fit: two float32 moments, and an entry of the mask
 _COPY_BYTES = 4  # the same: a float32 master beside a parameter in 16 bits
 _GRADIENT_BYTES = 4  # per weight of a fit during the update, when logits are gone
-_SCORES = (
-    6  # tensors of (tokens, vocabulary) in the dtype of the model, or in float32, in a divergence and its gradient
-)
+_SCORES = 6  # tensors (tokens, vocabulary), in the model's dtype or float32, of a divergence and its gradient
 _ACTIVATIONS = 6  # tensors of (tokens, widest columns) in memory at once in the forward pass of a block
 
 

@@ -19,15 +19,12 @@ from iobs.pruning.cost.loads import (
     is_admm,
     problem_load,
     search_load,
-    solve_operations,
     sum_load,
 )
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, solves_by_rows
 from iobs.pruning.recipe import BlockFit, Recipe, as_allocation
 from iobs.pruning.reconstruction.walk import NETWORK_RATES, RATES, network_trial_steps, trial_steps
 from iobs.solvers.admm import ADMM
-
-__all__ = ["Matrix", "Rates", "Shape", "Work", "is_admm", "phases", "solve_operations"]
 
 _INPUTS = 3  # most inputs of one width in a block: of the attention, of its output, and of the perceptron
 _TRIED = 3  # densities at which an allocation runs a block

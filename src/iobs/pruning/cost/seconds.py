@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,12 +24,13 @@ from iobs.pruning.allocation.sensitivity import (
 )
 from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.calibration.gram import POSITIONS
-from iobs.pruning.calibration.hooks import Args
-from iobs.pruning.cost.phases import is_admm
+from iobs.pruning.calibration.hooks import Args, Kwargs
+from iobs.pruning.cost.loads import is_admm
 from iobs.pruning.cost.speeds import speed
 from iobs.pruning.decisions.learning_rate import candidates, trial_steps
 from iobs.pruning.finetune.trainer import samples_a_step
 from iobs.pruning.forecast import Forecast, Part
+from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.recipe import BlockFit, FineTune, as_allocation
 from iobs.pruning.reconstruction.step_sizes import samples_a_step as samples_of_fit
@@ -312,21 +313,14 @@ def _rows_per_sample(
     found: dict[str, float] = {}
     inputs: dict[int, object] = {}  # by identity; kept, so that no later input has the same
 
-    def note(path: str) -> Callable[[nn.Module, Args, object], None]:
-        def hook(module: nn.Module, args: Args, output: object) -> None:
-            inputs.update({id(value): value for value in args[:1]})
-            if isinstance(output := hidden_of(output), Tensor):
-                convolution = isinstance(module, CONVOLUTIONS)
-                positions = output.flatten(2).shape[2] if convolution and output.ndim > 2 else 0
-                rows = min(positions, most) if convolution else output[..., 0].numel() / batches.size(batch)
-                found[path] = found.get(path, 0.0) + rows
+    def note(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
+        inputs.update({id(value): value for value in args[:1]})
+        if isinstance(output := hidden_of(output), Tensor):
+            convolution = isinstance(module, CONVOLUTIONS)
+            positions = output.flatten(2).shape[2] if convolution and output.ndim > 2 else 0
+            rows = min(positions, most) if convolution else output[..., 0].numel() / batches.size(batch)
+            found[path] = found.get(path, 0.0) + rows
 
-        return hook
-
-    handles = [model.get_submodule(path).register_forward_hook(note(path)) for path in {layer.path for layer in layers}]
-    try:
+    with after_calls(model, {layer.path for layer in layers}, note):
         batches.forward(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found, max(1, len(inputs))

@@ -62,7 +62,7 @@ def with_sampled_text(model: nn.Module, part: Samples, copies: int, seed: int) -
     Raises:
         ProblemError: the model or its samples are not suited.
     """
-    suited = windows_to_sample(model, part, _SHARE) > 0
+    suited = can_sample(model, part)
     sampled = sampled_text(model, part, copies * part.samples, seed) if suited else None
     if sampled is None:
         raise ProblemError(
@@ -89,35 +89,35 @@ def copies_to_sample(model: nn.Module, part: Samples) -> int:
     """
     if sum(batches.size(batch) * batches.positions(batch) for batch in part.batches) > _AUTO_TOKENS:
         return 0
-    return _AUTO_COPIES if windows_to_sample(model, part, _SHARE) else 0
+    return _AUTO_COPIES if can_sample(model, part) else 0
 
 
 def windows_to_sample(model: nn.Module, part: Samples, used: int) -> int:
-    """Number of windows to sample for gradient steps; 0 if the model or its samples are not suited.
-
-    Suited are causal models of transformers with a cache of keys and values, and windows of equal length without
-    padding.
+    """Number of windows to sample for gradient steps; 0 without steps, or if `can_sample` is False.
 
     Args:
         model: the dense model.
         part: calibration samples.
         used: number of samples that all steps read.
     """
-    if (
-        not used
-        or not part.batches
-        or not all(isinstance(batch, Mapping) and set(batch) <= _READ for batch in part.batches)
-    ):
-        return 0
+    return min(_MOST_COPIES * part.samples, -(-used // _SHARE)) if used and can_sample(model, part) else 0
+
+
+def can_sample(model: nn.Module, part: Samples) -> bool:
+    """Check that a model can continue its calibration samples.
+
+    It can if it is a causal model of transformers with a cache of keys and values, and if the samples are windows of
+    equal length without padding.
+    """
+    if not part.batches or not all(isinstance(batch, Mapping) and set(batch) <= _READ for batch in part.batches):
+        return False
     read = inspect.signature(model.forward).parameters
     if not {"past_key_values", "use_cache", "input_ids"} <= set(read) or not part.alike:
-        return 0
+        return False
     masks = (attended(model, batch) for batch in part.batches)
     if batches.positions(part.batches[0]) < _PREFIX or not all(mask is None or bool(mask.all()) for mask in masks):
-        return 0
-    if not _predicts(model, part):  # an encoder, whose class can be a decoder too
-        return 0
-    return min(_MOST_COPIES * part.samples, -(-used // _SHARE))
+        return False
+    return _predicts(model, part)  # False for an encoder, whose class can be a decoder too
 
 
 @torch.no_grad()
@@ -126,12 +126,12 @@ def sampled_text(model: nn.Module, part: Samples, count: int, seed: int) -> Samp
 
     Args:
         model: the dense model, in eval mode.
-        part: calibration samples, suited by `windows_to_sample`.
+        part: calibration samples that `can_sample` accepts.
         count: number of windows.
         seed: of the draws.
 
     Returns:
-        None if the model predicts no next tokens, or keeps no keys and values.
+        None if the model predicts no next tokens, gives NaN, or keeps no keys and values.
     """
     generator = torch.Generator().manual_seed(seed)
     length = batches.positions(part.batches[0])
@@ -167,6 +167,8 @@ def _continued(model: nn.Module, tokens: Tensor, length: int, generator: torch.G
         if not isinstance(scores, Tensor) or scores.ndim != 3 or scores.shape[:2] != new.shape:
             return None
         chances = scores[:, -1].float().softmax(-1).cpu()
+        if not bool(chances.isfinite().all()):  # the sweep names the layer that causes it
+            return None
         new = torch.multinomial(chances, 1, generator=generator).to(tokens.device)
         tokens = torch.cat([tokens, new], 1)
     return tokens

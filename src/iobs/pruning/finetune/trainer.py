@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import NonFiniteError, ProblemError
+from iobs.pruning.finetune.scaled import scale_of, scaled_gradients
 from iobs.pruning.recipe.finetune import Augmentation, FineTune, LossFunction
 from iobs.pruning.runtime.memory import reusing_memory
 from iobs.pruning.runtime.ranks import current
@@ -143,21 +144,17 @@ class Trainer:
         samples = sum(batches.size(batch) for batch in used)
         gradients = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         value = 0.0
-        names, parameters = list(self.parameters), list(self.parameters.values())
         for whole in used:
             # All ranks augment the whole batch in the same way, then take their rows. For a loss that is a mean over
             # samples, the result does not depend on the number of ranks.
             given = current().rows(self._augmented(whole, generator))
-            share = batches.size(given) / samples
-            if share == 0:
+            if batches.size(given) == 0:
                 continue
-            with torch.enable_grad():
-                loss = differentiable(self.loss(self.model, given)) * share
-                found = torch.autograd.grad(loss, parameters, allow_unused=True)
-            value += float(loss.detach())
-            for name, gradient in zip(names, found, strict=True):
+            loss, found, scale = self._gradients(given, samples)
+            value += float(loss)
+            for name, gradient in zip(self.parameters, found, strict=True):
                 if gradient is not None:
-                    gradients[name] += gradient
+                    gradients[name].add_(gradient, alpha=1 / scale)
         value = self._summed(value, gradients)
         if not torch.isfinite(torch.tensor(value)):
             raise NonFiniteError(f"The loss of gradient step {self.taken + 1} is {value}; lower the learning rate.")
@@ -166,6 +163,13 @@ class Trainer:
                 raise NonFiniteError(f"The gradient of {name} holds NaN or infinity in gradient step {self.taken + 1}.")
         self._apply(gradients)
         return value
+
+    def _gradients(self, given: Batch, samples: int) -> tuple[Tensor, list[Tensor | None], float]:
+        """The part of a step's loss that some of its samples have, its gradients times a scale, and the scale."""
+        share = batches.size(given) / samples
+        parameters = list(self.parameters.values())
+        scale = scale_of(samples * batches.positions(given), parameters)
+        return scaled_gradients(lambda: differentiable(self.loss(self.model, given)) * share, parameters, scale)
 
     def _summed(self, value: float, gradients: dict[str, Tensor]) -> float:
         """Sum loss and gradients over the ranks; gradients in place."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor, nn
@@ -85,20 +85,22 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
 
 @contextmanager
 def _configured(model: nn.Module, name: str, value: object) -> Iterator[None]:
-    """Set a field of every Hugging Face configuration in the model, where the field is there and not off."""
+    """Set a field of every configuration in the model, where the field is there, not off, and can be set."""
     # Models inside a wrapper or a model of the user's own have configurations too.
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
     }
-    before = {key: getattr(config, name, None) for key, config in configs.items()}
-    changed = {key: kept for key, kept in before.items() if kept}
-    for key in changed:
-        setattr(configs[key], name, value)
+    changed: list[tuple[object, object]] = []  # configurations with the value that they had
     try:
+        for config in configs.values():
+            if kept := getattr(config, name, None):
+                with suppress(AttributeError, TypeError, ValueError):  # a frozen configuration of the user's own
+                    setattr(config, name, value)
+                    changed.append((config, kept))
         yield
     finally:
-        for key, kept in changed.items():
-            setattr(configs[key], name, kept)
+        for config, kept in changed:
+            setattr(config, name, kept)
 
 
 @contextmanager

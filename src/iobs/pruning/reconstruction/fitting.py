@@ -11,10 +11,10 @@ from torch import Tensor
 from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.losses import divergence
 from iobs.pruning.calibration.replay import Stream
+from iobs.pruning.finetune.scaled import scale_of, scaled_gradients
 from iobs.pruning.reconstruction.batch_order import endless
 from iobs.pruning.reconstruction.optimizers import Adam, rate_at
 from iobs.pruning.reconstruction.parameters import Masters
-from iobs.pruning.reconstruction.scaled import scale_of, scaled_gradients
 from iobs.pruning.runtime.memory import reusing_memory
 from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples import batches, outputs

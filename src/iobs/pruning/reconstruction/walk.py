@@ -158,8 +158,8 @@ class Walk:
         else:
             before, saved = steps.loss(), StepCheckpoint(work.checkpoint, f"{key} so far")
             rate = self._network_rate(steps, before)
-            told = partial(work.callbacks.on_measure, "steps of the whole network")
-            if not loss_after(lambda: steps.run(self.fit.network_steps, rate, saved, told), steps.loss) < before:
+            progress = partial(work.callbacks.on_measure, "steps of the whole network")
+            if not loss_after(lambda: steps.run(self.fit.network_steps, rate, saved, progress), steps.loss) < before:
                 steps.undo()
                 work.note(f"The steps of the whole network are left out: they raise the held-out loss {before:.3g}.")
             for stage, one in enumerate(masters):

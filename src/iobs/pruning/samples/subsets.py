@@ -38,7 +38,10 @@ class Samples:
         return chosen
 
     def pick(self, rows: Tensor) -> Batch:
-        """One batch of the samples at the given positions, int64, counted over all batches; needs `alike`."""
+        """One batch of the samples at the given positions, int64, counted over all batches; needs `alike`.
+
+        Samples of one batch come in the given order, and batches in theirs.
+        """
         sizes = torch.tensor([size(batch) for batch in self.batches])
         ends = sizes.cumsum(0)
         owners = torch.searchsorted(ends, rows, right=True)

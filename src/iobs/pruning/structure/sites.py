@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED
+from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, joined
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.coupling import SHARED, Columns, Dependencies
 from iobs.pruning.structure.trace import Read, Source, Trace, trace
@@ -62,7 +62,7 @@ class _Graph:
     """Units of all layers, joined where they depend on the same row."""
 
     def __init__(self, traced: Trace, reads: Sequence[Read], columns: Sequence[Columns]) -> None:
-        self.traced, self.columns = traced, columns
+        self.traced, self.reads, self.columns = traced, reads, columns
         counts = [read.columns // one.size if one.size else 0 for read, one in zip(reads, columns, strict=True)]
         self.starts = [sum(counts[:number]) for number in range(len(counts))]
         self.parent = list(range(sum(counts)))
@@ -101,15 +101,13 @@ class _Graph:
         for path, module in model.named_modules():
             for name, value in module._parameters.items():
                 if value is not None:
-                    held[id(value)].append(f"{path}.{name}")
+                    held[id(value)].append(joined(path, name))
         tied = {name for names in held.values() if len(names) > 1 for name in names}
         for name, source in self.traced.sources.items():
-            if f"{source.path}.{source.parameter}" in tied:
+            if joined(source.path, source.parameter) in tied:
                 self.blocked |= set(self.nodes[name].values())
-        for number, key in enumerate(
-            key for key, read in self.traced.reads.items() if read.inputs and read.columns > 1
-        ):
-            if key in tied and self.columns[number].size:
+        for number, read in enumerate(self.reads):
+            if joined(read.path, read.parameter) in tied and self.columns[number].size:
                 end = self.starts[number + 1] if number + 1 < len(self.starts) else len(self.parent)
                 self.blocked |= set(range(self.starts[number], end))
 
@@ -163,7 +161,8 @@ def _site(model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Seque
     last = max(order.get(one.key, -1) for one in writers)
     first = min(order[one.weight.key] for one in found if one is found[0] or not _reads_averages(one, traced.samples))
     inner = last < first
-    return Site(found[0].path, kind, found, tuple(writers), _common(paths), inner)
+    name = found[0].path or found[0].weight.parameter  # of the model itself
+    return Site(name, kind, found, tuple(writers), _common(paths), inner)
 
 
 def _reads_averages(reader: Reader, samples: int) -> bool:

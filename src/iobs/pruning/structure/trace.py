@@ -17,17 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from iobs.pruning.network.calls import Argument, factors
+from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
 
-Argument: TypeAlias = Any  # an argument or the result of any function of torch
 TOKENS = 8  # positions of text in a traced batch: softmax needs more than one
 _MOST_ENTRIES = 2**24  # of a parameter between layers whose entries are told apart
 _TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
@@ -219,37 +219,44 @@ class _Recorder(TorchFunctionMode):
     def _result(
         self, func: Callable[..., Argument], args: tuple[Argument, ...], kwargs: dict[str, Argument]
     ) -> Argument:
-        if func in _SMOOTH and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            return _SMOOTH[func](args[0])
+        first = args[0] if args else kwargs.get("input")
+        if func in _SMOOTH and isinstance(first, Tensor) and first.is_floating_point():
+            return _SMOOTH[func](first)
         if func.__name__ in _VIEWS:  # also shapes, dtypes and the like
             return self._viewed(func, *args, **kwargs)
-        if func in _PRODUCTS and len(args) == 2:
-            return self._product(func, *args)
+        if func in _PRODUCTS and len(args) + len(kwargs) == 2:
+            return self._product(func, *factors(args, kwargs))
         if func is F.linear:
             return self._linear(*args, **kwargs)
         if func in _SETTINGS:
             return self._convolution(func, *args, **kwargs)
-        if func is torch.addmm and len(args) == 3 and id(args[2]) in self.names and not kwargs:
-            return self._layer(args[1], args[2], 0, 1, args[1].ndim - 1, lambda x, w: torch.mm(x, w))
+        if func is torch.addmm and kwargs.keys() <= {"input", "mat1", "mat2"}:
+            return self._added_product(*args, **kwargs)
         if func is F.embedding:
             return self._embedding(func, *args, **kwargs)
         if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
         return func(*self._replaced(args), **self._replaced(kwargs))
 
-    def _linear(self, given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if id(weight) not in self.names:
-            return F.linear(given, weight, self._replaced(bias))
-        return self._layer(given, weight, 1, 0, given.ndim - 1, F.linear)
+            return F.linear(input, weight, self._replaced(bias))
+        return self._layer(input, weight, 1, 0, input.ndim - 1, F.linear)
 
-    def _viewed(self, func: Callable[..., Argument], given: Argument, *args: Argument, **kwargs: Argument) -> Argument:
+    def _added_product(self, input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
+        """A product of an input and a weight matrix, or of two tensors, that is added to another tensor."""
+        if id(mat2) in self.transposes or id(mat2) in self.names:
+            return self._product(torch.mm, mat1, mat2)
+        return torch.addmm(*self._replaced((input, mat1, mat2)))
+
+    def _viewed(self, func: Callable[..., Argument], input: Argument, *args: Argument, **kwargs: Argument) -> Argument:
         """Remember transposes of weight matrices, and let other attributes of tensors through."""
-        view = func(given, *args, **kwargs)
-        if id(given) in self.names and isinstance(view, Tensor):
-            if given.ndim == 2 and view.shape == given.shape[::-1] and view.stride() == given.stride()[::-1]:
-                self.transposes[id(view)] = (view, given)
+        view = func(input, *args, **kwargs)
+        if id(input) in self.names and isinstance(view, Tensor):
+            if input.ndim == 2 and view.shape == input.shape[::-1] and view.stride() == input.stride()[::-1]:
+                self.transposes[id(view)] = (view, input)
             else:
-                return func(self._noise(given), *args, **kwargs)
+                return func(self._noise(input), *args, **kwargs)
         return view
 
     def _product(self, func: Callable[..., Tensor], given: Tensor, other: Tensor) -> Tensor:
@@ -289,7 +296,7 @@ class _Recorder(TorchFunctionMode):
             compute: the layer, as a function of input and weight; called without data for the output's shape.
         """
         path, name = self.names[id(weight)]
-        key = f"{path}.{name}"
+        key = joined(path, name)
         width = weight[0, 0].numel() if weight.ndim > 2 else 1
         read = self.found.reads.setdefault(key, Read(path, name, columns, width, weight.shape[rows]))
         if given.requires_grad:
@@ -305,7 +312,7 @@ class _Recorder(TorchFunctionMode):
             return func(input, weight, *args, **kwargs)
         path, name = self.names[id(weight)]
         shape = (*input.shape, weight.shape[1])
-        return self._output(f"{path}.{name}", shape, weight, Source(path, name, 1), input.ndim)
+        return self._output(joined(path, name), shape, weight, Source(path, name, 1), input.ndim)
 
     def _output(self, key: str, shape: tuple[int, ...], like: Tensor, source: Source, channel: int) -> Tensor:
         leaf = torch.randn(shape, generator=self.random).to(like.device, like.dtype).requires_grad_()
@@ -358,6 +365,6 @@ class _Recorder(TorchFunctionMode):
         if id(value) not in self.noise:
             path, name = self.names[id(value)]
             leaf = torch.rand(value.shape, generator=self.random).add_(0.5).to(value.device, value.dtype)
-            self.found.sources[f"{path}.{name}"] = Source(path, name, leaves=[leaf.requires_grad_()], channels=[0])
+            self.found.sources[joined(path, name)] = Source(path, name, leaves=[leaf.requires_grad_()], channels=[0])
             self.noise[id(value)] = leaf
         return self.noise[id(value)].view_as(value)

@@ -9,6 +9,8 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from iobs.pruning.network.layers import joined
+
 Kind: TypeAlias = Literal["channels", "neurons", "heads"]
 Index: TypeAlias = tuple[tuple[int, ...], ...]  # of every unit: positions along one axis of a parameter
 
@@ -32,7 +34,7 @@ class Slices:
     @property
     def key(self) -> str:
         """Full name, as in `named_parameters`."""
-        return f"{self.path}.{self.parameter}" if self.path else self.parameter
+        return joined(self.path, self.parameter)
 
     def of(self, units: Collection[int]) -> list[int]:
         """The positions of some units, in ascending order."""
@@ -99,7 +101,8 @@ class Site:
     its shape.
 
     Args:
-        name: path of the first reader; followed by a colon and a writer's path if several sites share the reader.
+        name: path of the first reader, or the name of its parameter if the model itself holds it; followed by a colon
+            and a writer's path if several sites share the reader.
         kind: of the units.
         readers: layers that read the units, the layer with the most multiplications first.
         writers: rows of every parameter and buffer that only serves these units.

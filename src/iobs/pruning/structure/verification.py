@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from typing import TypeAlias, cast
@@ -20,7 +19,7 @@ from iobs.pruning.structure.removal import CONFIG, remove
 from iobs.pruning.structure.trace import shortened
 from iobs.pruning.structure.units import Attribute, Site
 
-Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]  # arguments of a call, by place and by name
+Arguments: TypeAlias = tuple[tuple[object, ...], dict[str, object]]  # of a call, by place and by name
 
 _TOLERANCE = 1e-4  # difference of outputs in float32, relative to the largest output
 _MOST_TRIES = 64  # combinations of attributes of one site
@@ -73,10 +72,7 @@ def _signature(model: nn.Module, site: Site) -> object:
     """Equal for sites whose modules differ in nothing but values of parameters, such as those of equal blocks."""
     start = len(site.owner) + 1 if site.owner else 0
     parts = [(one.path[start:], one.parameter, one.axis, one.index) for one in site.slices]
-    numbers = [
-        (type(module).__name__, tuple((name, value) for name, value in sorted(_numbers(module))))
-        for module in _modules(model, site).values()
-    ]
+    numbers = [(type(module).__name__, tuple(sorted(_numbers(module)))) for module in _modules(model, site).values()]
     classes = [type(module).__name__ for module in model.get_submodule(site.owner).modules()]
     return site.owner if site.owner == "" else tuple(classes), tuple(parts), tuple(numbers)
 
@@ -85,9 +81,9 @@ def _moved(path: str, owner: str, other: str) -> str:
     return other + path[len(owner) :] if owner else path
 
 
-def _calls(model: nn.Module, batch: batches.Batch, owners: set[str]) -> dict[str, Call]:
+def _calls(model: nn.Module, batch: batches.Batch, owners: set[str]) -> dict[str, Arguments]:
     """Arguments of the first call of each module in a forward pass."""
-    found: dict[str, Call] = {}
+    found: dict[str, Arguments] = {}
 
     def note(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         found.setdefault(path, copy.deepcopy((args, kwargs)))
@@ -103,23 +99,22 @@ def _around(path: str) -> list[str]:
     return [".".join(names[:length]) for length in range(len(names), -1, -1)]
 
 
-def _attributes(model: nn.Module, site: Site, call: Call) -> tuple[Attribute, ...] | str:
+def _attributes(model: nn.Module, site: Site, given: Arguments) -> tuple[Attribute, ...] | str:
     """The attributes whose change makes the check pass, or the reason why no change does."""
     owner = model.get_submodule(site.owner)
     local = site.inside()
     keep = [unit for unit in range(site.count) if unit % 2 == 0]
     reason = ""
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(owner))
+    with evaluating(owner):
         dense = _visible(copy.deepcopy(owner).float())
         zeroed = copy.deepcopy(dense)
         _zero_columns(zeroed, local, keep)
-        expected = _outputs(zeroed, call)
+        expected = _outputs(zeroed, given)
         for attributes in _combinations(_candidates(model, site)):
             narrow = copy.deepcopy(dense)
             try:
                 remove(narrow, [replace(site, attributes=attributes).inside()], {site.name: keep})
-                difference = _difference(expected, _outputs(narrow, call))
+                difference = _difference(expected, _outputs(narrow, given))
             except batches.REFUSALS as error:
                 if is_out_of_memory(error):
                     raise
@@ -148,8 +143,8 @@ def _zero_columns(owner: nn.Module, site: Site, keep: Sequence[int]) -> None:
         )
 
 
-def _outputs(module: nn.Module, call: Call) -> list[Tensor]:
-    args, kwargs = cast(Call, _as_float(copy.deepcopy(call)))
+def _outputs(module: nn.Module, given: Arguments) -> list[Tensor]:
+    args, kwargs = cast(Arguments, _as_float(copy.deepcopy(given)))
     found = module(*args, **kwargs)
     values = [found] if isinstance(found, Tensor) else batches.tensors(found)
     return [value for value in values if value.is_floating_point()]

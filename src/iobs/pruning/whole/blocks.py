@@ -7,18 +7,18 @@ from its list.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from iobs.errors import LayerSelectionError, ModelError
 from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import joined
-from iobs.pruning.network.modes import keeping_buffers
+from iobs.pruning.network.modes import keeping_buffers, replaced_forwards
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure import widths
@@ -34,12 +34,12 @@ class Blocks:
     Attributes:
         model: its blocks are skipped within `without`, and deleted by `finish`.
         stacks: the list.
-        tuples: for every block the number of entries that it returns after the hidden state; None: no tuple.
+        rests: for every block the number of entries that it returns after the hidden state; None: no tuple.
     """
 
     model: nn.Module
     stacks: tuple[Stack, ...]
-    tuples: list[int | None]
+    rests: list[int | None]
     name: PartName = field(default="blocks", init=False)
     least: int = field(default=1, init=False)
     errors: dict[str, float] = field(default_factory=dict, init=False)
@@ -60,7 +60,7 @@ class Blocks:
         fitting = {
             path: sum(value.numel() for value in one.parameters())
             for path, one in lists.items()
-            if all(calls.get(joined(path, str(at)), []) == [True] for at in range(len(one)))
+            if all(_is_block(calls.get(joined(path, str(at)), [])) for at in range(len(one)))
         }
         if not fitting:
             raise LayerSelectionError(
@@ -69,7 +69,7 @@ class Blocks:
             )
         path = max(fitting, key=lambda path: fitting[path])
         count = len(lists[path])
-        return cls(model, (Stack(path, count),), [calls.tuples[joined(path, str(at))] for at in range(count)])
+        return cls(model, (Stack(path, count),), [calls[joined(path, str(at))][0].rest for at in range(count)])
 
     @property
     def stack(self) -> Stack:
@@ -97,18 +97,10 @@ class Blocks:
         sizes = sorted(sum(size for one, size in block.items() if uses[one] == 1) for block in blocks)
         return sum(sizes[: self.stack.count - keep])
 
-    @contextmanager
-    def without(self, removed: Mapping[str, Sequence[int]]) -> Iterator[None]:
+    def without(self, removed: Mapping[str, Sequence[int]]) -> AbstractContextManager[None]:
         """Context in which removed blocks return their input."""
-        modules = [self.model.get_submodule(path) for path in self.unused(removed)]
-        for at, module in zip(removed[self.stack.path], modules, strict=True):
-            assert "forward" not in vars(module)
-            module.forward = _Skip(self.tuples[at])
-        try:
-            yield
-        finally:
-            for module in modules:
-                vars(module).pop("forward", None)
+        places = zip(removed[self.stack.path], self.unused(removed), strict=True)
+        return replaced_forwards([(self.model.get_submodule(path), _Skip(self.rests[at])) for at, path in places])
 
     def first(self, removed: Mapping[str, Sequence[int]]) -> str:
         """Path of the first removed block."""
@@ -184,22 +176,34 @@ class _Skip:
         return hidden.clone() if self.rest is None else (hidden.clone(), *[None] * self.rest)
 
 
-class _Calls(dict[str, list[bool]]):
-    """For every module one entry for each call: True if it returns a hidden state of the shape of its input."""
+@dataclass(frozen=True)
+class _Returned:
+    """The result of one call of a module.
 
-    tuples: dict[str, int | None]
+    Attributes:
+        alike: True if it holds a hidden state of the shape of the input.
+        rest: number of entries after the hidden state; None: no tuple.
+    """
+
+    alike: bool
+    rest: int | None
+
+
+def _is_block(calls: Sequence[_Returned]) -> bool:
+    """Check that a module was called once and returned a hidden state of the shape of its input."""
+    return len(calls) == 1 and calls[0].alike
 
 
 @torch.no_grad()
-def _calls(model: nn.Module, batch: Batch, paths: set[str]) -> _Calls:
-    found = _Calls()
-    found.tuples = {}
+def _calls(model: nn.Module, batch: Batch, paths: set[str]) -> dict[str, list[_Returned]]:
+    """The results of every call of modules on the first sample of a batch, by path."""
+    found: dict[str, list[_Returned]] = {}
 
     def note(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         given, hidden = hidden_argument(args, kwargs), hidden_of(output)
-        same = isinstance(given, Tensor) and hidden is not None and given.shape == hidden.shape
-        found.setdefault(path, []).append(bool(same and given is not None and given.is_floating_point()))
-        found.tuples[path] = len(output) - 1 if isinstance(output, (tuple, list)) else None
+        alike = given is not None and hidden is not None and given.shape == hidden.shape and given.is_floating_point()
+        rest = len(output) - 1 if isinstance(output, (tuple, list)) else None
+        found.setdefault(path, []).append(_Returned(alike, rest))
 
     with keeping_buffers(model), after_calls(model, paths, note):
         batches.forward(model, batches.first_sample(batch))

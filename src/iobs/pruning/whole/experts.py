@@ -7,7 +7,6 @@ routed anew among the other experts.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,7 +58,7 @@ class Experts:
         stacks: the mixtures.
         slices: the parameters of every mixture, by its path.
         fields: of the configuration with the number of experts.
-        inputs: of every mixture, (tokens, width), by its path.
+        inputs: of every mixture, (tokens, 1, width), by its path.
         errors: squared change of the output of every mixture, relative to its square, after `chosen`.
     """
 
@@ -125,14 +124,10 @@ class Experts:
 
     @contextmanager
     def without(self, removed: Mapping[str, Sequence[int]]) -> Iterator[None]:
-        """Context in which the experts are removed; they come back on exit only if there was an error."""
-        undo = [self._narrowed(stack, removed[stack.path]) for stack in self.stacks]
-        try:
-            yield
-        except BaseException:
-            for one in undo:
-                one()
-            raise
+        """Context in which the experts are removed; they do not come back on exit."""
+        for stack in self.stacks:
+            self._narrowed(stack, removed[stack.path])
+        yield
 
     def first(self, removed: Mapping[str, Sequence[int]]) -> str:
         """Path of the first mixture."""
@@ -268,6 +263,6 @@ def _inputs(model: nn.Module, data: Sequence[Batch], paths: Sequence[str]) -> di
 
 
 def _output(module: nn.Module, given: Tensor) -> Tensor:
-    hidden = hidden_of(module(copy.copy(given)))
+    hidden = hidden_of(module(given.clone()))  # a module may change its input in place
     assert hidden is not None
     return hidden

@@ -70,7 +70,7 @@ class Kind(Protocol):
         ...
 
     def without(self, removed: Mapping[str, Sequence[int]]) -> AbstractContextManager[None]:
-        """Context in which the model computes without the removed parts; after an error the model is as before."""
+        """Context in which the model computes without the removed parts, within `unchanged_by_failure`."""
         ...
 
     def first(self, removed: Mapping[str, Sequence[int]]) -> str:

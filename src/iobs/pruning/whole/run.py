@@ -23,6 +23,7 @@ from iobs.pruning.calibration.losses import answered, mean_loss
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
 from iobs.pruning.finetune.scoring import dense_copy
+from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import Layer, find_layers, joined
 from iobs.pruning.network.modes import evaluating, keeping_buffers, replaced_forwards, seeded
 from iobs.pruning.network.selection import Selection
@@ -61,7 +62,7 @@ class _Beside(Store):
             yield
 
 
-def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callbacks) -> StructuredReport:
+def prune_whole(store: Store, collected: list[Batch], asked: Asked, callbacks: Callbacks) -> StructuredReport:
     """Remove blocks or experts of the model of a store.
 
     Raises:
@@ -77,18 +78,18 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callba
         keep = kept_parts(parts, asked.pattern.sparsity)
         parts.require_possible(keep)
         dense = dense_copy(model)
-        removed = parts.chosen(keep, _Damage(model, dense, collected))
-        for path, gone in removed.items():
-            told.on_note(f"Removed {parts.name} of {path or 'the model'}: {', '.join(map(str, gone))}.")
         own = _Beside(model, dense)
         with own.unchanged_by_failure():
+            removed = parts.chosen(keep, _Damage(model, dense, collected))
+            for path, gone in removed.items():
+                callbacks.on_note(f"Removed {parts.name} of {path or 'the model'}: {', '.join(map(str, gone))}.")
             with parts.without(removed):
-                work = _workspace(own, collected, asked, told, frozen, parts, removed)
+                work = _workspace(own, collected, asked, callbacks, frozen, parts, removed)
                 report = run(work, ends=False)
                 expected = Expected.of(model, collected[0])
                 parts.finish(removed)
                 expected.require(model)
-                _require_loadable(model, expected.batch, told)
+                _require_loadable(model, expected.batch, callbacks)
             records = [
                 WidthRecord(one.path, parts.name, one.path, one.count, keep, parts.errors.get(one.path, 0.0))
                 for one in parts.stacks
@@ -99,11 +100,11 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, told: Callba
                 widths=records,
                 costs=[
                     *_costs(dense, model, collected[0]),
-                    *seconds_of(wide, model, collected[0], asked.pattern.runtime, told),
+                    *seconds_of(wide, model, collected[0], asked.pattern.runtime, callbacks),
                 ],
                 refitted=[one.name for one in report.layers],
             )
-            told.on_end(found)
+            callbacks.on_end(found)
             return found
 
 
@@ -160,7 +161,7 @@ def _workspace(
     store: Store,
     collected: list[Batch],
     asked: Asked,
-    told: Callbacks,
+    callbacks: Callbacks,
     frozen: frozenset[str],
     parts: Kind,
     removed: Mapping[str, Sequence[int]],
@@ -173,7 +174,7 @@ def _workspace(
     request = Request(asked.recipe, patterns, asked.pattern, asked.holdout, asked.seed, asked.checkpoint)
     unused = [f"{path}." for path in parts.unused(removed)]
     names = [name for name, _ in store.model.named_parameters() if name.startswith(tuple(unused))] if unused else []
-    work = Workspace.of(store, request, selection, collected, told, frozenset({*frozen, *names}))
+    work = Workspace.of(store, request, selection, collected, callbacks, frozenset({*frozen, *names}))
     lists = {block.path.rpartition(".")[0] for block in work.chain}
     if unused and not lists >= {one.path for one in parts.stacks}:  # the chain would skip the dense model's blocks too
         work.run_whole()
@@ -191,15 +192,12 @@ def _writers(model: nn.Module, batch: Batch, first: str) -> list[Layer]:
     adding: set[str] = set()
     order: list[str] = []
     paths = {first, *(layer.path for layer in layers)}
-    handles = [
-        model.get_submodule(path).register_forward_hook(lambda *_, path=path: order.append(path)) for path in paths
-    ]
-    try:
-        with keeping_buffers(model), captured_additions(model, layers, lambda layer, _: adding.add(layer.name)):
-            batches.forward(model, batches.first_sample(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with (
+        keeping_buffers(model),
+        after_calls(model, paths, lambda path, *_: order.append(path)),
+        captured_additions(model, layers, lambda layer, _: adding.add(layer.name)),
+    ):
+        batches.forward(model, batches.first_sample(batch))
     place = {path: number for number, path in reversed([*enumerate(order)])}
     writers = sorted((one for one in layers if one.name in adding), key=lambda one: place[one.path])
     if not writers:
@@ -218,7 +216,7 @@ def _costs(dense: nn.Module, model: nn.Module, batch: Batch) -> list[CostRecord]
     ]
 
 
-def _require_loadable(model: nn.Module, batch: Batch, told: Callbacks) -> None:
+def _require_loadable(model: nn.Module, batch: Batch, callbacks: Callbacks) -> None:
     """Check that the model's class, built from its configuration, gives the same outputs with the model's weights.
 
     Raises:
@@ -227,7 +225,7 @@ def _require_loadable(model: nn.Module, batch: Batch, told: Callbacks) -> None:
     if not widths.is_configured(model):
         return
     try:
-        found = _outputs_again(model, batch, told)
+        found = _outputs_again(model, batch, callbacks)
     except Exception as error:  # every class has its own
         if is_out_of_memory(error):
             raise
@@ -241,7 +239,7 @@ def _require_loadable(model: nn.Module, batch: Batch, told: Callbacks) -> None:
         )
 
 
-def _outputs_again(model: nn.Module, batch: Batch, told: Callbacks) -> Tensor | None:
+def _outputs_again(model: nn.Module, batch: Batch, callbacks: Callbacks) -> Tensor | None:
     """Outputs of a model of the same class and configuration with the same weights.
 
     A large model lends its tensors to the other one. Then tensors that are no part of its state have no values. Where
@@ -255,7 +253,7 @@ def _outputs_again(model: nn.Module, batch: Batch, told: Callbacks) -> Tensor | 
         with torch.device("meta"):
             again = type(model)(copy.deepcopy(model.config)).eval()
     except Exception as error:  # every class has its own
-        _note_unchecked(model, told, error)
+        _note_unchecked(model, callbacks, error)
         return None
     again.load_state_dict(model.state_dict(), assign=True)
     own = dict(model.named_buffers())
@@ -265,13 +263,13 @@ def _outputs_again(model: nn.Module, batch: Batch, told: Callbacks) -> Tensor | 
     try:
         return outputs_of(again, batch)
     except Exception as error:  # every class has its own
-        _note_unchecked(model, told, error)
+        _note_unchecked(model, callbacks, error)
         return None
 
 
-def _note_unchecked(model: nn.Module, told: Callbacks, error: Exception) -> None:
+def _note_unchecked(model: nn.Module, callbacks: Callbacks, error: Exception) -> None:
     """Note that a check was left out; an error of a full memory is raised."""
     if is_out_of_memory(error):
         raise error
     kind = type(model).__name__
-    told.on_note(f"Not checked that {kind} can be built from its new configuration: {first_line(error)}")
+    callbacks.on_note(f"Not checked that {kind} can be built from its new configuration: {first_line(error)}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from iobs.pruning.calibration.hooks import captured_inputs
-from iobs.pruning.network.calls import after_calls
+from iobs.pruning.network.calls import after_calls, factors
 from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, Layer, find_layers, linear_maps
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
@@ -193,7 +193,9 @@ def positions_of(model: nn.Module, batch: Batch) -> dict[str, int]:
     def count(
         path: str, module: nn.Module, given: tuple[object, ...], named: dict[str, object], output: object
     ) -> None:
-        value = given[0] if isinstance(module, TRANSPOSED) and given else output  # its kernel meets every input once
+        value = (
+            (*given, *named.values())[0] if isinstance(module, TRANSPOSED) else output
+        )  # its kernel meets every input
         if isinstance(value, Tensor) and value.numel():
             width = value.shape[-1]
             if isinstance(module, CONVOLUTIONS):
@@ -250,7 +252,7 @@ class _Kernels(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name.startswith("conv") and isinstance(result, Tensor):
-            given, weight = [*args, *(kwargs or {}).values()][:2]
+            given, weight = factors(args, kwargs or {})
             layer, value = self.layers.get(id(weight)), given if "transpose" in name else result
             if layer is not None and isinstance(weight, Tensor) and isinstance(value, Tensor):
                 self.counts[layer] = self.counts.get(layer, 0) + value.numel() // weight.shape[0]

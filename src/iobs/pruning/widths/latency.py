@@ -99,7 +99,7 @@ def measure(
     Raises:
         ModelError: a block cannot be exported to ONNX.
     """
-    with inferring(model):
+    with inferring(model), keeping_buffers(model):
         given = whole(model, batch)
         examples = _examples(model, given, {site.owner for site in offered})
         known: dict[object, Times] = {}
@@ -131,7 +131,7 @@ def shares_of(
     wide: nn.Module, narrow: nn.Module, batch: Batch, runtime: Runtime, clock: Clock = interleaved
 ) -> tuple[float, float]:
     """Seconds of two networks for the first sample of a batch, measured in turns."""
-    with inferring(wide), inferring(narrow):
+    with inferring(wide), inferring(narrow), keeping_buffers(wide), keeping_buffers(narrow):
         first, second = _timed([called_in(runtime, whole(one, batch)) for one in (wide, narrow)], clock)
     return first, second
 
@@ -165,7 +165,7 @@ def _examples(model: nn.Module, given: Example, paths: set[str]) -> dict[str, Ex
     def keep(path: str, module: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
         found.setdefault(path, Example(module, arguments, dict(named)))
 
-    with torch.no_grad(), keeping_buffers(model), before_calls(model, filter(None, paths), keep):
+    with torch.no_grad(), before_calls(model, filter(None, paths), keep):
         model(*given.arguments, **given.named)
     return found
 

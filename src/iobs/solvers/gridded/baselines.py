@@ -101,9 +101,7 @@ def _block_mask(saliency: Tensor, own: slice, columns: int, groups: Partition) -
     """Mask of one block with cumulative counts that add up to the count of the layer."""
     if groups.size < columns:
         return largest(saliency, Partition(saliency.numel() // groups.size, groups.size, groups.keep))
-    per_column = groups.keep / columns
-    keep = round(own.stop * per_column) - round(own.start * per_column)
-    return largest(saliency, Partition(groups.count, saliency.numel() // groups.count, keep))
+    return largest(saliency, groups.in_columns(own, columns))
 
 
 def codes_of(weight: Tensor, scales: Tensor, grid: Grid) -> Tensor:

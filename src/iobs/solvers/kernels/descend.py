@@ -227,22 +227,19 @@ def _improvable(rows: GridRows) -> int:
     return int(found.sum())
 
 
-def _sweep_in_blocks(rows: GridRows) -> int:
-    """One sweep over the values of all rows; returns the number of changed values."""
+def _sweep_in_blocks(rows: GridRows) -> None:
+    """Make one sweep over the values of all rows."""
     from iobs.solvers.kernels import descend_numba as kernel
 
     count, columns = rows.weight.shape
     weight, gradient, mask, scales = (one.numpy() for one in (rows.weight, rows.gradient, rows.mask, rows.scales))
-    changes = torch.zeros(count, dtype=torch.long)
     for first in range(0, columns, _BLOCK):
         own = slice(first, min(first + _BLOCK, columns))
         hessian = rows.hessian[own, own].contiguous()
         step = torch.empty(count, own.stop - first, dtype=rows.weight.dtype)
-        arrays = weight, gradient, mask, scales, hessian.numpy(), rows.group, rows.levels, first
-        out = step.numpy(), changes.numpy()
-        over_rows(lambda start, stop: kernel.block_values(start, stop, *arrays, *out), count)  # noqa: B023
+        arrays = weight, gradient, mask, scales, hessian.numpy(), rows.group, rows.levels, first, step.numpy()
+        over_rows(lambda start, stop: kernel.block_values(start, stop, *arrays), count)  # noqa: B023
         rows.gradient.addmm_(step, rows.hessian[own])
-    return int(changes.sum())
 
 
 def exchange_entries_numba(rows: GridRows, of: int, candidates: int, limit: int) -> None:

@@ -57,7 +57,7 @@ def _least(weight: Floats, hessian: Floats) -> float:
 
 
 @njit(nogil=True, cache=True)
-def _smallest(values: Floats, count: int, found: Indices) -> int:
+def smallest(values: Floats, count: int, found: Indices) -> int:
     """Write the indices of the `count` smallest finite values to `found`, ascending; return their number."""
     bound = np.partition(values, count - 1)[count - 1] if count < values.size else values.max()
     ties = count
@@ -137,12 +137,10 @@ def block_values(
     levels: int,
     first: int,
     step: Floats,
-    changes: Indices,
 ) -> None:
     """Rows `start` to `stop` of one sweep over columns `first` to `first + len(hessian)`.
 
-    `hessian` is that of these columns. `gradient` stays as it is; the changes of the weights are written to `step`, and
-    their number in each row is added to `changes`.
+    `hessian` is that of these columns. `gradient` stays as it is; the changes of the weights are written to `step`.
     """
     width = len(hessian)
     top = weight.dtype.type(levels)
@@ -150,13 +148,11 @@ def block_values(
     for r in range(start, stop):
         w, kept, moved = weight[r, first : first + width], mask[r, first : first + width], step[r]
         g[:] = gradient[r, first : first + width]
-        made = 0
         for j in range(width):
             old = w[j]
-            scale = scales[r, (first + j) // group]
-            made += kept[j] and _improve(w, g, hessian, curvature[j], j, scale, top, j + 1)
+            if kept[j]:
+                _improve(w, g, hessian, curvature[j], j, scales[r, (first + j) // group], top, j + 1)
             moved[j] = w[j] - old
-        changes[r] += made
 
 
 @njit(nogil=True, cache=True)
@@ -186,8 +182,8 @@ def exchanges(
                 leaving[j] = (0.5 * hessian[j, j] * w[j] - g[j]) * w[j] if kept[j] else np.inf
                 entering[j] = np.inf if kept[j] else -0.5 * g[j] * g[j] / hessian[j, j]
             best, leave, enter, value = -_least(w, hessian), -1, -1, 0.0
-            outs = _smallest(leaving, min(candidates, d), leavers) if of >= d else d
-            ins = _smallest(entering, min(candidates, d), enterers) if of >= d else of
+            outs = smallest(leaving, min(candidates, d), leavers) if of >= d else d
+            ins = smallest(entering, min(candidates, d), enterers) if of >= d else of
             for a in range(outs):
                 i = leavers[a] if of >= d else a
                 if not kept[i]:
@@ -239,7 +235,7 @@ def pairs(
                 top = (levels + 0.5) * scale
                 ratio[j] = g[j] / size + 0.5 if kept[j] and w[j] + scale < top else np.inf
                 ratio[d + j] = 0.5 - g[j] / size if kept[j] and w[j] - scale > -top else np.inf
-            count = _smallest(ratio, min(candidates, 2 * d), found)
+            count = smallest(ratio, min(candidates, 2 * d), found)
             for a in range(count):
                 j = found[a] % d
                 scale = scales[r, j // group]

@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from iobs.solvers.kernels.descend_numba import Floats, Indices, _smallest
+from iobs.solvers.kernels.descend_numba import Floats, Indices, smallest
 
 _UNSET = -1
 
@@ -51,8 +51,8 @@ def rounded(
                     points[2 * k + up] = (below + up) * scale
                     distance = (points[2 * k + up] - value) * own
                     costs[2 * k + up] = cost[k] + distance * distance
-            count = _smallest(costs[: 2 * paths], min(most, 2 * paths), kept)
-            _assign(kept, count, paths, slot)
+            count = smallest(costs[: 2 * paths], min(most, 2 * paths), kept)
+            _assign(kept, count, slot)
             for a in range(count):  # copies first: a path's own continuation overwrites nothing of its prefix
                 if slot[a] != kept[a] // 2:
                     error[slot[a], :j] = error[kept[a] // 2, :j]
@@ -69,7 +69,7 @@ def rounded(
 
 
 @njit(nogil=True, cache=True)
-def _assign(kept: Indices, count: int, paths: int, slot: Indices) -> None:
+def _assign(kept: Indices, count: int, slot: Indices) -> None:
     """Place of each continuation: that of its path for the first one, a free place for the second."""
     for a in range(count):
         first = a == 0 or kept[a - 1] // 2 != kept[a] // 2
