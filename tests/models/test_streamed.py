@@ -184,6 +184,16 @@ def test_blocks_between_which_the_model_computes_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_blocks_that_run_in_cycles_are_refused_before_any_work(tmp_path, monkeypatch):
+    config = families.hf.HrmTextConfig(**families.DECODER, head_dim=8, H_cycles=2, L_cycles=2)
+    families.hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(StreamedStore, "state", lambda store: pytest.fail("the files are read"))
+    options = {"checkpoint": tmp_path / "checkpoint"}
+    with pytest.raises(ModelError, match=r"calls model\.\w+\.layers\.0 more than once .*in memory"):
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), 0.5, **options)
+    assert not (tmp_path / "out").exists()
+
+
 def test_allocation_by_block_is_the_same_with_one_block_in_memory(tmp_path):
     model = families.saved("llama", tmp_path / "model", torch.float32)
     data = families.language_batches()

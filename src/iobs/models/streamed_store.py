@@ -176,8 +176,10 @@ class StreamedStore(BlockwiseStore):
         """The selection itself: the model cannot be called before its blocks are loaded.
 
         Raises:
+            ModelError: the blocks cannot be run one by one.
             ProblemError, OutputError: the hidden states have no room; see `spill.chosen`.
         """
+        self.streamed.trace(batches[0])
         self._run.plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
         self._storage.place = cast(Place, self._run.plan.streams)
         return selection

@@ -12,7 +12,8 @@ from iobs.errors import LayerSelectionError, PatternError, ProblemError
 from iobs.pruning.allocation import measurements
 from iobs.pruning.allocation.counts import Curve, keep_ranges, optimal_counts, within_support
 from iobs.pruning.allocation.output_fisher import output_fisher
-from iobs.pruning.allocation.sensitivity import complete, damage_passes
+from iobs.pruning.allocation.response import complete
+from iobs.pruning.allocation.sensitivity import damage_passes
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import select
 from iobs.pruning.recipe.allocation import Allocation

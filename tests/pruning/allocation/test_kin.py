@@ -8,7 +8,8 @@ from torch import nn
 
 import iobs
 from iobs.pruning.allocation.counts import Curve
-from iobs.pruning.allocation.kin import MEASURED_BLOCKS, between, measured_blocks
+from iobs.pruning.allocation.kin import MEASURED_BLOCKS, measured_blocks
+from iobs.pruning.allocation.likeness import between
 from iobs.pruning.allocation.measurements import Measured
 from iobs.pruning.allocation.response import Trial
 from iobs.pruning.allocation.sensitivity import Planner

@@ -8,14 +8,16 @@ sum. So every layer has an additive *effect*, and the damage is one increasing f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
 from scipy.optimize import lsq_linear
 
 from iobs.pruning.allocation.counts import Curve
+from iobs.pruning.network.layers import Layer
 
 _RESOLUTION = 1e-6  # smallest measurable damage, relative to the greatest; below it is rounding
 _DAMAGE_LIMIT = 100.0  # upper limit of a damage, in nats or in energies of the output
@@ -135,3 +137,20 @@ def common_response(trials: Sequence[Sequence[Trial]]) -> Response:
         return straight
     early, late = lsq_linear(np.array(rows), np.array(rises), bounds=_SLOPES).x
     return Response(straight.least, straight.greatest, float(early), float(late))
+
+
+def complete(found: Mapping[Layer, Curve], curves: Mapping[Layer, Curve]) -> dict[Layer, Curve]:
+    """Add effects for layers without a measured effect: their error curve, scaled to a typical effect.
+
+    The typical effect is the geometric mean of the measured effects.
+
+    Args:
+        found: measured effects.
+        curves: output errors of all layers.
+    """
+    known = [curve.energy for curve in found.values() if curve.energy > 0]
+    typical = math.exp(fmean(map(math.log, known))) if known else 1.0
+    return {
+        layer: found[layer] if layer in found else curve.times(typical / max(curve.energy, 1e-30))
+        for layer, curve in curves.items()
+    }

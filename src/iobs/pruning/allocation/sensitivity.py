@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ from iobs.pruning.allocation.counts import (
 from iobs.pruning.allocation.kin import Kin
 from iobs.pruning.allocation.measurements import EVALUATION_SHARE, Measured, fit_and_evaluation, row_step
 from iobs.pruning.allocation.output_fisher import output_fisher
-from iobs.pruning.allocation.response import Trial, common_response
+from iobs.pruning.allocation.response import Trial, common_response, complete
 from iobs.pruning.allocation.trials import Trials
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Statistics, relative_output_error
@@ -152,6 +150,8 @@ class Planner:
         kin = Kin(self.layers if by_block else (), self.chain)
         likened: dict[Layer, int] = {}
         for group in sweep.groups():
+            if group.stack is not None:
+                kin.meet(group.stack, self.checkpoint)
             statistics = cache(group.statistics)  # not called if the checkpoint holds the curves
             for layer in group.layers:
                 if kin.covers(layer, self.measured):
@@ -369,23 +369,6 @@ def damage_passes(layers: int, available: int, samples: int) -> int:
 def can_keep_grams(layers: tuple[Layer, ...]) -> bool:
     """Check that the Grams of all layers are small enough to be kept for a search."""
     return sum(layer.groups * layer.shape[1] ** 2 for layer in layers) <= _SEARCH_ENTRIES
-
-
-def complete(found: dict[Layer, Curve], curves: dict[Layer, Curve]) -> dict[Layer, Curve]:
-    """Add effects for layers without a measured effect: their error curve, scaled to a typical effect.
-
-    The typical effect is the geometric mean of the measured effects.
-
-    Args:
-        found: measured effects.
-        curves: output errors of all layers.
-    """
-    known = [curve.energy for curve in found.values() if curve.energy > 0]
-    typical = math.exp(fmean(map(math.log, known))) if known else 1.0
-    return {
-        layer: found[layer] if layer in found else curve.times(typical / max(curve.energy, 1e-30))
-        for layer, curve in curves.items()
-    }
 
 
 def _record(layer: Layer, curve: Curve, effect: Curve, keep: int) -> AllocationRecord:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from iobs.errors import ModelError
-from iobs.pruning.calibration.blocks import Block, hidden_of, rest_of
-from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream
-from iobs.pruning.samples.batches import Batch, take
+from iobs.pruning.calibration.blocks import Block, hidden_of, rest_of, with_hidden
+from iobs.pruning.calibration.hooks import Args, Kwargs
+from iobs.pruning.calibration.replay import BEFORE, ChainError, StopForward, Stream, replaced_blocks
+from iobs.pruning.network.selection import output_heads
+from iobs.pruning.samples.batches import Batch, forward, take
 
 
 @torch.no_grad()
@@ -34,7 +37,7 @@ def with_formats(
         release: releases it.
 
     Raises:
-        ModelError: a block does not read the hidden state that the block before it gives.
+        ModelError: a block does not read the hidden state that the block before it gives, or is called again.
     """
     kinds = [type(model.get_submodule(block.path)) for block in chain]
     sample = [take(batch, torch.arange(1))]
@@ -58,7 +61,39 @@ def with_formats(
         Stream(model, sample, known, strict=True).advance(BEFORE)
     except ChainError as error:
         raise _no_chain(model) from error
+    _require_one_pass(model, sample[0], known)
     return known
+
+
+def _require_one_pass(model: nn.Module, sample: Batch, chain: list[Block]) -> None:
+    """Check that no block is called again after the last one, as in models that run their blocks in cycles.
+
+    The blocks pass their input on. The pass ends at the output head, whose scores of a long text may have no room.
+
+    Raises:
+        ModelError: names the block.
+    """
+    called: set[int] = set()
+
+    def pass_on(position: int, args: Args, kwargs: Kwargs) -> object:
+        block = chain[position]
+        if position in called:
+            raise ModelError(
+                f"{type(model).__name__} calls {block.path} more than once in a forward pass, so its blocks cannot be "
+                "run one by one; prune the model in memory instead."
+            )
+        called.add(position)
+        return with_hidden(kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden], block.rest)
+
+    def stop(head: nn.Module, args: Args) -> None:
+        raise StopForward
+
+    with ExitStack() as stack:
+        for head in output_heads(model):
+            stack.callback(head.register_forward_pre_hook(stop).remove)
+        stack.enter_context(replaced_blocks(model, chain, pass_on))
+        stack.enter_context(suppress(StopForward))
+        forward(model, sample)
 
 
 def _no_chain(model: nn.Module) -> ModelError:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from iobs.errors import is_out_of_memory
+from iobs.errors import NonFiniteError, is_out_of_memory
 from iobs.pruning.calibration.additions import captured_additions
 from iobs.pruning.calibration.blocks import Tracer
 from iobs.pruning.calibration.bypasses import Bypass, bypasses, without_state
@@ -237,3 +238,16 @@ def drift_of(residuals: list[Tensor | None]) -> Tensor | None:
     """The drift R - R' of the residual, from the pruned model's and the reference's; None if one of them has none."""
     pruned, dense = residuals
     return None if pruned is None or dense is None or pruned.shape != dense.shape else dense - pruned
+
+
+def require_finite(values: Sequence[Tensor], layer: Layer, number: int) -> None:
+    """Check the inputs of a layer on the caller's batch with a number.
+
+    Raises:
+        NonFiniteError: an input holds NaN or infinity.
+    """
+    if not all(bool(torch.isfinite(value).all()) for value in values):
+        raise NonFiniteError(
+            f"The input of layer {layer.name!r} holds NaN or infinity in calibration batch {number}; "
+            "look at that batch, or run the model in a wider dtype."
+        )

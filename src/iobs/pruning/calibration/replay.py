@@ -100,9 +100,11 @@ class Stream:
                     stack.enter_context(self.shortcuts.taken(self.model, index))
                 return self._block(stage, index, self.state(index))
             if self.chain and stage == BEFORE:
-                stack.enter_context(_replaced(self.model, self.chain[:1], self._stop))
+                stack.enter_context(replaced_blocks(self.model, self.chain[:1], self._stop))
             elif self.chain:
-                stack.enter_context(_replaced(self.model, self.chain, lambda k, a, kw: self._pass_on(index, k, a, kw)))
+                stack.enter_context(
+                    replaced_blocks(self.model, self.chain, lambda k, a, kw: self._pass_on(index, k, a, kw))
+                )
             try:
                 return batches.forward(self.model, self.data[index])
             except StopForward:
@@ -132,7 +134,7 @@ class Stream:
             # What lies outside the blocks may compute in another dtype than the blocks.
             return with_hidden(hidden.to(given.dtype) if position == last else given, block.rest)
 
-        with _replaced(self.model, self.chain, pass_on):
+        with replaced_blocks(self.model, self.chain, pass_on):
             return batches.forward(self.model, self.data[index])
 
     def advance(self, stage: int) -> None:
@@ -175,7 +177,7 @@ class Stream:
             return with_hidden(hidden, block.rest)
 
         try:
-            with _replaced(self.model, self.chain, record), suppress(StopForward):
+            with replaced_blocks(self.model, self.chain, record), suppress(StopForward):
                 batches.forward(self.model, self.data[index])
         except batches.REFUSALS as error:
             if isinstance(error, IOBSError) or is_out_of_memory(error):
@@ -295,7 +297,7 @@ def inserted(arguments: Arguments, where: int | str, hidden: Tensor | None) -> A
 
 
 @contextmanager
-def _replaced(
+def replaced_blocks(
     model: nn.Module, blocks: list[Block], behaviour: Callable[[int, Args, Kwargs], object]
 ) -> Iterator[None]:
     """Replace the forward of blocks by `behaviour(position, args, kwargs)`; restored on exit.

@@ -6,17 +6,16 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import NonFiniteError
 from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.experts import Stack
 from iobs.pruning.calibration.gram import Gram, Statistics
-from iobs.pruning.calibration.hooks import captured_inputs
-from iobs.pruning.calibration.inputs import Captured, SharedInput, captured, drift_of, execution_order
+from iobs.pruning.calibration.inputs import Captured, SharedInput, captured, drift_of, execution_order, require_finite
 from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.residency import InMemory, Residency, park_wide
 from iobs.pruning.calibration.shortcuts import Shortcuts
@@ -26,7 +25,6 @@ from iobs.pruning.samples import outputs
 from iobs.pruning.samples.subsets import Samples
 
 _SHORTCUTS = 5  # number of the first place for inputs of shortcuts; the places before it hold hidden states
-EXPERT_MEMORY = 2**30  # bytes of the Grams of experts that are computed in one pass over the data
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,12 @@ class Group:
     Attributes:
         layers: in the order in which the model calls them.
         statistics: computes the Gram matrices of their input. Not called if a checkpoint holds the layers' weights.
+        stack: the experts that an expert stands among; None for other layers.
     """
 
     layers: list[Layer]
     statistics: Callable[[], Statistics]
+    stack: Stack | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,11 @@ class Sweep:
             if shared.layers[0].expert is None:
                 yield Group(shared.layers, partial(self._statistics, streams, stage, shared))
             else:
-                yield from self._of_experts(streams, stage, shared.layers)
+                # Experts match their own outputs even with a reference, which may route other tokens to them.
+                stream = streams[-1] if self.dense_inputs else streams[0]
+                stack = Stack(stream, stage, tuple(shared.layers), self._numbered(), self.ranks)
+                for expert in stack.layers:
+                    yield Group([expert], partial(stack.statistics, expert), stack)
 
     def _agreed(self, order: list[SharedInput], layers: list[Layer]) -> list[SharedInput]:
         """The same order on all ranks: that of the first rank, then layers that only later ranks have called."""
@@ -226,7 +230,8 @@ class Sweep:
                     found = [captured(stream, stage, index, shared) for stream in used]
                     attended = outputs.attended(streams[0].model, streams[0].data[index])
                     lost += self._add(grams[-1], found, layer, number, attended, generator).to(device)
-            self._complete(grams[-1:])
+            grams[-1].sum_over(self.ranks)
+            grams[-1].finish()
             park_wide(grams[-1], "heldout" if part else "calibration", self.residency)
         self.ranks.sum(lost)
         for one in grams:
@@ -264,64 +269,14 @@ class Sweep:
             if positions is None:  # not a convolution
                 values = [outputs.unpadded(value, attended) for value in values]
                 drift = None if drift is None else outputs.unpadded(drift, attended)
-            _require_finite(values, layer, number)
+            require_finite(values, layer, number)
             rows = [gram.input_rows(layer, module, value, positions) for value in values]
             moved = None if drift is None else gram.output_rows(layer, drift, positions)
             total.add(rows[0], rows[1] if len(rows) > 1 else None, moved)
         return lost
-
-    def _complete(self, grams: Sequence[Gram]) -> None:
-        """Sum Grams over the ranks and turn the sums into means."""
-        for one in grams:
-            one.sum_over(self.ranks)
-            one.finish()
-
-    def _of_experts(self, streams: list[Stream], stage: int, experts: list[Layer]) -> Iterator[Group]:
-        """One group per expert, with the statistics of the tokens that were routed to it.
-
-        One pass computes the Grams of as many experts as fit into `EXPERT_MEMORY`, when the first Gram is needed.
-        Experts match their own outputs even with a reference, since the dense model may route other tokens to them.
-        """
-        stream = streams[-1] if self.dense_inputs else streams[0]
-        size = 2 * 8 * experts[0].shape[1] ** 2
-        for some in batched(experts, max(1, EXPERT_MEMORY // size)):
-            routed = cache(partial(self._routed, stream, stage, tuple(some)))
-            for number, expert in enumerate(some):
-                yield Group([expert], partial(_entry, routed, number))
-
-    @torch.no_grad()
-    def _routed(self, stream: Stream, stage: int, experts: Sequence[Layer]) -> list[Statistics]:
-        """The statistics of some experts, from one pass over the data."""
-        device = experts[0].tensor(stream.model).device
-        grams = {layer: [Gram.empty(layer, device, False) for _ in range(2)] for layer in experts}
-        for index, held_out, number in self._numbered():
-
-            def note(
-                layer: Layer, module: nn.Module, value: Tensor, held_out: bool = held_out, number: int = number
-            ) -> None:
-                _require_finite([value], layer, number)
-                grams[layer][held_out].add(value.reshape(1, -1, layer.shape[1]))
-
-            with captured_inputs(stream.model, experts, note):
-                stream.run(stage, index)
-        for pair in grams.values():
-            self._complete(pair)
-        return [gram.of_routed(*grams[layer]) for layer in experts]
-
-
-def _entry(found: Callable[[], list[Statistics]], number: int) -> Statistics:
-    return found()[number]
 
 
 def batched(values: Sequence[Layer], size: int) -> Iterator[Sequence[Layer]]:
     """Consecutive slices of at most `size` values."""
     for start in range(0, len(values), size):
         yield values[start : start + size]
-
-
-def _require_finite(values: list[Tensor], layer: Layer, number: int) -> None:
-    if not all(bool(torch.isfinite(value).all()) for value in values):
-        raise NonFiniteError(
-            f"The input of layer {layer.name!r} holds NaN or infinity in calibration batch {number}; "
-            "look at that batch, or run the model in a wider dtype."
-        )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from iobs.pruning.allocation.kin import MEASURED_BLOCKS
+from iobs.pruning.allocation.kin import MEASURED_BLOCKS, measured_shares
 from iobs.pruning.allocation.measurements import row_step
 from iobs.pruning.allocation.sensitivity import CURVE_LEVELS, CURVE_TOKENS, evaluation_share
 from iobs.pruning.cost.loads import (
@@ -107,8 +107,8 @@ class Work:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks: each has at least one layer of its rarest width of input."""
-        widths = [layer.shape[1] for layer in self.layers]
+        """Number of blocks: each has at least one layer of its rarest width of input, or one stack of experts."""
+        widths = [layer.shape[1] for layer in self.layers if not layer.expert]
         return max(1, min(map(widths.count, set(widths))))
 
     @property
@@ -184,28 +184,25 @@ def _regression_load(layer: Matrix) -> Load:
 
 
 def allocation_load(work: Work, recipe: Recipe) -> Load:
-    """An allocation by block: curves of the layers of the measured blocks, a pass for their Grams, and runs of blocks.
-
-    Experts are measured in every block; here they are counted like other layers.
-    """
+    """An allocation by block: curves of the measured layers, a pass for their Grams, and runs of blocks."""
     fast = recipe.but(solver=ADMM("fast")) if is_admm(recipe) else recipe
     levels = math.ceil(CURVE_LEVELS / work.ranks)  # ranks share the points of a curve
     tokens = min(work.tokens, 2 * CURVE_TOKENS) / work.ranks
     found, passes = Load(), tokens / work.batch
     for columns, count in work.inputs.items():
-        found += sum_load(columns, tokens, 1, passes) * count
-    for layer in work.layers:
+        found += sum_load(columns, tokens, 1, passes) * (count * min(1.0, MEASURED_BLOCKS / work.blocks))
+    shares = measured_shares(work.layers, work.blocks)
+    for layer, share in zip(work.layers, shares, strict=True):
         step = row_step(layer.shape[0], layer.groups)
         sampled = levels * (1 - _TRIED / CURVE_LEVELS)  # errors without a trial
         for divisor, points in ((1, float(levels) - sampled), (step, sampled)):
-            found += (search_load(layer, fast, divisor) + problem_load(layer, False, divisor)) * points
-        found += error_load(layer, False, CURVE_LEVELS) * 0.5  # the energy of the target is known
+            found += (search_load(layer, fast, divisor) + problem_load(layer, False, divisor)) * (points * share)
+        found += error_load(layer, False, CURVE_LEVELS) * (0.5 * share)  # the energy of the target is known
     length = work.tokens / work.samples if work.samples else 1.0
-    share = (1 - work.held_out) * evaluation_share(work.held_out)
-    judged = min(share * work.tokens, _TRIAL_SAMPLES * length) / work.ranks
-    runs = _TRIED * len(work.layers) / work.blocks
-    share = min(1.0, MEASURED_BLOCKS / work.blocks)
-    return (found + Load(block=2.0 * work.weights * runs * judged)) * share + Load(block=6.0 * work.weights * tokens)
+    judging = (1 - work.held_out) * evaluation_share(work.held_out)
+    judged = min(judging * work.tokens, _TRIAL_SAMPLES * length) / work.ranks
+    runs = _TRIED * sum(shares) / work.blocks
+    return found + Load(block=2.0 * work.weights * (runs * judged + 3.0 * tokens))
 
 
 def fit_load(work: Work, fit: BlockFit) -> Load:

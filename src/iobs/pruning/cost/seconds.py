@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from iobs.pruning.allocation.counts import under_pattern
+from iobs.pruning.allocation.kin import measured_shares
 from iobs.pruning.allocation.sensitivity import (
     CURVE_LEVELS,
     CURVE_TOKENS,
@@ -129,7 +130,7 @@ def forecast(
     rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count  # "auto" seldom adds rounds
     network_steps = _network_parts(reconstruction, step)
     parts = [
-        *_allocation_parts(request, costs, layers, fit, groups + one_pass, bool(network_steps)),
+        *_allocation_parts(request, costs, layers, blocks, fit, groups + one_pass, bool(network_steps)),
         *_rate_parts(reconstruction, blocks, step),
         Part("layers", rounds * len(layers), mean),
         *network_steps,
@@ -164,7 +165,13 @@ def _group_passes(costs: Costs, blocks: int, fit: Samples, one_pass: float) -> f
 
 
 def _allocation_parts(
-    request: Request, costs: Costs, layers: tuple[Layer, ...], fit: Samples, sweep: float, network_steps: bool
+    request: Request,
+    costs: Costs,
+    layers: tuple[Layer, ...],
+    blocks: int,
+    fit: Samples,
+    sweep: float,
+    network_steps: bool,
 ) -> list[Part]:
     """The curves of all layers, and the search.
 
@@ -172,6 +179,7 @@ def _allocation_parts(
         request: what was asked.
         costs: measured speeds.
         layers: the layers to prune.
+        blocks: number of blocks along which the model can be run; 0 if it is run whole.
         fit: calibration samples.
         sweep: seconds of the passes of a sweep with one model.
         network_steps: steps of the whole network follow, before which "auto" does not search.
@@ -191,7 +199,8 @@ def _allocation_parts(
     by_damage = allocation.by_damage or allocation.criterion == "auto"
     passes = _TRIAL_SHARE * damage_passes(len(layers), probe, fit.samples) if by_damage else PROBE
     cubes = _FAST_CUBES if is_admm(request.recipe) else _OTHER_CUBES
-    solves = sum(_solve_seconds(layer, costs, cubes) for layer in layers)
+    shares = measured_shares(layers, blocks if allocation.criterion == "block" else 0)
+    solves = sum(share * _solve_seconds(layer, costs, cubes) for layer, share in zip(layers, shares, strict=True))
     curves = min(1.0, CURVE_TOKENS / (positions * fit.samples)) * sweep + CURVE_LEVELS * solves + passes * costs.forward
     parts = [Part("error curves of layers", len(layers), curves / len(layers), once=True)]
     if searched and allocation.generations:

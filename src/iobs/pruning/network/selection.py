@@ -276,13 +276,19 @@ def matching(layers: Sequence[Layer], patterns: str | Sequence[str] | None, opti
     return chosen
 
 
+def output_heads(model: nn.Module) -> list[nn.Module]:
+    """The modules that give the scores of the vocabulary, in models of transformers; also inside a wrapper."""
+    pretrained = library_class("transformers.modeling_utils", "PreTrainedModel")
+    inner = [module for module in model.modules() if isinstance(module, pretrained)]
+    found = [module.get_output_embeddings() for module in inner]  # type: ignore[operator]
+    return [head for head in found if isinstance(head, nn.Module)]
+
+
 def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) -> dict[str, Reason]:
     """The layers that stay dense unless they are included, by name, with the reason."""
     reasons = {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    pretrained = library_class("transformers.modeling_utils", "PreTrainedModel")
-    inner = [module for module in model.modules() if isinstance(module, pretrained)]  # also inside a wrapper
-    heads = {id(module.get_output_embeddings()) for module in inner}  # type: ignore[operator]
+    heads = {id(head) for head in output_heads(model)}
     for layer in layers:
         module = model.get_submodule(layer.path)
         if id(layer.stored(model)) in embeddings:
