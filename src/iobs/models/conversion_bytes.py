@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from iobs.pruning.calibration.hooks import Args, Kwargs
 
 _Rule = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -24,10 +25,10 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._given = {tensor.untyped_storage()._cdata for tensor in given.values()}
-        self._made: dict[int, tuple[Any, int]] = {}  # by address of the storage: a weak reference to it, and its bytes
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}  # by address: the storage and its bytes
 
     def __torch_dispatch__(
-        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         found = func(*args, **(kwargs or {}))
         for tensor in tree_iter(found):
@@ -38,11 +39,15 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         place = storage._cdata
-        if place in self._given or (place in self._made and not self._made[place][0].expired()):
+        if place in self._given or (place in self._made and not _gone(self._made[place][0])):
             return
-        self._made = {one: made for one, made in self._made.items() if not made[0].expired()}
+        self._made = {one: made for one, made in self._made.items() if not _gone(made[0])}
         self._made[place] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+
+
+def _gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
 def with_peak(rule: _Rule, given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
