@@ -22,6 +22,7 @@ PANELS = {
     "resnet20": ("ResNet-20, CIFAR-10", "accuracy, %", (70, 93)),
     "vit": ("ViT, CIFAR-10", "accuracy, %", (55, 76)),
     "llama_stories260K": ("Llama 260K, stories", "perplexity / dense", (0.95, 4)),
+    "minilm": ("all-MiniLM-L6-v2, C4", "cosine to the dense embeddings", (0.78, 1.005)),
 }
 METHODS = {
     "GPTQ": ("GPTQ, bits alone", "#8a949e", "v", "--"),
@@ -39,8 +40,8 @@ def draw(theme: str) -> Path:
     style |= {"axes.edgecolor": grid, "axes.facecolor": paper, "figure.facecolor": paper, "axes.titlesize": 12}
     rows = read("equal_bytes")
     with rc_context(style):
-        figure = Figure(figsize=(12, 8), layout="constrained")
-        panels = figure.subplots(2, 2).flat
+        figure = Figure(figsize=(15, 8), layout="constrained")
+        *panels, last = figure.subplots(2, 3).flat
         for panel, (network, (title, metric, limits)) in zip(panels, PANELS.items(), strict=True):
             own = [row for row in rows if row["network"] == network]
             panel.set(title=title, xlabel="bits a weight", ylabel=metric, xscale="log", ylim=limits, xlim=(1.4, 9))
@@ -51,7 +52,8 @@ def draw(theme: str) -> Path:
             panel.grid(color=grid, linewidth=0.6)
             panel.spines[["top", "right"]].set_visible(False)
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+        last.axis("off")
+        last.legend(handles, labels, loc="center", fontsize=13, frameon=False)
         file = IMAGES / f"bytes-{theme}.png"
         figure.savefig(file, dpi=110, metadata={"Software": None})
     return file

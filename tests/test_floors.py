@@ -60,6 +60,7 @@ MODULES = {
         "algorithm",
         "structured",
         "whole",
+        "structured_plan",
         "driver",
     ],
     "optimize": [

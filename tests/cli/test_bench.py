@@ -1,6 +1,8 @@
 """`iobs bench`: speed and memory of the forms of a model, and their table, line and picture."""
 
 import json
+import signal
+import time
 
 import pytest
 import torch
@@ -64,6 +66,19 @@ def test_bytes_are_those_of_all_tensors_that_a_form_holds(packed):
         again = repetition(dense, workload(EMBEDDED), stored=True).own_bytes  # every dense layer is stored again
         assert again > bytes_held(ready)["matrices"] > 0
         assert 0 < repetition(open_packed(packed / "int8"), workload("x"), stored=True).own_bytes < again
+
+
+def test_ctrl_c_is_heard_by_one_process_which_ends_the_other():
+    """A process that measures printed a traceback of its own, and finished its repetition first."""
+
+    def stopped():
+        with benching._process() as pool:
+            assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_IGN
+            pool.submit(time.sleep, 3600)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -1,6 +1,7 @@
 """`iobs prune`: options reach the run, and the output follows them."""
 
 import json
+from math import prod
 
 import pytest
 from checks import one_error
@@ -167,12 +168,21 @@ def test_prune_to_a_budget_of_bits(run, tmp_path):
 
 def test_dry_run_of_a_budget_shows_what_the_run_chooses(run, tmp_path):
     shown = run("prune", "-o", tmp_path / "out", "--bits-per-weight", "3", "--dry-run", *QUICK).output
-    assert shown.count("chosen") == 2
+    assert shown.count("chosen") == 4  # zeros and bits of two layers
     assert "at most" in shown
     assert "even division" not in shown
+    plan = json.loads(run("prune", "--bits-per-weight", "3", "--dry-run", "--json", *QUICK).stdout)
+    assert [(row["zeros"], row["bits"]) for row in plan["layers"]] == [(None, None)] * 2
+    weights = sum(prod(row["shape"]) for row in plan["layers"])
+    assert plan["budget"] == {"bits_per_weight": 3.0, "weights": weights, "most_bytes": 3 * weights // 8}
+    assert "at most" in plan["about"]
     shown = run("prune", "-o", tmp_path / "out", "--bits", "4", "--dry-run", *QUICK).output
     assert "bits a weight" in shown
     assert "4.1" in shown or "4.2" in shown
+    plan = json.loads(run("prune", "--sparsity", "50%", "--bits", "4", "--dry-run", "--json", *QUICK).stdout)
+    assert all(2 * row["zeros"] == prod(row["shape"]) < row["bits"] for row in plan["layers"])
+    assert "even division" in plan["about"]
+    assert "budget" not in plan
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])

@@ -1,5 +1,6 @@
 """`iobs prune --pattern structured:SHARE`: the written model is narrower and loads unpatched."""
 
+import json
 from functools import partial
 
 import pytest
@@ -120,9 +121,44 @@ def test_every_layer_of_a_network_of_a_function_may_have_its_own_width(run, clas
 def test_what_units_cannot_do_is_said_before_any_work(run, classifier, tmp_path):
     given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", tmp_path / "out")
     assert "torch.save" in run(*given, "--pattern", "structured:30%", "--units", "blocks", code=2).output
-    unread = tmp_path / "missing.py"  # refused before the model is loaded
-    assert "whole units" in run("prune", f"{unread}:net", "--dry-run", "--pattern", "structured:30%", code=2).output
     own = run("prune", "-o", tmp_path / "out", "--pattern", "structured:30%,uniform=false", code=2).output
     assert "uniform=false gives every layer" in own
     kept = run("prune", "-o", tmp_path / "out", "--pattern", "structured:30%", "--low-memory", code=2).output
     assert "--pattern structured: not with" in kept
+
+
+def test_dry_run_shows_what_is_left_at_most(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches")
+    shown = run(*given, "--dry-run", "--pattern", "structured:30%").output
+    assert "1 or more" in shown
+    assert "macs in all layers: 160 -> at most 112 (70.0%)" in shown
+    assert "parameters in all layers: 160; what is left is known after the run" in shown
+    assert "measures how many units" in shown
+    plan = json.loads(run(*given, "--dry-run", "--pattern", "structured:30%", "--json").stdout)
+    layers = {"name": "2", "kind": "neurons", "layers": ["2"], "count": 16}
+    assert plan["units"] == [{**layers, "kept": None, "least": 1}]
+    run(*given, "--pattern", "structured:30%", "-o", out)
+    report = read_report(out / "report.json")
+    assert [one.name for one in report.widths] == [one["name"] for one in plan["units"]]
+    for one in plan["costs"]:
+        (cost,) = (cost for cost in report.costs if (cost.name, cost.where) == (one["name"], one["where"]))
+        assert cost.before == one["before"]
+        assert one["most"] is None or cost.after <= one["most"]
+    assert "in torch" not in str(plan)
+    timed = run(*given, "--dry-run", "--pattern", "structured:30%", "--of", "latency").output
+    assert "measures times, and removes 30%" in timed
+    assert "at most" not in timed
+
+
+def test_dry_run_knows_equal_shares_exactly(run, classifier, tmp_path):
+    out = tmp_path / "out"
+    given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "--recipe", "one-shot")
+    plan = json.loads(run(*given, "--dry-run", "--pattern", "structured:50%", "--json").stdout)
+    assert [one["kept"] for one in plan["units"]] == [8]
+    run(*given, "--pattern", "structured:50%", "-o", out)
+    costs = {(one.name, one.where): one.after for one in read_report(out / "report.json").costs}
+    assert {(one["name"], one["where"]): one["most"] for one in plan["costs"]}.items() <= costs.items()
+    out_of_reach = run(*given, "--dry-run", "--pattern", "structured:99%", code=2).output
+    assert "cannot" in out_of_reach or "At most" in out_of_reach
+    assert "include" in run(*given, "--dry-run", "--pattern", "structured:50%", "--include", "x*", code=2).output

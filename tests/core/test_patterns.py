@@ -107,6 +107,7 @@ def test_pattern_raises_if_impossible():
         ("int40", "bits"),
         ("half", "such as 0.5 or 50%"),
         ("structured:30%,multiple_of=²", "multiple_of must be"),
+        ("structured", "says no share"),
     ],
 )
 def test_unreadable_pattern_says_what_is_wrong_with_it(text, reason):

@@ -52,12 +52,33 @@ def test_keyword_inputs_may_have_targets(tmp_path):
     assert evaluate(loaded, source)["samples"] == 4
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.py"], "a.py:FUNCTION"),
+        (["A.PNG"], "a folder or zip of pictures"),
+        (["a.npz", "b.npz"], "a.npz is one of 2 sources"),
+        (["a.npz"], "is not an .npz file, or is damaged"),
+        (["a.npy"], "numpy.savez"),
+        ([""], "a variable of the shell may be unset"),
+    ],
+)
+def test_files_that_are_no_text_are_named_for_what_they_are(tmp_path, embedded, monkeypatch, names, message):
+    monkeypatch.chdir(tmp_path)
+    for name in filter(None, names):
+        (tmp_path / name).write_bytes(b"no text")
+    with pytest.raises(DataError, match=message):
+        data.open_source(names, "calibration", embedded)
+    with pytest.raises(ModelError, match="empty text"):
+        models.load("")
+
+
 def test_text_needs_a_tokenizer(tmp_path):
     (tmp_path / "net.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(2, 2)\n")
     loaded = models.load(f"{tmp_path / 'net.py'}:build")
     (tmp_path / "a.txt").write_text("some text")
     source = data.open_source([str(tmp_path / "a.txt")], "calibration", loaded)
-    with pytest.raises(ModelError, match="no tokenizer"):
+    with pytest.raises(ModelError, match=r"no tokenizer.* A network for pictures takes"):
         data.calibration_batches(source, loaded, samples=3, length=8, seed=0)
     with pytest.raises(DataError, match="needs --data"):
         data.open_source([], "calibration", loaded)

@@ -79,7 +79,7 @@ def test_best_support_is_no_worse_than_top_k_and_its_swaps(seed):
     problem, everything = Problem(model, K), np.ones(12, bool)
     greedy = np.flatnonzero(subproblem.Greedy()(problem, model, K, everything))
     top = np.sort(np.argsort(-np.abs(np.linalg.solve(model.matrix, model.linear)))[:K])
-    alone = {support.tobytes(): Swapper(problem).improve(refit(model, support))[0].value for support in (greedy, top)}
+    alone = {support.tobytes(): Swapper(problem).improve(refit(model, support)).value for support in (greedy, top)}
     best = model.value(subproblem.BestSupport()(problem, model, K, everything))
     assert alone[greedy.tobytes()] > alone[top.tobytes()] + 1e-9
     assert best == pytest.approx(alone[top.tobytes()], rel=1e-9)

@@ -16,7 +16,7 @@ from iobs.errors import DataError
 from iobs.evaluate import answer
 from iobs.models import load
 from iobs.paper import Request, find, llama, table_cbs, table_llm, table_vit
-from iobs.paper.rounds import Measured, Row, Settings, chosen, starred
+from iobs.paper.rounds import Measured, Row, Settings, settings_for, starred
 
 NAMES = [
     "table-vit",
@@ -178,7 +178,7 @@ def test_table_llm_runs_a_language_model_of_the_user(tmp_path):
 
 def test_model_name_selects_the_settings():
     request = Request(False, 0, None, lambda text: None, "/models/opt-125m", rounds=1)
-    ((name, settings),) = chosen(table_llm.SETTINGS, request).items()
+    ((name, settings),) = settings_for(table_llm.SETTINGS, request).items()
     assert (name, settings.model, settings.rounds, settings.lr) == ("OPT-125M", "/models/opt-125m", 1, 0.01)
 
     for model, label in {
@@ -187,7 +187,7 @@ def test_model_name_selects_the_settings():
         "meta-llama/Llama-2-13b-hf": "meta-llama/Llama-2-13b-hf",
         "meta-llama/Llama-3.2-1B": "meta-llama/Llama-3.2-1B",
     }.items():
-        assert [*chosen(llama.SETTINGS, replace(request, model=model))] == [label]
+        assert [*settings_for(llama.SETTINGS, replace(request, model=model))] == [label]
 
 
 def test_mmlu_prompt_equals_the_original():

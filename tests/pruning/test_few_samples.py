@@ -40,6 +40,38 @@ def test_few_samples_and_dead_neurons_are_no_error(recipe, sizes, offset):
     assert float(lost.norm()) < 0.2 * float((dense - dense.mean(0)).norm()) + 0.02 * float(dense.norm())
 
 
+class Block(nn.Module):
+    """A residual block as timm's `resnet10t` has it: averages before the shortcut, and a last norm of zero scale."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False), nn.BatchNorm2d(2 * width)
+        self.second, self.last = nn.Conv2d(2 * width, 2 * width, 3, 1, 1, bias=False), nn.BatchNorm2d(2 * width)
+        self.short = nn.Sequential(
+            nn.AvgPool2d(2), nn.Conv2d(width, 2 * width, 1, bias=False), nn.BatchNorm2d(2 * width)
+        )
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, x):
+        inside = self.last(self.second(torch.relu(self.norm(self.first(x)))))
+        return torch.relu(inside + self.short(x))
+
+
+@pytest.mark.parametrize("recipe", ["one-shot", "fast"])
+def test_residual_network_with_eight_bright_pictures_is_no_error(recipe):
+    """Averages of a picture have means far above their spread, which products in float32 lost."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), Block(4), Block(8)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5)),
+    ).eval()
+    pictures = 1 + 0.01 * torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        dense = model(pictures)
+        iobs.prune(model, [pictures], iobs.Structured(0.25), recipe)
+        assert float((model(pictures) - dense).norm()) < 0.5 * float((dense - dense.mean(0)).norm())
+
+
 @pytest.mark.parametrize("solver", UNIT_SOLVERS)
 def test_every_solver_of_units_takes_few_samples(solver):
     data = [torch.randn(3, 8, generator=torch.Generator().manual_seed(2))]

@@ -23,6 +23,10 @@ from transformers import (
 
 import iobs
 from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError
+from iobs.pruning.recipe.structured import STRUCTURED
+from iobs.pruning.store import Store
+from iobs.pruning.structured import Asked
+from iobs.pruning.structured_plan import planned_units
 from iobs.pruning.whole import experts
 from iobs.pruning.whole.blocks import Blocks
 from iobs.pruning.whole.experts import Experts
@@ -130,6 +134,21 @@ def test_dense_score_is_that_of_the_dense_model(units):
     losses = [dense(**one, labels=one["input_ids"]).loss.item() for one in text()]
     assert report.scores["dense"]["calibration perplexity"] == pytest.approx(math.exp(sum(losses) / 3), rel=1e-4)
     assert report.scores["pruned"] != report.scores["dense"]
+
+
+@pytest.mark.parametrize(("units", "share"), [("blocks", 0.4), ("experts", 0.5)])
+def test_plan_says_what_a_run_removes(units, share):
+    model = llama() if units == "blocks" else built(MIXTURES["olmoe"]())
+    before = copy.deepcopy(model.state_dict())
+    pattern = iobs.Structured(share, units=units)
+    plan = planned_units(Store(model), text(), Asked(pattern, STRUCTURED["one-shot"], None, None, 0.1, 0, None))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    report = iobs.prune(model, text(), pattern, "one-shot")
+    assert [(one.name, one.count, one.kept) for one in plan.units] == [
+        (one.name, one.before, one.after) for one in report.widths
+    ]
+    (cost,) = (one for one in report.costs if one.name == "parameters")
+    assert [(one.before, one.most) for one in plan.costs] == [(cost.before, cost.after)]
 
 
 def test_least_harmful_block_is_removed_first():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import statistics
 import sys
 import time
@@ -151,10 +152,17 @@ def _measured_together(
 
 @contextmanager
 def _process() -> Iterator[ProcessPoolExecutor]:
-    """A process that keeps its model between calls."""
-    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    """A process that keeps its model between calls. Ctrl-C is left to this process, which ends the other one."""
+    others = multiprocessing.active_children()
+    context, ignored = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
+    pool = ProcessPoolExecutor(1, mp_context=context, initializer=signal.signal, initargs=ignored)
     try:
         yield pool
+    except BaseException:  # its present repetition may take minutes
+        for one in multiprocessing.active_children():
+            if one not in others:
+                one.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

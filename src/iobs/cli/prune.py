@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from iobs.cli.running import Place
     from iobs.data import Source
     from iobs.models import LoadedModel
-    from iobs.pruning.cost.memory_plan import Plan
-    from iobs.pruning.coverage import Reason
     from iobs.pruning.recipe import Changes
     from iobs.pruning.report import Report
     from iobs.pruning.store import Store
@@ -68,7 +66,7 @@ def prune(
     ] = None,
     wanted: Wanted = Wanted(),  # noqa: B008 - frozen
     method: Method = Method(),  # noqa: B008 - frozen
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show which layers would be pruned, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be pruned, and stop.")] = False,
     overwrite: console.Overwrite = False,
     resume: Annotated[
         bool,
@@ -101,7 +99,7 @@ def prune(
     from iobs.cli.running import Place, saying_how_to_continue
 
     asked = _asked(wanted, method, calibration, loading.dtype, low_memory)
-    _refuse_units(asked, model, dry_run)
+    _refuse_units(asked, model)
     if output is None and not dry_run:
         raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
     place = Place.of(model, output, overwrite, resume)
@@ -166,11 +164,11 @@ def _asked(
     return Asked(recipe, options)
 
 
-def _refuse_units(asked: Asked, model: str | None, dry_run: bool) -> None:
-    """Refuse, before the model is loaded, units that cannot be shown or written.
+def _refuse_units(asked: Asked, model: str | None) -> None:
+    """Refuse, before the model is loaded, units that cannot be written.
 
     Raises:
-        typer.BadParameter: --dry-run, or a narrower model that OUT could not say.
+        typer.BadParameter: OUT could not say the narrower model.
     """
     from iobs.core.structured import Structured
     from iobs.models.factory import is_built_by_code
@@ -178,8 +176,6 @@ def _refuse_units(asked: Asked, model: str | None, dry_run: bool) -> None:
     pattern, by_code = asked.options.pattern, is_built_by_code(model or "")
     if not isinstance(pattern, Structured):
         return
-    if dry_run:
-        raise typer.BadParameter("shows zeros of layers, and this pattern removes whole units", param_hint="--dry-run")
     if pattern.uniform is False and not by_code:
         raise typer.BadParameter(
             "uniform=false gives every layer a width of its own, which the configuration in a model directory cannot "
@@ -226,6 +222,7 @@ def _prune_resident(
     Returns:
         The error of scoring the pruned model, which is written nevertheless.
     """
+    from iobs.cli.dry_run import show_layers, show_units
     from iobs.cli.loading import batches_of_run, checked_device, load_model
     from iobs.cli.offload import plan_of, run_where_it_fits, store_of
     from iobs.cli.results import write_results
@@ -247,13 +244,16 @@ def _prune_resident(
         )
     store = store_of(loaded, request, device, streams)
     scoring = _scoring_data(loaded, eval_data)  # a mistake in it is reported before calibration data are drawn
+    if dry_run and request is None:
+        show_units(loaded, store, asked, as_json)
+        return None
     if dry_run:
         assert request is not None
         plan = None if store.whole else plan_of(store, request, batches_of_run(loaded, options)[2])
         if options.data:
             open_source([*options.data], "calibration", loaded)
         if current().first:
-            _show_layers(request, selection.skipped, as_json, plan)
+            show_layers(request, selection.skipped, as_json, plan)
         return None
     assert output is not None
     check_output(output, size_in_bytes(loaded.module), place.replaceable)
@@ -319,59 +319,6 @@ def _run(
     if dense:
         report.add_scores({"dense": dense, "pruned": pruned})
     return report, None
-
-
-def _show_layers(request: Request, skipped: dict[str, Reason], as_json: bool, plan: Plan | None) -> None:
-    from rich.table import Table
-
-    from iobs.cli.offload import show_plan
-    from iobs.core.budget import Budget
-    from iobs.core.grids import stored_bits
-    from iobs.pruning.audit import asked_zeros
-
-    patterns = request.patterns
-    zeros = {layer: asked_zeros(pattern, layer.shape) for layer, pattern in patterns.items()}
-    if as_json:
-        layers = [{"layer": one.name, "shape": one.shape, "zeros": count} for one, count in zeros.items()]
-        dense = {name: str(reason) for name, reason in skipped.items()}
-        blocks = {} if plan is None else {"plan": asdict(plan)}
-        console.print_json({"pattern": str(request.pattern), "layers": layers, "dense": dense, **blocks})
-        return
-    table = Table(title=f"{request.pattern}: what would be pruned", title_justify="left", header_style="bold")
-    table.add_column("layer", overflow="fold")
-    bits = {layer: stored_bits(pattern, layer.shape) for layer, pattern in patterns.items()}
-    names = ["shape", "zeros", *(["bits a weight"] if any(bits.values()) else [])]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for layer, count in zeros.items():
-        own = bits[layer]
-        chosen = isinstance(patterns[layer], Budget)
-        cells = [" x ".join(map(str, layer.shape)), "chosen" if chosen else f"{count:,} of {layer.weights:,}"]
-        table.add_row(layer.name, *cells, *([f"{own / layer.weights:.3g}" if own else "-"] * (len(names) - 2)))
-    out = console.output_console()
-    out.print(table)
-    for name, reason in skipped.items():
-        out.print(f"left dense: {name} ({reason})")
-    if plan is not None:
-        show_plan(plan, out.print)
-    if about := _about_the_division(request):
-        console.say(about)
-
-
-def _about_the_division(request: Request) -> str:
-    """Sentence about the zeros that the run itself chooses; empty if it chooses none."""
-    from iobs.core.budget import Budget
-    from iobs.pruning.allocation.counts import under_pattern
-    from iobs.pruning.recipe import as_allocation
-
-    pattern = request.pattern
-    if isinstance(pattern, Budget):
-        weights = sum(layer.weights for layer, own in request.patterns.items() if isinstance(own, Budget))
-        size = pattern.bits_per_weight * weights / 8e6
-        return f"The run chooses zeros and bits of these layers; they take at most {size:.3g} MB with masks and scales."
-    allocation = under_pattern(as_allocation(request.recipe.allocation), pattern)
-    moved = allocation.criterion != "uniform" or request.recipe.network_solver is not None
-    return "The zeros shown are those of an even division; the run moves zeros between layers." if moved else ""
 
 
 def _show(report: Report, output: Path, model: str, as_json: bool) -> None:

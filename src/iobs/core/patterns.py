@@ -219,6 +219,8 @@ def parse(text: str) -> Pattern:
     """
     if text.startswith("structured"):
         amount, _, options = text.removeprefix("structured").lstrip(":").partition(",")
+        if not amount:
+            raise PatternError(f"{text!r} says no share; structured:30% removes 30 % of the cost.")
         return Structured.read(options, share(amount))
     sparse, _, grid = text.rpartition("int")
     try:

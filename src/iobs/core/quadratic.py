@@ -85,10 +85,10 @@ class Quadratic:
         centred: bool = False,
     ) -> None:
         _require_tensors(hessian, linear=linear, anchor=anchor)
-        # A layer's own weight is a parameter that asks for gradients; the factorisations here know of none. A Hessian
-        # that asks for none stays the same object: that is how problems are known to share it.
-        asks = isinstance(hessian, Tensor) and hessian.requires_grad
-        self.hessian = hessian.detach() if asks else hessian  # type: ignore[union-attr]
+        # Weights of a layer are parameters that require gradients; nothing here is differentiated. A Hessian without
+        # gradients stays the same object, because problems that share it are recognised by its identity.
+        differentiable = isinstance(hessian, Tensor) and hessian.requires_grad
+        self.hessian = hessian.detach() if differentiable else hessian  # type: ignore[union-attr]
         self.anchor = None if anchor is None else anchor.detach()
         self.centred = centred
         self._linear = None if linear is None else linear.detach()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _READ = ", ".join(IMAGE_SUFFIXES)
+_WRITE = "write it with numpy.savez(file, images=..., labels=...), both arrays of numbers."
 # Folders with these names are splits of a data set, not classes.
 _SPLITS = ("train", "training", "val", "valid", "validation", "test", "testing")
 # Channel statistics of ImageNet, used to train most public vision networks.
@@ -49,14 +50,13 @@ def read_arrays(file: Path, statistics: Statistics = IMAGENET) -> tuple[Tensor, 
         DataError: the file is damaged, has no array `images` or one of another dtype or shape, or its labels are not
             numbers, one or more for each image.
     """
+    if not zipfile.is_zipfile(file):
+        raise DataError(f"{file} is not an .npz file, or is damaged; {_WRITE}")
     try:
         with np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in ("images", "labels") if name in archive}
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(
-            f"{file} cannot be read as .npz ({error}); write it with numpy.savez(file, images=..., labels=...), both "
-            "arrays of numbers."
-        ) from error
+        raise DataError(f"{file} cannot be read as .npz ({error}); {_WRITE}") from error
     if "images" not in arrays:
         raise DataError(f"{file} has no array 'images'; save images under this name, and their labels as 'labels'.")
     images = arrays["images"]

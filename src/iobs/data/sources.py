@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from iobs.data.documents import CORPORA, PIECE, Part, corpus_documents, read_documents
-from iobs.data.images import Pictures, read_arrays, read_pictures
+from iobs.data.images import IMAGE_SUFFIXES, Pictures, read_arrays, read_pictures
 from iobs.data.normalisation import statistics_of, transform_of
 from iobs.data.topics import embedded_text
 from iobs.data.windows import calibration_windows
@@ -69,6 +69,8 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
     """
     if not specs:
         return _default(part, model)
+    if "" in specs:  # it would be the current folder
+        raise DataError("A data source is an empty text; a variable of the shell may be unset.")
     if len(specs) == 1:
         spec = specs[0]
         if spec in CORPORA:
@@ -87,8 +89,26 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
                 f"{file} is not a file; --data takes text files (.txt, .jsonl, also .gz), one .npz, one folder or zip "
                 f"of pictures, one FILE.py:function, or one of {', '.join(CORPORA)}."
             )
+        _require_text(file, len(files))
     piece = PIECE if part == "calibration" else None
     return TextSource(", ".join(specs), lambda: _all_documents(files, piece))
+
+
+def _require_text(file: Path, count: int) -> None:
+    """Check by its ending that one of `count` files holds no pictures, arrays or code.
+
+    Raises:
+        DataError: it does; the message says how such data are given.
+    """
+    ending = file.suffix.lower()
+    if ending == ".py":
+        raise DataError(f"{file} is Python code; name its function that returns batches, as {file}:FUNCTION.")
+    if ending in IMAGE_SUFFIXES:
+        raise DataError(f"{file} is one picture; give a folder or zip of pictures.")
+    if ending in (".npz", ".zip") and count > 1:
+        raise DataError(f"{file} is one of {count} sources, and only text files can be several; give it alone.")
+    if ending in (".npy", ".pt", ".pth", ".safetensors"):
+        raise DataError(f"{file} is no text; write arrays with numpy.savez(FILE.npz, images=..., labels=...).")
 
 
 def calibration_batches(

@@ -59,6 +59,8 @@ def load(
     if spec is None:
         return load(EMBEDDED, dtype=dtype, device=device, moved=moved)
     text, place = str(spec), device if moved else "cpu"
+    if not text:  # it would be the current folder
+        raise ModelError("The name of the model is an empty text; a variable of the shell may be unset.")
     if text.startswith("timm:"):
         return _moved(factory.load_from_timm(text.removeprefix("timm:")), dtype, place)
     if factory.is_function_spec(text):

@@ -54,9 +54,9 @@ class BlockWriter:
     def block(self, block: Block, pruned: set[str]) -> None:
         """Write a block: pruned tensors from memory, the others bit for bit from the source."""
         source, state = self.streamed.directory, self.streamed.module.state_dict()
-        for names in source.together(pruned):
-            changed = {name: state[name].to(source.entries[name].dtype) for name in names}
-            self._put(map(self._unrounded, source.changed(changed)))
+        for names in source.together(pruned):  # none of the tensors of a conversion is in memory when the next begins
+            rounded = ((name, state[name].to(source.entries[name].dtype)) for name in names)
+            self._put(map(self._unrounded, source.changed(dict(rounded))))
         self._put(source.unchanged({*self.streamed.names(block)} - source.with_others(pruned)))
 
     def _unrounded(self, named: tuple[str, Tensor]) -> tuple[str, Tensor]:

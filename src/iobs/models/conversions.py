@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
+from iobs.models.conversion_bytes import with_peak
 from iobs.models.shards import Entry
 
 _Converted: TypeAlias = Mapping[str, Tensor | list[Tensor]]
@@ -85,12 +86,16 @@ class Conversion:
         targets: tensors in the module.
         forward: from the files to the module.
         backward: from the module to the files.
+        reading: most bytes that new tensors take during the conversion forward, with its results.
+        writing: the same backward.
     """
 
     sources: Mapping[str, Entry]
     targets: Mapping[str, Entry]
     forward: Rule
     backward: Rule
+    reading: int
+    writing: int
 
     def require_exact(self) -> None:
         """Convert random bytes to the module and back: of narrow tensors, of whole ones if these do not come back.
@@ -155,7 +160,8 @@ def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> tuple[d
         converter = next(one for one in converters if next(iter(patterns.values())) in one.source_patterns)
         forward = Rule(cast(Converter, converter), target, patterns, module, {})
         sources = {name: entries[name] for name in patterns}
-        found.append(_with_way_back(forward, sources, _converted(forward, sources, state), renamings, prefix))
+        converted, reading = _converted(forward, sources, state)
+        found.append(_with_way_back(forward, sources, converted, renamings, prefix, reading))
         if id(converter) not in exact:  # once, before any work; all blocks have the same rule
             found[-1].require_exact()
             exact.add(id(converter))
@@ -163,24 +169,26 @@ def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> tuple[d
     return names, found
 
 
-def _converted(forward: Rule, sources: Mapping[str, Entry], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the module that tensors of the files make up, without numbers.
+def _converted(
+    forward: Rule, sources: Mapping[str, Entry], state: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], int]:
+    """The tensors of the module that tensors of the files make up, without numbers, and the bytes of the conversion.
 
     Raises:
         ModelError: some are missing, or the configuration has other sizes.
     """
     empty = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in sources.items()}
     try:
-        converted = forward(empty)
+        converted, reading = with_peak(forward, empty)
     except Exception:  # rules of transformers raise exceptions of every kind
-        converted = {}
+        converted, reading = {}, 0
     wrong = [name for name, tensor in converted.items() if name not in state or tensor.shape != state[name].shape]
     if wrong or not converted:
         raise ModelError(
             f"{len(sources)} tensors of the files, {next(iter(sources))} the first, do not make up {forward.renamed}: "
             "some are missing, or the configuration has other sizes; complete the files."
         )
-    return converted
+    return converted, reading
 
 
 def _with_way_back(
@@ -189,6 +197,7 @@ def _with_way_back(
     converted: Mapping[str, Tensor],
     renamings: Iterable[Renaming],
     prefix: str | None,
+    reading: int,
 ) -> Conversion:
     """The conversion with its inverse, after that was tried on the converted tensors without numbers.
 
@@ -204,13 +213,14 @@ def _with_way_back(
         interim |= {_renamed(name, renamings): name for name in sources}
         first = next(iter(renamed.values()))[0]
         backward = Rule(reverse, first, {name: str(one[1]) for name, one in renamed.items()}, forward.module, interim)
-        again = {name: tuple(tensor.shape) for name, tensor in backward(converted).items()}
+        stored, writing = with_peak(backward, converted)
+        again = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     except Exception as error:  # rules of transformers raise exceptions of every kind
         raise _no_way_back(next(iter(sources)), error) from error
     if again != {name: entry.shape for name, entry in sources.items()}:
         raise _no_way_back(next(iter(sources)))
     targets = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in converted.items()}
-    return Conversion(sources, targets, forward, backward)
+    return Conversion(sources, targets, forward, backward, reading, writing)
 
 
 def _renamed(name: str, renamings: Iterable[Renaming]) -> str:

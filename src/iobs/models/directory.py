@@ -82,9 +82,41 @@ class Directory:
             copied = not (mapped and stored.ndim > 1)
             yield self._names[source], stored.to(device, _dtype(stored, dtype), copy=copied)
         for conversion in self._needed(wanted):
-            for name, tensor in conversion.forward(dict(self.stored(conversion.sources))).items():
-                if name in wanted:
-                    yield name, tensor.to(device, _dtype(tensor, dtype)).contiguous()
+            yield from self._converted(conversion, wanted, device, dtype)
+
+    def _converted(
+        self, conversion: Conversion, wanted: Collection[str], device: str | torch.device, dtype: torch.dtype | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Wanted results of a conversion; none of its tensors is in memory when the next one begins."""
+        for name, tensor in conversion.forward(dict(self.stored(conversion.sources))).items():
+            if name in wanted:
+                yield name, tensor.to(device, _dtype(tensor, dtype)).contiguous()
+
+    def reading_bytes(self, names: Collection[str], dtype: torch.dtype) -> int:
+        """The bytes that reading tensors in a dtype takes at its peak, besides those of the tensors themselves.
+
+        Tensors that are not converted are read before, from mapped files.
+        """
+        converted = {name for one in self._needed(names) for name in one.targets}
+        present = sum(_bytes(self.entries[name], dtype) for name in names if name not in converted)
+        peak = present
+        for one in self._needed(names):
+            stored = sum(entry.bytes for entry in one.targets.values())
+            copies = [_bytes(entry, dtype) for name, entry in one.targets.items() if name in names]
+            copied = any(entry.dtype is not _dtype(entry, dtype) for entry in one.targets.values())
+            peak = max(peak, present + one.reading, present + stored + copied * sum(copies))
+            present += sum(copies)
+        return max(0, peak - present)
+
+    def writing_bytes(self, names: Collection[str], dtype: torch.dtype) -> int:
+        """The bytes that writing changed tensors takes at its peak, if they are in memory in a dtype."""
+        found = 0
+        for one in self._needed(names):
+            given = [entry for name, entry in one.targets.items() if name in names]
+            others = sum(entry.bytes for name, entry in one.targets.items() if name not in names)
+            rounded = sum(entry.bytes for entry in given if entry.dtype is not _dtype(entry, dtype))
+            found = max(found, rounded + others + one.writing)
+        return found
 
     def unchanged(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors as they are in the files, by their name in the files.
@@ -148,9 +180,14 @@ class Directory:
                         yield name, opened.get_tensor(name)
 
 
-def _dtype(stored: Tensor, wanted: torch.dtype | None) -> torch.dtype:
+def _dtype(stored: Tensor | Entry, wanted: torch.dtype | None) -> torch.dtype:
     """The dtype that a tensor is read in: `wanted` for floating tensors, if given."""
-    return wanted if wanted is not None and stored.is_floating_point() else stored.dtype
+    return wanted if wanted is not None and stored.dtype.is_floating_point else stored.dtype
+
+
+def _bytes(entry: Entry, dtype: torch.dtype) -> int:
+    """The bytes of a tensor that is read in a dtype."""
+    return entry.bytes // entry.dtype.itemsize * _dtype(entry, dtype).itemsize
 
 
 @contextmanager

@@ -139,7 +139,8 @@ def load_from_timm(name: str, pretrained: bool = True) -> LoadedModel:
         raise ModelError("timm is not installed; run: pip install 'iobs[vision]'") from error
     if not timm.is_model(name):
         close = ", ".join(timm.list_models(f"*{name.split('.')[0].split('_')[0]}*")[:5])
-        raise ModelError(f"timm has no model {name!r}" + (f"; it has {close}, ..." if close else "."))
+        names = f"it has {close}, ..." if close else "timm.list_models() gives the names."
+        raise ModelError(f"timm has no model {name!r}; {names}")
     try:
         module = timm.create_model(name, pretrained=pretrained)
     except Exception as error:

@@ -69,8 +69,9 @@ class LoadedModel:
         """
         if self.tokenizer is None:
             raise ModelError(
-                f"{self.source} has no tokenizer, so text cannot be fed to it; add its tokenizer files "
-                "(tokenizer.json) or give --data FILE.py:function that returns batches."
+                f"{self.source} has no tokenizer, so text cannot be fed to it. A network for pictures takes an .npz, a "
+                "folder or a zip of pictures; any network takes --data FILE.py:function, which returns batches; a "
+                "language model needs its tokenizer files (tokenizer.json)."
             )
         return self.tokenizer
 

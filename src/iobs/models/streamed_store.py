@@ -318,8 +318,9 @@ class StreamedStore(BlockwiseStore):
         on_cpu = self.device.type == "cpu"
         outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
         sizes = self._sizes(selection.layers, numbers, itemsize)
+        reading, writing = self._conversion_bytes(selection.layers)
         found = plan(
-            replace(sizes, score=self.streamed.score_bytes),
+            replace(sizes, score=self.streamed.score_bytes, reading=reading, writing=writing),
             outside_bytes=0 if on_cpu or fit is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
             batches=batches,
@@ -331,6 +332,15 @@ class StreamedStore(BlockwiseStore):
             parked=on_cpu and self.streams in ("auto", "disk"),
         )
         return self._placed(found, self.output, model_bytes)
+
+    def _conversion_bytes(self, layers: Sequence[Layer]) -> tuple[int, int]:
+        """The most bytes that the conversions of a block take while it is read, and while it is written."""
+        if self.device.type != "cpu":
+            return 0, 0  # tensors are converted in main memory
+        directory, dtype, keys = self.streamed.directory, self.streamed.arithmetic, {layer.key for layer in layers}
+        names = [{*self.streamed.names(block)} for block in self.streamed.blocks]
+        reading = max(directory.reading_bytes(own, dtype) for own in names)
+        return reading, max(directory.writing_bytes(own & keys, dtype) for own in names)
 
     def require_room(self, plan: Plan, checkpoint: str | Path | None = None, replaceable: Collection[str] = ()) -> None:
         """Check that the disk has room for the output, for the activations, and for the rest of a checkpoint beside it.

@@ -14,14 +14,14 @@ from iobs.paper.rounds import (
     Scores,
     Settings,
     calibration,
-    chosen,
     data_notes,
     iterate,
     language_model,
     perplexities,
+    settings_for,
     stand_in_folder,
+    stand_in_settings,
     starred,
-    stood_in,
 )
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ CORPORA = ("wikitext2", "c4")
 
 def scores_of(name: str, request: Request) -> tuple[list[Scores], list[str]]:
     """Perplexity and MMLU accuracy of the dense model and of every round, for table and figure; and notes."""
-    ((_, settings),) = chosen({name: SETTINGS[name]}, request).items()
+    ((_, settings),) = settings_for({name: SETTINGS[name]}, request).items()
     # Table and figure of a model share one file of scores.
     measured = Measured(request, name.lower())
     notes = ["The number of zeros is not stated in the paper for these runs; 50 % here."]
     if request.stand_in:
-        settings = stood_in(settings, samples=64)
+        settings = stand_in_settings(settings, samples=64)
         name_of_model = Path(settings.model).name or "the embedded model"
         notes.append(f"Measured on {name_of_model}, 64 windows of 128 tokens a round; chance is 0.25 in MMLU.")
         notes.append(ONE_TEXT)
@@ -143,7 +143,7 @@ def experiment(name: str, place: str, kind: str) -> Experiment:
 
 def _label(name: str, request: Request) -> str:
     """Label of the measured model: the paper's model, its stand-in, or the user's model."""
-    return next(iter(chosen({name: SETTINGS[name]}, request))) + (STAND_IN if request.stand_in else "")
+    return next(iter(settings_for({name: SETTINGS[name]}, request))) + (STAND_IN if request.stand_in else "")
 
 
 def _mmlu(loaded: LoadedModel, request: Request) -> Callable[[], Scores]:

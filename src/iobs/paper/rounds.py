@@ -272,7 +272,7 @@ def starred(rows: list[Row], lowest: bool) -> list[Row]:
     return [Row(row.setting, f"{row.method} *", row.published, row.measured) if row is best else row for row in rows]
 
 
-def chosen(table: Mapping[str, Settings], request: Request) -> dict[str, Settings]:
+def settings_for(table: Mapping[str, Settings], request: Request) -> dict[str, Settings]:
     """A table's settings as the request changes them: all of it, or only the entry that the user's model belongs to.
 
     A model belongs to the entry whose name is part of the model's name. A size that the model's name states must be the
@@ -303,7 +303,7 @@ def data_notes(table: Mapping[str, Settings], request: Request, scored: str, cou
     """
     if not (request.data or request.eval_data or request.limit):
         return []
-    entries = chosen(table, request)
+    entries = settings_for(table, request)
     published = [table[name].data for name in entries if name in table] or [entry.data for entry in table.values()]
     usual = [entry.data for entry in entries.values()]
     calibrated = "the stand-in's own data" if request.stand_in and not request.data else _listed(usual)
@@ -324,7 +324,7 @@ def _sizes(model: str) -> set[str]:
     return set(re.findall(r"\d+(?:\.\d+)?b\b", Path(model).name))
 
 
-def stood_in(settings: Settings, samples: int) -> Settings:
+def stand_in_settings(settings: Settings, samples: int) -> Settings:
     """The settings on a small language model: a real one where $IOBS_SHARED_DATA has it, else the embedded one."""
     folder = stand_in_folder()
     model, data = EMBEDDED, EMBEDDED

@@ -9,13 +9,13 @@ from iobs.paper.rounds import (
     Measured,
     Settings,
     calibration,
-    chosen,
     data_notes,
     iterate,
     language_model,
     perplexities,
+    settings_for,
+    stand_in_settings,
     starred,
-    stood_in,
 )
 
 SETTINGS = {
@@ -36,8 +36,8 @@ PUBLISHED = {
 def run(request: Request) -> Results:
     """Run both models, or the model of the user; a small stand-in model runs once with the settings of each."""
     measured, rows = Measured(request, "table-llm"), []
-    for name, stated in chosen(SETTINGS, request).items():
-        settings = stood_in(stated, samples=32) if request.stand_in else stated
+    for name, stated in settings_for(SETTINGS, request).items():
+        settings = stand_in_settings(stated, samples=32) if request.stand_in else stated
 
         label = name + (STAND_IN if request.stand_in else "")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 
 from iobs.paper.registry import Experiment, Request, Results, Row
-from iobs.paper.rounds import STAND_IN, Measured, Settings, chosen, data_notes, iterate, starred
+from iobs.paper.rounds import STAND_IN, Measured, Settings, data_notes, iterate, settings_for, starred
 from iobs.paper.vision import Network, on_pictures, stand_in
 
 SETTINGS = {
@@ -38,7 +38,7 @@ def run(request: Request) -> Results:
         notes = [f"Measured on {origin}; published is DeiT-Tiny on ImageNet.", SAME_SAMPLES]
         return Results(MEASURE, rows, notes)
     rows = []
-    for name, settings in chosen(SETTINGS, request).items():
+    for name, settings in settings_for(SETTINGS, request).items():
         rows += _rows(name, settings, on_pictures(settings, request), request, measured)[0]
     return Results(MEASURE, rows, [SAME_SAMPLES, *data_notes(SETTINGS, request, "ImageNet", "pictures")])
 

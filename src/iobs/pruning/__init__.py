@@ -30,6 +30,7 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     algorithm    Algorithm 2: the loop over rounds and layers
     structured   iobs.prune for units: the loop on the layers that read them, then their removal
     whole        iobs.prune for blocks and experts: their choice, their removal, the refit of what follows
+    structured_plan  what a run that removes units would do, without removing any
     driver       iobs.prune
 """
 

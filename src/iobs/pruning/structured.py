@@ -85,27 +85,14 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, callbacks: Cal
         asked = replace(asked, recipe=_NO_CHANGE, pattern=replace(asked.pattern, of="macs"))
     model = store.model
     with evaluating(model) as frozen, seeded(model, asked.seed):
-        require_taken(model, collected)
-        store.observe(collected, asked.seed)  # finds transposed convolutions
-        sites = _sites(model, collected[0], asked)
-        if store.built_by_code:
-            sites = _written(model, sites, callbacks)
-        form = widths_of(model, sites.sites)
-        loadable = asked.pattern.uniform is not False
-        if loadable:
-            sites = _loadable(sites, form, callbacks)
-        dense = Products.count(model, collected[0], sites.sites)
-        if not dense.held.of({}):
-            raise LayerSelectionError(
-                "The first calibration batch reaches no layer that holds units, so that no cost can be counted; give "
-                "data that reach them first."
-            )
+        units = find_units(store, collected, asked, callbacks)
+        sites, form, loadable, dense = units.sites, units.form, units.loadable, units.dense
         refitted = sites.sites if asked.recipe.refits_biases else ()
         with _added_biases(model, refitted, sites, form, loadable) as added:
-            selection = store.checked(collected, _selection(store, sites, asked), asked.holdout)
+            selection = store.checked(collected, readers_and_refitted(store, sites, asked), asked.holdout)
             patterns = {layer: sites.groups(layer) for layer in selection.layers}
             sites = sites.read_by(selection.layers)
-            tied = _tied(sites.sites, form, asked.pattern.uniform)
+            tied = tied_sites(sites.sites, form, asked.pattern.uniform)
             request = Request(
                 asked.recipe,
                 patterns,
@@ -115,7 +102,7 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, callbacks: Cal
                 asked.checkpoint,
                 sites,
                 tied,
-                form.offered() if loadable else {},
+                units.offered,
             )
             work = Workspace.of(store, request, selection, collected, callbacks, frozen)
             report = run(work, ends=False)
@@ -132,6 +119,54 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, callbacks: Cal
     return replace(
         found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, callbacks)]
     )
+
+
+@dataclass(frozen=True)
+class Found:
+    """The units of a model that a run may remove.
+
+    Attributes:
+        sites: with the layers that read them.
+        form: the widths that the model's class can say.
+        loadable: True if the class must be able to load the narrower model.
+        dense: products of the dense model.
+    """
+
+    sites: SitesOfLayers
+    form: Widths
+    loadable: bool
+    dense: Products
+
+    @property
+    def offered(self) -> dict[str, tuple[int, ...]]:
+        """Numbers of units, by name of the site, for sites that cannot keep every number."""
+        return self.form.offered() if self.loadable else {}
+
+
+def find_units(store: Store, collected: Sequence[Batch], asked: Asked, callbacks: Callbacks) -> Found:
+    """Find the units of a model on its calibration data; the model is unchanged. Sites that keep all units are noted.
+
+    Raises:
+        LayerSelectionError: no units were found, or names match nothing.
+        CalibrationError: the model does not take a batch.
+    """
+    model = store.model
+    require_taken(model, collected)
+    store.observe(collected, asked.seed)  # finds transposed convolutions
+    sites = _sites(model, collected[0], asked)
+    if store.built_by_code:
+        sites = _written(model, sites, callbacks)
+    form = widths_of(model, sites.sites)
+    loadable = asked.pattern.uniform is not False
+    if loadable:
+        sites = _loadable(sites, form, callbacks)
+    dense = Products.count(model, collected[0], sites.sites)
+    if not dense.held.of({}):
+        raise LayerSelectionError(
+            "The first calibration batch reaches no layer that holds units, so that no cost can be counted; give "
+            "data that reach them first."
+        )
+    return Found(sites, form, loadable, dense)
 
 
 def require_possible(store: Store, asked: Asked) -> None:
@@ -204,7 +239,7 @@ def _named(found: Sequence[Layer], names: str | Sequence[str], argument: str) ->
     return {layer for layer in found if layer.name in wanted}
 
 
-def _selection(store: Store, sites: SitesOfLayers, asked: Asked) -> Selection:
+def readers_and_refitted(store: Store, sites: SitesOfLayers, asked: Asked) -> Selection:
     """The readers of units; if targets are dense outputs, also the layers that are refitted with all their columns.
 
     These are the layers that `iobs.prune` prunes by default. Their inputs have drifted by what layers before them lost.
@@ -267,7 +302,7 @@ def _loadable(sites: SitesOfLayers, form: Widths, callbacks: Callbacks) -> Sites
     return replace(sites, sites=found)
 
 
-def _tied(sites: Iterable[Site], form: Widths, uniform: bool | None) -> tuple[tuple[str, ...], ...]:
+def tied_sites(sites: Iterable[Site], form: Widths, uniform: bool | None) -> tuple[tuple[str, ...], ...]:
     """Names of the sites that keep equal numbers of units."""
     if uniform is False:
         return ()

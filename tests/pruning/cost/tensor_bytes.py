@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_iter
 
 
 class TensorBytes(TorchDispatchMode):
-    """The peak of the bytes of tensors that torch functions return inside the context, besides mapped files.
+    """The peak of the bytes of tensors that torch functions return inside the context, in memory and not in files.
 
     Attributes:
         peak: bytes.
@@ -16,15 +16,22 @@ class TensorBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.peak = 0
+        self._mapped = []
         self._alive = {}  # by address of the storage: a weak reference to it, and its bytes
 
     def hold(self, *tensors):
         """Count tensors that were made before; returns the counter."""
+        mapped = {one.untyped_storage()._cdata for one in self._mapped}
         for one in tensors:
             storage = one.untyped_storage()
-            size = 0 if storage.filename else storage.nbytes()
+            size = 0 if storage.filename or one.is_meta or storage._cdata in mapped else storage.nbytes()
             self._alive[storage._cdata] = StorageWeakRef(storage), size
         return self
+
+    def leave(self, mapped):
+        """Count the tensor of a mapped file no longer, which safetensors does not call a file."""
+        self._mapped.append(mapped)
+        self._alive.pop(mapped.untyped_storage()._cdata, None)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))

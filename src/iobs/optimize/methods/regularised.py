@@ -79,7 +79,7 @@ class RegularisedNewton:
         support = np.union1d(np.flatnonzero(state.theta), problem.forced).astype(np.int64)
         fit = refit(problem.objective, support, state.theta)
         if self.final_swaps:
-            fit = Swapper(problem).improve(fit)[0]
+            fit = Swapper(problem).improve(fit)
         if fit.value < state.value - 1e-12 * abs(state.value):
             return State(fit.theta, fit.value, fit.gradient, 0.0, False, True, "exchange")
         return State(state.theta, state.value, state.gradient, 0.0, True, False, "fixed point: no damped step lowers f")

@@ -123,7 +123,7 @@ class BestSupport:
         supports = [problem.top(np.where(allowed, np.abs(model.centre()), -1.0), count)]
         if isinstance(model, QuadraticObjective) and model.dimension <= self.greedy_limit:
             supports.append(np.sort(_support(Greedy()(problem, model, count, allowed), problem.forced)))
-        fits = [swapper.improve(refit(model, support))[0] for support in supports]
+        fits = [swapper.improve(refit(model, support)) for support in supports]
         return min(fits, key=lambda fit: fit.value).theta
 
 

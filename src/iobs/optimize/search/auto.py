@@ -117,7 +117,7 @@ def _stages(problem: Problem, theta: Array | None, kicks: int, empty: Fit | None
         yield Stage("nothing to choose: only forced coordinates may be non-zero", best, True)
         return
     if theta is not None:
-        best = swapper.improve(best)[0]
+        best = swapper.improve(best)
     optimal = theta is not None and pursuits.solved(problem, best)
     if theta is not None:
         yield Stage("start", best, optimal)
@@ -133,7 +133,7 @@ def _stages(problem: Problem, theta: Array | None, kicks: int, empty: Fit | None
         if proposal is None:
             continue
         if proposal is not best and not np.array_equal(proposal.support, best.support):
-            proposal = proposal if pursuits.solved(problem, proposal) else swapper.improve(proposal)[0]
+            proposal = proposal if pursuits.solved(problem, proposal) else swapper.improve(proposal)
         weight = enough if name == _MODEL else 1  # the search of a model has stages that agreed of its own
         agreed = agreed + weight if np.array_equal(proposal.support, best.support) else 0
         if proposal.value < best.value or best.support.size < proposal.support.size:

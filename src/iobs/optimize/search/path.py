@@ -61,7 +61,7 @@ def path(
         problem = Problem(searched, size, rng=np.random.default_rng(seed))
         swapper = Swapper(problem, gram=gram)
         fit = _extend(problem, refit(searched, np.sort(problem.forced)) if fit is None else fit)
-        fit = swapper.improve(fit)[0]
+        fit = swapper.improve(fit)
         gram = swapper.gram
         if thorough:
             better = list(auto.stages(replace(problem, objective=objective)))[-1].fit

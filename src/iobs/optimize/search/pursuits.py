@@ -198,7 +198,7 @@ def _posterior(
     return mean, variance, (new_place, max(new_width, 1e-12 * new_place**2 + 1e-300))
 
 
-def adaptive_damping(columns: Array, target: Array, k: int, *, variance: float = 0.0, steps: int) -> Array:
+def adaptive_damping(columns: Array, target: Array, k: int, *, variance: float = 0.0, steps: int = 250) -> Array:
     """Scores |x_j| (d,) by I-OBS with a diagonal damping 1 / (x_j^2 + eps^2) that follows the iterate.
 
     This is reweighted least squares (FOCUSS; Chartrand and Yin 2008; Daubechies et al. 2010) in its n x n form

@@ -44,27 +44,26 @@ class Swapper:
     optimal: set[bytes] = field(default_factory=set, repr=False)
     latest: tuple[Array, Array] | None = field(default=None, repr=False)
 
-    def improve(self, fit: Fit) -> tuple[Fit, bool]:
+    def improve(self, fit: Fit) -> Fit:
         """Lower f by swaps until none helps, for at most 1,000 supports.
 
-        Returns:
-            The fit, and True if it is 1-swap optimal. If f is not quadratic, this means: on its second-order model.
+        The result is then 1-swap optimal, on the second-order model if f is not quadratic.
         """
         if fit.support.size == self.problem.forced.size or self.problem.size >= int(self.problem.candidates.sum()):
-            return fit, True
+            return fit
         for _ in range(_LIMIT):
             if fit.support.tobytes() in self.optimal:
-                return fit, True
+                return fit
             better = self._improve_in_block(fit)
             if better is None and self.members(fit).size < self.problem.dimension:
                 better = self._improve_anywhere(fit)
             if better is None:
                 self.optimal.add(fit.support.tobytes())
-                return fit, True
+                return fit
             fit = better
             if vanishes(self.problem, fit):
-                return fit, True
-        return fit, False
+                return fit
+        return fit
 
     @property
     def whole(self) -> bool:

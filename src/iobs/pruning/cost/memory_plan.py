@@ -118,6 +118,8 @@ class Sizes:
         score: bytes of one output of the model; None: as in a forward pass of the blocks.
         hidden: width of the residual stream; 0: the least number of columns of a layer.
         blocks: number of blocks.
+        reading: bytes that a block takes while it is read, besides those of its weights.
+        writing: the same while it is written.
     """
 
     layers: Sequence[Matrix]
@@ -130,6 +132,8 @@ class Sizes:
     score: int | None = None
     hidden: int = 0
     blocks: int = 1
+    reading: int = 0
+    writing: int = 0
 
     @property
     def width(self) -> int:
@@ -197,6 +201,8 @@ def peaks(sizes: Sizes, recipe: Recipe, holdout: bool, parked: bool = False, on_
         "Grams": weights + max(_gathering(layer, layers, kind, tokens, itemsize) for layer in layers),
         "solves": weights + max(solving_bytes(layer, recipe, kind, on_gpu) for layer in layers),
     }
+    if sizes.reading or sizes.writing:
+        found |= {"reading of blocks": weights + sizes.reading, "writing of blocks": weights + sizes.writing}
     if as_allocation(recipe.allocation).criterion != "uniform":
         curves = GramKind(2, parked=parked)  # other samples judge the solutions, which match their own outputs
         tokens = min(sizes.tokens, CURVE_TOKENS)

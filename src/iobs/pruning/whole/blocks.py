@@ -6,6 +6,7 @@ from its list.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -85,6 +86,16 @@ class Blocks:
                     trials[block] = damage()
             gone.append(min(trials, key=lambda block: trials[block]))
         return {self.stack.path: sorted(gone)}
+
+    def least_removed(self, keep: int) -> int:
+        """The parameters of the smallest blocks; those that several blocks share stay."""
+        blocks = [
+            {id(one): one.numel() for one in self.model.get_submodule(path).parameters()}
+            for path in self.unused({self.stack.path: range(self.stack.count)})
+        ]
+        uses = Counter(one for block in blocks for one in block)
+        sizes = sorted(sum(size for one, size in block.items() if uses[one] == 1) for block in blocks)
+        return sum(sizes[: self.stack.count - keep])
 
     def without(self, removed: Mapping[str, Sequence[int]]) -> AbstractContextManager[None]:
         """Context in which removed blocks return their input."""

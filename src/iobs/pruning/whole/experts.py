@@ -151,6 +151,19 @@ class Experts:
             raise ModelError(f"{type(self.model).__name__} cannot be built with {keep} experts: {reason}.")
         widths.share(self.model, found[0])
 
+    def least_removed(self, keep: int) -> int:
+        """The parameters of the removed experts and their rows of the routers."""
+        values = [(stack, self._stored(one)) for stack in self.stacks for one in self.slices[stack.path]]
+        return sum(
+            value.numel() // stack.count * (stack.count - keep)
+            for stack, value in values
+            if isinstance(value, nn.Parameter)
+        )
+
+    def _stored(self, one: Slice) -> Tensor:
+        value: Tensor = getattr(self.model.get_submodule(one.path), one.name)
+        return value
+
     def require_possible(self, keep: int) -> None:
         """Check the class of the model before any work.
 
@@ -187,7 +200,7 @@ class Experts:
 
         for one in self.slices[stack.path]:
             owner = self.model.get_submodule(one.path)
-            value: Tensor = getattr(owner, one.name)
+            value = self._stored(one)
             before.append((owner, one.name, value))
             narrower = value.detach().index_select(one.axis, keep.to(value.device))
             is_parameter = isinstance(value, nn.Parameter)

@@ -57,6 +57,10 @@ class Kind(Protocol):
         """The parts to remove, by path of the stack, so that `keep` are left; `damage` measures the whole model."""
         ...
 
+    def least_removed(self, keep: int) -> int:
+        """The fewest parameters that the model loses if `keep` parts are left in each stack."""
+        ...
+
     def require_possible(self, keep: int) -> None:
         """Check that the class of the model can have `keep` parts in each stack.
 

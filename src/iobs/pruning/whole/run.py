@@ -72,15 +72,10 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, callbacks: C
         ProblemError: names of layers.
         CalibrationError: the model does not take a batch.
     """
-    if asked.include is not None or asked.ignore is not None:
-        raise ProblemError(f'units="{asked.pattern.units}" chooses among all of them: leave out include= and ignore=.')
     model = store.model
     with evaluating(model) as frozen, seeded(model, asked.seed):
-        require_taken(model, collected)
-        parts: Kind = (
-            Blocks.found(model, collected[0]) if asked.pattern.units == "blocks" else Experts.found(model, collected)
-        )
-        keep = _kept(parts, asked.pattern.sparsity)
+        parts = parts_of(model, collected, asked)
+        keep = kept_parts(parts, asked.pattern.sparsity)
         parts.require_possible(keep)
         dense = dense_copy(model)
         own = _Beside(model, dense)
@@ -127,7 +122,22 @@ class _Damage:
         return mean_loss(self.model, self.answers, self.loss)
 
 
-def _kept(parts: Kind, share: float) -> int:
+def parts_of(model: nn.Module, collected: Sequence[Batch], asked: Asked) -> Kind:
+    """The blocks or the experts of a model.
+
+    Raises:
+        ProblemError: names of layers.
+        LayerSelectionError: there are none.
+        ModelError: experts of a model that is not built from a configuration.
+        CalibrationError: the model does not take a batch.
+    """
+    if asked.include is not None or asked.ignore is not None:
+        raise ProblemError(f'units="{asked.pattern.units}" chooses among all of them: leave out include= and ignore=.')
+    require_taken(model, collected)
+    return Blocks.found(model, collected[0]) if asked.pattern.units == "blocks" else Experts.found(model, collected)
+
+
+def kept_parts(parts: Kind, share: float) -> int:
     """The number of parts that are left in each stack.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rounding from left to right with error feedback: each error is made good by the columns that are still free.
+"""Rounding from left to right with error feedback: the columns that are still free compensate each error.
 
 With H = U U^T, U upper triangular, the loss of v is ||(v - c) U||^2 / 2. Entry j of (v - c) U holds only the errors up
 to column j. Later columns can cancel all later entries. So v_j is rounded from the value that cancels entry j. This is

@@ -1,0 +1,167 @@
+"""`iobs prune --dry-run` of a model in memory: what a run would prune or remove."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from iobs.cli import console
+
+if TYPE_CHECKING:
+    from iobs.cli.run_file import Asked
+    from iobs.core.budget import Budget
+    from iobs.core.structured import Structured
+    from iobs.models import LoadedModel
+    from iobs.pruning.cost.memory_plan import Plan
+    from iobs.pruning.coverage import Reason
+    from iobs.pruning.store import Store
+    from iobs.pruning.structured_plan import PlannedCost, UnitsPlan
+    from iobs.pruning.workspace import Request
+
+
+def show_layers(request: Request, skipped: dict[str, Reason], as_json: bool, plan: Plan | None) -> None:
+    """Show the layers that a run would prune, with their zeros as far as the run does not choose them.
+
+    Args:
+        request: what is asked of every layer.
+        skipped: layers that stay dense.
+        as_json: print JSON; a number that the run chooses is null there.
+        plan: of a run by blocks, or None.
+    """
+    from rich.table import Table
+
+    from iobs.cli.offload import show_plan
+    from iobs.core.budget import Budget
+    from iobs.core.grids import stored_bits
+    from iobs.pruning.audit import asked_zeros
+
+    patterns, pattern = request.patterns, request.pattern
+    chosen = {layer: isinstance(own, Budget) for layer, own in patterns.items()}
+    zeros = {layer: None if chosen[layer] else asked_zeros(own, layer.shape) for layer, own in patterns.items()}
+    bits = {layer: None if chosen[layer] else stored_bits(own, layer.shape) for layer, own in patterns.items()}
+    about = _about_the_division(request)
+    if as_json:
+        layers = [
+            {"layer": one.name, "shape": one.shape, "zeros": count, "bits": bits[one]} for one, count in zeros.items()
+        ]
+        dense = {name: str(reason) for name, reason in skipped.items()}
+        budget = {"budget": _bounds(request, pattern)} if isinstance(pattern, Budget) else {}
+        blocks = {} if plan is None else {"plan": asdict(plan)}
+        found = {"pattern": str(pattern), "layers": layers, "dense": dense, "about": about}
+        console.print_json({**found, **budget, **blocks})
+        return
+    table = Table(title=f"{pattern}: what would be pruned", title_justify="left", header_style="bold")
+    table.add_column("layer", overflow="fold")
+    names = ["shape", "zeros", *(["bits a weight"] if any(bits.values()) or any(chosen.values()) else [])]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for layer, count in zeros.items():
+        own = bits[layer]
+        shown = "chosen" if chosen[layer] else f"{own / layer.weights:.3g}" if own else "-"
+        cells = " x ".join(map(str, layer.shape)), "chosen" if count is None else f"{count:,} of {layer.weights:,}"
+        table.add_row(layer.name, *cells, *([shown] * (len(names) - 2)))
+    out = console.output_console()
+    out.print(table)
+    for name, reason in skipped.items():
+        out.print(f"left dense: {name} ({reason})")
+    if plan is not None:
+        show_plan(plan, out.print)
+    if about:
+        console.say(about)
+
+
+def _bounds(request: Request, budget: Budget) -> dict[str, float]:
+    """Bounds that a budget sets before a run: bits of a weight, the number of weights, and their most bytes."""
+    weights = sum(layer.weights for layer, own in request.patterns.items() if own is budget)
+    most = int(budget.bits_per_weight * weights / 8)
+    return {"bits_per_weight": budget.bits_per_weight, "weights": weights, "most_bytes": most}
+
+
+def _about_the_division(request: Request) -> str:
+    """Sentence about the zeros that the run itself chooses; empty if it chooses none."""
+    from iobs.core.budget import Budget
+    from iobs.pruning.allocation.counts import under_pattern
+    from iobs.pruning.recipe import as_allocation
+
+    pattern = request.pattern
+    if isinstance(pattern, Budget):
+        size = _bounds(request, pattern)["most_bytes"] / 1e6
+        return f"The run chooses zeros and bits of these layers; they take at most {size:.3g} MB with masks and scales."
+    allocation = under_pattern(as_allocation(request.recipe.allocation), pattern)
+    moved = allocation.criterion != "uniform" or request.recipe.network_solver is not None
+    return "The zeros shown are those of an even division; the run moves zeros between layers." if moved else ""
+
+
+def show_units(loaded: LoadedModel, store: Store, asked: Asked, as_json: bool) -> None:
+    """Show the units that a run may remove, and what is left of the costs at most.
+
+    Args:
+        loaded: the model, with what its calibration data need.
+        store: of the model.
+        asked: recipe and options; the pattern is `Structured`.
+        as_json: print JSON; a number that the run finds out is null there.
+
+    Raises:
+        IOBSError: as the run, before it removes anything.
+    """
+    from iobs.cli.loading import batches_of_run
+    from iobs.core.structured import Structured
+    from iobs.pruning import structured
+    from iobs.pruning.runtime.ranks import current
+    from iobs.pruning.structured_plan import planned_units
+
+    options, pattern = asked.options, asked.options.pattern
+    assert isinstance(pattern, Structured)
+    named = (options.include, options.ignore)
+    wanted = structured.Asked(pattern, asked.recipe, *named, options.holdout, options.seed, None)
+    structured.require_possible(store, wanted)  # before the data are read
+    plan = planned_units(store, store.collected(batches_of_run(loaded, options)[2]), wanted)
+    if not current().first:
+        return
+    about = _about_the_units(pattern, plan)
+    if as_json:
+        console.print_json({"pattern": str(pattern), **asdict(plan), "about": about})
+        return
+    _print_units(pattern, plan)
+    console.say(about)
+
+
+def _print_units(pattern: Structured, plan: UnitsPlan) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{pattern}: what would be removed", title_justify="left", header_style="bold")
+    whole = pattern.whole
+    for name in ("in" if whole else "read by", "units"):
+        table.add_column(name, overflow="fold")
+    for name in ("now", "left"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in plan.units:
+        left = f"{one.least:,} or more" if one.kept is None else f"{one.kept:,}"
+        table.add_row(one.name if whole else ", ".join(one.layers), one.kind, f"{one.count:,}", left)
+    out = console.output_console()
+    out.print(table)
+    for cost in plan.costs:
+        out.print(_line_of(cost))
+    for note in plan.notes:
+        out.print(note)
+
+
+def _line_of(cost: PlannedCost) -> str:
+    """A cost before and at most after, as a line."""
+    begin = f"{cost.name} {cost.where}: {cost.before:.4g}"
+    if cost.most is None:
+        return f"{begin}; what is left is known after the run"
+    return f"{begin} -> at most {cost.most:.4g} ({cost.most / cost.before:.1%})"
+
+
+def _about_the_units(pattern: Structured, plan: UnitsPlan) -> str:
+    """Sentence about what the run itself finds out."""
+    if pattern.whole:
+        which = f"The run chooses which {pattern.units} are removed."
+    elif pattern.of == "latency":
+        which = f"The run measures times, and removes {pattern.sparsity:.0%} of the time of the network."
+    elif any(one.kept is None for one in plan.units):
+        which = "The run measures how many units each layer needs."
+    else:
+        which = "The run chooses which units are removed."
+    return f"{which} Its time and memory are not predicted for a model in memory; the run shows the time left."
