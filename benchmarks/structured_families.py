@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from breadth_models import build, names
-from rows import Row, Rows, measured, parser, stamp
+from rows import Row, Rows, measured, parser, read, stamp
 from torch import Tensor, nn
 
 from iobs.models import ensure_torchvision
@@ -43,6 +43,7 @@ ensure_torchvision()
 SHARE = 0.25
 SECONDS = 60  # processor time for one network
 KINDS = ("neurons", "heads", "channels")
+NOT_RUN = ("not built", "dense forward refused")  # results of breadth.py without a dense network that runs
 EQUAL = 1e-4  # largest difference of outputs, relative to the largest
 # fmt: off
 TIMM: dict[str, dict[str, Any]] = {
@@ -233,6 +234,11 @@ def tables(rows: list[Row]) -> str:
         lines += [f"- {units} ({len(found)}): {', '.join(dict.fromkeys(found))}." for units, found in by_units.items()]
         lines += _refusals([row for row in ran if row["refused"] or row["failed"]])
         others = [row for row in own if "error" in row or (row not in right and row["loadable"])]
+        unbuilt = {(row["kind"], row["network"]) for row in read("breadth") if row["result"] in NOT_RUN}
+        missing = [row for row in others if (row["kind"], row["network"]) in unbuilt]
+        others = [row for row in others if row not in missing]
+        if missing:
+            lines += ["", f"{len(missing)} networks did not run dense, for the reasons in the breadth table's rows."]
         if others:
             lines += ["", "| did not run, or other outputs | why |", "|---|---|"]
             lines += [f"| {row['network']} ({row['kind']}) | {_why(row)} |" for row in others]
