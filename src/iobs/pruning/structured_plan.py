@@ -141,7 +141,9 @@ def _widths(store: Store, collected: Sequence[Batch], asked: Asked, callbacks: C
         for name, cost in costs.items():
             of = cost if whole else cost.held
             removed = pattern.sparsity * cost.held.of({})
-            most = of.of(kept) if kept is not None else of.of({}) - removed if name == pattern.of else None
+            most = of.of({}) - removed if name == pattern.of else None
+            if kept is not None:
+                most = of.of(kept)
             where = "in all layers" if whole else "in the layers that hold units"
             planned.append(PlannedCost(name, of.of({}), most, where))
     return UnitsPlan(units, tuple(planned), tuple(callbacks.notes))
