@@ -271,15 +271,16 @@ def tables(rows: list[Row]) -> str:
         text += ["| method | seeds | " + " | ".join(f"{share:.1%} removed" for share in shares) + " |"]
         text += ["|---" * (2 + len(shares)) + "|"]
         for method in (method for method in EVERY if any(row["method"] == method for row in own)):
-            cells, seeds = [], set()
+            cells, draws = [], set()
             for share in shares:
                 found = [row for row in own if row["method"] == method and row["share"] == share]
-                seeds |= {row["seed"] for row in found}
+                draws |= {len(found)} if found else set()
                 same = name == "MobileNet"  # every layer but the first reads units, so its rows did not change
                 earlier = not same and method in OURS and any(row["commit"] in EARLIER for row in found)
                 digits = 3 if own[0]["unit"].startswith("cosine") else 2
                 cells.append(cell([row["score"] for row in found], digits) + " *" * earlier)
-            text.append(f"| {NAMES.get(method, method)} | {len(seeds)} | " + " | ".join(cells) + " |")
+            several = f"{min(draws)} to {max(draws)}" if len(draws) > 1 else f"{max(draws)}"
+            text.append(f"| {NAMES.get(method, method)} | {several} | " + " | ".join(cells) + " |")
         text.append("")
     return "\n".join(text).rstrip()
 
