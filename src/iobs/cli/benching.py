@@ -279,9 +279,8 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Repetition:
         return Timing(count / (time.perf_counter() - first), length / (first - started))
 
     forward = vars(loaded.module).get("forward")
-    if decoder is None and isinstance(
-        forward, FusedForward
-    ):  # a text beyond the window: its first tokens take the step
+    if decoder is None and isinstance(forward, FusedForward):
+        # The first tokens of a text beyond the window take the step.
         return Repetition(generate, forward.own_bytes(length))
     return Repetition(generate, 0 if decoder is None else decoder.own_bytes)
 

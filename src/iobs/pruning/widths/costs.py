@@ -193,9 +193,8 @@ def positions_of(model: nn.Module, batch: Batch) -> dict[str, int]:
     def count(
         path: str, module: nn.Module, given: tuple[object, ...], named: dict[str, object], output: object
     ) -> None:
-        value = (
-            (*given, *named.values())[0] if isinstance(module, TRANSPOSED) else output
-        )  # its kernel meets every input
+        # The kernel of a transposed convolution meets every input once.
+        value = (*given, *named.values())[0] if isinstance(module, TRANSPOSED) else output
         if isinstance(value, Tensor) and value.numel():
             width = value.shape[-1]
             if isinstance(module, CONVOLUTIONS):
