@@ -175,9 +175,10 @@ def warm_up(*recipes: iobs.Recipe) -> None:
             iobs.prune(nn.Sequential(*layers), data, 0.5, recipe)
 
 
-def stamp(seed: int) -> Row:
-    """Commit, seed and machine of a row."""
-    return {"seed": seed, "commit": commit(), "machine": machine()}
+def stamp(seed: int, device: str = "cpu") -> Row:
+    """Commit, seed and machine of a row; the GPU comes first where `device` is one."""
+    gpu = "" if device == "cpu" else f"{torch.cuda.get_device_name(device)}, "
+    return {"seed": seed, "commit": commit(), "machine": gpu + machine()}
 
 
 @cache

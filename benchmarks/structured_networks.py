@@ -4,6 +4,7 @@
     python benchmarks/structured_networks.py --quick           ResNet-20 at one share
     python benchmarks/structured_networks.py --only ResNet     rows of one network; also --methods "fast;flap"
     python benchmarks/structured_networks.py --peers           with the scores of torch-pruning (`structured_peers.py`)
+    python benchmarks/structured_networks.py --device cuda     prune on a GPU; scores are computed on the CPU
 
 ResNet-20 and a ViT: 1,000 training pictures, score on 5,000 test pictures. MobileNet: 300 pictures, score on 300
 others. The llama of 260,000 weights: 256 windows of 128 tokens, perplexity on 300 windows of other stories, divided by
@@ -208,7 +209,9 @@ def encoder(data: Path, seed: int) -> Network:
 NETWORKS = {"ResNet-20": resnet, "llama 260K": stories, "MiniLM": encoder, "ViT": transformer, "MobileNet": mobilenet}
 
 
-def measure(name: str, network: Network, share: float, method: str, seed: int) -> tuple[nn.Module, Row]:
+def measure(
+    name: str, network: Network, share: float, method: str, seed: int, device: str = "cpu"
+) -> tuple[nn.Module, Row]:
     """The narrower network and its row."""
     model = network.model()
     with measured() as work, ExitStack() as stack:
@@ -222,7 +225,8 @@ def measure(name: str, network: Network, share: float, method: str, seed: int) -
         elif method not in OURS and network.norms:
             changes = {**changes, "batch_norm": "update"}
         pattern = iobs.Structured(share, uniform=network.uniform)
-        report = iobs.prune(model, network.batches, pattern, recipe, seed=seed, **changes)
+        report = iobs.prune(model.to(device), network.batches, pattern, recipe, seed=seed, **changes)
+    model.cpu()
     return model, {
         "network": name,
         "share": share,
@@ -235,7 +239,7 @@ def measure(name: str, network: Network, share: float, method: str, seed: int) -
         "kind": report.best.kind,
         "steps": sum(len(record.step_losses) for record in report.rounds),
         **work.fields(),
-        **stamp(seed),
+        **stamp(seed, device),
     }
 
 
@@ -299,6 +303,7 @@ def main() -> None:
     options.add_argument("--methods", help="by name, between semicolons; ours and the baselines by default")
     options.add_argument("--peers", action="store_true", help="also the scores of torch-pruning, with labels")
     options.add_argument("--shares", type=float, nargs="*")
+    options.add_argument("--device", default="cpu", help="where networks are pruned")
     arguments = options.parse_args()
     torch.set_num_threads(1)
     methods = (*METHODS, *(structured_peers.METHODS if arguments.peers else ()))
@@ -314,7 +319,7 @@ def main() -> None:
                     if method in structured_peers.METHODS and network.labelled is None:
                         continue
                     if not rows.has(network=name, share=share, method=method, seed=seed):
-                        rows.put(measure(name, network, share, method, seed)[1])
+                        rows.put(measure(name, network, share, method, seed, arguments.device)[1])
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ class PeerUnits:
         """Keep whole groups of the centre unchanged."""
         centre = problem.centre().float()
         alike = [(weight, own) for weight, own in self.choices if weight.shape == centre.shape]
-        distances = [float((weight - centre).norm()) for weight, _ in alike]  # damping moves the centre a little
+        # Damping moves the centre a little.
+        distances = [float((weight.to(centre.device) - centre).norm()) for weight, _ in alike]
         return GivenScores(alike[distances.index(min(distances))][1])(problem, pattern)
 
 
