@@ -43,7 +43,7 @@ from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.settings import changed
 from iobs.pruning.reconstruction.fitting import Fit
 from iobs.pruning.reconstruction.network_steps import NetworkSteps
-from iobs.pruning.runtime.memory import resident
+from iobs.pruning.runtime.memory import MemoryWatch, resident
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Clock(iobs.Callback):
     device: str
     kept: Path | None = None  # file that keeps what the run has taken so far, for a run that is killed
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    peaks: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # resident bytes by part of the work
+    peaks: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # bytes by phase; on a GPU allocated ones
     ends: dict[str, float] = field(default_factory=dict)  # by block, when its last layer was done
     began: float = 0.0
     phases: list[str] = field(default_factory=lambda: ["other"])  # the present phase, inside those around it
@@ -136,10 +136,18 @@ class Clock(iobs.Callback):
     def on_note(self, text: str) -> None:
         print(f"{self.now() - self.began:8.1f} s  {text}", flush=True)
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    def used(self) -> int:
+        """Bytes now: resident, or allocated on a GPU."""
+        return torch.cuda.memory_allocated() if self.on_gpu else resident()
+
     def on_layer(self, entry: Any, round_index: int) -> None:
         elapsed = self.now() - self.began
         self.ends[entry.name.rsplit(".", 2)[0]] = elapsed
-        print(f"{elapsed:8.1f} s  {entry.name}: {entry.seconds:.1f} s, {resident() / 1e6:.0f} MB now", flush=True)
+        print(f"{elapsed:8.1f} s  {entry.name}: {entry.seconds:.1f} s, {self.used() / 1e6:.0f} MB now", flush=True)
         self._keep(elapsed)
 
     def on_measure(self, task: str, done: int, total: int) -> None:
@@ -174,8 +182,25 @@ class Clock(iobs.Callback):
                 (Planner, "_measure_layer", "allocation"),
                 (Fit, "run", "steps of blocks"),
                 (NetworkSteps, "run", "steps of the network"),
+                (Gram, "add", "Grams: products"),
+                (stream.Stream, "advance", "forward passes"),
+                (projection, "solve_layer", "solves: solver"),
+                (projection, "solve_together", "solves: solver"),
+                (projection, "target_energy", "solves: errors"),
+                (projection, "relative_output_error", "solves: errors"),
             ):
                 stack.enter_context(mock.patch.object(owner, name, self._watched(getattr(owner, name), part)))
+            if self.on_gpu:
+                for name in ("enter", "leave"):
+                    told = self._telling(getattr(StreamedStore, name), name)
+                    stack.enter_context(mock.patch.object(StreamedStore, name, told))
+                # The run's own peak is that since the last change of phase.
+                whole = property(lambda watch: self.peak())
+                stack.enter_context(mock.patch.object(MemoryWatch, "on_device", whole))
+                torch.cuda.reset_peak_memory_stats()
+                yield
+                self.change()
+                return
             ended = threading.Event()
             thread = threading.Thread(target=self._watch, args=(ended,), daemon=True)
             thread.start()
@@ -184,19 +209,46 @@ class Clock(iobs.Callback):
             yield
 
     def _watch(self, ended: threading.Event) -> None:
-        """Look at the resident memory every few milliseconds, and keep its largest value in the present phase."""
+        """On a CPU look at the memory every few milliseconds, and keep its largest value in the present phase."""
         while not ended.wait(0.005):
-            self.peaks[self.phases[-1]] = max(self.peaks[self.phases[-1]], resident())
+            self._seen(resident())
+
+    def _seen(self, used: int) -> None:
+        """Keep the peak of the present phase, and of the planned phase that it is a part of."""
+        phase = self.phases[-1]
+        for name in (phase, phase.partition(":")[0]):
+            self.peaks[name] = max(self.peaks[name], used)
+
+    def change(self, phase: str | None = None) -> None:
+        """Begin a phase inside the present one, or end that (None). A GPU has the exact peak since the last change."""
+        if self.on_gpu:
+            self._seen(torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+        if phase is not None:
+            self.phases.append(phase)
+        elif len(self.phases) > 1:
+            self.phases.pop()
+
+    def peak(self) -> int:
+        """Peak bytes of all phases so far; on a GPU of the present one too."""
+        return max([torch.cuda.max_memory_allocated() if self.on_gpu else 0, *self.peaks.values()])
 
     def _watched(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
         def watched(*args: Any, **options: Any) -> Any:
-            self.phases.append(phase)
+            self.change(phase)
             try:
                 return function(*args, **options)
             finally:
-                self.phases.pop()
+                self.change()
 
         return watched
+
+    def _telling(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def telling(store: StreamedStore, stage: int) -> None:
+            function(store, stage)
+            print(f"{self.now() - self.began:8.1f} s  {name} {stage}: {self.used() / 1e6:.0f} MB now", flush=True)
+
+        return telling
 
     def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
@@ -260,11 +312,16 @@ def main() -> None:
         StreamedStore.open(folder / "model", folder / "pruned", device=options.device) as store,
     ):
         planned = store.plan(store.select(None, None, False), batches, recipe, 0.0)
-        print(f"before the run: {resident() / 1e6:.0f} MB", flush=True)
+        kept = {} if not clock.on_gpu else {"allocated on the GPU": clock.used()}
+        kept |= {"resident": resident(), f"planned for hidden states, {planned.streams}": planned.streams_bytes}
+        print("before the run:", ", ".join(f"{size / 1e6:.0f} MB {name}" for name, size in kept.items()), flush=True)
         print(f"predicted: peak {planned.peak_bytes / 1e6:.0f} MB, {planned.seconds / 60:.1f} min", flush=True)
         report = iobs.prune(store, batches, 0.5, recipe, holdout=0.0, callbacks=[clock], checkpoint=checkpoint)
-    on_device = options.device != "cpu"
-    peak = torch.cuda.max_memory_allocated() if on_device else report.peak_memory_bytes
+    for phase, size in sorted(clock.peaks.items()):
+        foretold = f", planned {planned.peaks[phase] / 1e6:.0f} MB" if phase in planned.peaks else ""
+        print(f"peak of {phase}: {size / 1e6:.0f} MB{foretold}", flush=True)
+    on_device = clock.on_gpu
+    peak = clock.peak() if on_device else report.peak_memory_bytes
     peak = max([peak, *(part["peak"] for part in earlier)])
     ends = [0.0, *clock.ends.values()]
     measured = {
@@ -280,6 +337,7 @@ def main() -> None:
         "peak_mb": peak / 1e6,
         "predicted_mb": planned.peak_bytes / 1e6,
         "peaks_mb": {phase: round(size / 1e6) for phase, size in clock.peaks.items()},
+        "planned_peaks_mb": {phase: round(size / 1e6) for phase, size in planned.peaks.items()},
         "seconds": report.seconds + sum(part["seconds"] for part in earlier),
         "killed": len(earlier),
         "processor_seconds": time.process_time() + sum(part["processor"] for part in earlier),

@@ -181,7 +181,7 @@ def timed_block(device: torch.device, shrink: int, found: Findings) -> Rates:
     found.timings.append(step)
     if shrink > 1:
         found.notes.append(f"The block was timed with its sides divided by {shrink}; rates are assumed to be the same.")
-    measured = measured_rates(device, torch.float32)
+    measured = measured_rates(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     return replace(measured, product=step.rate, solve=operations / solve, transfer=copied.rate)
 
 

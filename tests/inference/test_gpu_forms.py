@@ -6,6 +6,7 @@ import copy
 import importlib
 import importlib.util
 import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -67,6 +68,35 @@ def test_triton_kernel_reads_every_bit_of_a_word(interpreted):
     layer.weight.data[1] = 0
     form, given = BitmaskLinear(layer), torch.randn(1, 64)
     torch.testing.assert_close(form(given), given @ layer.weight.t())
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernel_compiles_for_a_gpu_that_is_not_here(capability):
+    """The interpreter accepts what the compiler refuses, such as Python's annotations."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    code = f"""
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from iobs.inference import bitmask_triton as kernel
+names = kernel._rows.arg_names
+types = dict.fromkeys(names, "i32") | {{"mask": "*i32", "values": "*bf16", "starts": "*i64"}}
+types |= {{"given": "*bf16", "found": "*fp32", "step": "constexpr", "bits": "constexpr"}}
+source = ASTSource(kernel._rows, types, constexprs={{"step": kernel._WORDS, "bits": kernel._BITS}})
+assert "ptx" in triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_note_names_the_reason_and_not_the_place():
+    class CompilationError(Exception):
+        pass
+
+    assert gpu.reason(CompilationError("at 2:10:\ndef f(\n  ^\nNameError('Any')")) == "NameError('Any')"
+    assert gpu.reason(RuntimeError("CUDA error: no kernel\nCompile with DSA")) == "CUDA error: no kernel"
+    assert gpu.reason(RuntimeError()) == "RuntimeError"
 
 
 def without_triton(monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import prune_directory
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import iobs
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, ProblemError
@@ -207,3 +208,23 @@ def test_allocation_by_block_is_the_same_with_one_block_in_memory(tmp_path):
     assert [row.effects for row in report.allocation] == [row.effects for row in expected.allocation]
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(after[f"{name}.weight"], model.get_parameter(f"{name}.weight")) for name in inside)
+
+
+def test_weights_outside_the_blocks_are_freed_during_the_run(tmp_path, monkeypatch):
+    """On a GPU they would take two gigabytes beside a block of an 8-billion-parameter model."""
+
+    def left(store, stage):
+        leave(store, stage)
+        alive.append([name for name, storage in outside.items() if not storage.expired()])
+
+    families.saved("llama", tmp_path / "model")
+    leave, alive = StreamedStore.leave, []
+    monkeypatch.setattr(StreamedStore, "leave", left)
+    with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
+        loaded = {name: one for name, one in store.model.named_parameters() if not one.is_meta}
+        outside = {name: StorageWeakRef(one.untyped_storage()) for name, one in loaded.items()}
+        del loaded
+        iobs.prune(store, families.language_batches(), 0.5, "one-shot", holdout=0.0, **OPTIONS)
+    assert len(outside) == 3
+    assert len(alive) > 2
+    assert not any(alive)

@@ -173,6 +173,21 @@ def test_plan_names_the_place_of_streams(tmp_path):
     assert disk.seconds == pytest.approx(sum(disk.phases.values()))
 
 
+def test_plan_tells_the_peak_of_every_phase(tmp_path):
+    """The largest is the peak of the run; hidden states in memory count in all of them."""
+    families.saved("llama", tmp_path / "model")
+    data, found = families.language_batches(), {}
+    for streams in ("memory", "disk"):
+        store = StreamedStore(StreamedModel.open(tmp_path / "model"), tmp_path / streams, streams)
+        found[streams] = store.plan(store.select(None, None, False), data, iobs.Recipe(), 0.0, timed=False)
+    held, spilled = found["memory"], found["disk"]
+    assert {"before the blocks", "Grams", "solves"} <= held.peaks.keys() == spilled.peaks.keys()
+    assert max(held.peaks.values()) == held.peak_bytes
+    assert max(spilled.peaks.values()) == spilled.peak_bytes
+    above = [one.peaks["Grams"] - one.peaks["before the blocks"] for one in (held, spilled)]
+    assert above[0] == above[1] > 0
+
+
 def test_plan_measures_copies_from_files_which_are_not_page_locked(tmp_path, monkeypatch):
     families.saved("llama", tmp_path / "model")
     asked = []

@@ -5,8 +5,6 @@ With TRITON_INTERPRET=1 in the environment before the import, the same code runs
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,19 +14,11 @@ _WORDS = 32  # words of the mask that a program reads at a time
 _BITS = 32  # columns of a word
 
 
+# Triton's compiler reads annotations, and knows none of Python's.
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _rows(
-    mask: Any,
-    values: Any,
-    starts: Any,
-    given: Any,
-    found: Any,
-    rows: Any,
-    columns: Any,
-    words: Any,
-    step: tl.constexpr,
-    bits: tl.constexpr,
-) -> None:
+def _rows(  # type: ignore[no-untyped-def]
+    mask, values, starts, given, found, rows, columns, words, step: tl.constexpr, bits: tl.constexpr
+):
     """One row times one token. The number of set bits before a lane is the place of its value."""
     row, token = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     lane = tl.arange(0, step * bits)

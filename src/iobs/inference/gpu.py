@@ -154,6 +154,12 @@ def forms(layer: nn.Linear, capability: tuple[int, int]) -> tuple[dict[str, Call
     return found, notes
 
 
+def reason(error: Exception) -> str:
+    """The line of an error that says what is wrong: Triton's compiler shows the place first and the reason last."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1] if type(error).__name__ == "CompilationError" else lines[0]
+
+
 def usable(makers: Mapping[str, Callable[[], nn.Module]], given: Tensor) -> tuple[dict[str, nn.Module], list[str]]:
     """The forms that run on this device, and notes on the others: torch may be built without their kernels."""
     found: dict[str, nn.Module] = {}
@@ -163,9 +169,7 @@ def usable(makers: Mapping[str, Callable[[], nn.Module]], given: Tensor) -> tupl
             form = make()
             form(given)
         except Exception as error:  # compilers and libraries of the device raise errors of their own kinds
-            notes.append(
-                f"{name} does not run here ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-            )
+            notes.append(f"{name} does not run here ({reason(error)})")
         else:
             found[name] = form
     return found, notes

@@ -10,13 +10,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from iobs.pruning.calibration.inner import inner, prepared
 from iobs.pruning.calibration.moments import Drift, Means
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 
 POSITIONS = 64  # output positions per sample that enter the Gram of a convolution; more gave no visible gain
 EXPERT_TOKENS = 16  # an expert with fewer tokens has no usable Hessian
-_CHUNK = 8192  # rows of one float32 product; sums over chunks are float64
+_CHUNK = 8192  # inputs of one product; sums over chunks are float64
 STRIPE = 512  # columns of one product; narrower matrices are one product
 _CONSTANT = 1e-6  # share of a second moment below which a variance is rounding
 WIDE = 4096  # columns from which finished Grams are float32: half the memory, and the dtype in which solvers search
@@ -143,7 +144,7 @@ class Gram:
             self.means.add(rows, dense)
             rows, dense = self.means.shifted(rows, dense)
         if self.drift is not None and dense is not None and drift is not None:
-            self.drift.add(drift.float(), rows, dense)
+            self.drift.add(drift, rows, dense)
         _accumulate(self.own, rows)
         if self.cross is not None and self.dense is not None and dense is not None:
             _accumulate(self.cross, dense, rows)
@@ -238,15 +239,13 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor | None = None) -> Non
 
     A triangle takes little more than half of the operations, and a stripe little memory. `finish` fills the rest.
     """
-    exact = torch.promote_types(left.dtype, torch.float32)
     with torch.autocast(total.device.type, enabled=False):  # the caller's autocast would multiply in 16 bits
         others = torch.split(left if right is None else right, _CHUNK, 1)
         for a, b in zip(torch.split(left, _CHUNK, 1), others, strict=True):
-            a = a.to(exact)
-            b = a if right is None else b.to(exact)
+            a, b = prepared(a) * 2 if right is None else prepared(a, b)
             for own in _stripes(total.shape[-1]):
                 end = own.stop if right is None else None
-                total[:, own, :end] += a[..., own].transpose(1, 2) @ b[..., :end]
+                total[:, own, :end] += inner(a[..., own], b[..., :end])
 
 
 def _stripes(columns: int) -> list[slice]:

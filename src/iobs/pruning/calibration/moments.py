@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from iobs.pruning.calibration.inner import inner, prepared
 from iobs.pruning.runtime.ranks import Ranks
 
 _FAR = 100.0  # squared mean over variance from which products are taken without an origin
@@ -135,8 +136,9 @@ class Drift:
     def add(self, drift: Tensor, rows: Tensor, dense: Tensor) -> None:
         """Add samples: the drift (groups, count, rows of a group), the inputs X and the dense inputs D."""
         assert self.dense is not None
-        self.own += drift.transpose(1, 2) @ rows.to(drift.dtype)
-        self.dense += drift.transpose(1, 2) @ dense.to(drift.dtype)
+        with torch.autocast(drift.device.type, enabled=False):
+            self.own += inner(*prepared(drift, rows))
+            self.dense += inner(*prepared(drift, dense))
         self.mean += drift.sum(1, dtype=torch.float64)
         self.energy += drift.double().square().sum()
 

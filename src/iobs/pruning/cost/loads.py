@@ -48,10 +48,11 @@ class Rates:
 
     Args:
         product: floating-point operations per second of a product in the dtype of the blocks.
-        solve: the same in float32, as Grams and solvers need it.
+        solve: the same in float32, as solvers need it.
         transfer: bytes per second from the place of the weights to the device; infinite if they stay there.
         double: operations per second of a product in float64; None: half of `solve`.
         memory: bytes per second of entrywise work; infinite: not counted.
+        inner: operations per second of the products of layer inputs for Grams; None: `solve`.
     """
 
     product: float
@@ -59,6 +60,7 @@ class Rates:
     transfer: float = float("inf")
     double: float | None = None
     memory: float = float("inf")
+    inner: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,25 +72,31 @@ class Load:
         single: operations in float32.
         double: operations in float64.
         moved: bytes.
+        inner: operations of the products of layer inputs.
     """
 
     block: float = 0.0
     single: float = 0.0
     double: float = 0.0
     moved: float = 0.0
+    inner: float = 0.0
 
     def __add__(self, other: Load) -> Load:
-        return Load(
-            self.block + other.block, self.single + other.single, self.double + other.double, self.moved + other.moved
-        )
+        return Load(*(own + its for own, its in zip(self._parts, other._parts, strict=True)))
 
     def __mul__(self, factor: float) -> Load:
-        return Load(self.block * factor, self.single * factor, self.double * factor, self.moved * factor)
+        return Load(*(own * factor for own in self._parts))
+
+    @property
+    def _parts(self) -> tuple[float, ...]:
+        return self.block, self.single, self.double, self.moved, self.inner
 
     def seconds(self, rates: Rates) -> float:
         """Time at the rates of a machine."""
         double = rates.solve / 2 if rates.double is None else rates.double
-        return self.block / rates.product + self.single / rates.solve + self.double / double + self.moved / rates.memory
+        inner = rates.solve if rates.inner is None else rates.inner
+        speeds = rates.product, rates.solve, double, rates.memory, inner
+        return sum(part / speed for part, speed in zip(self._parts, speeds, strict=True))
 
 
 def is_admm(recipe: Recipe) -> bool:
@@ -114,12 +122,12 @@ def sum_load(columns: int, tokens: float, products: int, passes: float) -> Load:
     """
     lower = (1 + min(1.0, STRIPE / columns)) / 2
     square = columns**2 * (lower * products if products == 1 else 1 + lower * (products - 1))
-    return Load(single=2.0 * tokens * square, moved=_SUM_BYTES * passes * square)
+    return Load(inner=2.0 * tokens * square, moved=_SUM_BYTES * passes * square)
 
 
 def drift_load(layer: Matrix, tokens: float, passes: float) -> Load:
     """Two moments of the drift of the residual that a layer adds to."""
-    return Load(single=4.0 * tokens * layer.weights, moved=_DRIFT_BYTES * 2 * passes * layer.weights)
+    return Load(inner=4.0 * tokens * layer.weights, moved=_DRIFT_BYTES * 2 * passes * layer.weights)
 
 
 def search_load(layer: Matrix, recipe: Recipe, ranks: int = 1) -> Load:

@@ -31,7 +31,13 @@ class Machine:
     count: int = 1
 
 
-def _gpu(name: str, gigabytes: int, operations: tuple[float, float, float], transfer: tuple[float, float]) -> Machine:
+def _gpu(
+    name: str,
+    gigabytes: int,
+    operations: tuple[float, float, float],
+    transfer: tuple[float, float],
+    bfloat16: bool = True,
+) -> Machine:
     """A GPU at half of its vendor's figures.
 
     Args:
@@ -39,14 +45,15 @@ def _gpu(name: str, gigabytes: int, operations: tuple[float, float, float], tran
         gigabytes: of its memory.
         operations: of products in 16 bits, in float32 and in float64, TFLOP/s.
         transfer: of the bus and of its memory, GB/s.
+        bfloat16: True if it multiplies inputs in bfloat16 as they are.
     """
     product, solve, double = (value / 2 * 1e12 for value in operations)
     bus, memory = (value / 2 * 1e9 for value in transfer)
-    return Machine(name, gigabytes * 10**9, Rates(product, solve, bus, double, memory))
+    return Machine(name, gigabytes * 10**9, Rates(product, solve, bus, double, memory, product if bfloat16 else None))
 
 
 GPUS = (
-    _gpu("16 GB (T4)", 16, (65, 8.1, 0.25), (16, 320)),
+    _gpu("16 GB (T4)", 16, (65, 8.1, 0.25), (16, 320), bfloat16=False),
     _gpu("24 GB (RTX 4090)", 24, (165, 82.6, 1.3), (32, 1008)),
     _gpu("80 GB (H100 SXM)", 80, (989, 67, 34), (64, 3350)),
 )

@@ -46,6 +46,7 @@ class Plan:
         phases: seconds by phase.
         checkpoint_bytes: largest size of a checkpoint, if there is one.
         copied_bytes: size of copies of the dense weights in main memory, beside a model that is there.
+        peaks: peak memory of every phase that has a prediction; the largest of them is `peak_bytes`.
     """
 
     peak_bytes: int
@@ -59,14 +60,17 @@ class Plan:
     phases: dict[str, float] = field(default_factory=dict)
     checkpoint_bytes: int = 0
     copied_bytes: int = 0
+    peaks: dict[str, int] = field(default_factory=dict)
 
     def placed(self, place: str, device: torch.device) -> Plan:
         """The plan with the hidden states in a place."""
         resident = place == "device" or (place == "memory" and device.type == "cpu")
+        streams = self.streams_bytes if resident else 0
         return replace(
             self,
             streams=place,
-            peak_bytes=self.peak_bytes + (self.streams_bytes if resident else 0),
+            peak_bytes=self.peak_bytes + streams,
+            peaks={phase: size + streams for phase, size in self.peaks.items()},
             spilled_bytes=self.grams_bytes + (self.streams_bytes if place == "disk" else 0),
         )
 
@@ -279,8 +283,10 @@ def plan(
     kind = kind_of(sizes, recipe, holdout > 0, parked)
     shapes = {layer.shape: layer for layer in sizes.layers}
     phase_bytes = peaks(sizes, recipe, holdout > 0, parked, device.type != "cpu")
+    phase_bytes = {phase: present - outside_bytes + size for phase, size in phase_bytes.items()}
+    phase_bytes = {"before the blocks": present, **phase_bytes}
     return Plan(
-        peak_bytes=max(present, present - outside_bytes + max(phase_bytes.values())),
+        peak_bytes=max(phase_bytes.values()),
         seconds=sum(found.values()),
         model_bytes=model_bytes,
         spilled_bytes=0,
@@ -289,6 +295,7 @@ def plan(
         grams_bytes=sum(map(kind.parked_bytes, shapes.values())),
         phases=found,
         checkpoint_bytes=checkpoint_bytes(work.weights, sizes.block, sizes.itemsize, recipe),
+        peaks=phase_bytes,
     )
 
 

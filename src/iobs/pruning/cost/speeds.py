@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from iobs.core.modes import full_precision
+from iobs.pruning.calibration.inner import sums_in_float32
 from iobs.pruning.cost.loads import Rates
 
 _SIDE = 1024  # of a product whose speed is measured
@@ -29,7 +30,8 @@ def measured_rates(device: torch.device, dtype: torch.dtype, locked: bool = True
     total, part = (torch.zeros(_ENTRIES, device=device, dtype=one) for one in (torch.float64, torch.float32))
     memory = 20 * _ENTRIES / least_seconds(lambda: total.add_(part)[0])  # float32 read, float64 read and written
     product = single if dtype is torch.float32 else speed(device, dtype)
-    return Rates(product, single, copy_speed(device, locked), double=speed(device, torch.float64), memory=memory)
+    inner = product if sums_in_float32(device, dtype) else None
+    return Rates(product, single, copy_speed(device, locked), speed(device, torch.float64), memory, inner)
 
 
 def speed(device: torch.device, dtype: torch.dtype = torch.float32) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 import torch
@@ -61,26 +62,28 @@ def without_cache(model: nn.Module) -> AbstractContextManager[None]:
 def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
     """Eval mode without KV cache, fused kernels, autocast or TF32; all floating parameters require gradients.
 
-    Everything is restored on exit.
+    Everything is restored on exit. Weights that the model drops meanwhile are freed.
 
     Yields:
         The names of the parameters that were frozen; none if all were, as in a model loaded for inference.
     """
     numbers = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
-    frozen = {name: value for name, value in numbers.items() if not value.requires_grad}
+    frozen = {name: weakref.ref(value) for name, value in numbers.items() if not value.requires_grad}
+    names = frozenset(frozen if len(frozen) < len(numbers) else ())
     device = next((value.device for value in numbers.values() if not value.is_meta), torch.device("cpu"))
+    del numbers  # block by block the weights outside the blocks are dropped
     with ExitStack() as stack:
         # Implementations of transformers that multiply all experts at once hide the input of each expert.
         stack.enter_context(_configured(model, "_experts_implementation", "eager"))
         stack.enter_context(full_precision())
         stack.enter_context(without_cache(model))
-        stack.enter_context(_requiring_gradients(frozen.values()))
+        stack.enter_context(_requiring_gradients([*frozen.values()]))
         stack.enter_context(in_eval_mode(model))
         stack.enter_context(fused_attention(False))
         stack.enter_context(torch.autocast(device.type, enabled=False))  # the model's own dtypes
         stack.enter_context(_uncompiled())
         stack.enter_context(_without_cudnn(model))
-        yield frozenset(frozen if len(frozen) < len(numbers) else ())
+        yield names
 
 
 @contextmanager
@@ -104,15 +107,19 @@ def _configured(model: nn.Module, name: str, value: object) -> Iterator[None]:
 
 
 @contextmanager
-def _requiring_gradients(parameters: Collection[nn.Parameter]) -> Iterator[None]:
-    """Let frozen parameters require gradients."""
-    for parameter in parameters:
-        parameter.requires_grad_(True)
+def _requiring_gradients(parameters: Sequence[weakref.ref[nn.Parameter]]) -> Iterator[None]:
+    """Let frozen parameters require gradients, as long as they exist."""
+    _require_gradients(parameters, True)
     try:
         yield
     finally:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
+        _require_gradients(parameters, False)
+
+
+def _require_gradients(parameters: Sequence[weakref.ref[nn.Parameter]], wanted: bool) -> None:
+    for reference in parameters:
+        if (parameter := reference()) is not None:
+            parameter.requires_grad_(wanted)
 
 
 @contextmanager
