@@ -64,9 +64,9 @@ class Dependencies:
             if is_out_of_memory(error):
                 raise
             raise ModelError(
-                "Units cannot be found: this takes gradients between layers, and a backward pass that the model defines "
-                f"fails in eval mode ({type(error).__name__}: {first_line(error)}). Prune entries instead: Unstructured "
-                "or NM."
+                "Units cannot be found: they need gradients between layers, and a backward pass that the model "
+                f"defines fails in eval mode ({type(error).__name__}: {first_line(error)}). Prune entries instead: "
+                "Unstructured or NM."
             ) from error
         found: dict[str, Tensor] = {}
         counters: dict[str, int] = {}
