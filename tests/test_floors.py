@@ -58,6 +58,7 @@ MODULES = {
         "cost",
         "blockwise",
         "algorithm",
+        "removable",
         "structured",
         "whole",
         "structured_plan",

@@ -165,6 +165,14 @@ def test_a_weight_with_another_role_is_refused(write, options):
     assert "'w' has two roles" in str(result.exception)
 
 
+@pytest.mark.parametrize("options", [["--drop", "y"], ["--category", "a", "--drop", "a"]])
+def test_a_column_that_is_used_and_dropped_is_refused(write, options):
+    file = write("a,b,y\n" + "".join(f"{i % 3},{i % 2},{i}\n" for i in range(8)))
+    result = CliRunner().invoke(app, [str(file), *options])
+    assert isinstance(result.exception, IOBSError)
+    assert f"{options[-1]!r} has two roles; name it in one option, and do not drop it" in str(result.exception)
+
+
 @pytest.mark.parametrize("weights", [[0] * 8, [1] * 7 + [-1]])
 def test_weights_are_refused_by_their_name(write, weights):
     file = write("a,b,w,y\n" + "".join(f"{i % 3},{i % 2},{w},{i}\n" for i, w in enumerate(weights)))

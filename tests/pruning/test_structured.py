@@ -493,6 +493,38 @@ def test_block_that_the_first_sample_does_not_call_keeps_its_units(monkeypatch):
     assert "experts.1.2 keeps all units: the first sample does not call its block" in "\n".join(report.notes)
 
 
+class Mixture(nn.Module):
+    """Two experts; the gate sends all samples to the second, but noise in its place reaches both."""
+
+    def __init__(self, always):
+        super().__init__()
+        self.always = always
+        self.gate = nn.Linear(6, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6)) for _ in range(2))
+        nn.init.zeros_(self.gate.weight)
+        self.gate.bias.data = torch.tensor([-1.0, 1.0])
+
+    def forward(self, x):
+        out, chosen = x.clone(), self.gate(x).argmax(-1)
+        for number, expert in enumerate(self.experts):
+            if self.always or bool((chosen == number).any()):
+                out[chosen == number] = expert(x[chosen == number])
+        return out
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize(("of", "allocation"), [("macs", "uniform"), ("parameters", "block")])
+def test_expert_without_a_token_keeps_its_units(always, of, allocation):
+    torch.manual_seed(0)
+    model, given = Mixture(always).eval(), torch.randn(40, 6)
+    report = iobs.prune(model, [given], iobs.Structured(0.25, of=of), "one-shot", allocation=allocation)
+    assert [(one.name, one.after) for one in report.widths] == [("experts.1.2", 12)]
+    assert model.experts[0][0].weight.shape == (16, 6)
+    assert "experts.0.2: all units are kept, since no calibration sample reaches them." in report.notes
+    with pytest.raises(LayerSelectionError, match="No calibration sample reaches a layer that holds units"):
+        iobs.prune(Mixture(always).eval(), [given], iobs.Structured(0.25), "one-shot", include="experts.0.2")
+
+
 def test_network_that_is_not_faster_is_called_so(monkeypatch):
     monkeypatch.setattr(structured, "shares_of", lambda *_: (1.0, 1.1))
     report = iobs.prune(network(), pictures(), iobs.Structured(0.3), "one-shot")

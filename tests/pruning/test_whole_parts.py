@@ -24,8 +24,8 @@ from transformers import (
 import iobs
 from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError
 from iobs.pruning.recipe.structured import STRUCTURED
+from iobs.pruning.removable import Asked
 from iobs.pruning.store import Store
-from iobs.pruning.structured import Asked
 from iobs.pruning.structured_plan import planned_units
 from iobs.pruning.whole import experts
 from iobs.pruning.whole.blocks import Blocks
@@ -269,6 +269,15 @@ def test_impossible_requests_are_refused():
         iobs.Structured(0.3, of="latency", units="blocks")
     with pytest.raises(PatternError, match="units must be"):
         iobs.Structured(0.3, units="layers")
+
+
+def test_experts_of_a_mixture_that_no_sample_reaches_are_not_judged(monkeypatch):
+    model = built(MIXTURES["mixtral"]())
+    layer = model.model.layers[1]
+    monkeypatch.setattr(layer, "forward", lambda hidden, **kwargs: hidden)
+    monkeypatch.setattr(Experts, "chosen", lambda *_: pytest.fail("work was done"))
+    with pytest.raises(LayerSelectionError, match=r"No calibration sample reaches the mixture model\.layers\.1\.mlp"):
+        iobs.prune(model, text(), iobs.Structured(0.34, units="experts"), "one-shot")
 
 
 def test_blocks_that_end_in_a_norm_are_removed_too(tmp_path):

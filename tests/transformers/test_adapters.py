@@ -168,13 +168,16 @@ def test_impossible_merges_are_refused_before_any_work():
         merge_adapters(whole)
 
 
-def test_a_merged_weight_that_is_too_large_is_named():
+def test_a_merged_weight_that_is_too_large_is_named_and_nothing_is_merged():
     whole = adapted(sparse_llama().half())
     with torch.no_grad():
         for part in ("lora_A", "lora_B"):
             getattr(whole.base_model.model.model.layers[1].mlp.down_proj, part)["default"].weight.fill_(6e4)
+    start = copy.deepcopy(whole.state_dict())
     with pytest.raises(NonFiniteError, match=r"layers\.1\.mlp\.down_proj.*float16"):
         merge_adapters(whole)
+    assert all(torch.equal(value, start[name]) for name, value in whole.state_dict().items())
+    assert not whole.base_model.model.model.layers[0].mlp.down_proj.merged
 
 
 def test_masks_are_refused_on_a_dense_base_and_with_dropout():

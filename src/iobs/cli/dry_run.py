@@ -106,15 +106,15 @@ def show_units(loaded: LoadedModel, store: Store, asked: Asked, as_json: bool) -
     """
     from iobs.cli.loading import batches_of_run
     from iobs.core.structured import Structured
-    from iobs.pruning import structured
+    from iobs.pruning import removable
     from iobs.pruning.runtime.ranks import current
     from iobs.pruning.structured_plan import planned_units
 
     options, pattern = asked.options, asked.options.pattern
     assert isinstance(pattern, Structured)
     named = (options.include, options.ignore)
-    wanted = structured.Asked(pattern, asked.recipe, *named, options.holdout, options.seed, None)
-    structured.require_possible(store, wanted)  # before the data are read
+    wanted = removable.Asked(pattern, asked.recipe, *named, options.holdout, options.seed, None)
+    removable.require_possible(store, wanted)  # before the data are read
     plan = planned_units(store, store.collected(batches_of_run(loaded, options)[2]), wanted)
     if not current().first:
         return

@@ -115,7 +115,8 @@ def read_table(
     absent = [name for name in dict.fromkeys((target, *drop, *categories, *aside)) if name not in columns]
     if absent:
         raise DataError(_without(file, absent, list(columns)))
-    doubled = [name for name in aside if name in (target, *drop, *categories) or aside.count(name) > 1]
+    doubled = [name for name in (target, *categories, *aside) if name in drop]
+    doubled += [name for name in aside if name in (target, *categories) or aside.count(name) > 1]
     if doubled:
         raise DataError(f"The column {doubled[0]!r} has two roles; name it in one option, and do not drop it.")
     if len(columns[target]) == 0:

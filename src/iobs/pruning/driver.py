@@ -28,11 +28,12 @@ from iobs.pruning.network.selection import Selection, may_be_found
 from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Changes, Recipe, as_allocation, as_recipe
 from iobs.pruning.recipe.structured import as_structured_recipe
+from iobs.pruning.removable import Asked, require_possible
 from iobs.pruning.report import Report
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
-from iobs.pruning.structured import Asked, prune_units, require_possible
+from iobs.pruning.structured import prune_units
 from iobs.pruning.whole.run import prune_whole
 from iobs.pruning.workspace import Request, Workspace
 

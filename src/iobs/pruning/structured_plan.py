@@ -16,15 +16,10 @@ from iobs.core.structured import Cost
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.recipe import as_allocation
+from iobs.pruning.removable import Asked, find_units, require_possible
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
-from iobs.pruning.structured import (
-    Asked,
-    find_units,
-    readers_and_refitted,
-    require_possible,
-    tied_sites,
-)
+from iobs.pruning.structured import readers_and_refitted, tied_sites
 from iobs.pruning.whole.run import kept_parts, parts_of
 from iobs.pruning.widths.costs import Products
 from iobs.pruning.widths.knapsack import require_reachable

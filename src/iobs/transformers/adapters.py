@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -127,14 +128,16 @@ def merge_adapters(model: PeftModel, *, keep_zeros: bool = True) -> tuple[nn.Mod
 
     Raises:
         ModelError: nothing is left to merge, the base is quantised, or a layer needs a merge of its own.
-        NonFiniteError: an adapter holds NaN or infinity. After these errors the model is unchanged. Or a merged weight
-            is too large for its dtype; then the layers before it are merged.
+        NonFiniteError: an adapter holds NaN or infinity, or a merged weight is too large for its dtype. After these
+            errors the model is unchanged.
     """
     layers = list(_adapted(model))
     if not layers:
         raise ModelError("The model has no adapted layers; give the PEFT model, before any merge.")
     for name, layer in layers:
         _require_mergeable(name, layer)
+    for name, layer in layers:
+        _merge_by_peft(name, copy.deepcopy(layer))  # an overflow of any layer is found before one is changed
     rows = [row for name, layer in layers for row in _merge(name, layer, keep_zeros)]
     rows += [row for name, base, trained in _retrained(model) for row in _mask_copy(name, base, trained, keep_zeros)]
     report = MergeReport(tuple(rows))
@@ -219,21 +222,26 @@ def _subtract_at_zeros(layer: BaseTunerLayer, inputs: tuple[Tensor, ...], output
 
 
 @torch.no_grad()
-def _merge(name: str, layer: BaseTunerLayer, keep_zeros: bool) -> Iterator[MergedMatrix]:
-    """Merge one layer in place; one copy of its weights is held meanwhile.
+def _merge_by_peft(name: str, layer: BaseTunerLayer) -> None:
+    """Merge one layer in place.
 
     Raises:
-        NonFiniteError: a merged weight is not finite.
+        NonFiniteError: a merged weight is not finite; the layer is unchanged.
     """
-    base = layer.get_base_layer()
-    before = {part: value.detach().clone() for part, value in _matrices(base).items()}
-    masked = any(hook is _subtract_at_zeros for hook in layer._forward_hooks.values())
     try:
         layer.merge(safe_merge=True)
     except ValueError as error:  # of a merged weight that is not finite
-        raise NonFiniteError(
-            f"{name!r} cannot be merged in {next(iter(before.values())).dtype}: {first_line(error)}"
-        ) from error
+        dtype = next(iter(_matrices(layer.get_base_layer()).values())).dtype
+        raise NonFiniteError(f"{name!r} cannot be merged in {dtype}: {first_line(error)}") from error
+
+
+@torch.no_grad()
+def _merge(name: str, layer: BaseTunerLayer, keep_zeros: bool) -> Iterator[MergedMatrix]:
+    """Merge one layer in place; one copy of its weights is held meanwhile."""
+    base = layer.get_base_layer()
+    before = {part: value.detach().clone() for part, value in _matrices(base).items()}
+    masked = any(hook is _subtract_at_zeros for hook in layer._forward_hooks.values())
+    _merge_by_peft(name, layer)
     for part, value in _matrices(base).items():
         zeros = before[part] == 0
         change = (value - before[part]).double().square()

@@ -9,18 +9,32 @@ from iobs.pruning import FineTune
 from iobs.pruning.samples.subsets import Samples, divide, split
 
 
+@pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize("target", ["layer", "dense"])
-def test_experts_are_pruned_if_few_batches_reach_them(target):
+def test_experts_are_pruned_if_few_batches_reach_them(target, always):
     """Some batches reach no sample of an expert, and the dense network routes other samples to it."""
     generator = torch.Generator().manual_seed(3)
     data = [torch.randn(6, 8, generator=generator) for _ in range(30)]
-    model = Routed()
+    model = Routed(always)
     with torch.no_grad():
         first = float(model.body(data[0])[:, 0].max())
     assert first <= 1.5, "no sample of the first batch may reach the last expert"
     report = iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", target=target)
     assert [row.name for row in report.audit] == ["body", "experts.0", "experts.1", "experts.2"]
     assert report.sparsity == 0.5
+    assert not any("magnitude" in note for note in report.notes)
+
+
+def test_expert_that_is_called_without_a_token_is_pruned_by_magnitude():
+    model, dense = Routed(always=True), Routed()
+    with torch.no_grad():
+        model.body.weight[0] = 0  # the last expert needs a first value above 1.5
+    report = iobs.prune(model, [torch.randn(20, 8)], iobs.Unstructured(0.5), "one-shot")
+    rare = next(one for one in report.best.layers if one.name == "experts.2")
+    assert rare.stats["rule"] == "pruned by magnitude: no sample that is calibrated on reaches it"
+    kept = model.experts[2].weight != 0
+    assert int(kept.sum()) == 16
+    assert torch.equal(model.experts[2].weight[kept], dense.experts[2].weight[kept])
 
 
 def test_layer_keeps_its_zeros_if_a_round_feeds_it_nothing():

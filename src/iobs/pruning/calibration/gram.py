@@ -137,6 +137,8 @@ class Gram:
 
         Inputs are (groups, count, columns), the drift is (groups, count, rows of a group).
         """
+        if not rows.shape[1]:  # an expert that is called without a token: it has no mean to begin with
+            return
         self.count += rows.shape[1]
         if self.means is not None:
             self.means.add(rows, dense)

@@ -96,8 +96,12 @@ class Experts:
             if slices:
                 mixtures = _mixtures(slices)
                 inputs = _inputs(model, data, list(mixtures))
-                order = [path for path in inputs if inputs[path].numel()]
-                stacks = tuple(Stack(path, count) for path in order)
+                if unfed := [path for path in mixtures if path not in inputs or not inputs[path].numel()]:
+                    raise LayerSelectionError(
+                        f"No calibration sample reaches the mixture {unfed[0]}, so its experts cannot be judged, and "
+                        "the configuration has one number for all mixtures; give data that reach it."
+                    )
+                stacks = tuple(Stack(path, count) for path in inputs)
                 return cls(model, stacks, _least(model), mixtures, fields, inputs)
         raise LayerSelectionError("No experts were found whose number the configuration of this model says.")
 

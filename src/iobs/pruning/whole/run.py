@@ -27,13 +27,14 @@ from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import Layer, find_layers, joined
 from iobs.pruning.network.modes import evaluating, keeping_buffers, replaced_forwards, seeded
 from iobs.pruning.network.selection import Selection
+from iobs.pruning.removable import Asked, require_taken
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.structure import widths
 from iobs.pruning.structure.expected import Expected, can_copy, outputs_of
-from iobs.pruning.structured import Asked, require_taken, seconds_of
+from iobs.pruning.structured import seconds_of
 from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRecord
 from iobs.pruning.whole.blocks import Blocks
 from iobs.pruning.whole.experts import Experts

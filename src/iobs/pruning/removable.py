@@ -1,0 +1,207 @@
+"""Units of a model that a run may remove, found and checked before any of its work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from iobs.core.structured import Structured
+from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, ProblemError
+from iobs.pruning.calibration.reach import reached
+from iobs.pruning.callbacks import Callbacks
+from iobs.pruning.network.layers import Layer, find_layers, joined
+from iobs.pruning.network.modes import keeping_buffers
+from iobs.pruning.network.selection import adapters_of, matching, require_module, require_unstored
+from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe.structured import require_structured
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.store import Store
+from iobs.pruning.structure.sites import find_sites
+from iobs.pruning.structure.units_of_layers import SitesOfLayers
+from iobs.pruning.structure.widths import Widths, widths_of
+from iobs.pruning.widths.clock import require_runtime
+from iobs.pruning.widths.costs import Products
+
+Names = str | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Arguments of `iobs.prune` for a run that removes units; `iobs.prune` describes them."""
+
+    pattern: Structured
+    recipe: Recipe
+    include: Names
+    ignore: Names
+    holdout: float
+    seed: int
+    checkpoint: str | Path | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The units of a model that a run may remove.
+
+    Attributes:
+        sites: with the layers that read them.
+        form: the widths that the model's class can say.
+        loadable: True if the class must be able to load the narrower model.
+        dense: products of the dense model.
+    """
+
+    sites: SitesOfLayers
+    form: Widths
+    loadable: bool
+    dense: Products
+
+    @property
+    def offered(self) -> dict[str, tuple[int, ...]]:
+        """Numbers of units, by name of the site, for sites that cannot keep every number."""
+        return self.form.offered() if self.loadable else {}
+
+
+def find_units(store: Store, collected: Sequence[Batch], asked: Asked, callbacks: Callbacks) -> Found:
+    """Find the units of a model on its calibration data; the model is unchanged. Sites that keep all units are noted.
+
+    Raises:
+        LayerSelectionError: no units were found, or names match nothing.
+        CalibrationError: the model does not take a batch.
+    """
+    model = store.model
+    require_taken(model, collected)
+    store.observe(collected, asked.seed)  # finds transposed convolutions
+    sites = _sites(model, collected[0], asked)
+    if store.built_by_code:
+        sites = _written(model, sites, callbacks)
+    form = widths_of(model, sites.sites)
+    loadable = asked.pattern.uniform is not False
+    if loadable:
+        sites = _loadable(sites, form, callbacks)
+    sites = _reached(model, sites, collected, callbacks)
+    dense = Products.count(model, collected[0], sites.sites)
+    if not dense.held.of({}):
+        raise LayerSelectionError(
+            "The first calibration batch reaches no layer that holds units, so that no cost can be counted; give "
+            "data that reach them first."
+        )
+    return Found(sites, form, loadable, dense)
+
+
+def require_possible(store: Store, asked: Asked) -> None:
+    """Check the model and the recipe before any work, the calibration data included.
+
+    Raises:
+        ProblemError: the recipe, or the model's weights are not in memory.
+        ModelError: the model is no module, or has adapters or matrices of `iobs.accelerate`.
+        NonFiniteError: a parameter holds NaN or infinity.
+    """
+    if not store.whole:
+        raise ProblemError("Structured removes units of a model in memory; load the model whole.")
+    require_module(store.model)
+    require_unstored(store.model)
+    for path, _ in adapters_of(store.model):
+        raise ModelError(
+            f"{path!r} has an adapter, which would keep the old widths. Merge the adapters first "
+            "(iobs.transformers.merge_adapters), or prune the base model and train adapters on it afterwards."
+        )
+    for name, parameter in store.model.named_parameters():
+        if parameter.element_size() > 1 and not bool(torch.isfinite(parameter).all()):  # float8 has no such test
+            raise NonFiniteError(f"{name} holds NaN or infinity; repair the model first.")
+    require_structured(asked.recipe)
+    require_runtime(asked.pattern.runtime)
+
+
+def require_taken(model: nn.Module, data: Sequence[Batch]) -> None:
+    """Check that a model takes its calibration data, before anything is looked for in it.
+
+    Raises:
+        CalibrationError: the model does not take a batch.
+    """
+    with keeping_buffers(model):
+        batches.require_all_accepted(model, data)
+
+
+def _sites(model: nn.Module, batch: Batch, asked: Asked) -> SitesOfLayers:
+    """The sites of a model with the layers that read them, as far as the names of the readers are asked for."""
+    every_layer = find_layers(model)
+    layers = {layer.path: layer for layer in every_layer if layer.parameter == "weight" and layer.groups == 1}
+    inner = asked.pattern.units == "auto"
+    every = [site for site in find_sites(model, batch, inner) if all(one.path in layers for one in site.readers)]
+    if not every:
+        raise LayerSelectionError("No channels, neurons or heads were found that can be removed from this model.")
+    chosen = set(every_layer) if asked.include is None else _named(every_layer, asked.include, "include")
+    chosen -= set() if asked.ignore is None else _named(every_layer, asked.ignore, "ignore")
+    found = tuple(site for site in every if all(layers[one.path] in chosen for one in site.readers))
+    if not found:
+        raise LayerSelectionError("include= and ignore= leave no layer whose units can be removed.")
+    return SitesOfLayers(found, layers)
+
+
+def _named(found: Sequence[Layer], names: str | Sequence[str], argument: str) -> set[Layer]:
+    wanted = matching(found, names, argument)
+    return {layer for layer in found if layer.name in wanted}
+
+
+def _written(model: nn.Module, sites: SitesOfLayers, callbacks: Callbacks) -> SitesOfLayers:
+    """The sites that files of weights hold; those with a part in a buffer that code makes anew keep all units.
+
+    Raises:
+        LayerSelectionError: there are none.
+    """
+    rebuilt = {joined(path, name) for path, one in model.named_modules() for name in one._non_persistent_buffers_set}
+    found = []
+    for site in sites.sites:
+        lost = [one.key for one in site.slices if one.key in rebuilt]
+        if lost:
+            callbacks.on_note(
+                f"{site.name} keeps all units: {lost[0]} has entries of them, and no file of weights holds it."
+            )
+        else:
+            found.append(site)
+    if not found:
+        raise LayerSelectionError(
+            "All units have entries in buffers that no file of weights holds, so a narrower network could not be "
+            "loaded. Use iobs.prune in Python, and torch.save(model, file)."
+        )
+    return replace(sites, sites=tuple(found))
+
+
+def _loadable(sites: SitesOfLayers, form: Widths, callbacks: Callbacks) -> SitesOfLayers:
+    """The sites whose number of units the model's class can say; the others keep all units, with a note.
+
+    Raises:
+        LayerSelectionError: there are none.
+    """
+    found = tuple(site for site in sites.sites if site.name not in form.refused)
+    for name, reason in form.refused.items():
+        callbacks.on_note(f"{name} keeps all units: {reason}.")
+    if not found:
+        reason = next(iter(form.refused.values()))
+        raise LayerSelectionError(
+            f"A narrower model of this class could not be loaded again: {reason}. With uniform=False it is pruned "
+            "nevertheless, to be exported or stored as a whole."
+        )
+    return replace(sites, sites=found)
+
+
+def _reached(model: nn.Module, sites: SitesOfLayers, data: Sequence[Batch], callbacks: Callbacks) -> SitesOfLayers:
+    """The sites that calibration data reach, all readers included; the others keep all units, with a note.
+
+    Nothing is known of the units of an expert without a token, and its absence would seem to do no harm.
+
+    Raises:
+        LayerSelectionError: there are none.
+    """
+    fed = reached(model, {layer for site in sites.sites for layer in sites.readers(site)}, data)
+    found = sites.read_by(fed)
+    unfed = [site.name for site in sites.sites if site not in found.sites]
+    if unfed:
+        callbacks.on_note(f"{', '.join(unfed)}: all units are kept, since no calibration sample reaches them.")
+    if not found.sites:
+        raise LayerSelectionError("No calibration sample reaches a layer that holds units; give data that reach them.")
+    return found
