@@ -32,7 +32,7 @@ _TIES = 0.01  # relative change of the network's weights: stored in few bits, ma
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a network pruned on a device may be from the one of the CPU.
+    """Largest differences between a network pruned on a device and the one of the CPU.
 
     Args:
         masks: least share of equal mask entries; None: that of two networks of the CPU, whose weights differ by
@@ -146,7 +146,7 @@ def _solved(
 
 
 def network_cases() -> list[Case]:
-    """What is compared, and how closely.
+    """The comparisons of networks, with their limits.
 
     Rounding turns a near tie between two entries now and then, and later layers have other inputs from there on. ADMM
     searches in float32 and meets such ties in every layer: a change of the weights by 1e-7 leaves 93 % of the masks of
