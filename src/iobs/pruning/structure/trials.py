@@ -78,7 +78,7 @@ def _counts(
 
 
 def _other_shapes(fields: Sequence[Field], shapes: Shapes, expected: Shapes) -> str:
-    """What fields of a configuration change beside the units."""
+    """The reason against fields that do not give the expected shapes: the first parameter that differs."""
     names = ", ".join(one.name for one in fields if not one.fixed)
     other = next((name for name, shape in shapes.items() if expected.get(name) != shape), None)
     return f"{names} also changes {other}" if other else f"{names} gives other shapes"
