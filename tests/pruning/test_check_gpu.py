@@ -13,6 +13,8 @@ from simulated_gpu import GPU
 import iobs
 from iobs import check_gpu, check_results
 from iobs.check_gpu import Check, Findings, solver_checks, sparse_products, timed_block
+from iobs.check_results import network_checks
+from iobs.pruning.calibration import gram
 from iobs.pruning.cost import speeds
 from iobs.pruning.cost.loads import Rates
 from iobs.solvers import SOLVERS
@@ -85,7 +87,8 @@ def tiny(monkeypatch):
 def test_whole_check_runs_and_predicts_every_recipe(tiny, tmp_path):
     assert check_gpu.main(["--device", "cpu", "--out", str(tmp_path / "new" / "found")]) == 0
     found = json.loads((tmp_path / "new" / "found.json").read_text())
-    assert {"prune, own outputs as targets", "prune, block reconstruction"} <= {one["name"] for one in found["checks"]}
+    names = {one["name"] for one in found["checks"]}
+    assert {"prune, SparseGPT, float32", "prune, block reconstruction, float64"} <= names
     assert found["predicted"].keys() == {"one-shot", "fast", "best"}
     assert found["predicted"]["best"]["steps of the network"] > 0
     plain, fitted = (sum(found["predicted"][name].values()) for name in ("one-shot", "fast"))
@@ -102,8 +105,50 @@ def test_error_of_a_kernel_is_a_failed_check_and_the_rest_is_written(tiny, monke
     found = json.loads((tmp_path / "found.json").read_text())
     bad = {one["name"]: one["detail"] for one in found["checks"] if not one["passed"]}
     assert bad["times of one block"] == "RuntimeError: no kernel image"
-    assert sum(name.startswith("prune,") for name in bad) == 5
+    assert sum(name.startswith("prune,") for name in bad) == 6
     assert found["predicted"] == {}
+
+
+def test_device_that_misses_a_batch_fails_the_comparisons_of_networks(tiny, monkeypatch):
+    def pruned(store, data, recipe):
+        """The second run of a comparison is that of the device; a third one is of the CPU again."""
+        runs.append(recipe)
+        return prune(store, data[:-1] if len(runs) == 2 else data, recipe)
+
+    def check(*arguments):
+        runs.clear()
+        return compare(*arguments)
+
+    prune, compare, runs = check_results._pruned, check_results._network_check, []
+    monkeypatch.setattr(check_results, "_pruned", pruned)
+    monkeypatch.setattr(check_results, "_network_check", check)
+    cases = [case for case in check_results.network_cases() if case.recipe.blocks is None and case.there is None]
+    monkeypatch.setattr(check_results, "network_cases", lambda: cases)
+    found = [*network_checks(HERE)]
+    assert len(found) == 3
+    assert [one.name for one in found if one.passed] == []
+
+
+@pytest.mark.slow
+def test_networks_on_a_gpu_pass_the_check(gpu):
+    assert [one for one in itertools.islice(network_checks(GPU), 2) if not one.passed] == []
+
+
+@pytest.mark.slow
+def test_products_of_ten_bits_fail_the_check(monkeypatch):
+    """TF32 in the products of Gram matrices, which a user may allow, and a run must not take."""
+
+    def pruned(store, data, recipe):
+        if runs.append(recipe) or len(runs) == 2:
+            monkeypatch.setattr(gram, "_accumulate", lambda total, left, right=None: accumulate(total, short(left)))
+        return prune(store, data, recipe)
+
+    def short(value):
+        return (value.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    prune, accumulate, runs = check_results._pruned, gram._accumulate, []
+    monkeypatch.setattr(check_results, "_pruned", pruned)
+    assert not next(network_checks(HERE)).passed
 
 
 def test_block_that_does_not_fit_is_timed_again_without_the_timings_of_the_first_try(tiny, monkeypatch):
