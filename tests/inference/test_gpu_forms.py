@@ -88,9 +88,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from iobs.inference import offsets_triton as module
-constants = dict(tokens=4, steps=3, block=512, group=32, biased=True)
+constants = dict(tokens=4, steps=3)
 types = dict(values="*bf16", offsets="*u8", bases="*i16", starts="*i32", bias="*bf16", given="*bf16", found="*bf16")
-for kernel in (module._rows, module._unpack):
+without_bias = constants | dict(bias=None)
+for kernel, constants in ((module._rows, constants), (module._rows, without_bias), (module._unpack, constants)):
     names = kernel.arg_names
     own = {{name: "constexpr" if name in constants else types.get(name, "i32") for name in names}}
     source = ASTSource(kernel, own, constexprs={{name: constants[name] for name in names if name in constants}})
@@ -112,7 +113,9 @@ def test_a_note_names_the_reason_and_not_the_place():
 
 def without_triton(monkeypatch):
     """The module of the kernel with names of triton that do nothing."""
-    names = SimpleNamespace(jit=lambda function: function, language=SimpleNamespace(constexpr=None))
+    names = SimpleNamespace(
+        jit=lambda function: function, language=SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
+    )
     names.cdiv, names.next_power_of_2 = lambda a, b: -(-a // b), lambda a: 1 << (a - 1).bit_length()
     monkeypatch.setitem(sys.modules, "triton", names)
     monkeypatch.setitem(sys.modules, "triton.language", names.language)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from iobs.inference.offsets import GROUP
 
-_BLOCK, _WARPS = 512, 2  # entries that a program reads at a time, and its warps: fastest on an H100
+_WARPS = 2  # of a program; with its block the fastest on an H100
+_BLOCK = tl.constexpr(512)  # entries that a program reads at a time
+_GROUP = tl.constexpr(GROUP)
 
 
 # Triton's compiler reads annotations, and knows none of Python's. Its interpreter needs constant ends of loops.
@@ -27,54 +29,50 @@ def _rows(  # type: ignore[no-untyped-def]
     bias,
     given,
     found,
-    rows,
     columns,
     count,
     tokens: tl.constexpr,
     steps: tl.constexpr,
-    block: tl.constexpr,
-    group: tl.constexpr,
-    biased: tl.constexpr,
 ):
     """One row of the matrix times all tokens; `tokens` is the power of two from `count` on."""
-    row = tl.program_id(0)
+    row, rows = tl.program_id(0), tl.num_programs(0)
     first = tl.load(starts + row).to(tl.int64)
-    entries = (tl.load(starts + row + 1) - first) * group
-    values += first * group
-    offsets += first * group
+    entries = (tl.load(starts + row + 1) - first) * _GROUP
+    values += first * _GROUP
+    offsets += first * _GROUP
     bases += first
-    lane, token = tl.arange(0, block), tl.arange(0, tokens)
-    total = tl.zeros([tokens, block], dtype=tl.float32)
+    lane, token = tl.arange(0, _BLOCK), tl.arange(0, tokens)
+    total = tl.zeros([tokens, _BLOCK], dtype=tl.float32)
     for step in range(steps):
-        place = step * block + lane
+        place = step * _BLOCK + lane
         value = tl.load(values + place, mask=place < entries, other=0.0)
-        column = tl.load(bases + place // group, mask=place < entries, other=0).to(tl.int32)
+        column = tl.load(bases + place // _GROUP, mask=place < entries, other=0).to(tl.int32)
         column += tl.load(offsets + place, mask=place < entries, other=0).to(tl.int32)
         read = (value != 0)[None, :] & (token < count)[:, None]
         activation = tl.load(given + token[:, None] * columns + column[None, :], mask=read, other=0.0)
         total += value.to(tl.float32)[None, :] * activation.to(tl.float32)
     sums = tl.sum(total, 1)
-    if biased:
+    if bias is not None:
         sums += tl.load(bias + row).to(tl.float32)
     tl.store(found + token * rows + row, sums, mask=token < count)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _unpack(  # type: ignore[no-untyped-def]
-    values, offsets, bases, starts, found, columns, steps: tl.constexpr, block: tl.constexpr, group: tl.constexpr
+    values, offsets, bases, starts, found, columns, steps: tl.constexpr
 ):
     """Write the entries of one row into a matrix of zeros."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.load(starts + row).to(tl.int64)
-    entries = (tl.load(starts + row + 1) - first) * group
-    values += first * group
-    offsets += first * group
+    entries = (tl.load(starts + row + 1) - first) * _GROUP
+    values += first * _GROUP
+    offsets += first * _GROUP
     bases += first
-    lane = tl.arange(0, block)
+    lane = tl.arange(0, _BLOCK)
     for step in range(steps):
-        place = step * block + lane
+        place = step * _BLOCK + lane
         value = tl.load(values + place, mask=place < entries, other=0.0)
-        column = tl.load(bases + place // group, mask=place < entries, other=0).to(tl.int32)
+        column = tl.load(bases + place // _GROUP, mask=place < entries, other=0).to(tl.int32)
         column += tl.load(offsets + place, mask=place < entries, other=0).to(tl.int32)
         tl.store(found + row * columns + column, value, mask=value != 0)
 
@@ -100,8 +98,8 @@ def multiply(
     """
     rows, (tokens, columns) = len(starts) - 1, given.shape
     found = torch.empty(tokens, rows, dtype=given.dtype, device=given.device)
-    arguments = values, offsets, bases, starts, starts if bias is None else bias, given, found, rows, columns, tokens
-    sizes = triton.next_power_of_2(tokens), triton.cdiv(longest * GROUP, _BLOCK), _BLOCK, GROUP, bias is not None
+    arguments = values, offsets, bases, starts, bias, given, found, columns, tokens
+    sizes = triton.next_power_of_2(tokens), triton.cdiv(longest * GROUP, _BLOCK.value)
     # Triton launches on the current device.
     with torch.cuda.device_of(given):  # type: ignore[no-untyped-call, unused-ignore]
         _rows[(rows,)](*arguments, *sizes, num_warps=_WARPS)
@@ -112,7 +110,7 @@ def unpack(values: Tensor, offsets: Tensor, bases: Tensor, starts: Tensor, longe
     """The matrix (rows, columns) with all its zeros; arguments as of `multiply`."""
     rows = len(starts) - 1
     found = torch.zeros(rows, columns, dtype=values.dtype, device=values.device)
-    steps = triton.cdiv(longest * GROUP, _BLOCK)
+    steps = triton.cdiv(longest * GROUP, _BLOCK.value)
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call, unused-ignore]
-        _unpack[(rows,)](values, offsets, bases, starts, found, columns, steps, _BLOCK, GROUP, num_warps=_WARPS)
+        _unpack[(rows,)](values, offsets, bases, starts, found, columns, steps, num_warps=_WARPS)
     return found
