@@ -13,6 +13,8 @@ from iobs.pruning.structure.config_fields import Field, config_inside, configura
 from iobs.pruning.structure.shapes import Shapes, built, narrowed, set_fields
 from iobs.pruning.structure.units import Site
 
+_MOST_TRIED = 128  # numbers of units that are tried one by one
+
 
 @dataclass(frozen=True)
 class Width:
@@ -61,20 +63,31 @@ def width_of(model: nn.Module, before: Shapes, sites: Sequence[Site]) -> Width |
 def _counts(
     model: nn.Module, fields: Sequence[Field], before: Shapes, sites: Sequence[Site]
 ) -> tuple[int, ...] | str | None:
-    """Numbers of units, ascending, that the class can load; None: any number; or why it cannot load any number.
+    """Numbers of units, ascending, that the class can load; None: any number; or why it cannot load many fewer.
 
-    A width that is a share of another one may be rounded to its old value for one unit less, and change for fewer.
+    A width that is a share of another one may be rounded to its old value for one unit less, and change for fewer. Two
+    widths that become equal may make a shortcut needless.
     """
-    count = sites[0].count
+    count, kind = sites[0].count, sites[0].kind
     every = [units for units in range(1, count) if all(one.takes(units) for one in fields)]
-    if not _any_count(sites[0], fields):
-        found = [one for one in every if _shapes_at(model, fields, one) == narrowed(before, sites, one)]
-        return None if len(found) == count - 1 else (*found, count)
-    for units in sorted({max(1, count * quarters // 4) for quarters in (0, 1, 2, 3)}, reverse=True):
+    reason = ""
+
+    def fits(units: int) -> bool:
+        nonlocal reason
         shapes, expected = _shapes_at(model, fields, units), narrowed(before, sites, units)
         if shapes != expected:
-            return shapes if isinstance(shapes, str) else _other_shapes(fields, shapes, expected)
-    return None
+            reason = reason or (shapes if isinstance(shapes, str) else _other_shapes(fields, shapes, expected))
+        return shapes == expected
+
+    if _any_count(sites[0], fields):
+        few = kind == "channels" and count <= _MOST_TRIED
+        if not few and all(map(fits, sorted({max(1, count * quarters // 4) for quarters in range(4)}, reverse=True))):
+            return None
+        every = every[:: -(-count // _MOST_TRIED)]
+    found = [*filter(fits, reversed(every))][::-1]
+    if len(found) == count - 1:
+        return None
+    return (*found, count) if found and (found[0] <= count / 2 or kind == "heads") else reason
 
 
 def _other_shapes(fields: Sequence[Field], shapes: Shapes, expected: Shapes) -> str:
