@@ -61,7 +61,7 @@ pathlib.Path.read_text, pathlib.Path.exists, pathlib.Path.is_mount = read_text, 
 IMPORT_ALL = """
 import iobs
 for module in pkgutil.walk_packages(iobs.__path__, "iobs."):
-    if module.name not in ("iobs.__main__", "iobs.inference.bitmask_triton"):  # triton is not on Windows
+    if module.name not in ("iobs.__main__", "iobs.inference.offsets_triton"):  # triton is not on Windows
         importlib.import_module(module.name)
 print("imported")
 """

@@ -1,6 +1,8 @@
 import json
 
+import families
 import pytest
+from checks import one_error
 
 from iobs import models
 
@@ -45,3 +47,16 @@ def test_streams_option_is_checked_before_the_model_is_read(run, tmp_path):
     assert "Add --low-memory" in told
     refused = run("prune", tmp_path, "--low-memory", "--dry-run", "--streams", "tape", code=2)
     assert '"device", "memory" or "disk"' in refused.output
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_blocks_that_run_in_cycles_are_refused_by_the_run_and_its_dry_run(run, embedded, tmp_path, dry):
+    embedded.save(tmp_path / "base")  # for its tokenizer
+    sizes = {**families.DECODER, "vocab_size": embedded.module.config.vocab_size}
+    config = families.hf.HrmTextConfig(**sizes, head_dim=8, H_cycles=2, L_cycles=2)
+    families.hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 50)
+    sizes = "--data", tmp_path / "a.txt", "--samples", "4", "--seq-len", "16"
+    options = "--low-memory", *sizes, "-o", tmp_path / "out", *dry
+    assert "more than once in a forward pass" in one_error(run("prune", tmp_path / "base", *options, code=2))
+    assert not (tmp_path / "out").exists()

@@ -20,7 +20,8 @@ from torch.sparse import _semi_structured_conversions as layout
 import iobs
 from iobs.errors import ModelError, ProblemError
 from iobs.inference import choices, gpu
-from iobs.inference.gpu import BitmaskLinear, is_two_four, no_two_four
+from iobs.inference.gpu import is_two_four, no_two_four
+from iobs.inference.offsets import OffsetLinear, packed, smallest
 
 AMPERE = (8, 0)
 
@@ -31,7 +32,7 @@ def interpreted():
     pytest.importorskip("triton", reason="triton is not installed")
     if os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("TRITON_INTERPRET is not 1")
-    return importlib.import_module("iobs.inference.bitmask_triton")
+    return importlib.import_module("iobs.inference.offsets_triton")
 
 
 def sparse(rows, columns, dtype=torch.float32, bias=True):
@@ -50,24 +51,32 @@ def two_four(rows, columns, dtype=torch.bfloat16):
     return layer
 
 
+def parts(form):
+    return form.values, form.offsets, form.bases, form.starts, form.longest
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (6, 64), (5, 129), (4, 1024), (3, 1100)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (6, 64), (5, 129), (4, 1024), (3, 2600)])
 def test_triton_kernel_equals_the_plain_form(interpreted, dtype, shape):
-    layer = sparse(*shape, dtype=dtype, bias=False)
-    form = BitmaskLinear(layer)
-    for tokens in (1, 3):
+    layer = sparse(*shape, dtype=dtype)
+    form = OffsetLinear(layer)
+    for tokens, bias in ((1, None), (3, layer.bias)):
         given = torch.randn(tokens, shape[1]).to(dtype)
-        wanted = given.double() @ layer.weight.double().t()
-        found = interpreted.multiply(form.mask, form.values, form.starts, given)
+        wanted = given.double() @ layer.weight.double().t() + (0 if bias is None else bias.double())
+        found = interpreted.multiply(*parts(form), given, bias)
         assert found.dtype == dtype
         assert (found.double() - wanted).abs().max() <= torch.finfo(dtype).eps * (1 + wanted.abs().max())
+    assert torch.equal(interpreted.unpack(*parts(form), shape[1]), layer.weight)
 
 
-def test_triton_kernel_reads_every_bit_of_a_word(interpreted):
+def test_activations_that_meet_only_zeros_are_skipped(interpreted):
     layer = nn.Linear(64, 2, bias=False)
     layer.weight.data[1] = 0
-    form, given = BitmaskLinear(layer), torch.randn(1, 64)
-    torch.testing.assert_close(form(given), given @ layer.weight.t())
+    layer.weight.data[0, 1:] = 0
+    given = torch.full((1, 64), float("nan"))
+    given[0, 0] = 2.0
+    wanted = [[2 * layer.weight[0, 0].item(), 0.0]]
+    assert OffsetLinear(layer)(given).tolist() == wanted
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -78,12 +87,15 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_here(capability):
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from iobs.inference import bitmask_triton as kernel
-names = kernel._rows.arg_names
-types = dict.fromkeys(names, "i32") | {{"mask": "*i32", "values": "*bf16", "starts": "*i64"}}
-types |= {{"given": "*bf16", "found": "*fp32", "step": "constexpr", "bits": "constexpr"}}
-source = ASTSource(kernel._rows, types, constexprs={{"step": kernel._WORDS, "bits": kernel._BITS}})
-assert "ptx" in triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm
+from iobs.inference import offsets_triton as module
+constants = dict(tokens=4, steps=3)
+types = dict(values="*bf16", offsets="*u8", bases="*i16", starts="*i32", bias="*bf16", given="*bf16", found="*bf16")
+without_bias = constants | dict(bias=None)
+for kernel, constants in ((module._rows, constants), (module._rows, without_bias), (module._unpack, constants)):
+    names = kernel.arg_names
+    own = {{name: "constexpr" if name in constants else types.get(name, "i32") for name in names}}
+    source = ASTSource(kernel, own, constexprs={{name: constants[name] for name in names if name in constants}})
+    assert "ptx" in triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm
 """
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -101,10 +113,13 @@ def test_a_note_names_the_reason_and_not_the_place():
 
 def without_triton(monkeypatch):
     """The module of the kernel with names of triton that do nothing."""
-    names = SimpleNamespace(jit=lambda function: function, language=SimpleNamespace(constexpr=None))
+    names = SimpleNamespace(
+        jit=lambda function: function, language=SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
+    )
+    names.cdiv, names.next_power_of_2 = lambda a, b: -(-a // b), lambda a: 1 << (a - 1).bit_length()
     monkeypatch.setitem(sys.modules, "triton", names)
     monkeypatch.setitem(sys.modules, "triton.language", names.language)
-    spec = importlib.util.spec_from_file_location("kernel", Path(gpu.__file__).with_name("bitmask_triton.py"))
+    spec = importlib.util.spec_from_file_location("kernel", Path(gpu.__file__).with_name("offsets_triton.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -113,7 +128,7 @@ def without_triton(monkeypatch):
 def test_the_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
     """Triton takes the current device, which may be another one than that of the model."""
     module, current, launched = without_triton(monkeypatch), [], []
-    form, given = BitmaskLinear(sparse(4, 40)), torch.ones(1, 40)
+    form, given = OffsetLinear(sparse(4, 40)), torch.ones(1, 40)
 
     @contextlib.contextmanager
     def device_of(tensor):
@@ -123,18 +138,18 @@ def test_the_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *arguments: launched.append([*current])
+            return lambda *arguments, num_warps: launched.append([*current])
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(module, "_rows", Kernel())
-    module.multiply(form.mask, form.values, form.starts, given)
+    module.multiply(*parts(form), given, None)
     assert len(launched) == 1
     assert launched[0][0] is given
 
 
-def test_few_tokens_of_a_bitmask_layer_take_the_kernel(interpreted, monkeypatch):
+def test_few_tokens_of_a_layer_of_offsets_take_the_kernel(interpreted, monkeypatch):
     layer, calls, multiply = sparse(20, 70), [], interpreted.multiply
-    form = BitmaskLinear(layer)
+    form = OffsetLinear(layer)
     monkeypatch.setattr(interpreted, "multiply", lambda *given: calls.append(1) or multiply(*given))
     torch.testing.assert_close(form(torch.ones(1, 2, 70)), layer(torch.ones(1, 2, 70)))
     assert calls == [1]
@@ -143,18 +158,39 @@ def test_few_tokens_of_a_bitmask_layer_take_the_kernel(interpreted, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (5, 129), (40, 320)])
-def test_bitmask_layer_holds_the_dense_weight(shape):
+def test_layer_of_offsets_holds_the_dense_weight(shape):
     layer = sparse(*shape)
-    form = BitmaskLinear(layer)
+    form = OffsetLinear(layer)
     assert torch.equal(form.weight, layer.weight)
     assert torch.equal(form(torch.ones(9, shape[1])), layer(torch.ones(9, shape[1])))
     assert form(torch.ones(0, shape[1])).shape == (0, shape[0])
 
 
-def test_copies_and_state_dicts_of_a_bitmask_layer_keep_the_weight():
-    form = BitmaskLinear(sparse(8, 40))
+def test_groups_end_where_an_offset_would_be_too_large():
+    weight = torch.zeros(3, 2000)
+    weight[0, [0, 255, 256, 1999]] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    weight[2, 100:140] = 5.0
+    values, offsets, bases, starts = packed(weight, torch.uint8)
+    assert starts.tolist() == [0, 3, 3, 5]
+    assert bases.tolist() == [0, 256, 1999, 100, 132]
+    assert offsets.view(-1, 32)[0, :3].tolist() == [0, 255, 0]
+    assert values.view(-1, 32).count_nonzero(1).tolist() == [2, 1, 1, 32, 8]
+    assert len(packed(weight, torch.int16)[2]) == 3
+
+
+@pytest.mark.parametrize(("share", "offset", "bits"), [(0.5, torch.uint8, 12.6), (0.97, torch.int16, 1.3)])
+def test_offsets_take_the_width_of_fewer_bytes(share, offset, bits):
+    torch.manual_seed(0)
+    weight = torch.randn(64, 8192, dtype=torch.bfloat16) * (torch.rand(64, 8192) >= share)
+    found = smallest(weight)
+    assert found[1].dtype is offset
+    assert 8 * sum(one.numel() * one.element_size() for one in found) <= bits * weight.numel()
+
+
+def test_copies_and_state_dicts_of_a_layer_of_offsets_keep_the_weight():
+    form = OffsetLinear(sparse(8, 40))
     other = copy.deepcopy(form)
-    other.mask.zero_()
+    other.values.zero_()
     other.load_state_dict(form.state_dict())
     assert torch.equal(other.weight, form.weight)
 
@@ -239,13 +275,13 @@ def test_dense_layer_stays_where_it_is_faster_and_forms_that_fail_are_noted(devi
     assert any("2:4 does not run here" in note and "CUDA" in note for note in found.notes)
 
 
-def test_a_bitmask_is_chosen_where_triton_is_there(device, interpreted, monkeypatch):
+def test_offsets_are_chosen_where_triton_is_there(device, interpreted, monkeypatch):
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
-    device["bitmask"] = 0.5
+    device["offsets"] = 0.5
     model = nn.Sequential(sparse(128, 256), nn.Tanh(), sparse(100, 128)).eval()
     before = model(torch.ones(1, 256))
     found = iobs.accelerate(model)
-    assert [type(one) for one in model] == [BitmaskLinear, nn.Tanh, nn.Linear]  # the last layer is too small
+    assert [type(one) for one in model] == [OffsetLinear, nn.Tanh, nn.Linear]  # the last layer is too small
     assert found.bytes_after < 0.6 * found.bytes_before
     torch.testing.assert_close(model(torch.ones(1, 256)), before)
 
@@ -311,5 +347,5 @@ def test_layers_that_a_device_multiplies_are_neither_pruned_nor_saved(accelerate
 def test_zeros_of_layers_that_a_device_multiplies_are_counted(accelerated):
     model, dense = accelerated
     assert iobs.audit(model) == iobs.audit(dense)
-    mixed = nn.Sequential(BitmaskLinear(dense[0]), nn.ReLU(), dense[2])
+    mixed = nn.Sequential(OffsetLinear(dense[0]), nn.ReLU(), dense[2])
     assert {row.name: row.zeros for row in iobs.audit(mixed)} == {row.name: row.zeros for row in iobs.audit(dense)}

@@ -1,4 +1,4 @@
-"""Forms of linear layers on CUDA devices: 2:4 by torch's semi-structured tensors, and bitmasks by a Triton kernel."""
+"""Forms of linear layers on CUDA devices: 2:4 by torch's semi-structured tensors, column offsets by a Triton kernel."""
 
 from __future__ import annotations
 
@@ -7,78 +7,14 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iobs.inference.no_gradient import without_gradient
+from iobs.inference.offsets import OffsetLinear
 
 _OLDEST = (8, 0)  # compute capability with 2:4 products (Ampere)
 _ROWS, _COLUMNS = 32, 64  # a 2:4 matrix of torch has multiples of these
-_FEW = 4  # tokens; more are multiplied by the unpacked matrix
-_NO_BITMASK_BELOW = 0.3  # share of zeros; below it there is too little to gain
-
-
-class BitmaskLinear(nn.Module):
-    """A linear layer whose weight is a bitmask and the non-zero entries, for inference on a CUDA device.
-
-    Few tokens are multiplied by a Triton kernel, more by the matrix that is unpacked for the moment.
-
-    Args:
-        layer: the dense layer, in float32, bfloat16 or float16. Its weight is stored without rounding.
-    """
-
-    mask: Tensor
-    values: Tensor
-    starts: Tensor
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        weight, self.trained = layer.weight.detach(), layer.weight.requires_grad
-        kept = weight != 0
-        words = -(-self.in_features // 32)
-        wide = torch.zeros(self.out_features, 32 * words, dtype=torch.bool)
-        wide[:, : self.in_features] = kept.cpu()
-        mask = torch.from_numpy(np.packbits(wide.numpy(), axis=1, bitorder="little").view(np.int32))
-        counts = kept.sum(1)
-        self.register_buffer("mask", mask.to(weight.device))
-        self.register_buffer("values", weight[kept])
-        self.register_buffer("starts", torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
-        self.bias = layer.bias
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight as a dense matrix, computed anew at each use: (out_features, in_features)."""
-        bits = torch.arange(32, device=self.mask.device, dtype=torch.int32)
-        kept = ((self.mask[..., None] >> bits) & 1).flatten(1)[:, : self.in_features].bool()
-        found: Tensor = torch.zeros(kept.shape, dtype=self.values.dtype, device=kept.device)
-        found.masked_scatter_(kept, self.values)
-        return found
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of mask, values and starts."""
-        return sum(one.numel() * one.element_size() for one in (self.mask, self.values, self.starts))
-
-    def forward(self, given: Tensor) -> Tensor:
-        """The layer's output (..., out_features) of (..., in_features)."""
-        flat = given.reshape(-1, self.in_features)
-        if not 0 < len(flat) <= _FEW:
-            return nn.functional.linear(given, self.weight.to(given.dtype), self.bias)
-        few: Tensor = self._few(flat.contiguous())
-        found = few.view(*given.shape[:-1], self.out_features)
-        return found if self.bias is None else found + self.bias.to(found.dtype)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _few(self, given: Tensor) -> Tensor:
-        from iobs.inference.bitmask_triton import multiply
-
-        return without_gradient(lambda few: multiply(self.mask, self.values, self.starts, few), given, self.trained)
-
-    def extra_repr(self) -> str:
-        """Shape and format."""
-        return f"{self.in_features}, {self.out_features}, format=bitmask"
+_NO_OFFSETS_BELOW = 0.4  # share of zeros; below it there is too little to gain
 
 
 def is_two_four(weight: Tensor) -> bool:
@@ -119,12 +55,12 @@ def semi_structured(layer: nn.Linear) -> nn.Linear:
 def is_form(module: nn.Module) -> bool:
     """Check that a module is one of the forms already."""
     weight = module._parameters.get("weight")
-    return isinstance(module, BitmaskLinear) or isinstance(weight, torch.sparse.SparseSemiStructuredTensor)
+    return isinstance(module, OffsetLinear) or isinstance(weight, torch.sparse.SparseSemiStructuredTensor)
 
 
 def bytes_of(form: nn.Module, name: str, weight: Tensor) -> int:
     """Bytes of the weight of a form; `weight` is the dense one."""
-    if isinstance(form, BitmaskLinear):
+    if isinstance(form, OffsetLinear):
         return form.bytes
     dense = weight.numel() * weight.element_size()
     # 2:4: two values of four, and two bits for the place of each.
@@ -146,11 +82,11 @@ def forms(layer: nn.Linear, capability: tuple[int, int]) -> tuple[dict[str, Call
             found["2:4"] = lambda: semi_structured(layer)
         else:
             notes.append(reason)
-    if float((weight == 0).float().mean()) >= _NO_BITMASK_BELOW:
+    if float((weight == 0).float().mean()) >= _NO_OFFSETS_BELOW:
         if importlib.util.find_spec("triton") is None:
-            notes.append("bitmasks on a GPU need triton: pip install triton")
+            notes.append("products with zeros left out need triton on a GPU: pip install triton")
         else:
-            found["bitmask"] = lambda: BitmaskLinear(layer)
+            found["offsets"] = lambda: OffsetLinear(layer)
     return found, notes
 
 

@@ -179,7 +179,6 @@ class StreamedStore(BlockwiseStore):
             ModelError: the blocks cannot be run one by one.
             ProblemError, OutputError: the hidden states have no room; see `spill.chosen`.
         """
-        self.streamed.trace(batches[0])
         self._run.plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
         self._storage.place = cast(Place, self._run.plan.streams)
         return selection
@@ -305,7 +304,15 @@ class StreamedStore(BlockwiseStore):
     def plan(
         self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float, timed: bool = True
     ) -> Plan:
-        """Predict memory, time and disk space of a run; `timed` False measures no speeds and foretells no time."""
+        """Predict memory, time and disk space of a run; `timed` False measures no speeds and foretells no time.
+
+        One sample runs through one block of each class beforehand.
+
+        Raises:
+            ModelError: the blocks cannot be run one by one.
+            ProblemError, OutputError: the hidden states have no room; see `spill.chosen`.
+        """
+        self.streamed.trace(batches[0])
         fit, steps = recipe.blocks, batches
         if fit is not None:
             steps = in_steps(self.model, Samples.of(batches), fit).batches

@@ -186,7 +186,7 @@ def _of_model(model: nn.Module) -> Generator[tuple[str, Tensor]]:
             stored = layer.stored(model)
             yield layer.name, stored.to_dense() if is_compressed(stored) else layer.read(model).to(stored.dtype)
         forms = library_class("iobs.inference.modules", "StoredLinear")
-        forms += library_class("iobs.inference.gpu", "BitmaskLinear")
+        forms += library_class("iobs.inference.offsets", "OffsetLinear")
         for name, module in model.named_modules():
             if isinstance(module, forms):
                 yield name, module.weight  # type: ignore[attr-defined]

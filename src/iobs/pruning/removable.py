@@ -23,7 +23,7 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
-from iobs.pruning.structure.widths import Widths, widths_of
+from iobs.pruning.structure.widths import Widths, require_together, widths_of
 from iobs.pruning.widths.clock import require_runtime
 from iobs.pruning.widths.costs import Products
 
@@ -71,6 +71,7 @@ def find_units(store: Store, collected: Sequence[Batch], asked: Asked, callbacks
     Raises:
         LayerSelectionError: no units were found, or names match nothing.
         CalibrationError: the model does not take a batch.
+        ModelError: the class of the model cannot have the narrower shapes.
     """
     model = store.model
     require_taken(model, collected)
@@ -82,6 +83,8 @@ def find_units(store: Store, collected: Sequence[Batch], asked: Asked, callbacks
     loadable = asked.pattern.uniform is not False
     if loadable:
         sites = _loadable(sites, form, callbacks)
+        if asked.pattern.sparsity:
+            require_together(model, form, sites.sites, asked.pattern.sparsity, asked.recipe.refits_biases)
     sites = _reached(model, sites, collected, callbacks)
     dense = Products.count(model, collected[0], sites.sites)
     if not dense.held.of({}):

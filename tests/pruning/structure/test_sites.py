@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+import iobs
+from iobs.errors import ModelError
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import find_sites, traced_sites
 from iobs.pruning.structure.trace import shortened
@@ -256,3 +258,62 @@ def test_matrices_of_the_model_itself_read_units():
     assert summary(sites) == {"head": ("neurons", 6)}
     remove(model, sites, {"head": [0, 2, 5]})
     assert (model.first.weight.shape, model.head.shape) == ((3, 8), (3, 4))
+
+
+class BothWays(nn.Module):
+    """A matrix that maps rows of 12 to rows of 8 and, transposed, back; the units before it have its columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.middle = nn.Linear(8, 12), nn.Linear(12, 8, bias=False), nn.Linear(8, 10)
+        self.last = nn.Linear(10, 12)
+
+    def forward(self, x):
+        hidden = self.down(self.up(x).relu())
+        return self.last(self.middle(hidden).relu()) + (hidden.sin() @ self.down.weight)
+
+
+def test_a_matrix_that_is_read_along_both_axes_keeps_its_units():
+    assert summary(find_sites(BothWays().eval(), ROWS)) == {"last": ("neurons", 10)}
+
+
+class OwnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise AssertionError("only in training mode")
+
+
+class Refusing(nn.Module):
+    """A perceptron with a function between its layers that the search for units cannot pass."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(8, 12), nn.Linear(12, 8), between
+
+    def forward(self, x):
+        return self.down(self.between(self.up(x)))
+
+
+def small_only(x):
+    if float(x.detach().abs().max()) > 1e-3:
+        raise ValueError("values above 0.001")
+    return x.relu()
+
+
+@pytest.mark.parametrize(
+    ("between", "message"),
+    [
+        (OwnBackward.apply, r"backward pass .* fails in eval mode \(AssertionError: only in training mode\)"),
+        (small_only, r"Refusing does not take noise .* \(ValueError: values above 0.001\)"),
+    ],
+)
+def test_networks_that_cannot_be_traced_are_refused(between, message):
+    model = Refusing(between).eval()
+    torch.nn.init.zeros_(model.up.weight)
+    torch.nn.init.zeros_(model.up.bias)
+    with pytest.raises(ModelError, match=rf"Units cannot be found: .*{message}\. Prune entries instead"):
+        iobs.prune(model, [ROWS], iobs.Structured(0.25))

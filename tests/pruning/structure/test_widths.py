@@ -8,16 +8,23 @@ from transformers import (
     Dinov2Model,
     PvtConfig,
     PvtModel,
+    RegNetConfig,
+    RegNetForImageClassification,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
 )
 
 import iobs
-from iobs.errors import ModelError
+from iobs.errors import LayerSelectionError, ModelError
+from iobs.pruning.recipe.structured import STRUCTURED
+from iobs.pruning.removable import Asked
+from iobs.pruning.store import Store
 from iobs.pruning.structure.config_fields import Field
 from iobs.pruning.structure.removal import remove
+from iobs.pruning.structure.shapes import built
 from iobs.pruning.structure.sites import find_sites
-from iobs.pruning.structure.widths import built, configure, require_loadable, widths_of
+from iobs.pruning.structure.widths import configure, require_loadable, widths_of
+from iobs.pruning.structured_plan import planned_units
 from iobs.pruning.widths.plan import choices_of
 
 ALL = {"neurons": 2, "heads": 2}
@@ -149,7 +156,7 @@ def test_counts_of_heads_that_the_configuration_refuses_are_not_offered(monkeypa
             return "the hidden size is no multiple of the number of heads"
         return built(model, config)
 
-    monkeypatch.setattr("iobs.pruning.structure.widths.built", divisors_alone)
+    monkeypatch.setattr("iobs.pruning.structure.trials.built", divisors_alone)
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=40,
@@ -224,3 +231,33 @@ def test_offered_widths_are_multiples_where_asked():
     sites = [site for site in find_sites(model, batch) if site.kind == "neurons"]
     (choice, _) = choices_of(sites, iobs.Structured(0.5, multiple_of=32), (), None, widths_of(model, sites).offered())
     assert choice.widths == (32, 64)
+
+
+def refused(model, batch, error, message, monkeypatch):
+    """Check that a plan and a run are refused before any work."""
+    monkeypatch.setattr("iobs.pruning.structured.run", lambda *_, **__: pytest.fail("work was done"))
+    asked = Asked(iobs.Structured(0.25), STRUCTURED["one-shot"], None, None, 0.1, 0, None)
+    with pytest.raises(error, match=message):
+        planned_units(Store(model), [batch], asked)
+    with pytest.raises(error, match=message):
+        iobs.prune(model, [batch], iobs.Structured(0.25), "one-shot")
+
+
+def test_a_width_that_follows_only_for_one_unit_less_is_refused_before_any_work(monkeypatch):
+    config = RegNetConfig(embedding_size=16, hidden_sizes=[32, 48], depths=[1, 1], groups_width=16, layer_type="y")
+    model = RegNetForImageClassification(config).eval()
+    message = r"also changes regnet\S+attention\S+\)\. With uniform=False it is pruned"  # a quarter of the channels
+    refused(model, {"pixel_values": torch.randn(2, 3, 32, 32)}, LayerSelectionError, message, monkeypatch)
+
+
+def test_widths_that_the_class_cannot_have_together_are_refused_before_any_work(monkeypatch):
+    model, data = build("llama")
+    dense = model.config.num_attention_heads, model.config.intermediate_size
+
+    def one_alone(model, config):
+        both = config.num_attention_heads < dense[0] and config.intermediate_size < dense[1]
+        return "fewer heads take all neurons" if both else built(model, config)
+
+    monkeypatch.setattr("iobs.pruning.structure.widths.built", one_alone)
+    message = "cannot be built from the narrower configuration: fewer heads take all neurons"
+    refused(model, data[0], ModelError, message, monkeypatch)

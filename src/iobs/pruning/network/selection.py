@@ -203,7 +203,7 @@ def require_unstored(
     """
     stored = (
         library_class("iobs.inference.modules", "StoredLayer"),
-        library_class("iobs.inference.gpu", "BitmaskLinear"),
+        library_class("iobs.inference.offsets", "OffsetLinear"),
     )
     names = [
         path

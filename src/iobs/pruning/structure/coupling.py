@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from iobs.errors import ModelError, first_line, is_out_of_memory
+from iobs.pruning.samples import batches
 from iobs.pruning.structure.trace import Read, Source, Trace
 
 UNTOUCHED, SHARED = -1, -2  # labels of entries that no column, or columns of several units, depend on
@@ -47,14 +49,25 @@ class Dependencies:
         Args:
             inputs: tensors in the graph.
             weights: of the entries of each tensor, in a shape that broadcasts; noise replaces the ones.
+
+        Raises:
+            ModelError: a backward pass of the model's own fails.
         """
         noise = [
             torch.randn(one.shape, generator=self.random).to(one.device, one.dtype).mul_(weight)
             for one, weight in zip(inputs, weights, strict=True)
         ]
-        grads = torch.autograd.grad(
-            inputs, [leaf for _, leaf in self.leaves], noise, retain_graph=True, allow_unused=True
-        )
+        leaves = [leaf for _, leaf in self.leaves]
+        try:
+            grads = torch.autograd.grad(inputs, leaves, noise, retain_graph=True, allow_unused=True)
+        except batches.REFUSALS as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(
+                "Units cannot be found: they need gradients between layers, and a backward pass that the model "
+                f"defines fails in eval mode ({type(error).__name__}: {first_line(error)}). Prune entries instead: "
+                "Unstructured or NM."
+            ) from error
         found: dict[str, Tensor] = {}
         counters: dict[str, int] = {}
         for (name, _), grad in zip(self.leaves, grads, strict=True):

@@ -96,13 +96,17 @@ class _Graph:
             self.block({name: labels == SHARED for name, labels in one.labels.items()})
 
     def block_tied(self, model: nn.Module) -> None:
-        """Exclude units whose rows or columns are stored in a parameter that several modules hold."""
+        """Exclude units stored in a parameter that several modules hold, or that is read along both of its axes."""
         held: dict[int, list[str]] = defaultdict(list)
         for path, module in model.named_modules():
             for name, value in module._parameters.items():
                 if value is not None:
                     held[id(value)].append(joined(path, name))
         tied = {name for names in held.values() if len(names) > 1 for name in names}
+        axes: dict[str, set[int]] = defaultdict(set)
+        for read in self.traced.reads.values():
+            axes[joined(read.path, read.parameter)].add(read.axis)
+        tied |= {name for name, own in axes.items() if len(own) > 1}
         for name, source in self.traced.sources.items():
             if joined(source.path, source.parameter) in tied:
                 self.blocked |= set(self.nodes[name].values())

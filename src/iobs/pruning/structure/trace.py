@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from iobs.errors import ModelError, first_line, is_out_of_memory
 from iobs.pruning.network.calls import Argument, factors
 from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import evaluating
@@ -112,7 +113,7 @@ class Trace:
 
     Attributes:
         sources: by full name of the parameter.
-        reads: by full name of the weight.
+        reads: by full name of the weight; with "@" and the axis for a second axis of the same weight.
         outputs: floating-point tensors that the model returned.
         samples: number of samples in the batch.
     """
@@ -124,12 +125,24 @@ class Trace:
 
 
 def trace(model: nn.Module, batch: batches.Batch) -> Trace:
-    """Trace the forward pass of one batch; the model is unchanged."""
+    """Trace the forward pass of one batch; the model is unchanged.
+
+    Raises:
+        ModelError: the model takes the batch, but not noise in place of the outputs of its layers.
+    """
     recorder = _Recorder(model)
     given = shortened(batch)
     recorder.found.samples = batches.size(given)
     with evaluating(model), torch.enable_grad(), _buffers_kept(model), recorder:
-        output = batches.forward(model, given)
+        try:
+            output = batches.forward(model, given)
+        except batches.REFUSALS as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"Units cannot be found: {type(model).__name__} does not take noise in place of the outputs of its "
+                f"layers ({type(error).__name__}: {first_line(error)}). Prune entries instead: Unstructured or NM."
+            ) from error
     values = batches.tensors(output) if isinstance(output, (Tensor, Mapping, tuple, list)) else []
     recorder.settle_norms(values)
     recorder.found.outputs = [value for value in values if value.is_floating_point() and value.requires_grad]
@@ -304,6 +317,8 @@ class _Recorder(TorchFunctionMode):
         """
         path, name = self.names[id(weight)]
         key = joined(path, name)
+        if self.found.reads.get(key, Read(path, name, columns, 1, 0)).axis != columns:
+            key = f"{key}@{columns}"  # a matrix that is read along its other axis too
         width = weight[0, 0].numel() if weight.ndim > 2 else 1
         read = self.found.reads.setdefault(key, Read(path, name, columns, width, weight.shape[rows]))
         if given.requires_grad:

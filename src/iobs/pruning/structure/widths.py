@@ -8,39 +8,18 @@ changed configuration, and the shapes that change are compared with those that a
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from iobs.errors import ModelError, first_line
-from iobs.pruning.structure.config_fields import Configuration, Field, config_inside, configurations, proposals
+from iobs.errors import ModelError
+from iobs.pruning.structure.config_fields import Configuration, config_inside, configurations
 from iobs.pruning.structure.removal import CONFIG
+from iobs.pruning.structure.shapes import Shapes, built, is_configured, narrowed, set_fields, shapes_of
+from iobs.pruning.structure.trials import Width, width_of, with_bias
 from iobs.pruning.structure.units import Site
-
-Shapes: TypeAlias = dict[str, tuple[int, ...]]  # of stored parameters and buffers, by full name
-
-
-@dataclass(frozen=True)
-class Width:
-    """Sites whose numbers of units are one value of the configuration, and so are equal.
-
-    Args:
-        sites: names of the sites.
-        fields: the values that follow; none for a model that is not built from a configuration.
-        bias: name of the field that gives all readers a bias, with the name of its configuration before it. None if the
-            readers have a bias or cannot have one.
-        counts: numbers of units, ascending, that the class can load; None: any number. Classes that divide the hidden
-            size by the number of heads load its divisors only.
-    """
-
-    sites: tuple[str, ...]
-    fields: tuple[Field, ...] = ()
-    bias: str | None = None
-    counts: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,11 +62,11 @@ def widths_of(model: nn.Module, sites: Sequence[Site]) -> Widths:
     refused: dict[str, str] = {}
     left = list(sites)
     while left:
-        found = _trial(model, before, left)
+        found = width_of(model, before, left)
         if isinstance(found, str):
             refused[left.pop(0).name] = found
         else:
-            groups.append(_with_bias(model, before, found, sites))
+            groups.append(with_bias(model, before, found, sites))
             left = [site for site in left if site.name not in found.sites]
     return Widths(tuple(groups), refused, frozenset(site.name for site in sites if site.can_bias))
 
@@ -151,11 +130,56 @@ def configure(
     require_loadable(widths, counts, biased)
     if not is_configured(model):
         return {}
+    config, changed, shapes = _configured(model, widths, counts, biased)
+    _add_zero_biases(model, shapes)
+    _require_shapes(model, shapes_of(model), shapes)
+    share(model, config)
+    return changed
+
+
+def require_together(model: nn.Module, widths: Widths, sites: Sequence[Site], share: float, biases: bool) -> None:
+    """Check before any work that the model's class can have all its widths narrower at once.
+
+    Args:
+        model: unchanged.
+        widths: of the model; each was tried alone.
+        sites: those that the class can have narrower.
+        share: of the units of every site that is removed for the trial: at least one unit, and not all.
+        biases: readers may get a bias where the configuration can say it.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    if not is_configured(model):
+        return
+    groups = {name: group for group in widths.groups for name in group.sites}
+    counts = {site.name: _fewer(groups[site.name], site.count, share) for site in sites}
+    expected = shapes_of(model)
+    for site in sites:
+        expected = narrowed(expected, [site], counts[site.name])
+    named = [name for group in widths.groups if biases and group.bias is not None for name in group.sites]
+    _require_shapes(model, expected, _configured(model, widths, counts, named)[2])
+
+
+def _fewer(width: Width, count: int, share: float) -> int:
+    """The number of units below `count`, of those that the class can load, that is nearest without the share."""
+    wanted = max(1, min(count - 1, round((1 - share) * count)))
+    return min([one for one in width.counts or [wanted] if one < count] or [count], key=lambda one: abs(one - wanted))
+
+
+def _configured(
+    model: nn.Module, widths: Widths, counts: Mapping[str, int], biased: Collection[str]
+) -> tuple[Configuration, dict[str, object], Shapes]:
+    """The configuration of a narrower model, its new values by name of the field, and the shapes that it gives.
+
+    Raises:
+        ModelError: the class cannot be built from it.
+    """
     config = copy.deepcopy(model.config)
     changed: dict[str, object] = {}
     for group in widths.groups:
         if group.sites[0] in counts:
-            changed |= _set(config, group.fields, counts[group.sites[0]])
+            changed |= set_fields(config, group.fields, counts[group.sites[0]])
         if group.bias is not None and set(group.sites) & set(biased):
             inner, _, name = group.bias.rpartition(".")
             setattr(config_inside(config, inner), name, True)
@@ -163,144 +187,20 @@ def configure(
     shapes = built(model, config)
     if isinstance(shapes, str):
         raise ModelError(f"{type(model).__name__} cannot be built from the narrower configuration: {shapes}.")
-    _add_zero_biases(model, shapes)
-    if differing := [name for name, shape in shapes_of(model).items() if shapes.get(name) != shape]:
+    return config, changed, shapes
+
+
+def _require_shapes(model: nn.Module, expected: Shapes, shapes: Shapes) -> None:
+    """Check that a configuration gives the shapes of a narrower model.
+
+    Raises:
+        ModelError: names the first parameter with another shape.
+    """
+    if differing := [name for name, shape in expected.items() if shapes.get(name) != shape]:
         raise ModelError(
-            f"{type(model).__name__} cannot have the shape of {differing[0]}, {shapes_of(model)[differing[0]]}: its "
+            f"{type(model).__name__} cannot have the shape of {differing[0]}, {expected[differing[0]]}: its "
             f"configuration gives {shapes.get(differing[0], 'no such parameter')}."
         )
-    share(model, config)
-    return changed
-
-
-def is_configured(model: nn.Module) -> bool:
-    """Check that a model is built from a configuration, as those of transformers are."""
-    return callable(getattr(model, "save_pretrained", None)) and hasattr(getattr(model, "config", None), "to_dict")
-
-
-def shapes_of(model: nn.Module) -> Shapes:
-    """Shapes of the stored parameters and buffers of a model."""
-    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
-
-
-def built(model: nn.Module, config: Configuration) -> Shapes | str:
-    """The shapes of the model's class for a configuration, or the reason why it cannot be built."""
-    try:
-        # As saving and loading do: some values are checked or derived anew.
-        loaded = type(config).from_dict(json.loads(config.to_json_string()))
-        with torch.device("meta"), torch.no_grad():
-            return shapes_of(type(model)(loaded))
-    except Exception as error:  # every class has its own checks
-        return first_line(error)
-
-
-def _set(config: Configuration, fields: Iterable[Field], units: int) -> dict[str, object]:
-    """Set the fields for a number of units, and return the values by full name of the field."""
-    values = {}
-    for one in fields:
-        place = config_inside(config, one.config)
-        new: object = one.value(units)
-        if one.place is not None:
-            new = [new if index == one.place else old for index, old in enumerate(getattr(place, one.name))]
-        setattr(place, one.name, new)
-        values[f"{one.config}.{one.name}" if one.config else one.name] = new
-    return values
-
-
-def _trial(model: nn.Module, before: Shapes, sites: Sequence[Site]) -> Width | str:
-    """The width that the first site belongs to, or the reason why its number of units cannot change."""
-    site, reason = sites[0], ""
-    if site.count == 1:
-        return "it has a single unit"
-    for fields in proposals(model.config, site):
-        found = _narrower(model, fields, _tried(site, fields))
-        if isinstance(found, str):
-            reason = reason or found
-            continue
-        units, shapes = found
-        group = [one for one in sites if one.count == site.count and _narrowed(before, [one], units) != before]
-        expected = {name: shape for name, shape in shapes.items() if shape != before.get(name)}
-        same = [one for one in group if _changes(before, [one], units).items() <= expected.items()]
-        if site in same and _changes(before, same, units) == expected and shapes.keys() == before.keys():
-            counts = None if _any_count(site, fields) else _possible(model, fields, site.count)
-            return Width(tuple(one.name for one in same), tuple(fields), counts=counts)
-        if any(name in expected for name in _changes(before, [site], units)):
-            other = next(iter(expected.keys() - _changes(before, same, units).keys()), None)
-            names = ", ".join(one.name for one in fields if not one.fixed)
-            reason = f"{names} also changes {other}" if other else f"{names} gives other shapes"
-    kind = type(model.config).__name__
-    return f"no field of {kind} gives {site.reader} fewer {site.kind}" + (f" ({reason})" if reason else "")
-
-
-def _any_count(site: Site, fields: Sequence[Field]) -> bool:
-    """Check that a class that loads one number of units less loads every number."""
-    return site.kind != "heads" and not any(one.whole for one in fields)
-
-
-def _tried(site: Site, fields: Sequence[Field]) -> Iterable[int]:
-    """Numbers of units that a trial may use; the hidden size may have to be a multiple of the number of heads."""
-    if _any_count(site, fields):
-        return (site.count - 1,)
-    return (units for units in range(site.count - 1, 0, -1) if all(one.takes(units) for one in fields))
-
-
-def _shapes_at(model: nn.Module, fields: Sequence[Field], units: int) -> Shapes | str:
-    """The shapes of the model's class with other values of the fields, or the reason why it cannot be built."""
-    config = copy.deepcopy(model.config)
-    try:
-        _set(config, fields, units)
-    except Exception as error:  # configurations check their values
-        return first_line(error)
-    return built(model, config)
-
-
-def _narrower(model: nn.Module, fields: Sequence[Field], tried: Iterable[int]) -> tuple[int, Shapes] | str:
-    """The first number of units that the class can be built with, and its shapes; or why the first cannot."""
-    reason = ""
-    for units in tried:
-        found = _shapes_at(model, fields, units)
-        if not isinstance(found, str):
-            return units, found
-        reason = reason or found
-    return reason
-
-
-def _possible(model: nn.Module, fields: Sequence[Field], count: int) -> tuple[int, ...] | None:
-    """Numbers of units, ascending, that the class can be built with; None: any number."""
-    some = (units for units in range(1, count) if all(one.takes(units) for one in fields))
-    fits = [units for units in some if not isinstance(_shapes_at(model, fields, units), str)]
-    return None if len(fits) == count - 1 else (*fits, count)
-
-
-def _narrowed(before: Shapes, sites: Iterable[Site], units: int) -> Shapes:
-    """The shapes after the removal of all but `units` units of every site."""
-    shapes = {name: list(shape) for name, shape in before.items()}
-    for site in sites:
-        for one in site.slices:
-            if one.key in shapes:  # otherwise a buffer that is not stored
-                shapes[one.key][one.axis] -= len(one.index[0]) * (site.count - units)
-    return {name: tuple(shape) for name, shape in shapes.items()}
-
-
-def _changes(before: Shapes, sites: Iterable[Site], units: int) -> Shapes:
-    return {name: shape for name, shape in _narrowed(before, sites, units).items() if shape != before[name]}
-
-
-def _with_bias(model: nn.Module, before: Shapes, width: Width, sites: Sequence[Site]) -> Width:
-    """The width with the field that gives its readers a bias."""
-    readers = [site.readers[0] for site in sites if site.name in width.sites]
-    if all(reader.bias for reader in readers):
-        return width
-    for inner, one in configurations(model.config):
-        for name in [name for name, value in vars(one).items() if value is False and "bias" in name]:
-            config = copy.deepcopy(model.config)
-            setattr(config_inside(config, inner), name, True)
-            shapes = built(model, config)
-            if isinstance(shapes, str) or not before.items() <= shapes.items():
-                continue
-            if all(f"{reader.path}.bias" in shapes for reader in readers):
-                return replace(width, bias=f"{inner}.{name}" if inner else name)
-    return width
 
 
 def _add_zero_biases(model: nn.Module, shapes: Shapes) -> None:

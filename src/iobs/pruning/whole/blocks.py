@@ -22,6 +22,7 @@ from iobs.pruning.network.modes import keeping_buffers, replaced_forwards
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure import widths
+from iobs.pruning.structure.shapes import is_configured, shapes_of
 from iobs.pruning.whole.part import Effect, PartName, Stack, configured, hidden_argument, shapes_with
 
 _PLACES = ("layer_idx", "layer_id", "layer_index", "layer_number")  # attributes that hold the place of a block
@@ -117,7 +118,7 @@ class Blocks:
             ModelError: the class of the model cannot say the number of blocks.
         """
         gone = removed[self.stack.path]
-        config = self._narrower(gone) if widths.is_configured(self.model) else None
+        config = self._narrower(gone) if is_configured(self.model) else None
         members = self.model.get_submodule(self.stack.path)
         assert isinstance(members, (nn.ModuleList, nn.Sequential))
         for at in sorted(gone, reverse=True):
@@ -137,13 +138,13 @@ class Blocks:
         Raises:
             ModelError: it cannot.
         """
-        if widths.is_configured(self.model):
+        if is_configured(self.model):
             self._narrower(range(keep, self.stack.count))
 
     def _narrower(self, gone: Sequence[int]) -> object:
         """The configuration of the model without some blocks."""
         keep = self.stack.count - len(gone)
-        wanted = _renumbered(widths.shapes_of(self.model), self.stack.path, gone)
+        wanted = _renumbered(shapes_of(self.model), self.stack.path, gone)
         fields = configured(self.model, self.stack.count, lambda name: True)
         reason = "no field of the configuration has their number"
         for some in [*([one] for one in fields), fields]:

@@ -21,6 +21,7 @@ from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure import config_fields, widths
+from iobs.pruning.structure.shapes import shapes_of
 from iobs.pruning.whole.part import (
     Effect,
     PartName,
@@ -80,7 +81,7 @@ class Experts:
             LayerSelectionError: it has no experts that its configuration counts.
         """
         require_configured(model, "Experts")
-        before = widths.shapes_of(model)
+        before = shapes_of(model)
         counts = [
             value
             for _, one in config_fields.configurations(model.config)
@@ -149,7 +150,7 @@ class Experts:
         """
         keep = self.stacks[0].count - len(removed[self.stacks[0].path])
         found = shapes_with(self.model, self.fields, keep)
-        shapes = widths.shapes_of(self.model)
+        shapes = shapes_of(self.model)
         if isinstance(found, str) or found[1] != shapes:
             reason = found if isinstance(found, str) else "its shapes differ"
             raise ModelError(f"{type(self.model).__name__} cannot be built with {keep} experts: {reason}.")

@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeAlias
 from torch import Tensor, nn
 
 from iobs.errors import ModelError, first_line
-from iobs.pruning.structure import config_fields, widths
+from iobs.pruning.structure import config_fields, shapes
 
 PartName: TypeAlias = Literal["blocks", "experts"]
 Effect: TypeAlias = Callable[[], float]  # damage of the model as it is
@@ -122,7 +122,7 @@ def shapes_with(
             setattr(place, field, count)
     except Exception as error:  # configurations check their values
         return first_line(error)
-    found = widths.built(model, config)
+    found = shapes.built(model, config)
     return found if isinstance(found, str) else (config, found)
 
 
@@ -132,7 +132,7 @@ def require_configured(model: nn.Module, kind: str) -> None:
     Raises:
         ModelError: it is not.
     """
-    if not widths.is_configured(model):
+    if not shapes.is_configured(model):
         raise ModelError(
             f"{kind} are removed from models of transformers, whose configuration says their number; "
             f"{type(model).__name__} has none."

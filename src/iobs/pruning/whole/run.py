@@ -32,8 +32,8 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
-from iobs.pruning.structure import widths
 from iobs.pruning.structure.expected import Expected, can_copy, outputs_of
+from iobs.pruning.structure.shapes import is_configured
 from iobs.pruning.structured import seconds_of
 from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRecord
 from iobs.pruning.whole.blocks import Blocks
@@ -223,7 +223,7 @@ def _require_loadable(model: nn.Module, batch: Batch, callbacks: Callbacks) -> N
     Raises:
         ModelError: it does not.
     """
-    if not widths.is_configured(model):
+    if not is_configured(model):
         return
     try:
         found = _outputs_again(model, batch, callbacks)

@@ -1,0 +1,133 @@
+"""A linear layer as non-zero entries and short column offsets, for CUDA devices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from iobs.inference.no_gradient import without_gradient
+
+GROUP = 32  # entries of a group, which share the column that their offsets count from
+_FEW = 4  # tokens; more are multiplied by the unpacked matrix
+_WIDTHS = {torch.uint8: 2**8, torch.int16: 2**15, torch.int32: 2**31}  # columns that a group of offsets can span
+
+
+class OffsetLinear(nn.Module):
+    """A linear layer whose weight is its non-zero entries with their columns, for inference on a CUDA device.
+
+    An entry takes its own bits, eight or sixteen for its offset, and half a bit or one for the column of its group. Few
+    tokens are multiplied by a Triton kernel, more by the matrix that is unpacked for the moment.
+
+    Args:
+        layer: the dense layer, in float32, bfloat16 or float16. Its weight is stored without rounding.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    bases: Tensor
+    starts: Tensor
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        weight, self.trained = layer.weight.detach(), layer.weight.requires_grad
+        for name, part in zip(("values", "offsets", "bases", "starts"), smallest(weight), strict=True):
+            self.register_buffer(name, part)
+        self.longest = int(self.starts.diff().max())
+        self.bias = layer.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as a dense matrix, computed anew at each use: (out_features, in_features)."""
+        if self.values.is_cuda:
+            from iobs.inference.offsets_triton import unpack
+
+            return unpack(self.values, self.offsets, self.bases, self.starts, self.longest, self.in_features)
+        return dense(self.values, self.offsets, self.bases, self.starts, self.in_features)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of values, offsets, bases and starts."""
+        return sum(one.numel() * one.element_size() for one in (self.values, self.offsets, self.bases, self.starts))
+
+    def forward(self, given: Tensor) -> Tensor:
+        """The layer's output (..., out_features) of (..., in_features)."""
+        flat = given.reshape(-1, self.in_features)
+        if not 0 < len(flat) <= _FEW:
+            return nn.functional.linear(given, self._unpacked(given), self.bias)
+        few: Tensor = self._few(flat.contiguous())
+        return few.view(*given.shape[:-1], self.out_features)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _unpacked(self, given: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.weight.to(given.dtype)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _few(self, given: Tensor) -> Tensor:
+        from iobs.inference.offsets_triton import multiply
+
+        parts = self.values, self.offsets, self.bases, self.starts, self.longest
+        return without_gradient(lambda few: multiply(*parts, few, self.bias), given, self.trained)
+
+    def extra_repr(self) -> str:
+        """Shape and format."""
+        return f"{self.in_features}, {self.out_features}, format=offsets"
+
+
+def smallest(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Values, offsets, bases and starts of a matrix, with offsets of 8 bits or of 16, whichever take fewer bytes.
+
+    Args:
+        weight: (rows, columns).
+    """
+    columns = weight.shape[1]
+    dtypes = torch.uint8, torch.int16 if columns <= _WIDTHS[torch.int16] else torch.int32
+    found = [packed(weight, dtype) for dtype in dtypes]
+    return min(found, key=lambda parts: sum(part.numel() * part.element_size() for part in parts))
+
+
+def packed(weight: Tensor, offset: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Values (32 n,), offsets (32 n,), bases (n,) and starts (rows + 1,) of a matrix (rows, columns).
+
+    A group has 32 entries of a row, or fewer and zeros after them where the row ends or an offset would be too large.
+    """
+    (rows, columns), device = weight.shape, weight.device
+    kept = weight != 0
+    counts = kept.sum(1)
+    ends = counts.cumsum(0)
+    at = ends - counts  # the first entry of every row that is in no group yet
+    past = torch.zeros(1, dtype=torch.long, device=device)  # a window may reach past the last entry
+    places = torch.cat([kept.nonzero()[:, 1], past])
+    entries, lane = weight[kept], torch.arange(GROUP, device=device)
+    found = [torch.zeros(3, 0, dtype=torch.long, device=device)]
+    # One group of every row at a time: how far it reaches depends on where the last one ended.
+    while bool((left := at < ends).any()):
+        window = at[left, None] + lane
+        own = places[window.clamp(max=len(entries))]
+        taken = (window < ends[left, None]) & (own - own[:, :1] < _WIDTHS[offset])
+        found.append(torch.stack([left.nonzero()[:, 0], at[left], taken.sum(1)]))
+        at[left] += found[-1][2]
+    groups = torch.cat(found, 1)
+    groups = groups[:, groups[0].argsort(stable=True)]  # by row, in the order of columns
+    row, first, length = groups
+    taken, window = lane < length[:, None], first[:, None] + lane
+    window = torch.where(taken, window, first[:, None])
+    base = places[first]
+    values = torch.where(taken, entries[window], 0) if len(first) else weight.new_zeros(0, GROUP)
+    offsets = torch.where(taken, places[window] - base[:, None], 0)
+    starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+    starts[1:] = torch.bincount(row, minlength=rows).cumsum(0)
+    narrow = torch.int16 if columns <= _WIDTHS[torch.int16] else torch.int32
+    return values.flatten(), offsets.flatten().to(offset), base.to(narrow), starts
+
+
+def dense(values: Tensor, offsets: Tensor, bases: Tensor, starts: Tensor, columns: int) -> Tensor:
+    """The matrix (rows, columns) of `packed` parts, in plain torch."""
+    rows = len(starts) - 1
+    row = torch.arange(rows, device=starts.device).repeat_interleave(starts.diff().long())
+    place = (row * columns + bases.long())[:, None] + offsets.view(-1, GROUP).long()
+    kept = values != 0
+    found = torch.zeros(rows * columns, dtype=values.dtype, device=values.device)
+    found[place.flatten()[kept]] = values[kept]
+    return found.view(rows, columns)

@@ -1,0 +1,116 @@
+"""Products with a matrix of column offsets on a GPU, in Triton.
+
+Non-zero entries of a row lie in groups of `GROUP`. A group has the column of its first entry, and each entry its offset
+from there. The last group of a row is filled up with zeros, which are skipped. With TRITON_INTERPRET=1 in the
+environment before the import, the same code runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from iobs.inference.offsets import GROUP
+
+_WARPS = 2  # of a program; with its block the fastest on an H100
+_BLOCK = tl.constexpr(512)  # entries that a program reads at a time
+_GROUP = tl.constexpr(GROUP)
+
+
+# Triton's compiler reads annotations, and knows none of Python's. Its interpreter needs constant ends of loops.
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _rows(  # type: ignore[no-untyped-def]
+    values,
+    offsets,
+    bases,
+    starts,
+    bias,
+    given,
+    found,
+    columns,
+    count,
+    tokens: tl.constexpr,
+    steps: tl.constexpr,
+):
+    """One row of the matrix times all tokens; `tokens` is the power of two from `count` on."""
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    first = tl.load(starts + row).to(tl.int64)
+    entries = (tl.load(starts + row + 1) - first) * _GROUP
+    values += first * _GROUP
+    offsets += first * _GROUP
+    bases += first
+    lane, token = tl.arange(0, _BLOCK), tl.arange(0, tokens)
+    total = tl.zeros([tokens, _BLOCK], dtype=tl.float32)
+    for step in range(steps):
+        place = step * _BLOCK + lane
+        value = tl.load(values + place, mask=place < entries, other=0.0)
+        column = tl.load(bases + place // _GROUP, mask=place < entries, other=0).to(tl.int32)
+        column += tl.load(offsets + place, mask=place < entries, other=0).to(tl.int32)
+        read = (value != 0)[None, :] & (token < count)[:, None]
+        activation = tl.load(given + token[:, None] * columns + column[None, :], mask=read, other=0.0)
+        total += value.to(tl.float32)[None, :] * activation.to(tl.float32)
+    sums = tl.sum(total, 1)
+    if bias is not None:
+        sums += tl.load(bias + row).to(tl.float32)
+    tl.store(found + token * rows + row, sums, mask=token < count)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _unpack(  # type: ignore[no-untyped-def]
+    values, offsets, bases, starts, found, columns, steps: tl.constexpr
+):
+    """Write the entries of one row into a matrix of zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.load(starts + row).to(tl.int64)
+    entries = (tl.load(starts + row + 1) - first) * _GROUP
+    values += first * _GROUP
+    offsets += first * _GROUP
+    bases += first
+    lane = tl.arange(0, _BLOCK)
+    for step in range(steps):
+        place = step * _BLOCK + lane
+        value = tl.load(values + place, mask=place < entries, other=0.0)
+        column = tl.load(bases + place // _GROUP, mask=place < entries, other=0).to(tl.int32)
+        column += tl.load(offsets + place, mask=place < entries, other=0).to(tl.int32)
+        tl.store(found + row * columns + column, value, mask=value != 0)
+
+
+def multiply(
+    values: Tensor, offsets: Tensor, bases: Tensor, starts: Tensor, longest: int, given: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Multiply a matrix of column offsets by activations, and add a bias.
+
+    Zero entries are skipped: a NaN or infinite activation that meets only zeros of a row does not change it.
+
+    Args:
+        values: the entries of the groups, (32 n,), in float32, bfloat16 or float16.
+        offsets: column of each entry minus that of the first of its group, (32 n,), any integer dtype.
+        bases: column of the first entry of each group, (n,), any integer dtype.
+        starts: number of groups before each row, and of all, (rows + 1,).
+        longest: most groups of a row.
+        given: (tokens, columns), any floating dtype, contiguous.
+        bias: (rows,), or None.
+
+    Returns:
+        (tokens, rows), in the dtype of `given`; sums are in float32.
+    """
+    rows, (tokens, columns) = len(starts) - 1, given.shape
+    found = torch.empty(tokens, rows, dtype=given.dtype, device=given.device)
+    arguments = values, offsets, bases, starts, bias, given, found, columns, tokens
+    sizes = triton.next_power_of_2(tokens), triton.cdiv(longest * GROUP, _BLOCK.value)
+    # Triton launches on the current device.
+    with torch.cuda.device_of(given):  # type: ignore[no-untyped-call, unused-ignore]
+        _rows[(rows,)](*arguments, *sizes, num_warps=_WARPS)
+    return found
+
+
+def unpack(values: Tensor, offsets: Tensor, bases: Tensor, starts: Tensor, longest: int, columns: int) -> Tensor:
+    """The matrix (rows, columns) with all its zeros; arguments as of `multiply`."""
+    rows = len(starts) - 1
+    found = torch.zeros(rows, columns, dtype=values.dtype, device=values.device)
+    steps = triton.cdiv(longest * GROUP, _BLOCK.value)
+    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call, unused-ignore]
+        _unpack[(rows,)](values, offsets, bases, starts, found, columns, steps, num_warps=_WARPS)
+    return found
