@@ -162,6 +162,30 @@ def test_least_harmful_block_is_removed_first():
     assert block not in [*model.model.layers]
 
 
+def mixture_after_a_dense_block():
+    return built(
+        Qwen3MoeConfig(
+            **SIZE, **TOKENS, num_hidden_layers=3, intermediate_size=24, moe_intermediate_size=12, num_experts=6,
+            num_experts_per_tok=2, head_dim=4, mlp_only_layers=[0],
+        )
+    )  # fmt: skip
+
+
+def test_a_block_that_the_class_needs_at_its_place_stays():
+    parts = Blocks.found(mixture_after_a_dense_block(), text()[0])
+    assert parts.chosen(2, iter([0.0, 1.0, 2.0]).__next__) == {"model.layers": [1]}  # not the first, which is dense
+
+
+def test_blocks_that_the_class_cannot_lose_are_refused_before_the_refit(monkeypatch):
+    narrower = Blocks._narrower
+    monkeypatch.setattr(Blocks, "_narrower", lambda self, gone: narrower(self, [0]) if 2 not in gone else object())
+    monkeypatch.setattr("iobs.pruning.whole.run._Damage", lambda *_: iter([0.0, 1.0, 2.0, 0.0, 1.0]).__next__)
+    monkeypatch.setattr("iobs.pruning.whole.run.run", lambda *_, **__: pytest.fail("work was done"))
+    monkeypatch.setattr(Blocks, "_can_lose", lambda *_: False)
+    with pytest.raises(ModelError, match="cannot be built with 2 blocks"):
+        iobs.prune(mixture_after_a_dense_block(), text(), iobs.Structured(0.34, units="blocks"), "one-shot")
+
+
 def test_blocks_of_an_own_network_are_removed():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(*(Residual(8) for _ in range(4))), nn.Linear(8, 3)).eval()

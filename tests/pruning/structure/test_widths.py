@@ -10,6 +10,8 @@ from transformers import (
     PvtModel,
     RegNetConfig,
     RegNetForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
 )
@@ -248,6 +250,14 @@ def test_a_width_that_follows_only_for_one_unit_less_is_refused_before_any_work(
     model = RegNetForImageClassification(config).eval()
     message = r"also changes regnet\S+attention\S+\)\. With uniform=False it is pruned"  # a quarter of the channels
     refused(model, {"pixel_values": torch.randn(2, 3, 32, 32)}, LayerSelectionError, message, monkeypatch)
+
+
+def test_a_number_of_units_that_makes_a_shortcut_needless_is_not_offered():
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[6, 12], depths=[1, 1], layer_type="basic")
+    model = ResNetForImageClassification(config).eval()
+    sites = find_sites(model, {"pixel_values": torch.randn(2, 3, 32, 32)})
+    (offered,) = widths_of(model, sites).offered().values()
+    assert offered == (1, 2, 3, 4, 5, 7, 8)  # with 6 the first block has no convolution beside it
 
 
 def test_widths_that_the_class_cannot_have_together_are_refused_before_any_work(monkeypatch):

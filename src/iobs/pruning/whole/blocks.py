@@ -78,14 +78,23 @@ class Blocks:
         return self.stacks[0]
 
     def chosen(self, keep: int, damage: Effect) -> dict[str, list[int]]:
-        """Remove the block whose absence damages the model least, and repeat; the other blocks stay as they are."""
+        """Remove the block whose absence damages the model least, and repeat; the other blocks stay as they are.
+
+        A block without which the class cannot be built stays, such as the dense first block of some mixtures.
+
+        Raises:
+            ModelError: the class cannot be built without the chosen blocks.
+        """
         gone: list[int] = []
         while len(gone) < self.stack.count - keep:
             trials = {}
             for block in (one for one in range(self.stack.count) if one not in gone):
                 with self.without({self.stack.path: [*gone, block]}):
                     trials[block] = damage()
-            gone.append(min(trials, key=lambda block: trials[block]))
+            order = sorted(trials, key=lambda block: trials[block])
+            gone.append(next((block for block in order if self._can_lose([*gone, block])), order[0]))
+        if is_configured(self.model):
+            self._narrower(sorted(gone))
         return {self.stack.path: sorted(gone)}
 
     def least_removed(self, keep: int) -> int:
@@ -140,6 +149,13 @@ class Blocks:
         """
         if is_configured(self.model):
             self._narrower(range(keep, self.stack.count))
+
+    def _can_lose(self, gone: Sequence[int]) -> bool:
+        """Check that the class of the model can be built without some blocks."""
+        try:
+            return not is_configured(self.model) or self._narrower(sorted(gone)) is not None
+        except ModelError:
+            return False
 
     def _narrower(self, gone: Sequence[int]) -> object:
         """The configuration of the model without some blocks."""
